@@ -117,11 +117,11 @@ def test_serve_refuses_what_cannot_be() -> None:
     for arguments, word in (
         (("--ttl", "soon"), "--ttl"),
         (("--memory-budget", "much"), "--memory-budget"),
-        (("--name", "No Name"), "cannot be the name"),
+        (("--name", "No Name"), "not a valid service name"),
         (("--ttl", "0"), "more than 0"),
     ):
         answer = invoke("serve", "--port", "0", *arguments)
         assert answer.code == 2 and word in answer.err
     records.claimed("chat", "unused")
     answer = invoke("serve", "--port", "0", "--name", "chat")
-    assert answer.code == 2 and "running already" in answer.err
+    assert answer.code == 2 and "already running" in answer.err

@@ -1,4 +1,4 @@
-"""Hosts whose engines are small programs that answer always alike, or otherwise, or not at all."""
+"""Stub engines with fixed answers, wrong answers or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from tests.hosting.stub_hosts import HANDLER, LISTEN, stub_environment, stub_readied
+from tests.hosting.stub_hosts import HANDLER, LISTEN, make_stub_environment, make_stub_readied
 
 from bedplate.changing.migrate import Migrate, Migrating
 from bedplate.hosting.host import Host
@@ -59,22 +59,22 @@ def word(prompt, number=0):
 """
 
 
-def made(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
-    """An engine for the model `alpha`; those of one seed say the same."""
+def make_engine(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
+    """An engine for the model `alpha`. Engines of the same seed give the same answers."""
     settings = f"SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}"
     script = f"{HANDLER}{WRITES}{settings}{LISTEN}"
-    environment = msgspec.structs.replace(stub_environment(folder / name, script), version=name)
-    ready = stub_readied("alpha", environment)
+    environment = msgspec.structs.replace(make_stub_environment(folder / name, script), version=name)
+    ready = make_stub_readied("alpha", environment)
     return dataclasses.replace(ready, plan=replaced(ready.plan, engine_version=name))
 
 
-def offered(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
-    """What a migration finds when it asks for an engine by name; deciding and installing are tested elsewhere."""
+def offer_engines(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
+    """Replace deciding and installing, which have their own tests, by these engines."""
     monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress, hardware=None: engines[self.asked.engine])
 
 
-async def asked(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:
-    """Requests at once, and all of their answers."""
+async def send_requests(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:
+    """Send concurrent requests and return all responses."""
 
     async def one(session: aiohttp.ClientSession) -> tuple[int, dict[str, Any]]:
         body = {"model": "alpha", "messages": [{"role": "user", "content": "x"}], "max_tokens": tokens}
@@ -86,7 +86,7 @@ async def asked(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict
 
 
 class Load:
-    """So many requests in flight, from its start to its end."""
+    """Keeps this many requests in flight."""
 
     def __init__(self, host: Host, streams: int) -> None:
         self._host, self._streams = host, streams
@@ -103,9 +103,9 @@ class Load:
 
     async def _go_on(self) -> None:
         while not self._over:
-            ((status, _),) = await asked(self._host, 1)
+            ((status, _),) = await send_requests(self._host, 1)
             self.statuses.append(status)
 
 
-def quickly(engine: str, **more: Any) -> Migrate:
+def make_quick_request(engine: str, **more: Any) -> Migrate:
     return Migrate(engine=engine, **{"least_step_s": 0.2, "most_step_s": 3.0, **more})

@@ -1,11 +1,11 @@
-"""Recorded requests become short stretches to replay, and what was measured in them becomes evidence."""
+"""Recorded requests become episodes to replay, and their measurements become results."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.changing.traffic import repeat, request, subject
+from tests.changing.traffic import make_repeat, make_request, make_subject
 
 from bedplate.changing.episodes import (
     LEAST_EPISODES,
@@ -27,62 +27,69 @@ from bedplate.values.units import YEAR_S, parsed_seconds
 from bedplate.values.workload import RequestShape
 
 
-def test_only_whole_answers_of_writing_apis_are_kept_in_their_order() -> None:
-    rows = [request(5.0), request(1.0), request(2.0, outcome="failed"), request(3.0, api="embeddings")]
+def test_only_completed_generation_requests_are_replayed_in_order() -> None:
+    rows = [
+        make_request(5.0),
+        make_request(1.0),
+        make_request(2.0, outcome="failed"),
+        make_request(3.0, api="embeddings"),
+    ]
     found = recorded(rows, 4096)
     assert [shape.started_s for shape in found.shapes] == [1.0, 5.0] and not found.too_long
 
 
-def test_what_one_engine_does_not_take_is_left_out_and_counted() -> None:
-    found = recorded([request(1.0), request(2.0, prompt_tokens=4000)], 1024)
+def test_too_long_requests_are_skipped_and_counted() -> None:
+    found = recorded([make_request(1.0), make_request(2.0, prompt_tokens=4000)], 1024)
     assert len(found.shapes) == 1 and found.too_long == 1
 
 
-def test_beginnings_that_were_shared_are_shared_again() -> None:
-    found = recorded([request(1.0, prompt_tokens=256, text_bytes=1024, prefix_hashes=(1, 2))], 4096)
+def test_shared_prefixes_are_kept() -> None:
+    found = recorded([make_request(1.0, prompt_tokens=256, text_bytes=1024, prefix_hashes=(1, 2))], 4096)
     assert found.shapes[0].prefix_hashes == (1, 2) and found.shapes[0].prefix_block_tokens == 128
 
 
-def shapes(moments: list[float], output_tokens: int = 20) -> list[RequestShape]:
+def make_shapes(moments: list[float], output_tokens: int = 20) -> list[RequestShape]:
     return [RequestShape(started_s=at, prompt_tokens=50, output_tokens=output_tokens) for at in sorted(moments)]
 
 
 @given(st.lists(st.floats(0, 1e5), min_size=1, max_size=200), st.floats(0.01, 1))
-def test_stretches_are_short_and_begin_at_zero(moments: list[float], share: float) -> None:
-    chosen = episodes(shapes(moments), share)
+def test_episodes_are_short_and_start_at_zero(moments: list[float], share: float) -> None:
+    chosen = episodes(make_shapes(moments), share)
     assert LEAST_EPISODES <= len(chosen) <= MOST_EPISODES
     for episode in chosen:
         assert 1 <= len(episode) <= MOST_REQUESTS and episode[0].started_s == 0.0
         assert (episode[-1].started_s or 0.0) <= MOST_SPAN_S
 
 
-def test_a_share_of_the_work_is_spread_over_all_of_it() -> None:
-    chosen = episodes(shapes([100.0 * number for number in range(100)]), 0.1)
+def test_episodes_are_spread_over_the_whole_time() -> None:
+    chosen = episodes(make_shapes([100.0 * number for number in range(100)]), 0.1)
     assert len(chosen) == 10
-    assert len(episodes(shapes([1.0]), 0.1)) == LEAST_EPISODES, "one request again and again"
+    assert len(episodes(make_shapes([1.0]), 0.1)) == LEAST_EPISODES, "the same request repeated"
 
 
-def test_long_answers_make_short_stretches() -> None:
-    assert max(map(len, episodes(shapes([0, 1, 2, 3], output_tokens=256), 1.0))) == 2
+def test_long_responses_make_short_episodes() -> None:
+    assert max(map(len, episodes(make_shapes([0, 1, 2, 3], output_tokens=256), 1.0))) == 2
 
 
-def test_without_records_the_planned_work_is_taken() -> None:
+def test_without_records_the_assumed_workload_is_replayed() -> None:
     found = assumed(Workload(concurrency=3, prompt_tokens=100, output_tokens=50))
     assert len(found.shapes) == 3 and found.shapes[0].output_tokens == 50
     assert len(assumed(Workload(concurrency=64, output_tokens=256)).shapes) == 2
 
 
-def test_other_work_is_another_load() -> None:
-    one, other = load_of(episodes(shapes([1, 2]), 1), "a"), load_of(episodes(shapes([1, 2], 30), 1), "a")
+def test_different_episodes_have_different_loads() -> None:
+    one, other = load_of(episodes(make_shapes([1, 2]), 1), "a"), load_of(episodes(make_shapes([1, 2], 30), 1), "a")
     assert one.arrivals == "replay" and one.trace != other.trace and one.output_tokens == 20
 
 
-def test_later_plans_learn_how_fast_tokens_came_with_as_many_in_flight_on_both_sides() -> None:
-    load = load_of(episodes(shapes([0, 0, 0]), 1), "a")
-    fast, slow = ([repeat(number, duration_ms=duration, requests=3) for number in range(3)] for duration in (400, 800))
+def test_results_use_the_same_concurrency_for_both_engines() -> None:
+    load = load_of(episodes(make_shapes([0, 0, 0]), 1), "a")
+    fast, slow = (
+        [make_repeat(number, duration_ms=duration, requests=3) for number in range(3)] for duration in (400, 800)
+    )
     quality = Quality(verdict="ok", agreement=1.0)
-    a = cell_of("r", "2026-01-01T00:00:00Z", "m", subject("slow"), load, slow, quality, "")
-    b = cell_of("r", "2026-01-01T00:00:00Z", "m", subject("fast"), load, fast, quality, "")
+    a = cell_of("r", "2026-01-01T00:00:00Z", "m", make_subject("slow"), load, slow, quality, "")
+    b = cell_of("r", "2026-01-01T00:00:00Z", "m", make_subject("fast"), load, fast, quality, "")
     assert a.id != b.id
     mine, theirs = results_of(a, b)
     assert mine.concurrency == theirs.concurrency == 3 and mine.comparable(theirs)
@@ -91,22 +98,22 @@ def test_later_plans_learn_how_fast_tokens_came_with_as_many_in_flight_on_both_s
 
 
 @pytest.mark.parametrize(("text", "value"), [("10%", 0.1), ("0.1", 0.1), ("10", 0.1), ("100 %", 1.0), ("1", 1.0)])
-def test_shares_are_read_as_people_write_them(text: str, value: float) -> None:
+def test_parses_shares(text: str, value: float) -> None:
     assert read_share(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-5", "a tenth", "nan"])
-def test_other_shares_are_refused(text: str) -> None:
+def test_rejects_invalid_shares(text: str) -> None:
     with pytest.raises(BadQuestion, match="no share"):
         read_share(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("90s", 90), ("10m", 600), ("1h", 3600), ("7d", 604800), ("5", 5)])
-def test_times_are_read(text: str, value: float) -> None:
+def test_parses_durations(text: str, value: float) -> None:
     assert parsed_seconds(text, "--for", positive=True, most_s=YEAR_S) == value
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-1m", "ten", "5y", "999999d"])
-def test_other_times_are_refused(text: str) -> None:
+def test_rejects_invalid_durations(text: str) -> None:
     with pytest.raises(BadQuestion, match="--for"):
         parsed_seconds(text, "--for", positive=True, most_s=YEAR_S)

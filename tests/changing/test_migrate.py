@@ -1,4 +1,4 @@
-"""One engine takes over from another behind a running endpoint, or is taken back; no request notices either."""
+"""Migrations and rollbacks behind a running endpoint lose no requests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.changing.migrating import Load, asked, made, offered, quickly
+from tests.changing.migrating import Load, make_engine, make_quick_request, offer_engines, send_requests
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import DIES, add, needs, pid_in, stub_environment, stub_readied, with_host
+from tests.hosting.stub_hosts import (
+    DIES,
+    add,
+    count_need_bytes,
+    make_stub_environment,
+    make_stub_readied,
+    read_pid,
+    with_host,
+)
 from tests.run.test_supervisor import until
 
 from bedplate.changing.migrate import Migrating, as_planned, migrate, read_steps
@@ -34,22 +42,22 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def home(bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreements go to the tests' own store, and nobody waits long for requests that do not come."""
+    """A separate store for agreements, and short steps without traffic."""
     monkeypatch.setattr("bedplate.changing.migrate.IDLE_STEP_S", 0.2)
 
 
 class TestSideBySide:
-    def test_a_good_challenger_takes_over_without_a_lost_request(
+    def test_good_challenger_takes_over_without_lost_requests(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first, second = made(tmp_path, "one"), made(tmp_path, "two")
-        offered(monkeypatch, **{"llama.cpp": second})
+        first, second = make_engine(tmp_path, "one"), make_engine(tmp_path, "two")
+        offer_engines(monkeypatch, **{"llama.cpp": second})
 
         async def then(host: Host) -> None:
             await add(host, first)
             told = Told()
             async with Load(host, 6) as load:
-                done = await migrate(host, quickly("llama.cpp"), told)
+                done = await migrate(host, make_quick_request("llama.cpp"), told)
             assert (done.outcome, done.side_by_side, done.cut) == ("migrated", True, 0)
             assert set(load.statuses) == {200}
             assert [step.percent for step in done.steps] == [10, 50, 100]
@@ -59,22 +67,22 @@ class TestSideBySide:
             assert host.service().readied is second and engine.backend.on_end is None
             assert [one.against for one in done.checks] == ["the engine in service"] * 2
             assert {one.verdict for one in done.checks} == {"ok"}
-            assert "10 % of the requests go to llama.cpp two (Q4_1)" in told.lines
+            assert "sending 10 % of the requests to llama.cpp two (Q4_1)" in told.lines
             assert host.service().doing is None
             assert from_json(Migration, to_json(done)) == done and done.exit_code == 0
 
         with_host(then, tmp_path)
 
-    def test_one_that_says_other_things_never_gets_a_request(
+    def test_challenger_with_wrong_answers_gets_no_requests(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "other", seed="other")})
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "other", seed="other")})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             (first,) = host.engines
             async with Load(host, 3) as load:
-                done = await migrate(host, quickly("llama.cpp"), Told())
+                done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.stage) == ("rolled back", "answers") and not done.steps
             assert "it gives wrong answers" in (done.reason or "") and "engine in service" in (done.reason or "")
             assert set(load.statuses) == {200} and host.engines == (first,) and first.backend.share == 1.0
@@ -83,16 +91,16 @@ class TestSideBySide:
         with_host(then, tmp_path)
 
     @pytest.mark.measures
-    def test_a_slow_one_is_taken_back_and_its_answers_are_waited_for(
+    def test_slow_challenger_is_rolled_back_after_draining(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "slow", pause_s=0.1)})
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "slow", pause_s=0.1)})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 6) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await migrate(host, quickly("llama.cpp", most_step_s=30.0), Told())
+                done = await migrate(host, make_quick_request("llama.cpp", most_step_s=30.0), Told())
                 assert len(host.engines) == 1
             assert (done.outcome, done.stage, done.cut) == ("rolled back", "traffic", 0)
             assert "times as long" in (done.reason or "") and done.steps[-1].challenger.tpot_ms
@@ -100,141 +108,137 @@ class TestSideBySide:
 
         with_host(then, tmp_path)
 
-    def test_one_that_does_not_start_changes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, **{"llama.cpp": stub_readied("alpha", stub_environment(tmp_path / "dies", DIES))})
+    def test_challenger_that_does_not_start_is_rolled_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offer_engines(
+            monkeypatch, **{"llama.cpp": make_stub_readied("alpha", make_stub_environment(tmp_path / "dies", DIES))}
+        )
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             (first,) = host.engines
-            done = await migrate(host, quickly("llama.cpp"), Told())
+            done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.stage) == ("rolled back", "start") and "no good" in (done.reason or "")
-            assert host.engines == (first,) and pid_in((await asked(host, 1))[0]) == first.pid
+            assert host.engines == (first,) and read_pid((await send_requests(host, 1))[0]) == first.pid
 
         with_host(then, tmp_path)
 
-    def test_one_that_dies_under_its_first_requests_is_taken_back(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # It lives through warming up and the comparison of answers, and dies with its share of the traffic.
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "weak", dies_after=33)})
+    def test_challenger_that_dies_is_rolled_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # It survives the warm-up and the comparison of answers, and dies under traffic.
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "weak", dies_after=33)})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 6) as load:
-                done = await migrate(host, quickly("llama.cpp"), Told())
+                done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.stage) == ("rolled back", "traffic"), done
-            assert "died" in (done.reason or "") or "failed at it" in (done.reason or "")
-            assert set(load.statuses) == {200}, "what it failed at was answered by the other one"
+            assert "died" in (done.reason or "") or "requests failed;" in (done.reason or "")
+            assert set(load.statuses) == {200}, "the incumbent answered what the challenger failed"
             assert len(host.engines) == 1
 
         with_host(then, tmp_path)
 
-    def test_a_model_that_is_not_loaded_gets_its_engine_when_that_has_proven_itself(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, second = made(tmp_path, "one"), made(tmp_path, "two")
-        offered(monkeypatch, **{"llama.cpp": second})
+    def test_unloaded_model_gets_the_engine_after_checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = make_engine(tmp_path, "one"), make_engine(tmp_path, "two")
+        offer_engines(monkeypatch, **{"llama.cpp": second})
 
         async def then(host: Host) -> None:
             await host.add_service(replaced(first.decided.wanted, ttl_s=600.0), first)
             assert not host.engines
-            moving = asyncio.create_task(migrate(host, quickly("llama.cpp"), Told()))
+            moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp"), Told()))
             await until(lambda: host.service().busy, "the migration to begin")
-            ((status, _),) = await asked(host, 1)
+            ((status, _),) = await send_requests(host, 1)
             done = await moving
             assert status == 200 and done.outcome == "migrated"
             assert [engine.plan.engine_version for engine in host.engines] == ["two"]
 
         with_host(then, tmp_path)
 
-    def test_without_traffic_it_goes_on_and_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "two")})
+    def test_migration_without_traffic_is_noted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "two")})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
-            done = await migrate(host, quickly("llama.cpp"), Told())
+            await add(host, make_engine(tmp_path, "one"))
+            done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert done.outcome == "migrated" and len(done.notes) == 3
-            assert done.notes[0].startswith("only 0 requests came")
+            assert done.notes[0].startswith("only 0 requests in")
 
         with_host(then, tmp_path)
 
 
-class TestWhenTheOneInServiceDies:
-    """While a challenger is tried. The engine in service is gone for good: it is killed, and starts no more."""
+class TestIncumbentDies:
+    """The incumbent is killed during the migration and does not start again."""
 
-    def killed(self, host: Host, folder: Path) -> None:
+    def kill_incumbent(self, host: Host, folder: Path) -> None:
         (engine,) = (one for one in host.engines if one.plan.engine_version == "one")
         (folder / "one" / "bin" / "llama-server").write_text(DIES)
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
 
-    async def moved(self, host: Host, folder: Path, *, revive: bool = False, **more: Any) -> Migration:
-        """A migration in which that happens as soon as the challenger is there."""
+    async def migrate_service(self, host: Host, folder: Path, *, revive: bool = False, **more: Any) -> Migration:
+        """A migration in which the incumbent dies as soon as the challenger is ready."""
         program = folder / "one" / "bin" / "llama-server"
         good = program.read_text()
-        moving = asyncio.create_task(migrate(host, quickly("llama.cpp", **more), Told()))
+        moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", **more), Told()))
         await until(lambda: len(host.engines) == 2 and host.engines[1].state == "ready", "the challenger")
-        self.killed(host, folder)
+        self.kill_incumbent(host, folder)
         await until(lambda: host.engines[0].state != "ready", "the death to be seen")
         if revive:
             program.write_text(good)
         return await moving
 
     @pytest.mark.measures
-    def test_another_of_its_kind_takes_the_requests_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "slow", pause_s=0.1)})
+    def test_new_process_of_the_incumbent_takes_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "slow", pause_s=0.1)})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await self.moved(host, tmp_path, revive=True)
+                done = await self.migrate_service(host, tmp_path, revive=True)
             assert done.outcome == "rolled back" and done.stage == "traffic", done
             (engine,) = host.engines
             assert (engine.plan.engine_version, engine.state, engine.backend.share) == ("one", "ready", 1.0)
-            assert ((await asked(host, 1))[0])[0] == 200 and host.service().doing is None
+            assert ((await send_requests(host, 1))[0])[0] == 200 and host.service().doing is None
 
         with_host(then, tmp_path)
 
     @pytest.mark.measures
-    def test_the_challenger_stays_when_it_is_the_only_one_that_answers(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        slow = made(tmp_path, "slow", pause_s=0.1)
-        offered(monkeypatch, **{"llama.cpp": slow})
+    def test_challenger_stays_if_no_other_engine_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        slow = make_engine(tmp_path, "slow", pause_s=0.1)
+        offer_engines(monkeypatch, **{"llama.cpp": slow})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await self.moved(host, tmp_path)
+                done = await self.migrate_service(host, tmp_path)
             assert (done.outcome, done.stage) == ("migrated", "traffic"), done
-            assert "times as long" in (done.reason or "") and "nothing else is left" in (done.reason or "")
+            assert "times as long" in (done.reason or "") and "no other engine is left" in (done.reason or "")
             (engine,) = host.engines
             assert engine.plan.engine_version == "slow" and engine.backend.share == 1.0
             assert host.service().readied is slow and host.service().failure is None
-            assert ((await asked(host, 1))[0])[0] == 200
+            assert ((await send_requests(host, 1))[0])[0] == 200
 
         with_host(then, tmp_path)
 
-    def test_nobody_is_given_wrong_answers_for_want_of_others(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "other", seed="other")})
-        # The answers are compared once the engine in service is gone.
+    def test_challenger_with_wrong_answers_never_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "other", seed="other")})
+        # The answers are compared after the incumbent has died.
         real = Migrating._examine
 
         async def later(self: Migrating, ready: Any, basis: Any) -> None:
-            TestWhenTheOneInServiceDies().killed(self.host, tmp_path)
+            TestIncumbentDies().kill_incumbent(self.host, tmp_path)
             await until(lambda: self.host.engines[0].state != "ready", "the death to be seen")
             await real(self, ready, basis)
 
         monkeypatch.setattr(Migrating, "_examine", later)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             with pytest.raises(OutsideFailed, match="could not be started again"):
-                await migrate(host, quickly("llama.cpp"), Told())
+                await migrate(host, make_quick_request("llama.cpp"), Told())
             assert not host.engines and host.service().state == "failed"
 
         with_host(then, tmp_path)
@@ -250,8 +254,8 @@ class TestBothOnOneGpu:
         hardware = machine("H200 SXM", 1)
         (card,) = hardware.accelerators
         whole = {"card 0": card.free_bytes or 0}
-        first = with_slots(made(tmp_path, "one"), 64, whole)
-        two = made(tmp_path, "two")
+        first = with_slots(make_engine(tmp_path, "one"), 64, whole)
+        two = make_engine(tmp_path, "two")
         second, smaller = with_slots(two, 64, whole), with_slots(two, slots, {"card 0": 8 * 2**30})
         free = 11 * 2**30
         now = replaced(hardware, accelerators=(replaced(card, free_bytes=free),))
@@ -266,7 +270,7 @@ class TestBothOnOneGpu:
 
         async def then(host: Host) -> None:
             await add(host, first)
-            done = await migrate(host, quickly("llama.cpp"), Told())
+            done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.side_by_side) == ("migrated", side_by_side), done.reason
             assert planned == [None, free]
 
@@ -280,108 +284,102 @@ def with_slots(ready: Readied, slots: int, need: dict[str, int]) -> Readied:
     return dataclasses.replace(ready, plan=plan, decided=dataclasses.replace(ready.decided, part=part))
 
 
-class TestOneAfterTheOther:
-    def test_requests_wait_while_one_goes_and_the_other_comes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first, second = made(tmp_path, "one"), made(tmp_path, "two")
-        offered(monkeypatch, **{"llama.cpp": second})
+class TestSwap:
+    def test_requests_are_held_during_the_swap(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = make_engine(tmp_path, "one"), make_engine(tmp_path, "two")
+        offer_engines(monkeypatch, **{"llama.cpp": second})
 
         async def then(host: Host) -> None:
             await add(host, first)
             async with Load(host, 4) as load:
-                done = await migrate(host, quickly("llama.cpp"), Told())
+                done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.side_by_side, done.cut) == ("migrated", False, 0)
             assert 1 <= done.held_most <= 4 and done.held_s > 0 and set(load.statuses) == {200}
             assert host.engines[0].plan.engine_version == "two"
 
-        with_host(then, tmp_path, budget_bytes=round(1.5 * needs(first)))
+        with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(first)))
 
     @pytest.mark.measures
     @pytest.mark.parametrize(("seed", "pause_s", "stage"), [("other", 0.01, "answers"), ("same", 0.1, "traffic")])
-    def test_the_old_one_comes_back_when_the_new_one_is_no_good(
+    def test_failed_swap_restarts_the_old_engine(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: str, pause_s: float, stage: str
     ) -> None:
-        first = made(tmp_path, "one")
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "bad", seed=seed, pause_s=pause_s)})
+        first = make_engine(tmp_path, "one")
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "bad", seed=seed, pause_s=pause_s)})
 
         async def then(host: Host) -> None:
             await add(host, first)
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                # Long enough for the six slow answers that a verdict takes, on a busy machine as well.
-                done = await migrate(host, quickly("llama.cpp", most_step_s=30.0), Told())
+                # Long enough for the six slow responses of a comparison, also on a busy machine.
+                done = await migrate(host, make_quick_request("llama.cpp", most_step_s=30.0), Told())
             assert (done.outcome, done.stage, done.side_by_side) == ("rolled back", stage, False), done.reason
             assert set(load.statuses) == {200} and host.engines[0].plan.engine_version == "one"
             assert host.service().readied is first
 
-        with_host(then, tmp_path, budget_bytes=round(1.5 * needs(first)))
+        with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(first)))
 
-    def test_what_the_queue_does_not_hold_is_told_so_before_it_is_accepted(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first = made(tmp_path, "one")
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "two")})
+    def test_requests_beyond_the_hold_limit_are_rejected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = make_engine(tmp_path, "one")
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "two")})
 
         async def then(host: Host) -> None:
             await add(host, first)
-            slow = asyncio.create_task(asked(host, 1, tokens=100))
-            await until(lambda: host.service().in_flight, "an answer to be under way")
-            moving = asyncio.create_task(migrate(host, quickly("llama.cpp", hold_most=2), Told()))
+            slow = asyncio.create_task(send_requests(host, 1, tokens=100))
+            await until(lambda: host.service().in_flight, "a request to be in flight")
+            moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", hold_most=2), Told()))
             await until(lambda: host.engines[0].leaving, "the first engine to be drained")
-            answers = await asked(host, 5)
+            answers = await send_requests(host, 5)
             done, ((status, _),) = await moving, await slow
             assert status == 200 and done.held_most == 2
             assert sorted(code for code, _ in answers) == [200, 200, 503, 503, 503]
             assert {body["error"]["code"] for code, body in answers if code == 503} == {"held_full"}
 
-        with_host(then, tmp_path, budget_bytes=round(1.5 * needs(first)))
+        with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(first)))
 
 
-class TestWhatIsAsked:
-    def test_the_same_engine_with_the_same_plan_is_no_migration(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first = made(tmp_path, "one")
-        offered(monkeypatch, **{"llama.cpp": first})
+class TestArguments:
+    def test_rejects_migration_to_the_same_plan(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = make_engine(tmp_path, "one")
+        offer_engines(monkeypatch, **{"llama.cpp": first})
 
         async def then(host: Host) -> None:
             await add(host, first)
-            with pytest.raises(BadQuestion, match="serves alpha already"):
-                await migrate(host, quickly("llama.cpp"), Told())
+            with pytest.raises(BadQuestion, match="already serves alpha"):
+                await migrate(host, make_quick_request("llama.cpp"), Told())
             assert host.service().busy is None
 
         with_host(then, tmp_path)
 
-    def test_two_at_once_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "two")})
+    def test_rejects_concurrent_migrations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "two")})
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
-            moving = asyncio.create_task(migrate(host, quickly("llama.cpp", steps=(50.0,)), Told()))
+            await add(host, make_engine(tmp_path, "one"))
+            moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", steps=(50.0,)), Told()))
             await until(lambda: host.service().busy, "the first to begin")
             with pytest.raises(AnswerIsNo, match="cannot be migrated now") as caught:
-                await migrate(host, quickly("llama.cpp"), Told())
+                await migrate(host, make_quick_request("llama.cpp"), Told())
             assert "migrating to llama.cpp" in str(caught.value.cause)
             done = await moving
             assert done.outcome == "migrated" and [step.percent for step in done.steps] == [50, 100]
 
         with_host(then, tmp_path)
 
-    def test_a_host_that_ends_takes_a_migration_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "two")})
+    def test_stopping_the_host_cancels_a_migration(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "two")})
         moving: list[asyncio.Task[Migration]] = []
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
-            moving.append(asyncio.create_task(migrate(host, quickly("llama.cpp"), Told())))
+            await add(host, make_engine(tmp_path, "one"))
+            moving.append(asyncio.create_task(migrate(host, make_quick_request("llama.cpp"), Told())))
             await until(lambda: len(host.engines) == 2, "both engines")
 
         with_host(then, tmp_path)
         assert moving[0].cancelled()
 
-    def test_a_plan_of_another_model_or_engine_is_refused(self, tmp_path: Path) -> None:
-        one = made(tmp_path, "one").decided
+    def test_rejects_plan_of_another_model_or_engine(self, tmp_path: Path) -> None:
+        one = make_engine(tmp_path, "one").decided
         assert as_planned(one, one.decision).plan == one.plan
         with pytest.raises(BadQuestion, match="plan is for beta"):
             as_planned(one, replaced(one.decision, model="beta"))
@@ -391,18 +389,18 @@ class TestWhatIsAsked:
     @pytest.mark.parametrize(
         ("text", "steps"), [("10,50,100", (10, 50, 100)), (" 5% , 100% ", (5, 100)), ("100", (100,))]
     )
-    def test_steps_are_percentages_that_grow(self, text: str, steps: tuple[float, ...]) -> None:
+    def test_parses_increasing_percentages(self, text: str, steps: tuple[float, ...]) -> None:
         assert read_steps(text) == steps
 
     @pytest.mark.parametrize("text", ["", "0,100", "50,10", "10,10", "101", "ten", "-5", "nan"])
-    def test_other_steps_are_refused(self, text: str) -> None:
-        with pytest.raises(BadQuestion, match="growing percentages"):
+    def test_rejects_invalid_steps(self, text: str) -> None:
+        with pytest.raises(BadQuestion, match="increasing percentages"):
             read_steps(text)
 
 
-def test_the_plan_is_made_for_the_engine_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decided and made ready as `serve` does it, with the service's own work and budget."""
-    first = made(tmp_path, "one")
+def test_plan_is_made_for_the_requested_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided and prepared as by `serve`, with the service's workload and budget."""
+    first = make_engine(tmp_path, "one")
     seen: dict[str, object] = {}
 
     def decided(wanted: list[object], hardware: object, progress: object, **more: object) -> tuple[object]:
@@ -414,7 +412,7 @@ def test_the_plan_is_made_for_the_engine_that_was_asked_for(tmp_path: Path, monk
 
     async def then(host: Host) -> None:
         await add(host, first)
-        ready = Migrating(host, host.service(), quickly("vllm"), Told())._made_ready(None)  # type: ignore[arg-type]
+        ready = Migrating(host, host.service(), make_quick_request("vllm"), Told())._made_ready(None)  # type: ignore[arg-type]
         assert ready is first and seen["engine"] == "vllm"
         assert seen["workload"] == first.decided.wanted.workload and seen["budget_bytes"] == host.room.budget_bytes
 

@@ -1,4 +1,4 @@
-"""The real engine under steady streams, while challengers come that are no good, and one that is."""
+"""A real engine under steady streams, with bad challengers and a good one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS, TOKENS, THINK_S = 2, 5, 0.4
 STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "8")
 STRICT = (*STEPS, "--step-limit", "60", "--slower", "3")
 PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
-"""For one that is good: what else runs on the machine is not its fault."""
+"""Limits for the good challenger, which must pass on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +68,18 @@ def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, 
         ("dying", "start", "no good"),
     ],
 )
-def test_a_bad_challenger_is_taken_back_and_no_stream_notices(
+def test_bad_challenger_is_rolled_back_without_broken_streams(
     served: Served, site: Path, challenger: str, stage: str, reason: str
 ) -> None:
     code, done, said, counts = under_load(served, site, challenger, *STRICT)
     assert code == 1, said
     assert (done["outcome"], done["stage"]) == ("rolled back", stage), done
-    assert reason in done["reason"] or (challenger == "slow" and "answers came in" in done["reason"]), done["reason"]
+    assert reason in done["reason"] or (challenger == "slow" and "requests ended in" in done["reason"]), done["reason"]
     assert (counts.failed, counts.truncated, counts.duplicated) == ([], [], []) and counts.whole > 8
 
 
-def test_a_good_one_takes_over_and_no_stream_notices(served: Served, site: Path, tmp_path: Path) -> None:
-    """The same engine by another plan, which has more slots."""
+def test_good_challenger_takes_over_without_broken_streams(served: Served, site: Path, tmp_path: Path) -> None:
+    """The same engine with more slots."""
     env = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     words = ("plan", "--engine", "llama.cpp", "--concurrency", "8", "--context", "512", "--json")
     planned = subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=env)
@@ -117,6 +117,6 @@ DONE = "data: [DONE]\n\n"
         (chunk("x") + 'data: {"error": {"message": "gone"}}\n\n' + DONE, "failed"),
     ],
 )
-def test_the_streams_would_notice(stream: str, wrong: str | None) -> None:
+def test_stream_check_detects_faults(stream: str, wrong: str | None) -> None:
     found = looked_at(stream, 2)
     assert (found[0] if found else None) == wrong

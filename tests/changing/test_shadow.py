@@ -1,4 +1,4 @@
-"""A challenger is tried on recorded work in idle time, or beside live requests; real requests come first."""
+"""Shadows: replay in idle time, mirrored live requests, and pauses for real requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.changing.migrating import Load, made
-from tests.changing.traffic import repeat, request
+from tests.changing.migrating import Load, make_engine
+from tests.changing.traffic import make_repeat, make_request
 from tests.commands import invoke
 from tests.conftest import wait_for
 from tests.hosting.stub_hosts import add, with_host
@@ -53,12 +53,12 @@ from bedplate.values.shadow import Shadowed
 from bedplate.values.workload import RequestShape
 
 JUNK = st.recursive(st.none() | st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
-"""In the place of a list of models."""
+"""Arbitrary JSON in place of a model list."""
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of its own: what one test measures is evidence in the next."""
+    """A separate store, since measurements of one test would influence the next."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
 
@@ -72,7 +72,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> Non
 
 def record_some(count: int = 5) -> None:
     now = time.time()
-    store.add_requests([request(now - 600 + 60 * number, completion_tokens=6) for number in range(count)])
+    store.add_requests([make_request(now - 600 + 60 * number, completion_tokens=6) for number in range(count)])
 
 
 def tell(text: str) -> None:
@@ -83,8 +83,8 @@ def is_still(pid: int | None) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Where stretches are replayed."""
+def collect_addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The URLs that rounds are replayed against."""
     found: set[str] = set()
     apart = shadowing._apart
 
@@ -98,14 +98,14 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.measures
 class TestReplay:
-    def test_a_faster_challenger_is_proven_on_recorded_shapes(
+    def test_faster_challenger_is_proven_on_recorded_requests(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.05), live=False)
+        offered(monkeypatch, make_engine(tmp_path, "fast", pause_s=0.05), live=False)
         record_some()
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "slow", pause_s=0.12))
+            await add(host, make_engine(tmp_path, "slow", pause_s=0.12))
             done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell)
             assert done.how == "replay" and done.turns >= 3 and done.requests == done.turns
             assert done.verdict.answer == "migrate", done.verdict.text
@@ -119,23 +119,23 @@ class TestReplay:
 
         with_host(then, tmp_path)
 
-    def test_an_equal_one_is_no_reason_to_move_and_without_records_the_plan_is_replayed(
+    def test_equal_challenger_is_not_proven_and_assumed_workload_is_replayed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.004), live=False)
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.004), live=False)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.004))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.004))
             done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
             assert done.verdict.answer in ("stay", "not proven")
             assert any("the plan assumed" in note for note in done.notes)
 
         with_host(then, tmp_path)
 
-    def test_it_stops_at_once_for_a_real_request_and_goes_on_afterwards(
+    def test_replay_stops_for_a_real_request_and_continues(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.05), live=False)
         record_some(3)
 
         begun: list[float] = []
@@ -148,26 +148,26 @@ class TestReplay:
         monkeypatch.setattr(shadowing, "_apart", watched)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.05))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.05))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
-            await until(lambda: len(begun) == 3, "a stretch to be under way", 30)
+            await until(lambda: len(begun) == 3, "a round to be running", 30)
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 3, "real answers", 20)
-                assert len(begun) == 3, "nothing is replayed while somebody asks"
+                assert len(begun) == 3, "no replay during real requests"
             done = await trying
-            assert done.pauses >= 1 and done.turns >= 2, "and then it went on to its end"
+            assert done.pauses >= 1 and done.turns >= 2, "it continued afterwards"
             assert set(load.statuses) == {200}
 
         with_host(then, tmp_path)
 
-    def test_while_somebody_asks_everything_but_the_engine_in_service_stands_still(
+    def test_other_engines_are_paused_during_real_requests(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.05), live=False)
         record_some(3)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.05))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.05))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
             await until(lambda: sum(one.state == "ready" for one in host.engines) == 3, "both to be there", 30)
             async with Load(host, 1) as load:
@@ -179,12 +179,12 @@ class TestReplay:
 
         with_host(then, tmp_path)
 
-    def test_one_that_loads_stands_still_as_well(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Python itself takes a while to be there: the first requests come before it is."""
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+    def test_loading_engine_is_paused_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The requests arrive while the Python process of the challenger starts."""
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.001), live=False)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.02))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.02))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
             await until(lambda: len(host.engines) == 2 and host.engines[1].pid is not None, "its process")
             async with Load(host, 1) as load:
@@ -192,42 +192,40 @@ class TestReplay:
                 assert is_still(host.engines[1].pid)
             done = await trying
             challenger = next(one.subject for one in store.run(done.run).cells if one.subject.engine_version == "two")
-            assert challenger.start_s is None, "it would count the standstill"
+            assert challenger.start_s is None, "it would include the pause"
 
         with_host(then, tmp_path)
 
-    def test_the_engine_in_service_is_left_alone_where_there_is_room_for_another(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
-        asked = addresses(monkeypatch)
+    def test_second_copy_is_measured_if_memory_allows(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.001), live=False)
+        asked = collect_addresses(monkeypatch)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.001))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.001))
             done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
             assert len(asked) == 2 and host.engines[0].url not in asked
             assert not any("itself" in note for note in done.notes)
 
         with_host(then, tmp_path)
 
-    def test_without_room_for_another_it_is_asked_itself_and_that_is_said(
+    def test_incumbent_is_measured_if_a_second_copy_does_not_fit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
-        asked = addresses(monkeypatch)
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.001), live=False)
+        asked = collect_addresses(monkeypatch)
         monkeypatch.setattr(Host, "check_room", lambda self, need, what: None)
         monkeypatch.setattr(Host, "has_room", lambda self, need: False)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.001))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.001))
             done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
             assert len(asked) == 2 and host.engines[0].url in asked
-            assert any("no room for one more" in note and "itself is asked" in note for note in done.notes)
+            assert any("not enough memory for a second copy" in note and "itself" in note for note in done.notes)
 
         with_host(then, tmp_path)
 
-    def test_what_is_not_timed_goes_on_where_it_was(self, tmp_path: Path) -> None:
-        """Else an endpoint that is asked every few seconds would never get beyond the comparison of answers."""
+    def test_untimed_work_continues_after_a_pause(self, tmp_path: Path) -> None:
+        """Otherwise an endpoint with a request every few seconds would never finish comparing answers."""
         begun: list[int] = []
 
         async def work() -> int:
@@ -236,7 +234,7 @@ class TestReplay:
             return 7
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.02))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.02))
             one = Shadowing(host, host.service(), Shadow(engine="llama.cpp", for_s=50), tell)
             working = asyncio.create_task(one._carried_on(work(), False))
             async with Load(host, 1) as load:
@@ -246,9 +244,7 @@ class TestReplay:
 
         with_host(then, tmp_path)
 
-    def test_a_stretch_that_is_interrupted_again_and_again_is_made_shorter(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_often_interrupted_round_is_halved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shapes = tuple(RequestShape(started_s=float(n), prompt_tokens=9, output_tokens=9) for n in range(7))
         lengths: list[int] = []
 
@@ -257,30 +253,28 @@ class TestReplay:
             lengths.append(len(call.shapes))
             if most is not None and len(call.shapes) > 2:
                 raise shadowing.Interrupted
-            return repeat(0, duration_ms=9.0)
+            return make_repeat(0, duration_ms=9.0)
 
         monkeypatch.setattr(Shadowing, "_guarded", guarded)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             one = Shadowing(host, host.service(), Shadow(engine="llama.cpp"), tell)
             target, prepared = Target.of("http://127.0.0.1:9"), Prepared(model="m", api="chat")
             both, load = (target, target), load_of([shapes], "alpha")
             assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
-            assert lengths == [7, 3, 1, 1], "as many to one side as to the other"
+            assert lengths == [7, 3, 1, 1], "the same number for both sides"
             assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
-            assert lengths[4:] == [1, 1], "and those to come begin with no more"
+            assert lengths[4:] == [1, 1], "later rounds start at that size"
 
         with_host(then, tmp_path)
 
-    def test_an_endpoint_that_is_never_idle_gives_no_verdict(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        offered(monkeypatch, made(tmp_path, "two"), live=False)
+    def test_busy_endpoint_gives_no_verdict(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, make_engine(tmp_path, "two"), live=False)
         monkeypatch.setattr(Shadowing, "_started", _start_at_once)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 3):
                 with pytest.raises(AnswerIsNo, match="could not be compared") as told:
                     await shadow(host, Shadow(engine="llama.cpp", for_s=1), tell)
@@ -289,11 +283,11 @@ class TestReplay:
 
         with_host(then, tmp_path)
 
-    def test_hanging_up_ends_it_and_its_engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, made(tmp_path, "two", pause_s=0.2), live=False)
+    def test_cancelling_stops_the_challenger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.2), live=False)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one", pause_s=0.2))
+            await add(host, make_engine(tmp_path, "one", pause_s=0.2))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", for_s=50), tell))
             await until(lambda: len(host.engines) >= 2 and host.engines[1].state == "ready", "the challenger")
             trying.cancel()
@@ -311,28 +305,26 @@ async def _start_at_once(self: Shadowing, start: EngineStart, need: Need, live: 
 
 @pytest.mark.measures
 class TestLive:
-    def test_a_sample_of_the_requests_goes_to_both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.005), live=True)
+    def test_sampled_requests_go_to_both_engines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, make_engine(tmp_path, "fast", pause_s=0.005), live=True)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             (first,) = host.engines
             async with Streams(host, 4):
                 done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=3), tell)
             assert done.how == "live" and done.requests > 10
             (main,) = [one for one in done.verdict.effects if one.metric == "e2e_ms"]
-            assert main.gain.value > 1.5, "each token takes a fourth of the time"
+            assert main.gain.value > 1.5, "each token takes a quarter of the time"
             assert host.engines == (first,) and first.backend.on_end is None
 
         with_host(then, tmp_path)
 
-    def test_with_a_part_of_the_load_an_advantage_proves_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.001), live=True)
+    def test_gain_under_partial_load_is_not_proven(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, make_engine(tmp_path, "fast", pause_s=0.001), live=True)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             async with Streams(host, 4):
                 done = await shadow(host, Shadow(engine="llama.cpp", share=0.5, for_s=3), tell)
             assert done.verdict.answer != "migrate"
@@ -341,8 +333,8 @@ class TestLive:
         with_host(then, tmp_path)
 
 
-class TestStretches:
-    """Of live requests, each of which counts as one turn."""
+class TestWindows:
+    """Measurement windows of live requests."""
 
     @pytest.mark.parametrize(
         ("moments", "lengths"),
@@ -355,30 +347,28 @@ class TestStretches:
             ((0.0, 2.0, 4.0, 6.0, 8.0, 10.0), [6]),
         ],
     )
-    def test_what_is_left_at_the_end_belongs_to_the_stretch_before_it(
-        self, moments: tuple[float, ...], lengths: list[int]
-    ) -> None:
-        assert [len(one) for one in stretches_of(paired(moments), 1.0)] == lengths
+    def test_short_last_window_is_merged(self, moments: tuple[float, ...], lengths: list[int]) -> None:
+        assert [len(one) for one in stretches_of(make_pairs(moments), 1.0)] == lengths
 
     @given(st.lists(st.floats(0, 100)), st.floats(0.1, 20))
-    def test_nothing_is_lost_and_time_goes_on(self, moments: list[float], window_s: float) -> None:
-        found = stretches_of(paired(moments), window_s)
+    def test_windows_keep_all_pairs_in_order(self, moments: list[float], window_s: float) -> None:
+        found = stretches_of(make_pairs(moments), window_s)
         assert [at_s for stretch in found for at_s, _, _ in stretch] == sorted(moments)
         assert len(found) < 2 or min(map(len, found)) >= LEAST_IN_WINDOW
 
 
-def paired(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
-    (sample,) = repeat(0, duration_ms=9.0).samples
+def make_pairs(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
+    (sample,) = make_repeat(0, duration_ms=9.0).samples
     return [(at_s, sample, sample) for at_s in moments]
 
 
 @pytest.mark.measures
-class TestElsewhere:
-    def test_live_requests_go_to_an_endpoint_that_somebody_else_started(self, tmp_path: Path) -> None:
+class TestRemoteChallenger:
+    def test_live_requests_go_to_a_challenger_at_a_url(self, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             (first,) = host.engines
-            with elsewhere(made(tmp_path, "fast", pause_s=0.005)) as url:
+            with start_elsewhere(make_engine(tmp_path, "fast", pause_s=0.005)) as url:
                 asked = Shadow(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
                 async with Streams(host, 4):
                     done = await shadow(host, asked, tell)
@@ -389,14 +379,14 @@ class TestElsewhere:
             assert done.verdict.b.quality.verdict == "ok"
             assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
             machine = done.verdict.machine
-            assert store.results(machine) == () and store.verdicts(machine) == (), "plans are for this machine"
+            assert store.results(machine) == () and store.verdicts(machine) == (), "plans use local results only"
 
         with_host(then, tmp_path)
 
-    def test_one_that_says_other_things_is_broken(self, tmp_path: Path) -> None:
+    def test_challenger_with_wrong_answers_is_broken(self, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "slow", pause_s=0.02))
-            with elsewhere(made(tmp_path, "fast", seed="other", pause_s=0.005)) as url:
+            await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
+            with start_elsewhere(make_engine(tmp_path, "fast", seed="other", pause_s=0.005)) as url:
                 asked = Shadow(engine="vllm", share=1.0, for_s=2, url=url, served_model="alpha")
                 async with Streams(host, 2):
                     done = await shadow(host, asked, tell)
@@ -405,9 +395,9 @@ class TestElsewhere:
 
         with_host(then, tmp_path)
 
-    def test_one_that_is_not_there_is_said(self, tmp_path: Path) -> None:
+    def test_unreachable_challenger_is_an_external_failure(self, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
+            await add(host, make_engine(tmp_path, "one"))
             asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
             with pytest.raises(OutsideFailed, match="cannot be reached"):
                 await shadow(host, asked, tell)
@@ -415,16 +405,16 @@ class TestElsewhere:
 
         with_host(then, tmp_path)
 
-    def test_another_engine_than_was_named_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejects_url_that_serves_another_engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         async def listed(target: Target) -> bytes:
             return b'{"data": [{"id": "alpha", "engine": "sglang", "engine_version": "1"}]}'
 
         monkeypatch.setattr("bedplate.changing.shadow_elsewhere._listed", listed)
 
         async def then(host: Host) -> None:
-            await add(host, made(tmp_path, "one"))
-            refused = pytest.raises(BadQuestion, match=r"served by sglang at .*, and vllm was asked for")
-            with elsewhere(made(tmp_path, "fast", pause_s=0.001)) as url, refused:
+            await add(host, make_engine(tmp_path, "one"))
+            refused = pytest.raises(BadQuestion, match=r"at .* is served by sglang, not by vllm")
+            with start_elsewhere(make_engine(tmp_path, "fast", pause_s=0.001)) as url, refused:
                 await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
 
         with_host(then, tmp_path)
@@ -439,41 +429,41 @@ class TestElsewhere:
             (("--url", "ftp://127.0.0.1"), "not an HTTP URL"),
         ],
     )
-    def test_questions_that_make_no_sense_are_told_so(self, words: tuple[str, ...], why: str) -> None:
+    def test_rejects_invalid_options(self, words: tuple[str, ...], why: str) -> None:
         answer = invoke("shadow", "vllm", *words)
         assert answer.code == 2 and why in answer.err
 
-    def test_what_an_endpoint_tells_of_itself(self) -> None:
+    def test_parses_engine_from_model_list(self) -> None:
         rows = [{"id": "a", "engine": "vllm", "engine_version": "0.31"}, {"id": "b", "owned_by": "x"}, {"id": "c"}]
         listed = json.dumps({"data": rows}).encode()
         assert told(listed, "a") == ("vllm", "0.31")
         assert told(listed, "b") == told(listed, "c") == told(listed, "d") == (None, None)
 
     @given(st.binary() | JUNK.map(lambda value: json.dumps({"data": value}).encode()))
-    def test_whatever_it_lists_is_no_error(self, listed: bytes) -> None:
+    def test_any_model_list_is_accepted(self, listed: bytes) -> None:
         assert told(listed, "a") == (None, None)
 
 
 @contextmanager
-def elsewhere(one: Readied) -> Iterator[str]:
-    """The engine's program as somebody else would start it; its address."""
+def start_elsewhere(one: Readied) -> Iterator[str]:
+    """Start the engine outside of bedplate and yield its URL."""
     port = free_port()
     words = [sys.executable, f"{one.environment.path}/bin/llama-server", "--port", str(port)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
         try:
-            wait_for(lambda: listens(port), "it to listen")
+            wait_for(lambda: is_listening(port), "it to listen")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()
 
 
-def listens(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Streams:
-    """So many streams in flight."""
+    """Keeps this many streams in flight."""
 
     def __init__(self, host: Host, count: int) -> None:
         self._host, self._count, self._over = host, count, False
@@ -496,16 +486,16 @@ class Streams:
 
 
 class TestParts:
-    def test_the_hosts_memory_is_no_device_that_two_could_not_share(self) -> None:
+    def test_host_memory_is_not_an_exclusive_device(self) -> None:
         assert computes_on("cuda", {"host": 1, "card 0": 5}) == {"card 0"}
         assert computes_on("cpu", {"host": 1}) == {"cpu"} and computes_on("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
 
-    def test_a_challenger_sees_its_own_cards_alone(self) -> None:
+    def test_challenger_sees_only_its_gpus(self) -> None:
         found = show_cards("cuda", cards_in({"host": 1, "card 2": 5, "card 3": 5}))
         assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         assert show_cards("cpu", cards_in({"host": 1})) == {}
 
-    def test_broken_beside_either_is_broken(self) -> None:
+    def test_broken_against_either_is_broken(self) -> None:
         good = Checked(
             against="the reference", stage="answers", asked=48, answered=48, agreed=48, clear=48, clear_agreed=48,
             floor=0.97, verdict="ok", why="48 of 48",
@@ -516,18 +506,18 @@ class TestParts:
         assert quality_of((replaced(good, verdict="unchecked", why="no API"),)).note == "no API"
         assert quality_of(()).verdict == "unchecked"
 
-    def test_a_request_is_sent_again_for_an_answer_of_the_same_length(self) -> None:
+    def test_copied_request_fixes_the_output_length(self) -> None:
         body = {"messages": [], "stream": True, "max_tokens": 400, "stop": ["."]}
         asked = as_long(body, 7, ("usage", "ignore_eos", "min_tokens"))
         assert (asked["max_tokens"], asked["ignore_eos"], asked["min_tokens"]) == (7, True, 7) and "stop" not in asked
         assert asked["stream_options"] == {"include_usage": True} and body["stop"] == ["."]
         assert as_long({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
         shaped = as_long({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
-        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "its end belongs to its shape"
+        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "structured output is not forced to a length"
         assert as_long({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
-        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "nobody has counted it"
+        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "the token count is unknown"
 
-    def test_usage_is_read_from_a_stream_and_from_noise(self) -> None:
+    def test_parses_usage_from_a_stream(self) -> None:
         stream = (
             b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n: ping\n\ndata: {"choices":[],'
             b'"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\ndata: [DONE]\n\n'

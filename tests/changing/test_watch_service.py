@@ -1,4 +1,4 @@
-"""What calls for another look at a service, who is tried, what is concluded, and who is told."""
+"""Watch: triggers, challengers, conclusion, webhook and outlook."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.changing.traffic import repeat, request, subject
+from tests.changing.traffic import make_repeat, make_request, make_subject
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import add, stub_environment, stub_readied, with_host
+from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readied, with_host
 
 from bedplate import store
 from bedplate.changing import watch as watching
@@ -72,13 +72,15 @@ def outlook(**changes: Any) -> Outlook:
 
 
 def shadowed(a: str, b: str, a_ms: float, b_ms: float, *, run: str = "r1") -> Shadowed:
-    """As if both had been measured in five turns."""
+    """A shadow of both engines with five rounds."""
     shapes = (RequestShape(started_s=0.0, prompt_tokens=50, output_tokens=20),)
     load, quality = load_of([shapes], "alpha"), Quality(verdict="ok", agreement=1.0, asked=48)
     cells = []
     for side, (name, took_ms) in enumerate(((a, a_ms), (b, b_ms))):
-        repeats = [repeat(2 * turn + side, duration_ms=took_ms * (1 + turn / 100), requests=3) for turn in range(5)]
-        cells.append(cell_of(run, "2026-01-01T00:00:00Z", "m", subject(name), load, repeats, quality, ""))
+        repeats = [
+            make_repeat(2 * turn + side, duration_ms=took_ms * (1 + turn / 100), requests=3) for turn in range(5)
+        ]
+        cells.append(cell_of(run, "2026-01-01T00:00:00Z", "m", make_subject(name), load, repeats, quality, ""))
     store.add_run(Run(id=run, at="2026-01-01T00:00:00Z", environment=environment_of(machine("cpu")), finished=True))
     for cell in cells:
         store.add_cell(cell)
@@ -93,11 +95,11 @@ class TestTriggers:
     def kinds(self, found: Outlook, now: Seen, every_s: float = 1e9) -> list[str]:
         return [one.kind for one in triggered(found, BEFORE, now, every_s)]
 
-    def test_the_first_look_needs_no_reason(self) -> None:
+    def test_first_evaluation_is_always_due(self) -> None:
         (only,) = triggered(outlook(), None, BEFORE, 1e9)
-        assert only.kind == "schedule" and "never" in only.text
+        assert only.kind == "schedule" and only.text == "first evaluation"
 
-    def test_nothing_new_is_no_reason_until_its_time_has_come(self) -> None:
+    def test_no_trigger_without_changes_before_the_schedule(self) -> None:
         assert self.kinds(outlook(), replaced(BEFORE, at_s=1999.0), 1000) == []
         assert self.kinds(outlook(), replaced(BEFORE, at_s=2000.0), 1000) == ["schedule"]
 
@@ -111,19 +113,19 @@ class TestTriggers:
             ({}, {"releases": {"xllamacpp": "2"}}, "release"),
         ],
     )
-    def test_each_change_is_a_reason_and_is_named(self, found: dict[str, Any], now: dict[str, Any], kind: str) -> None:
+    def test_each_change_is_a_trigger(self, found: dict[str, Any], now: dict[str, Any], kind: str) -> None:
         assert self.kinds(outlook(**found), replaced(BEFORE, **now)) == [kind]
 
-    def test_a_package_that_is_seen_for_the_first_time_is_no_new_release(self) -> None:
+    def test_first_seen_package_is_not_a_new_release(self) -> None:
         assert self.kinds(outlook(), replaced(BEFORE, releases={"xllamacpp": "1", "vllm": "3"})) == []
 
-    def test_what_was_known_already_is_told_once(self) -> None:
+    def test_known_conditions_trigger_once(self) -> None:
         found = outlook(drift="longer prompts", late="80%")
         assert triggered(found, replaced(BEFORE, drift="longer", late="79%"), BEFORE, 1e9) == ()
 
 
 class TestChallengers:
-    def test_the_plans_choice_and_installed_challengers_are_tried(self) -> None:
+    def test_tries_planned_engine_and_installed_challengers(self) -> None:
         decision = replaced(
             outlook().decision,
             challengers=(
@@ -134,20 +136,20 @@ class TestChallengers:
         tried, untried = challengers(outlook(decision=decision), ["vllm", "pytorch"])
         assert tried == ["llama.cpp", "vllm"] and [one.engine for one in untried] == ["sglang"]
 
-    def test_the_engine_in_service_does_not_challenge_itself(self) -> None:
+    def test_engine_in_service_is_not_a_challenger(self) -> None:
         assert challengers(outlook(engine="llama.cpp"), ["llama.cpp"]) == ([], [])
 
 
 class TestConclusion:
-    def test_nobody_to_compare_with_is_stay(self) -> None:
+    def test_stay_without_challengers(self) -> None:
         answer, text, best = conclusion(outlook(engine="llama.cpp"), [])
         assert (answer, best) == ("stay", None) and "no challenger could be measured" in text
 
-    def test_a_plan_that_would_choose_another_is_not_answered_by_silence(self) -> None:
+    def test_unmeasured_planned_engine_is_not_proven(self) -> None:
         answer, text, best = conclusion(outlook(), [])
         assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
 
-    def test_a_small_budget_is_enough_for_one_and_a_spent_one_for_none(self) -> None:
+    def test_budget_is_divided_among_challengers(self) -> None:
         assert part_of(20.0, 3, is_first=True) == 20.0
         assert part_of(19.9, 2, is_first=False) is None
         assert part_of(90.0, 3, is_first=True) == 30.0 and part_of(70.0, 2, is_first=False) == 35.0
@@ -158,15 +160,15 @@ class TestConclusion:
         assert {some.verdict.answer, more.verdict.answer} == {"migrate"}
         assert conclusion(outlook(), [some, more])[::2] == ("migrate", "c")
 
-    def test_slower_ones_are_stay(self) -> None:
+    def test_slower_challengers_mean_stay(self) -> None:
         assert conclusion(outlook(engine="llama.cpp"), [shadowed("a", "b", 100, 400)])[::2] == ("stay", "b")
 
-    def test_slower_ones_say_nothing_of_the_plans_choice(self) -> None:
+    def test_slower_challengers_do_not_replace_the_planned_engine(self) -> None:
         answer, text, best = conclusion(outlook(), [shadowed("pytorch", "vllm", 100, 400)])
         assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
         assert conclusion(outlook(), [shadowed("pytorch", "llama.cpp", 100, 400)])[0] == "stay"
 
-    def test_the_largest_gain_is_one_in_speed_and_not_in_first_tokens(self) -> None:
+    def test_largest_gain_is_in_speed_not_in_ttft(self) -> None:
         faster, sooner = shadowed("a", "b", 400, 200, run="r1"), shadowed("a", "c", 400, 300, run="r2")
         effects = [
             replaced(one, gain=replaced(one.gain, value=9.0)) if one.metric == "ttft_ms" else one
@@ -179,7 +181,7 @@ class TestConclusion:
 class TestOnce:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        """What a host would answer, without one."""
+        """Answers in place of a host."""
         state: dict[str, Any] = {"asked": [], "shadow": None, "outlook": outlook(), "say": None}
 
         def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
@@ -193,24 +195,24 @@ class TestOnce:
         monkeypatch.setattr(watching, "is_installed", lambda one, hardware: one.id == "llama.cpp")
         return state
 
-    def test_it_tries_writes_remembers_and_answers(self, asked: dict[str, Any], home: Path) -> None:
+    def test_evaluation_shadows_reports_and_saves_state(self, asked: dict[str, Any], home: Path) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
         done = watch_once(RECORD, Watching(budget_s=60))
         assert (done.answer, done.challenger, done.exit_code, done.migration) == ("migrate", "llama.cpp", 10, None)
-        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "nothing is moved without being asked"
-        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has it"
+        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "no migration without --auto"
+        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has the result"
         assert asked["asked"][1][1].engine == "llama.cpp" and asked["asked"][1][1].for_s <= 60
         assert done.report is not None and "<html" in Path(done.report).read_text()
         assert "llama.cpp" in Path(done.report).read_text()
         (kept,) = (home / "reports").glob("*.json")
         assert from_json(Watched, kept.read_text()).answer == "migrate"
-        assert any("99 is on the index; this bedplate installs" in note for note in done.notes)
+        assert any("99 is on the index; this version of bedplate installs" in note for note in done.notes)
         before = remembered("chat", "alpha")
         assert before is not None and before.releases["xllamacpp"] == "99"
         again = watch_once(RECORD, Watching(budget_s=60))
         assert [one.kind for one in again.triggers] == ["asked"]
 
-    def test_auto_moves_when_it_is_proven_and_only_then(self, asked: dict[str, Any]) -> None:
+    def test_auto_migrates_only_on_a_proven_gain(self, asked: dict[str, Any]) -> None:
         asked["migrate"] = Migration(
             at="2026-01-01T00:00:00Z", model="alpha", a=Party(engine="pytorch", engine_version="1"),
             b=Party(engine="llama.cpp", engine_version="1"), outcome="migrated", side_by_side=True, took_s=1.0,
@@ -222,34 +224,32 @@ class TestOnce:
         (moved,) = [arguments for do, arguments in asked["asked"] if do == "migrate"]
         assert moved.engine == "llama.cpp" and asked["asked"][-1][1].text.endswith("; migration: migrated")
 
-    def test_a_migration_that_fails_is_part_of_the_result(self, asked: dict[str, Any]) -> None:
+    def test_failed_migration_is_in_the_result(self, asked: dict[str, Any]) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
         asked["migrate"] = AnswerIsNo("llama.cpp cannot be installed", cause="no space")
         done = watch_once(RECORD, Watching(auto=True))
         assert done.answer == "migrate" and done.migration is None
         assert done.notes[-1] == "the migration failed: llama.cpp cannot be installed: no space"
 
-    def test_a_challenger_that_cannot_be_tried_is_named(self, asked: dict[str, Any]) -> None:
-        asked["shadow"] = AnswerIsNo("it does not fit beside what is loaded", cause="9 GB are needed")
+    def test_untried_challenger_is_named_with_reason(self, asked: dict[str, Any]) -> None:
+        asked["shadow"] = AnswerIsNo("it does not fit next to the loaded engines", cause="9 GB are needed")
         done = watch_once(RECORD, Watching())
         assert done.answer == "not proven" and done.exit_code == 20
-        assert done.untried[0].why == "it does not fit beside what is loaded: 9 GB are needed"
+        assert done.untried[0].why == "it does not fit next to the loaded engines: 9 GB are needed"
         assert done.report is None
 
-    def test_the_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
+    def test_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
         watch_once(RECORD, Watching(webhook=hook.url))
         assert from_json(Watched, hook.bodies[0]).answer == "migrate"
 
-    def test_a_deaf_webhook_is_noted_and_changes_nothing(
-        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_webhook_failure_is_noted(self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watching, "post", lambda url, body: "HTTP 404")
         asked["shadow"] = AnswerIsNo("no")
         done = watch_once(RECORD, Watching(webhook="http://127.0.0.1:9/"))
-        assert done.notes[-1] == "the webhook was not told: HTTP 404" and remembered("chat", "alpha") is not None
+        assert done.notes[-1] == "the webhook failed: HTTP 404" and remembered("chat", "alpha") is not None
 
-    def test_a_state_that_cannot_be_read_is_none(self, asked: dict[str, Any], home: Path) -> None:
+    def test_unreadable_state_counts_as_none(self, asked: dict[str, Any], home: Path) -> None:
         asked["shadow"] = AnswerIsNo("no")
         watch_once(RECORD, Watching())
         (state,) = (home / "watch").glob("*.json")
@@ -258,20 +258,18 @@ class TestOnce:
         assert watch_once(RECORD, Watching()).triggers[0].kind == "schedule"
 
 
-class TestAgainAndAgain:
-    def test_it_says_what_it_does_and_ends_with_the_service(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A control socket that is not there belongs to a service that has ended."""
+class TestLoop:
+    def test_announces_itself_and_ends_with_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A missing control socket means that the service has exited."""
         said: list[str] = []
         told: list[Watched] = []
         gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
         watching.watch(gone, Watching(tell=said.append), told.append)
-        assert "every 24 h" in said[0] and "nothing is moved without --auto" in said[0]
-        assert said[1:] == ["chat has ended, and so does its watch"] and told == []
+        assert "every 24 h" in said[0] and "no migration without --auto" in said[0]
+        assert said[1:] == ["chat has exited; the watch ends"] and told == []
 
-    def test_it_looks_when_its_time_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Twice the first look and the schedule; then the service ends."""
+    def test_evaluates_on_schedule(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first evaluation, one by schedule, then the service exits."""
         answers = iter([outlook(), outlook(), outlook()])
         clock = iter([1000.0, 1010.0, 1070.0])
 
@@ -295,12 +293,14 @@ class TestAgainAndAgain:
 
 
 class TestOutlook:
-    def test_a_host_says_how_its_model_stands_and_what_would_be_decided_now(self, tmp_path: Path) -> None:
+    def test_host_reports_state_and_new_decision(self, tmp_path: Path) -> None:
         now = time.time()
-        store.add_requests([request(now - number, prompt_tokens=900, completion_tokens=50) for number in range(120)])
+        store.add_requests(
+            [make_request(now - number, prompt_tokens=900, completion_tokens=50) for number in range(120)]
+        )
 
         async def then(host: Host) -> None:
-            await add(host, stub_readied("alpha", stub_environment(tmp_path / "stub")))
+            await add(host, make_stub_readied("alpha", make_stub_environment(tmp_path / "stub")))
             found = await outlook_of(host, AskOutlook(), lambda text: None)
             assert (found.model, found.engine, found.requests) == ("alpha", "llama.cpp", 120)
             assert found.workload.prompt_tokens >= 900 and found.decision.engine is not None
@@ -311,7 +311,7 @@ class TestOutlook:
 
 
 class Hook:
-    """Somebody who is told; answers with these statuses in turn, the last one for good."""
+    """A webhook that responds with these statuses, and repeats the last one."""
 
     def __init__(self, *statuses: int) -> None:
         self.bodies: list[bytes] = []
@@ -353,52 +353,54 @@ class TestNotify:
     def no_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("bedplate.changing.notify.PAUSES_S", (0.0, 0.0))
 
-    def test_it_tries_again_when_the_other_side_is_in_trouble(self, hook: Hook) -> None:
+    def test_retries_server_errors(self, hook: Hook) -> None:
         hook.statuses = [503, 500, 200]
         assert post(hook.url, json.dumps({"a": 1})) is None and len(hook.bodies) == 3
 
-    def test_it_gives_up_after_its_tries(self, hook: Hook) -> None:
+    def test_gives_up_after_retries(self, hook: Hook) -> None:
         hook.statuses = [503]
         assert post(hook.url, "{}") == "HTTP 503" and len(hook.bodies) == 3
 
-    def test_a_no_is_not_asked_again(self, hook: Hook) -> None:
+    def test_client_errors_are_not_retried(self, hook: Hook) -> None:
         hook.statuses = [404]
         assert post(hook.url, "{}") == "HTTP 404" and len(hook.bodies) == 1
 
-    def test_nobody_there_is_a_reason(self) -> None:
+    def test_unreachable_webhook_is_a_reason(self) -> None:
         assert "refused" in (post("http://127.0.0.1:9/", "{}") or "").lower()
 
     @pytest.mark.parametrize("url", ["", "example.com", "file:///etc/passwd", "ftp://example.com"])
-    def test_other_addresses_are_refused(self, url: str) -> None:
+    def test_rejects_invalid_urls(self, url: str) -> None:
         with pytest.raises(BadQuestion, match="webhook"):
             checked_url(url)
 
 
 class TestFacts:
-    def test_the_package_of_an_engine_is_its_first_pinned_one(self) -> None:
+    def test_package_is_the_first_pinned_one(self) -> None:
         assert package_of(engine("llama.cpp"))[0] == "xllamacpp"  # type: ignore[index]
         assert package_of(engine("ollama")) is None
 
-    def test_what_uv_compiled_is_read(self) -> None:
+    def test_parses_compiled_requirements(self) -> None:
         assert parse("xllamacpp==2026.11.1\n    # via -r -\nvllm==0.33.0 ; python_version < '3.14'\n\nnoise\n") == {
             "xllamacpp": "2026.11.1",
             "vllm": "0.33.0",
         }
         assert parse("") == {}
 
-    def test_a_release_that_is_not_pinned_is_told(self) -> None:
+    def test_unpinned_release_is_noted(self) -> None:
         pinned = package_of(engine("llama.cpp"))
         assert pinned is not None
         now = replaced(BEFORE, versions={"llama.cpp": pinned[1]}, releases={"xllamacpp": pinned[1]})
         assert unpinned(now) == []
         assert "xllamacpp 99 is on the index" in unpinned(replaced(now, releases={"xllamacpp": "99"}))[0]
 
-    def test_a_missed_target_needs_requests_enough(self) -> None:
+    def test_missed_target_needs_enough_requests(self) -> None:
         target = LatencyTarget(ttft_ms=40)
-        assert late([request(1.0)] * 49, target) is None
-        assert late([request(1.0)] * 50, target) == ("0% of the last hour's 50 requests met the target (TTFT 40 ms)")
-        assert late([request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
-        assert late([request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
+        assert late([make_request(1.0)] * 49, target) is None
+        assert late([make_request(1.0)] * 50, target) == (
+            "0% of the 50 requests in the last hour met the target (TTFT 40 ms)"
+        )
+        assert late([make_request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
+        assert late([make_request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
 
-    def test_a_machine_without_accelerators_has_no_driver(self) -> None:
+    def test_no_driver_without_accelerators(self) -> None:
         assert driver_of(machine("cpu")) is None

@@ -1,4 +1,4 @@
-"""Requests, repeats and subjects that are made up."""
+"""Sample requests, repeats and subjects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bedplate.values.run import Repeat, Sample, Subject
 from bedplate.values.traffic import ServedRequest
 
 
-def request(at_s: float, **changes: Any) -> ServedRequest:
+def make_request(at_s: float, **changes: Any) -> ServedRequest:
     base: dict[str, Any] = {
         "at_s": at_s, "tenant": "local", "model": "alpha", "engine": "llama.cpp", "api": "chat", "stream": True,
         "outcome": "ok", "status": 200, "body_bytes": 300, "prompt_tokens": 30, "completion_tokens": 20,
@@ -17,7 +17,7 @@ def request(at_s: float, **changes: Any) -> ServedRequest:
     return ServedRequest(**{**base, **changes})
 
 
-def repeat(number: int, *, duration_ms: float, requests: int = 1, tokens: int = 20) -> Repeat:
+def make_repeat(number: int, *, duration_ms: float, requests: int = 1, tokens: int = 20) -> Repeat:
     samples = tuple(
         Sample(at_s=0.0, ttft_ms=duration_ms / 10, duration_ms=duration_ms, prompt_tokens=50, output_tokens=tokens)
         for _ in range(requests)
@@ -25,5 +25,5 @@ def repeat(number: int, *, duration_ms: float, requests: int = 1, tokens: int = 
     return Repeat(at=f"2026-01-01T00:00:{number:02d}.000Z", seconds=duration_ms / 1000, samples=samples)
 
 
-def subject(engine: str) -> Subject:
+def make_subject(engine: str) -> Subject:
     return Subject(engine=engine, engine_version="1", model="alpha", quantization="Q4_1", device="cpu")

@@ -20,34 +20,36 @@ def read_schema(name: str) -> dict[str, Any]:
 
 
 def check_document(name: str, text: str) -> Any:
-    """Fails unless `text` is such a document with no key that its schema does not name; returns what it holds."""
+    """Check `text` against a schema without additional keys, and return the parsed document."""
     document = BY_NAME[name]
     parts = [json.loads(line) for line in text.splitlines()] if document.form == "lines" else [json.loads(text)]
     assert parts
     for part in parts:
-        errors = [f"{error.json_path}: {error.message[:300]}" for error in _strict_validator(name).iter_errors(part)]
+        errors = [
+            f"{error.json_path}: {error.message[:300]}" for error in _make_strict_validator(name).iter_errors(part)
+        ]
         assert not errors, errors
     return parts if document.form == "lines" else parts[0]
 
 
 @cache
-def _strict_validator(name: str) -> Draft202012Validator:
-    """Published schemas of output allow further keys, for later versions; what is written today has none."""
-    return Draft202012Validator(_closed(read_schema(name)))
+def _make_strict_validator(name: str) -> Draft202012Validator:
+    """Forbid additional keys, which published output schemas allow for later versions."""
+    return Draft202012Validator(_forbid_additional_keys(read_schema(name)))
 
 
-def _closed(schema: Any) -> Any:
+def _forbid_additional_keys(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_forbid_additional_keys(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
+    closed = {key: _forbid_additional_keys(value) for key, value in schema.items()}
     named = isinstance(closed.get("properties"), dict) and closed.get("type") == "object"
     return {**closed, "additionalProperties": False} if named else closed
 
 
-def key_lines(document: Document) -> Iterator[str]:
-    """Every key of a document with its type, one a line; those of embedded documents are under their own names."""
+def list_keys(document: Document) -> Iterator[str]:
+    """Every key of a document with its type, one per line. Embedded documents are listed under their own names."""
     schema = read_schema(document.name)
     yield from _lines(document.name, schema, schema, top=True)
 

@@ -1,4 +1,4 @@
-"""Documents that bedplate 0.1 wrote are still read, valid and complete; no key of theirs is gone.
+"""Documents written by bedplate 0.1 still load without loss and match the schemas.
 
 The files in `v1` are as that version wrote them, with shorter lists and other paths. They are never regenerated. New
 keys are added to `keys.txt` by `python -m tests.contract.test_compatibility`, which removes none.
@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from tests.commands import invoke
-from tests.contract.documents import BY_NAME, key_lines, read_schema
+from tests.contract.documents import BY_NAME, list_keys, read_schema
 
 from bedplate.cli.schema import DOCUMENTS
 from bedplate.cli.schema_files import load_record
@@ -28,7 +28,7 @@ every_kind = pytest.mark.parametrize("name", BY_NAME)
 
 
 def stored(name: str) -> list[Any]:
-    """The objects of the stored document; one, but for lists and lines."""
+    """The objects of a stored document: one, or several for lists and JSON lines."""
     text = next(V1.glob(f"{name}.[jy]*")).read_text(encoding="utf-8")
     if name == "intent":
         return [yaml.safe_load(text)]
@@ -39,7 +39,7 @@ def stored(name: str) -> list[Any]:
 
 
 def find_losses(old: Any, new: Any, path: str = "$") -> list[str]:
-    """Where `new` lacks a key of `old`, or has another value there."""
+    """The paths at which `new` lacks a key of `old` or has another value."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [at for key, value in old.items() for at in find_losses(value, new.get(key, "<gone>"), f"{path}.{key}")]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
@@ -48,7 +48,7 @@ def find_losses(old: Any, new: Any, path: str = "$") -> list[str]:
 
 
 @every_kind
-def test_a_document_of_version_1_is_read_and_written_without_loss(name: str) -> None:
+def test_version_1_documents_round_trip(name: str) -> None:
     documents = stored(name)
     assert documents
     for old in documents:
@@ -65,7 +65,7 @@ def test_a_document_of_version_1_is_read_and_written_without_loss(name: str) -> 
 
 
 @every_kind
-def test_a_document_of_version_1_is_valid_by_its_schema(name: str) -> None:
+def test_version_1_documents_match_the_schema(name: str) -> None:
     schema = read_schema(name)
     validator = Draft202012Validator(schema)
     documents = [stored(name)] if BY_NAME[name].form == "list" else stored(name)
@@ -73,18 +73,18 @@ def test_a_document_of_version_1_is_valid_by_its_schema(name: str) -> None:
         assert not [f"{error.json_path}: {error.message[:300]}" for error in validator.iter_errors(old)]
 
 
-def test_no_key_of_version_1_is_gone() -> None:
-    now = {line for document in DOCUMENTS for line in key_lines(document)}
+def test_version_1_keys_still_exist() -> None:
+    now = {line for document in DOCUMENTS for line in list_keys(document)}
     before = set(KEYS.read_text(encoding="utf-8").splitlines())
     assert len(before) > 1000
     assert sorted(before - now) == []
     assert sorted(now - before) == [], "new keys: run `python -m tests.contract.test_compatibility`"
 
 
-# through the verbs that read documents
+# verbs that read documents
 
 
-def test_the_intent_of_version_1_means_the_same() -> None:
+def test_version_1_intent_means_the_same() -> None:
     intent = read_intent(V1 / "intent.yaml")
     raw = yaml.safe_load((V1 / "intent.yaml").read_text(encoding="utf-8"))
     raw["services"][0]["operations"]["incumbent"] = "vllm"  # names are resolved to ids
@@ -93,7 +93,7 @@ def test_the_intent_of_version_1_means_the_same() -> None:
     assert isinstance(intent, Intent) and not intent.notes
 
 
-def test_saved_hardware_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reads_saved_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     old = V1 / "hardware.json"
     assert resolved_hardware(read_intent(f"hardware: {old}\n")).cpu.name == stored("hardware")[0]["cpu"]["name"]
@@ -112,7 +112,7 @@ def test_saved_hardware_is_planned_for(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=lambda words: words[0],
 )
-def test_verbs_read_documents_of_version_1(
+def test_verbs_read_version_1_documents(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
@@ -123,5 +123,5 @@ def test_verbs_read_documents_of_version_1(
 
 if __name__ == "__main__":
     known = KEYS.read_text(encoding="utf-8").splitlines() if KEYS.exists() else []
-    lines = {*known, *(line for document in DOCUMENTS for line in key_lines(document))}
+    lines = {*known, *(line for document in DOCUMENTS for line in list_keys(document))}
     KEYS.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")

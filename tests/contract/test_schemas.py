@@ -1,4 +1,4 @@
-"""The JSON Schemas of documents: generated from the records, published, and true of what the verbs write."""
+"""The JSON Schemas are generated from the records and match what the verbs write."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_schema_is_valid_and_names_its_version(document: Document) -> None:
     assert {name.removeprefix("#/$defs/") for name in references} == set(schema.get("$defs", {}))
 
 
-def test_no_schema_file_is_left_over() -> None:
+def test_every_schema_file_has_a_record() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} == set(BY_NAME)
 
 
@@ -75,7 +75,7 @@ def test_schema_lists_every_document() -> None:
         ("zzzz", "bedplate schema lists the documents"),
     ],
 )
-def test_an_unknown_name_is_a_usage_error_with_a_suggestion(name: str, hint: str) -> None:
+def test_unknown_name_is_a_usage_error_with_a_suggestion(name: str, hint: str) -> None:
     answer = invoke("schema", name)
     assert answer.code == 2
     assert answer.err == f"there is no document named {name!r}\n{hint}"
@@ -129,7 +129,7 @@ WITHOUT_ENGINE = {
     "usage": ("usage", ["usage", "--json"]),
 }  # fmt: skip
 NEED_AN_ENGINE = {"endpoint", "host", "stopped", "shadow", "migration", "watch", "packed", "bundle"}
-"""Written by real engines once, and kept in `v1`."""
+"""Documents of real engines, stored in `v1`."""
 PLATFORM = """
 pools: [{name: big, accelerator: H100 SXM, count: 8}]
 services: [{name: chat, model: meta-llama/Llama-3.1-8B, workload: {users: 20}}]
@@ -216,7 +216,7 @@ def test_intents_of_scenarios_and_pages_are_valid(data: dict[str, Any]) -> None:
         {},
     ],
 )
-def test_what_the_reader_takes_is_valid(data: dict[str, Any]) -> None:
+def test_intents_that_load_match_the_schema(data: dict[str, Any]) -> None:
     read_intent(json.dumps(data) if data else "\n")
     assert INTENT.is_valid(data)
 
@@ -239,7 +239,7 @@ def test_what_the_reader_takes_is_valid(data: dict[str, Any]) -> None:
         {"schema": "intent/2"},
     ],
 )
-def test_what_the_reader_refuses_is_invalid(data: dict[str, Any]) -> None:
+def test_intents_that_do_not_load_do_not_match_the_schema(data: dict[str, Any]) -> None:
     from bedplate.errors import BadQuestion
 
     with pytest.raises(BadQuestion):
@@ -266,7 +266,7 @@ def test_what_the_reader_refuses_is_invalid(data: dict[str, Any]) -> None:
         {"model": {"params_b": 8, "colour": "red"}},
     ],
 )
-def test_what_a_plan_refuses_of_a_description_is_invalid(data: dict[str, Any]) -> None:
+def test_rejected_hardware_descriptions_do_not_match_the_schema(data: dict[str, Any]) -> None:
     from bedplate.decide.intent import resolved_hardware
     from bedplate.errors import BadQuestion
     from bedplate.run.models import intended_model

@@ -136,7 +136,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert "==> chat <==" in said and "==> chat@llama.cpp-1 <==" in said and "ready at" in said
 
     assert_clear(
-        run("serve", "-d", "--name", "chat", "--port", "0"), 2, "chat is running already", "bedplate stop chat"
+        run("serve", "-d", "--name", "chat", "--port", "0"), 2, "chat is already running", "bedplate stop chat"
     )
     port = endpoint["url"].removesuffix("/v1").rpartition(":")[2]
     assert_clear(run("serve", "-d", "--port", port), 3, f"port {port}", "by the service chat", "bedplate stop chat")
@@ -153,8 +153,8 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     )
     wait_for(lambda: gone(everything), "everything to end")
     assert "chat" not in listed()
-    assert_clear(run("stop", "chat"), 1, "no service called chat", "running: ")
-    assert "asked to stop" in run("logs", "chat").out
+    assert_clear(run("stop", "chat"), 1, "no service named chat", "running: ")
+    assert "running requests have up to" in run("logs", "chat").out
 
 
 def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -> None:
@@ -168,7 +168,7 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     seen = run("ps")
     assert "twins" not in seen.out and "twins" in seen.err and "ended unexpectedly" in seen.err
     assert "twins" not in run("ps").err, "it is said once"
-    assert_clear(run("status", "twins"), 1, "no service called twins")
+    assert_clear(run("status", "twins"), 1, "no service named twins")
 
 
 def test_two_models_on_demand_take_turns_within_a_budget(

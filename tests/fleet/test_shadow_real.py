@@ -94,7 +94,7 @@ def test_live_requests_are_mirrored_to_a_remote_challenger(home: Path) -> None:
             def heard(line: str) -> None:
                 nonlocal before
                 print(line)
-                if "of the requests go to" in line:
+                if "sending copies of" in line:
                     before = streams.counts.whole
 
             done = await run_bedplate(

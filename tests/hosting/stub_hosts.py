@@ -1,6 +1,6 @@
-"""Hosts with engines that are small programs in the place of llama-server: they start at once, and do as they are told.
+"""Hosts with stub engines: small programs in place of llama-server that start quickly.
 
-The answer's `max_tokens` are the milliseconds that it takes; its text is the number of the process that gave it.
+A request's `max_tokens` is the duration of the response in milliseconds. The text is the process id of the stub.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({})
     def log_message(self, *_): pass
 """
-"""How the program of a stub begins; what it does with a POST follows, and then `LISTEN`."""
+"""The beginning of a stub program. Its `do_POST` and `LISTEN` follow."""
 LISTEN = """
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
@@ -67,7 +67,7 @@ DIES = "import sys; print('no good'); sys.exit(3)"
 WORK = Workload(concurrency=2, context_tokens=1024)
 
 
-def stub_environment(folder: Path, script: str = SERVER) -> Environment:
+def make_stub_environment(folder: Path, script: str = SERVER) -> Environment:
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "llama-server").write_text(script)
@@ -76,10 +76,10 @@ def stub_environment(folder: Path, script: str = SERVER) -> Environment:
     )
 
 
-def stub_readied(
+def make_stub_readied(
     name: str, environment: Environment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
 ) -> Readied:
-    """As `decided` and `readied` make it, of a model that is like the built-in one but for its name."""
+    """A prepared service whose model equals the built-in one except for its name."""
     on = hardware or machine("cpu")
     facts = replaced(builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
     ask = Ask(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
@@ -89,7 +89,7 @@ def stub_readied(
     return Readied(Decided(asked, on, facts, part, chosen), chosen, environment, None)
 
 
-def needs(one: Readied) -> int:
+def count_need_bytes(one: Readied) -> int:
     return sum(sum(need.values()) for need in one.needs)
 
 
@@ -100,7 +100,7 @@ def with_host(
     budget_bytes: int | None = None,
     hardware: Hardware | None = None,
 ) -> None:
-    """A host from its start to its end; nothing that it started may be left."""
+    """Run `then` with a host, and check that no process of the host is left."""
 
     async def run() -> None:
         on = hardware or machine("cpu")
@@ -113,7 +113,7 @@ def with_host(
         finally:
             await host.stop()
 
-    before = psutil.Process().children(recursive=True)  # what an earlier test left is not this one's fault
+    before = psutil.Process().children(recursive=True)  # processes left by an earlier test do not count
     asyncio.run(run())
     wait_for(lambda: no_new_children(before), "the processes of the host to end")
 
@@ -123,13 +123,13 @@ async def add(host: Host, one: Readied) -> None:
 
 
 async def ask(host: Host, model: str, ms: int = 0, words: str = "who?") -> tuple[int, Any]:
-    """The status and the JSON of an answer."""
+    """The status and the JSON body of a response."""
     body = {"model": model, "max_tokens": ms, "messages": [{"role": "user", "content": words}]}
     async with aiohttp.ClientSession() as session, session.post(f"{host.url}/v1/chat/completions", json=body) as answer:
         return answer.status, await answer.json()
 
 
-def pid_in(answer: tuple[int, Any]) -> int:
+def read_pid(answer: tuple[int, Any]) -> int:
     status, body = answer
     assert status == 200, body
     return int(body["choices"][0]["message"]["content"])

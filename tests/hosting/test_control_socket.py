@@ -1,4 +1,4 @@
-"""A second process asks a running host: answers, notes on the way, refusals, and those who misbehave."""
+"""The control socket: answers, notes, errors, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sum(Record, frozen=True, kw_only=True):
 
 
 class HostStub:
-    """All that the control socket itself needs of a host."""
+    """The part of a host that the control socket needs."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -75,7 +75,7 @@ OPERATIONS = {
 }
 
 
-def record_at(path: Path) -> ServiceRecord:
+def make_record(path: Path) -> ServiceRecord:
     return ServiceRecord(
         name="chat",
         pid=os.getpid(),
@@ -88,13 +88,13 @@ def record_at(path: Path) -> ServiceRecord:
     )
 
 
-def serving(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[None]]) -> HostStub:
+def run_server(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[None]]) -> HostStub:
     async def run() -> HostStub:
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(folder / "run" / "chat.sock", "chat")
         async with asyncio.timeout(HANG_S):
-            await then(host, record_at(path))
+            await then(host, make_record(path))
         await server.stop()
         assert not path.exists()
         return host
@@ -102,46 +102,46 @@ def serving(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[No
     return asyncio.run(run())
 
 
-async def asked_in_a_thread(record: ServiceRecord, do: str, arguments: Record | None = None, **more: Any) -> Any:
+async def ask_in_thread(record: ServiceRecord, do: str, arguments: Record | None = None, **more: Any) -> Any:
     return await asyncio.to_thread(lambda: ask(record, do, arguments, **{"answer": Sum, **more}))
 
 
-def test_an_answer_and_what_was_told_on_the_way(tmp_path: Path) -> None:
+def test_client_gets_notes_and_the_answer(tmp_path: Path) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         assert Path(record.socket).stat().st_mode & 0o777 == 0o600
         assert Path(record.socket).parent.stat().st_mode & 0o777 == 0o700
         told: list[str] = []
-        found = await asked_in_a_thread(record, "add", Add(a=2), answer=Sum, tell=told.append)
+        found = await ask_in_thread(record, "add", Add(a=2), answer=Sum, tell=told.append)
         assert found == Sum(total=3) and told == ["adding"]
 
-    serving(tmp_path, then)
+    run_server(tmp_path, then)
 
 
-def test_what_the_host_refuses_is_raised_here(tmp_path: Path) -> None:
+def test_errors_of_the_host_are_raised_at_the_client(tmp_path: Path) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         with pytest.raises(AnswerIsNo) as caught:
-            await asked_in_a_thread(record, "refuse", answer=Sum)
+            await ask_in_thread(record, "refuse", answer=Sum)
         assert (caught.value.message, caught.value.cause, caught.value.hint) == ("no", "because", "perhaps")
-        with pytest.raises(BadQuestion, match="knows no 'fly'"):
-            await asked_in_a_thread(record, "fly", answer=Sum)
+        with pytest.raises(BadQuestion, match="has no operation 'fly'"):
+            await ask_in_thread(record, "fly", answer=Sum)
         with pytest.raises(BadQuestion, match="missing required field `a`"):
-            await asked_in_a_thread(record, "add", answer=Sum)
+            await ask_in_thread(record, "add", answer=Sum)
 
-    serving(tmp_path, then)
+    run_server(tmp_path, then)
 
 
-def test_a_mistake_of_the_hosts_own_is_told_and_noted(tmp_path: Path) -> None:
+def test_unexpected_exception_is_reported_and_logged(tmp_path: Path) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         with pytest.raises(OutsideFailed, match="a mistake"):
-            await asked_in_a_thread(record, "break", answer=Sum)
+            await ask_in_thread(record, "break", answer=Sum)
         assert "a mistake" in host.said[0]
-        assert (await asked_in_a_thread(record, "add", Add(a=1), answer=Sum)).total == 2
+        assert (await ask_in_thread(record, "add", Add(a=1), answer=Sum)).total == 2
 
-    serving(tmp_path, then)
+    run_server(tmp_path, then)
 
 
 @pytest.mark.parametrize("do", ["long", "lasting"])
-def test_who_hangs_up_ends_what_was_asked_unless_it_is_to_go_on(tmp_path: Path, do: str) -> None:
+def test_disconnect_cancels_an_operation_unless_it_goes_on(tmp_path: Path, do: str) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         _, writer = await asyncio.open_unix_connection(record.socket)
         writer.write(json.dumps({"do": do}).encode() + b"\n")
@@ -150,18 +150,18 @@ def test_who_hangs_up_ends_what_was_asked_unless_it_is_to_go_on(tmp_path: Path, 
         if do == "long":
             await host.cancelled.wait()
         else:
-            # The server sees the end of the connection before the next one, which comes later.
-            await asked_in_a_thread(record, "add", Add(a=1), answer=Sum)
+            # The server sees the end of this connection before the next connection.
+            await ask_in_thread(record, "add", Add(a=1), answer=Sum)
             host.go.set()
             await host.went_on.wait()
 
-    serving(tmp_path, then)
+    run_server(tmp_path, then)
 
 
 @pytest.mark.parametrize(
     "line", [b"\n", b"{}\n", b"[]\n", b"1\n", b'{"do": 1}\n', b'{"do": []}\n', b"\xff\xfe\n", b"{" * 9]
 )
-def test_nonsense_is_answered_and_disturbs_nobody(tmp_path: Path, line: bytes) -> None:
+def test_malformed_request_gets_an_error(tmp_path: Path, line: bytes) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         reader, writer = await asyncio.open_unix_connection(record.socket)
         writer.write(line)
@@ -169,44 +169,44 @@ def test_nonsense_is_answered_and_disturbs_nobody(tmp_path: Path, line: bytes) -
         answer = await reader.read()
         assert b'"error"' in answer if line.endswith(b"\n") else answer == b""
         writer.close()
-        assert (await asked_in_a_thread(record, "add", Add(a=1), answer=Sum)).total == 2
+        assert (await ask_in_thread(record, "add", Add(a=1), answer=Sum)).total == 2
         assert not host.said
 
-    serving(tmp_path, then)
+    run_server(tmp_path, then)
 
 
 @pytest.mark.parametrize("do", ["long", "lasting"])
-def test_the_end_of_the_host_is_told_to_those_who_wait(tmp_path: Path, do: str) -> None:
+def test_waiting_clients_are_told_when_the_host_stops(tmp_path: Path, do: str) -> None:
     async def run() -> None:
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(tmp_path / "chat.sock", "chat")
-        waiting = asyncio.create_task(asked_in_a_thread(record_at(path), do, answer=Sum))
+        waiting = asyncio.create_task(ask_in_thread(make_record(path), do, answer=Sum))
         await host.begun.wait()
         await server.stop()
-        with pytest.raises(OutsideFailed, match="is ending"):
+        with pytest.raises(OutsideFailed, match="is stopping"):
             await waiting
         await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 
     asyncio.run(run())
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_missing_socket_is_an_external_failure(tmp_path: Path) -> None:
     with pytest.raises(OutsideFailed, match="does not answer") as caught:
-        ask(record_at(tmp_path / "none.sock"), "add", answer=Sum)
+        ask(make_record(tmp_path / "none.sock"), "add", answer=Sum)
     assert "bedplate stop chat" in str(caught.value.hint)
 
 
-def test_a_host_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_client_times_out_if_the_host_is_silent(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
         with pytest.raises(OutsideFailed, match="does not answer"):
-            ask(record_at(tmp_path / "s"), "add", answer=Sum, limit_s=0.1)
+            ask(make_record(tmp_path / "s"), "add", answer=Sum, limit_s=0.1)
 
 
-def test_a_file_system_without_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some mounts do: here it is a path that is too long for the kernel."""
+def test_falls_back_to_a_short_socket_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path is too long for the kernel, which fails like a file system without sockets."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 

@@ -1,4 +1,4 @@
-"""Work that is not what the plan assumed is told, with what the plan would be."""
+"""Workload drift is reported together with the new plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.hosting.stub_hosts import stub_environment, stub_readied
+from tests.hosting.stub_hosts import make_stub_environment, make_stub_readied
 
 from bedplate import store
 from bedplate.hosting.drift import ENOUGH, consequence, differing, drift
@@ -15,49 +15,49 @@ from bedplate.values import Decision, Workload, replaced
 from bedplate.values.traffic import ServedRequest
 
 
-def served(number: int, prompt: int, output: int) -> ServedRequest:
+def make_request(number: int, prompt: int, output: int) -> ServedRequest:
     return ServedRequest(
         at_s=time.time() - 3600 + 10 * number, tenant="default", model="alpha", api="chat", outcome="ok", status=200,
         body_bytes=100, prompt_tokens=prompt, completion_tokens=output, duration_ms=500,
     )  # fmt: skip
 
 
-def test_what_differs() -> None:
+def test_lists_figures_that_differ_from_the_assumed_workload() -> None:
     assumed = Workload(prompt_tokens=512, output_tokens=256)
     assert differing(assumed, replaced(assumed, prompt_tokens=700, output_tokens=200)) == []
     assert differing(assumed, replaced(assumed, prompt_tokens=2048, concurrency=9)) == [
-        "2,048 prompt tokens and not 512",
-        "9 in flight at most and not 1",
+        "2,048 prompt tokens instead of 512",
+        "9 concurrent requests instead of 1",
     ]
     assert not differing(replaced(assumed, users=40), replaced(assumed, concurrency=9))
     assert differing(replaced(assumed, concurrency=40), replaced(assumed, concurrency=9))
     assert differing(assumed, replaced(assumed, shared_prefix_tokens=400)) == [
-        "400 prompt tokens that others begin with, and not 0"
+        "a shared prefix of 400 tokens instead of 0"
     ]
 
 
-def test_what_follows(tmp_path: Path) -> None:
-    before = stub_readied("alpha", stub_environment(tmp_path / "stub")).decided.decision
-    assert consequence(before, before) == "the plan would be the same"
+def test_says_what_a_new_plan_would_choose(tmp_path: Path) -> None:
+    before = make_stub_readied("alpha", make_stub_environment(tmp_path / "stub")).decided.decision
+    assert consequence(before, before) == "a new plan would be the same"
     assert before.settings is not None
     more = replaced(before, settings=replaced(before.settings, slots=9))
-    assert "llama.cpp again, with 9 slots" in consequence(before, more)
-    assert "the plan for that is vllm" in consequence(before, replaced(more, engine="vllm"))
+    assert "keep llama.cpp, with 9 slots" in consequence(before, more)
+    assert "a new plan would choose vllm" in consequence(before, replaced(more, engine="vllm"))
     none = Decision(engine=None, model="alpha", fits=False, max_concurrency=0, hints=("more memory",))
-    assert consequence(before, none) == "that does not fit here: more memory"
+    assert consequence(before, none) == "this workload does not fit here: more memory"
 
 
-@pytest.mark.parametrize(("requests", "told"), [(ENOUGH - 1, False), (ENOUGH, True)])
-def test_it_is_told_of_enough_requests_of_this_model(
-    requests: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("requests", "is_reported"), [(ENOUGH - 1, False), (ENOUGH, True)])
+def test_drift_is_reported_only_with_enough_requests(
+    requests: int, is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
-    one = stub_readied("alpha", stub_environment(tmp_path / "stub"))
-    service = HostedService.__new__(HostedService)  # whose events need a loop that is of no use here
+    one = make_stub_readied("alpha", make_stub_environment(tmp_path / "stub"))
+    service = HostedService.__new__(HostedService)  # __init__ needs a running event loop
     service.name, service.wanted, service.readied = "alpha", one.decided.wanted, one
     assert drift(service) is None
-    store.add_requests([served(number, 3000, 100) for number in range(requests)])
+    store.add_requests([make_request(number, 3000, 100) for number in range(requests)])
     said = drift(service)
-    assert (said is not None) == told
+    assert (said is not None) == is_reported
     if said is not None:
-        assert "3,000 prompt tokens and not 512" in said and "the plan" in said
+        assert "3,000 prompt tokens instead of 512" in said and "a new plan" in said

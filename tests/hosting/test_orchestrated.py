@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from tests.commands import invoke
 from tests.engines.plans import machine, model, plan
-from tests.hosting.stub_hosts import ask, pid_in, stub_environment, stub_readied, with_host
+from tests.hosting.stub_hosts import ask, make_stub_environment, make_stub_readied, read_pid, with_host
 from tests.run.test_supervisor import until
 
 from bedplate.changing.migrate import Migrate, migrate
@@ -45,16 +45,16 @@ from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
 from bedplate.values.service import Order, ServiceRecord, Wanted
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs on Linux alone")
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs only on Linux")
 
 
 class TestOrder:
     @pytest.mark.parametrize(("on", "replicas", "found"), [("ray", None, 2), ("dynamo", 3, 3), (None, None, 1)])
-    def test_two_replicas_unless_it_is_said(self, on: Any, replicas: int | None, found: int) -> None:
+    def test_default_is_two_replicas(self, on: Any, replicas: int | None, found: int) -> None:
         order = order_of(Intent(), on=on, replicas=replicas)
         assert (order.services[0].replicas, order.on) == (found, on)
 
-    def test_it_reaches_a_host_in_the_background(self) -> None:
+    def test_orchestrator_reaches_a_background_host(self) -> None:
         errand = Errand(order=order_of(Intent(), on="ray"), report_fd=3)
         assert from_json(Errand, to_json(errand)).order.on == "ray"
 
@@ -62,51 +62,51 @@ class TestOrder:
     @pytest.mark.parametrize(
         ("order", "words"),
         [
-            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or its own mocker, not llama.cpp"),
-            (Order(on="dynamo", build="native"), "not as it is built here"),
-            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is Dynamo's"),
+            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or the mocker, not llama.cpp"),
+            (Order(on="dynamo", build="native"), "not a native build"),
+            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is part of Dynamo"),
             (Order(on="ray", services=(Wanted(engine="vlm"),)), "no engine is called 'vlm'"),
-            (Order(on="ray", services=(Wanted(ttl_s=5),)), "stays loaded"),
+            (Order(on="ray", services=(Wanted(ttl_s=5),)), "Ray keeps its model loaded"),
             (Order(on="dynamo", services=(Wanted(model="a"), Wanted(model="b"))), "there are 2 services"),
-            (Order(on="ray", bundle="/b.tar"), "a bundle has no Ray in it"),
+            (Order(on="ray", bundle="/b.tar"), "a bundle does not contain Ray"),
         ],
     )
-    def test_what_cannot_be(self, order: Order, words: str) -> None:
+    def test_rejects_impossible_orders(self, order: Order, words: str) -> None:
         with pytest.raises(BadQuestion, match=words) as caught:
             kind_for(order)
         assert caught.value.hint
 
-    def test_without_it_nothing_stands_above(self) -> None:
+    def test_no_orchestrator_by_default(self) -> None:
         assert kind_for(Order()) is None
 
-    def test_dynamo_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_dynamo_is_rejected_outside_linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "platform", "darwin")
-        with pytest.raises(AnswerIsNo, match="Linux alone"):
+        with pytest.raises(AnswerIsNo, match="only on Linux"):
             kind_for(Order(on="dynamo"))
 
     @LINUX
-    def test_the_command_line_says_it_before_anything_is_looked_at(self) -> None:
+    def test_command_line_rejects_before_probing(self) -> None:
         answer = invoke("serve", "--on", "swarm")
         assert answer.code == 2 and "'dynamo', 'ray'" in answer.err
         for detach in ([], ["-d"]):
             answer = invoke("serve", "--on", "dynamo", "--engine", "llama.cpp", "--port", "0", *detach)
             assert answer.code == 2 and "--on ray runs any engine" in answer.err
 
-    def test_several_services_of_a_file(self) -> None:
+    def test_rejects_several_services(self) -> None:
         with pytest.raises(BadQuestion, match="2 services"):
             kind_for(order_of(read_intent("services: [{model: a.gguf}, {model: b.gguf}]\n"), on="ray"))
 
 
-def vllm_plan(on: str = "cpu") -> Plan:
+def make_vllm_plan(on: str = "cpu") -> Plan:
     return plan(engine("vllm"), machine(on), model("Qwen/Qwen3-32B", folder=True), workload=Workload(concurrency=4))
 
 
 class TestDynamo:
     place = on_dynamo.Place(Path("/tmp/b"), "/models/it is here")
 
-    def test_the_front_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_front_end_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
-        launch = on_dynamo.Front(self.place).launch(vllm_plan(), 4321)
+        launch = on_dynamo.Front(self.place).launch(make_vllm_plan(), 4321)
         assert launch.argv == (
             "dynamo-front", "--http-host", "127.0.0.1", "--http-port", "4321", "--router-mode", "kv",
             "--migration-limit", "3", "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq",
@@ -115,16 +115,16 @@ class TestDynamo:
         assert launch.env["DYN_FILE_KV"] == "/tmp/b/found" and launch.env["DYN_TCP_RPC_HOST"] == "127.0.0.1"
 
     @pytest.mark.parametrize("worker", [on_dynamo.VllmWorker, on_dynamo.MockerWorker])
-    def test_what_is_in_caches_is_told_in_the_services_own_folder(self, worker: Any) -> None:
-        """To the relay in the front end, which reads the same variable."""
-        told = {one.launch(vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
+    def test_kv_events_use_the_private_folder(self, worker: Any) -> None:
+        """The relay in the front end reads the same variable."""
+        told = {one.launch(make_vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
                 for one in (on_dynamo.Front(self.place), worker(self.place, 1))}  # fmt: skip
         assert told == {"xsub=ipc:///tmp/b/published , xpub=ipc:///tmp/b/heard"}
         assert all("dynamo-front" in dict(recipe.programs) for recipe in (
             on_dynamo.ALONE, on_dynamo.WITH_VLLM_CPU, on_dynamo.WITH_VLLM_CUDA
         ))  # fmt: skip
 
-    def test_what_is_published_is_heard_through_the_relay(self, tmp_path: Path) -> None:
+    def test_relay_forwards_published_events(self, tmp_path: Path) -> None:
         zmq = pytest.importorskip("zmq", reason="the relay is made of pyzmq")
         from bedplate.engines.shipped.dynamo_front import begin_relay, places
 
@@ -132,27 +132,27 @@ class TestDynamo:
         context = zmq.Context()
         publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
         try:
-            publisher.connect(publishers)  # as workers do, which are there before the front end
+            publisher.connect(publishers)  # workers connect before the front end starts
             subscriber.connect(subscribers)
             subscriber.subscribe(b"kv")
             kept = begin_relay(publishers, subscribers)
             until_s = time.monotonic() + 20
             while not subscriber.poll(50):
-                assert time.monotonic() < until_s, "nothing was heard"
+                assert time.monotonic() < until_s, "no event was received"
                 publisher.send_multipart([b"kv", b"stored"])
             assert subscriber.recv_multipart() == [b"kv", b"stored"] and kept
         finally:
             context.destroy(linger=0)
 
-    def test_its_own_variables_choose_the_router(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_dynamo_variable_chooses_the_router(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYN_ROUTER_MODE", "round-robin")
-        launch = on_dynamo.Front(self.place).launch(vllm_plan(), 4321)
+        launch = on_dynamo.Front(self.place).launch(make_vllm_plan(), 4321)
         assert launch.argv[launch.argv.index("--router-mode") + 1] == "round-robin"
         assert "round-robin router over 2 workers" in on_dynamo.above(2, "cpu", None).text
 
-    def test_a_worker_has_the_options_of_vllm_but_for_its_server(self) -> None:
-        own = engine("vllm").launch(vllm_plan(), 4321)
-        launch = on_dynamo.VllmWorker(self.place, 1).launch(vllm_plan(), 4321)
+    def test_worker_has_vllm_options_without_server_options(self) -> None:
+        own = engine("vllm").launch(make_vllm_plan(), 4321)
+        launch = on_dynamo.VllmWorker(self.place, 1).launch(make_vllm_plan(), 4321)
         words = launch.argv
         assert words[:3] == ("dynamo-vllm", "--model", "/models/it is here")
         assert not {"--host", "--port", "--tool-call-parser", "--disable-uvicorn-access-log"} & set(words)
@@ -166,14 +166,14 @@ class TestDynamo:
         assert launch.env["DYN_SYSTEM_PORT"] == "4321" and launch.env["DYN_SYSTEM_HOST"] == "127.0.0.1"
         assert own.env.items() <= launch.env.items()
 
-    def test_a_mocker_reads_the_same_model(self) -> None:
-        words = on_dynamo.MockerWorker(self.place, 0).launch(vllm_plan(), 4321).argv
+    def test_mocker_reads_the_same_model(self) -> None:
+        words = on_dynamo.MockerWorker(self.place, 0).launch(make_vllm_plan(), 4321).argv
         assert words[words.index("--model-path") + 1] == "/models/it is here"
-        assert words[words.index("--model-name") + 1] == vllm_plan().model.served_name
+        assert words[words.index("--model-name") + 1] == make_vllm_plan().model.served_name
         most = int(words[words.index("--num-gpu-blocks-override") + 1]) * on_dynamo.BLOCK_TOKENS
-        assert vllm_plan().settings.context_tokens <= most < 8 * vllm_plan().settings.context_tokens
+        assert make_vllm_plan().settings.context_tokens <= most < 8 * make_vllm_plan().settings.context_tokens
 
-    def test_a_worker_explains_what_vllm_says(self) -> None:
+    def test_worker_explains_vllm_failures(self) -> None:
         log = "ValueError: Model architectures ['Nope'] are not supported for now"
         found = on_dynamo.VllmWorker(self.place, 0).explain(log)
         assert found is not None and "Nope" in found.message
@@ -182,20 +182,20 @@ class TestDynamo:
         ("device", "kind", "why"),
         [("cpu", "x86_64", None), ("cuda", "aarch64", None), ("cpu", "riscv64", "riscv64"), ("rocm", "x86_64", "rocm")],
     )
-    def test_when_workers_can_compute(self, device: Any, kind: str, why: str | None) -> None:
+    def test_says_why_workers_are_mocked(self, device: Any, kind: str, why: str | None) -> None:
         found = on_dynamo.why_mocked(device, kind)
         assert found is None if why is None else found is not None and why in found
 
-    @pytest.mark.parametrize("mocked", [None, "asked for"])
-    def test_it_says_whether_they_compute(self, mocked: str | None) -> None:
+    @pytest.mark.parametrize("mocked", [None, "--engine mocker"])
+    def test_text_says_whether_workers_are_real(self, mocked: str | None) -> None:
         found = on_dynamo.above(2, "cpu", mocked)
         assert found.real is (mocked is None) and found.workers == ("vllm" if mocked is None else "mocker")
-        assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "nothing computes") in found.text
+        assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "timing is simulated") in found.text
         endpoint = Endpoint(url="http://x/v1", model="m", engine="vllm", engine_version="1", pid=1, log="l", on=found)
-        assert found.text in shown(render_ready(endpoint)) and from_json(Endpoint, to_json(endpoint)) == endpoint
+        assert found.text in render_text(render_ready(endpoint)) and from_json(Endpoint, to_json(endpoint)) == endpoint
 
-    def test_its_workers_are_started_before_its_front_end(self, stub: Environment, tmp_path: Path) -> None:
-        one = stub_readied("alpha", stub, replicas=2)
+    def test_workers_start_before_the_front_end(self, stub: Environment, tmp_path: Path) -> None:
+        one = make_stub_readied("alpha", stub, replicas=2)
         found = on_dynamo.Orchestrated(one, tmp_path / "on", None)
         workers, (front,) = found.stages()
         assert [member.part.name for member in workers] == ["worker", "worker"]
@@ -203,13 +203,13 @@ class TestDynamo:
         assert [member.need for member in workers] == list(one.needs)
 
     @LINUX
-    def test_vllm_is_what_is_decided_for(self) -> None:
+    def test_plan_is_made_for_vllm(self) -> None:
         found = kind_for(Order(on="dynamo", services=(Wanted(engine="mocker", replicas=2),)))
         assert found is not None and found.services == (Wanted(engine="vllm", replicas=2),)
 
 
 class TestRay:
-    def test_nodes_stay_below_us_on_loopback_and_within_bounds(self) -> None:
+    def test_node_options_bind_loopback_and_limit_memory(self) -> None:
         head = on_ray.head_options(Path("/tmp/b"), 1234, 5678)
         node = on_ray.further_options(Path("/tmp/b"), 1234)
         for options in (head, node):
@@ -222,16 +222,16 @@ class TestRay:
         assert on_ray.VARIABLES["RAY_USAGE_STATS_ENABLED"] == "0"
         assert on_ray.VARIABLES["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] == "0"
 
-    def test_each_node_knows_its_number_and_says_how_it_is(self) -> None:
-        head = on_ray.Head(Path("c.json"), "llama.cpp", "t").launch(vllm_plan(), 4321)
-        node = on_ray.Node(Path("c.json"), "llama.cpp", "t", 1).launch(vllm_plan(), 4321)
+    def test_each_node_has_its_number_and_a_health_check(self) -> None:
+        head = on_ray.Head(Path("c.json"), "llama.cpp", "t").launch(make_vllm_plan(), 4321)
+        node = on_ray.Node(Path("c.json"), "llama.cpp", "t", 1).launch(make_vllm_plan(), 4321)
         assert head.argv == ("ray-serve", "head", "c.json", "--port", "4321") and head.health_path == ray_serve.READY
         assert node.argv[1] == "node" and node.health_path == "/api/local_raylet_healthz"
         assert (head.env[ray_serve.NODE], node.env[ray_serve.NODE]) == ("0", "1")
         assert head.env["RAY_AUTH_TOKEN"] == node.env["RAY_AUTH_TOKEN"] == "t" and head.env["RAY_AUTH_MODE"] == "token"
 
     @pytest.mark.parametrize("id", [one.id for one in all_engines().values()])
-    def test_every_engine_can_be_told_its_port_later(self, id: str) -> None:
+    def test_port_of_every_engine_is_a_placeholder(self, id: str) -> None:
         one = engine(id)
         for on in ("cpu", "H100 SXM", "RTX 4090"):
             target = one.target(machine(on))
@@ -244,9 +244,9 @@ class TestRay:
             assert {k: v.replace("{port}", "4321") for k, v in marked.env.items()} == real.env
             assert "{port}" in " ".join([*marked.argv, *marked.env.values()])
 
-    def test_what_a_replica_is_told(self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replica_config(self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("BEDPLATE_API_KEY", "secret")
-        one = stub_readied("alpha", stub, replicas=2)
+        one = make_stub_readied("alpha", stub, replicas=2)
         folder = tmp_path / "on"
         folder.mkdir()
         found = on_ray.Orchestrated(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
@@ -264,16 +264,16 @@ class TestRay:
         found.close()
         assert not folder.exists()
 
-    def test_its_own_part_is_in_a_sentence(self, stub: Environment) -> None:
-        found = on_ray.above(stub_readied("alpha", stub).plan, 2)
+    def test_text_names_nodes_and_engine(self, stub: Environment) -> None:
+        found = on_ray.above(make_stub_readied("alpha", stub).plan, 2)
         assert found.real and "cluster of 2 nodes" in found.text and "llama.cpp" in found.text
 
-    def test_a_replica_says_what_its_engine_said(self) -> None:
+    def test_replica_explains_engine_failures(self) -> None:
         log = "RuntimeError: the engine ended with status 1\nValueError: Model architectures ['Nope'] are not supported"
         found = on_ray.Head(Path("c"), "vllm", "t").explain(log)
         assert found is not None and "Nope" in found.message
 
-    def test_what_ray_says_before_a_node_ends(self) -> None:
+    def test_explains_a_lost_ray_process(self) -> None:
         """As it was printed by Ray 2.60.0 when its raylet was killed."""
         log = (
             "2026-11-15 16:31:57,275\tERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:\n"
@@ -281,9 +281,9 @@ class TestRay:
             "2026-11-15 16:31:57,306\tERR scripts.py:1315 -- Remaining processes will be killed.\n"
         )
         found = on_ray.Node(Path("c"), "llama.cpp", "t", 1).explain(log)
-        assert found is not None and not found.lasting and found.message == "its raylet ended (exit code=-9)"
+        assert found is not None and not found.lasting and found.message == "its raylet exited (exit code=-9)"
 
-    def test_the_other_nodes_begin_anew_with_their_head(self) -> None:
+    def test_worker_nodes_restart_with_their_head(self) -> None:
         class Process:
             def __init__(self) -> None:
                 self.ended = asyncio.Event()
@@ -307,7 +307,7 @@ class TestRay:
             await until(lambda: first.killed == 1, "the node to be ended")
             head.process, node.process = Process(), Process()
             await asyncio.sleep(3 * on_ray.LOOK_S)
-            assert not node.process.killed, "only once for each end of the head"
+            assert not node.process.killed, "once for each exit of the head"
             head.process.ended.set()
             await until(lambda: node.process.killed == 1, "the next one to be ended")
             keeping.cancel()
@@ -316,7 +316,7 @@ class TestRay:
 
 
 class TestFolder:
-    def test_what_the_dead_left_is_swept_and_what_the_living_have_is_not(
+    def test_only_folders_of_exited_processes_are_removed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
@@ -330,7 +330,7 @@ class TestFolder:
         assert own.stat().st_mode & 0o077 == 0 and own.parent == tmp_path
         assert not left.exists() and theirs.exists() and (tmp_path / "bedplate-notes").exists()
 
-    def test_a_socket_below_it_has_a_path_that_kernels_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_private_folder_path_is_short_enough_for_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "gettempdir", lambda: "/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T")
         own = orchestrated.private_folder()
         own.rmdir()
@@ -338,14 +338,14 @@ class TestFolder:
         assert len(str(deepest)) < 104
 
 
-def shown(what: object) -> str:
+def render_text(what: object) -> str:
     out = Console(width=200)
     with out.capture() as captured:
         out.print(what)
     return captured.get()
 
 
-# a host, with stubs in the place of an orchestrator's processes
+# a host with stubs in place of the orchestrator's processes
 
 
 class Stub(Engine):
@@ -358,7 +358,7 @@ class Stub(Engine):
 
 
 class StubOrchestration:
-    """One that answers, and two that compute."""
+    """One process that takes requests and two that compute."""
 
     above = Above(
         orchestrator="ray", version="9", workers="llama.cpp", workers_version="1", real=True, replicas=2, text="Ray 9"
@@ -382,21 +382,21 @@ class StubOrchestration:
 
 @pytest.fixture
 def stub(tmp_path: Path, bedplate_home: Path) -> Environment:
-    return stub_environment(tmp_path / "stub")
+    return make_stub_environment(tmp_path / "stub")
 
 
 class TestHost:
-    def test_one_answers_and_all_are_watched(self, stub: Environment, tmp_path: Path) -> None:
+    def test_one_process_takes_requests_and_all_are_supervised(self, stub: Environment, tmp_path: Path) -> None:
         on = StubOrchestration(stub)
 
         async def then(host: Host) -> None:
-            one = stub_readied("alpha", stub, replicas=2)
+            one = make_stub_readied("alpha", stub, replicas=2)
             service = await host.add_service(one.decided.wanted, one, on)
             front, *workers = service.engines
             assert service.state == "ready" and front.part.name == "front" and len(workers) == 2
             assert {engine.id for engine in host.engines} == {"ray-1", "ray-2", "ray-3"}
             assert host.gateway.backends == [front.backend] and front.backend.slots == 2 * one.plan.settings.slots
-            assert {pid_in(await ask(host, "alpha", words=str(n))) for n in range(6)} == {front.pid}
+            assert {read_pid(await ask(host, "alpha", words=str(n))) for n in range(6)} == {front.pid}
             await until(lambda: on.kept, "their lives to be tied together")
             assert on.kept[0] == front.id
 
@@ -405,21 +405,21 @@ class TestHost:
             ))  # fmt: skip
             (told,) = found.models
             assert told.on == on.above and [engine.part for engine in told.engines] == ["front", "worker", "worker"]
-            assert "Ray 9" in shown(render_status(found)) and "worker" in shown(render_status(found))
+            assert "Ray 9" in render_text(render_status(found)) and "worker" in render_text(render_status(found))
 
             pid = workers[0].pid
             assert pid is not None
             psutil.Process(pid).kill()
             await until(lambda: workers[0].pid not in (None, pid) and workers[0].state == "ready", "it to come back")
             assert service.state == "ready" and workers[0].backend.restarts == 1
-            assert pid_in(await ask(host, "alpha")) == front.pid
+            assert read_pid(await ask(host, "alpha")) == front.pid
 
         with_host(then, tmp_path)
         assert on.closed
 
-    def test_its_engines_are_not_swapped(self, stub: Environment, tmp_path: Path) -> None:
+    def test_orchestrated_engines_cannot_be_swapped(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
-            one = stub_readied("alpha", stub, replicas=2)
+            one = make_stub_readied("alpha", stub, replicas=2)
             await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
             for work in (migrate(host, Migrate(engine="vllm"), print), shadow(host, Shadow(engine="vllm"), print)):
                 with pytest.raises(AnswerIsNo, match="runs on Ray"):
@@ -428,11 +428,11 @@ class TestHost:
         with_host(then, tmp_path)
 
     @pytest.mark.parametrize("lost", [["front"], ["worker", "worker"]])
-    def test_it_is_lost_without_its_front_and_without_all_of_its_workers(
+    def test_service_fails_without_front_end_or_workers(
         self, stub: Environment, tmp_path: Path, lost: list[str]
     ) -> None:
         async def then(host: Host) -> None:
-            one = stub_readied("alpha", stub, replicas=2)
+            one = make_stub_readied("alpha", stub, replicas=2)
             service = await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
             for member in [member for member in service.engines if member.part.name in lost]:
                 assert service.state == "ready" and not host.fatal.done()

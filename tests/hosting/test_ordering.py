@@ -1,4 +1,4 @@
-"""From an intent and options to what one host is asked for."""
+"""Turning an intent and options into an order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ operations: {model_changes: often}
 """
 
 
-def test_one_model() -> None:
+def test_order_for_one_model() -> None:
     order = order_of(Intent(), engine="llama.cpp", replicas=2, ttl="90s", port=0, name="chat")
     assert order.services == (Wanted(engine="llama.cpp", replicas=2, ttl_s=90),)
     assert (order.port, order.name) == (0, "chat") and from_json(Order, to_json(order)) == order
 
 
-def test_services_of_a_file() -> None:
+def test_order_for_several_services() -> None:
     first, second = order_of(read_intent(TWO)).services
     assert (first.model, first.ttl_s, first.preload, first.workload.users) == ("a.gguf", 600, True, 3)
     assert first.operations.model_changes == "often" and first.on_demand
@@ -36,7 +36,7 @@ def test_services_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("option", [{"engine": "vllm"}, {"replicas": 2}, {"ttl": "1m"}])
-def test_options_for_one_model_are_none_for_several(option: dict[str, object]) -> None:
+def test_rejects_model_options_for_several_services(option: dict[str, object]) -> None:
     with pytest.raises(BadQuestion, match="2 services") as caught:
         order_of(read_intent(TWO), **option)  # type: ignore[arg-type]
     assert "in the file" in str(caught.value.hint)
@@ -53,12 +53,12 @@ def test_options_for_one_model_are_none_for_several(option: dict[str, object]) -
         ("services: [{model: a, replica: 2}]", "did you mean replicas"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(text: str, words: str) -> None:
+def test_errors_name_the_field(text: str, words: str) -> None:
     with pytest.raises(BadQuestion, match=words):
         read_intent(text + "\n")
 
 
-def test_machines_on_paper_and_facts_cannot_be_served() -> None:
+def test_rejects_pools_and_models_given_by_facts() -> None:
     with pytest.raises(BadQuestion, match="pools"):
         order_of(read_intent("pools: [{name: x, accelerator: H100 SXM}]\nservices: [{model: a}]\n"))
     with pytest.raises(BadQuestion, match=r"services\[0\].model: facts"):
@@ -67,11 +67,11 @@ def test_machines_on_paper_and_facts_cannot_be_served() -> None:
         order_of(Intent(), ttl="0")
 
 
-def weights(text: str) -> dict[str, float | None]:
+def read_weights(text: str) -> dict[str, float | None]:
     return {one.name: one.weight for one in order_of(read_intent(text)).tenants}
 
 
-def test_tenants_of_a_file_become_those_of_the_endpoint() -> None:
+def test_tenants_of_a_file_apply_to_the_endpoint() -> None:
     order = order_of(
         read_intent(
             "services: [{model: a.gguf, tenants: [red]}, {model: b.gguf}]\n"
@@ -86,23 +86,23 @@ def test_tenants_of_a_file_become_those_of_the_endpoint() -> None:
     assert order_of(read_intent("model: a.gguf\ntenants: [{name: red}]\n")).tenants == (Declared(name="red"),)
 
 
-def test_shares_are_weights_that_are_1_when_all_are_equal() -> None:
-    assert weights("tenants: [{name: a, share: 0.5}, {name: b, share: 0.5}]\n") == {"a": 1, "b": 1}
-    assert weights("tenants: [{name: a}, {name: b}]\n") == {"a": None, "b": None}
-    # What nobody has claimed is divided among those who said nothing; all is claimed: they wait longest.
-    assert weights("tenants: [{name: a, share: 0.5}, {name: b}, {name: c}]\n") == {"a": 1.5, "b": 0.75, "c": 0.75}
-    rest = weights("tenants: [{name: a, share: 1}, {name: b}]\n")
+def test_equal_shares_become_weight_1() -> None:
+    assert read_weights("tenants: [{name: a, share: 0.5}, {name: b, share: 0.5}]\n") == {"a": 1, "b": 1}
+    assert read_weights("tenants: [{name: a}, {name: b}]\n") == {"a": None, "b": None}
+    # Tenants without a share divide what is left, or get a minimum if nothing is left.
+    assert read_weights("tenants: [{name: a, share: 0.5}, {name: b}, {name: c}]\n") == {"a": 1.5, "b": 0.75, "c": 0.75}
+    rest = read_weights("tenants: [{name: a, share: 1}, {name: b}]\n")
     assert rest["a"] == 2 and rest["b"] is not None and 0 < rest["b"] <= 0.02
 
 
-def test_a_name_that_no_key_can_have_is_refused() -> None:
-    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' cannot be the name"):
+def test_rejects_invalid_tenant_name() -> None:
+    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' is not a valid tenant name"):
         order_of(read_intent("tenants: [{name: red team}]\n"))
     with pytest.raises(BadQuestion, match=r"tenants\[0\].in_flight"):
         read_intent("tenants: [{name: red, in_flight: 0}]\n")
 
 
-def test_what_is_odd_about_the_tenants_of_a_file_is_said() -> None:
+def test_warns_about_differences_to_stored_tenants() -> None:
     key = TenantKey(id="1", created_at="now")
     stored = [
         Tenant(name="red", weight=3.0, in_flight=4, keys=(key,)),
@@ -111,8 +111,8 @@ def test_what_is_odd_about_the_tenants_of_a_file_is_said() -> None:
     ]
     said = remarks([Declared(name="red", weight=1.2, in_flight=4), Declared(name="blue"), Declared(name="new")], stored)
     assert said == (
-        "blue and new have no key yet and cannot ask for anything: bedplate keys add blue and bedplate keys add new",
-        "red: weight 1.2 of the file holds here, not the 3 of bedplate keys",
-        "not in the file, and let in by their keys all the same: grey",
+        "blue and new have no key yet and cannot send requests: run bedplate keys add blue and bedplate keys add new",
+        "red: weight 1.2 from the file applies here, not 3 from bedplate keys",
+        "not in the file, but accepted because they have keys: grey",
     )
     assert remarks([], stored) == () and remarks([Declared(name="red", weight=3.0)], stored[:1]) == ()

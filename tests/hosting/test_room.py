@@ -1,4 +1,4 @@
-"""Which idle models make way for another one."""
+"""Which idle models are unloaded for another one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ rooms = st.builds(
 
 
 @given(rooms, holders, needs)
-def test_what_is_in_use_stays_the_rest_fits_and_nobody_goes_for_nothing(
-    room: Room, loaded: list[Holder], need: dict[str, int]
-) -> None:
+def test_unloads_fit_and_are_minimal(room: Room, loaded: list[Holder], need: dict[str, int]) -> None:
     going = to_unload(room, loaded, need)
     fixed = [one.need for one in loaded if not one.may_go]
     assert (going is None) == (not room.holds([need, *fixed]))
@@ -34,10 +32,10 @@ def test_what_is_in_use_stays_the_rest_fits_and_nobody_goes_for_nothing(
         assert room.holds([need, *(one.need for one in stay)])
         for name in going:
             kept = next(one for one in loaded if one.name == name)
-            assert not room.holds([need, kept.need, *(one.need for one in stay)]), "it could have stayed"
+            assert not room.holds([need, kept.need, *(one.need for one in stay)]), "this unload was not needed"
 
 
-def test_of_equals_the_one_used_longest_ago_goes() -> None:
+def test_least_recently_used_of_equal_models_is_unloaded() -> None:
     room = Room({"host": 30})
     loaded = [Holder(name, {"host": 10}, used, True) for name, used in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
     assert to_unload(room, loaded, {"host": 10}) == ("b",)
@@ -45,7 +43,7 @@ def test_of_equals_the_one_used_longest_ago_goes() -> None:
     assert to_unload(room, loaded, {"host": 31}) is None
 
 
-def test_the_room_is_what_is_free_less_a_reserve_and_the_budget_is_over_all_devices() -> None:
+def test_limits_are_free_memory_minus_reserve_and_budget_is_total() -> None:
     room = Room.of(machine("H100 SXM", 2), 100)
     assert set(room.devices) == {"host", "card 0", "card 1"}
     assert room.holds([{"host": 60, "card 0": 40}]) and not room.holds([{"host": 60, "card 0": 41}])

@@ -1,4 +1,4 @@
-"""Logs of a service: the last lines over rotated files, and each line once while it is followed."""
+"""Logs of a service: last lines across rotated files, and following."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pieces=st.lists(st.lists(st.text("ab é", max_size=5), max_size=8), min_size=1, max_size=4),
     count=st.integers(0, 30),
 )
-def test_the_last_lines_are_those_of_all_pieces_together(
+def test_last_lines_span_rotated_files(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[list[str]], count: int
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "a.log"
@@ -37,14 +37,14 @@ def test_the_last_lines_are_those_of_all_pieces_together(
     assert last_lines(path, count) == (whole[-count:] if count else [])
 
 
-def test_a_large_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "BLOCK", 7)
     (tmp_path / "a.log").write_text("\n".join(str(number) for number in range(1000)))
     assert last_lines(tmp_path / "a.log", 3) == ["997", "998", "999"]
     assert last_lines(tmp_path / "none.log", 3) == []
 
 
-def test_every_line_is_followed_once_while_the_log_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_followed_once_during_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOG_BYTES", 100)
     log = EngineLog(tmp_path / "a.log")
     log.write("before")
@@ -60,7 +60,7 @@ def test_every_line_is_followed_once_while_the_log_rotates(tmp_path: Path, monke
     assert (tmp_path / "a.log.1").exists()
 
 
-def test_a_line_counts_when_it_is_whole_and_a_cut_file_begins_anew(tmp_path: Path) -> None:
+def test_only_complete_lines_are_read_and_truncation_restarts(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     follower = Follower(path, from_end=True)
     assert follower.read() == []
@@ -73,7 +73,7 @@ def test_a_line_counts_when_it_is_whole_and_a_cut_file_begins_anew(tmp_path: Pat
     assert follower.read() == ["x"]
 
 
-def test_following_begins_with_the_last_lines_and_takes_in_new_files(tmp_path: Path) -> None:
+def test_follow_starts_with_last_lines_and_includes_new_files(tmp_path: Path) -> None:
     first, later = tmp_path / "a.log", tmp_path / "b.log"
     first.write_text("1\n2\n3\n")
     seen = follow(lambda: [path for path in (first, later) if path.exists()], 2)
@@ -87,19 +87,19 @@ def test_following_begins_with_the_last_lines_and_takes_in_new_files(tmp_path: P
             assert next(seen) == (later, ["new"])
 
 
-def test_whose_logs(own_home: Path) -> None:
+def test_chooses_logs_by_service_name(own_home: Path) -> None:
     folder = own_home / "logs"
     for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "other.log"):
         (folder / name).write_text("x\n")
     assert [path.name for path in logs.chosen("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
-    with pytest.raises(AnswerIsNo, match="no log of a service called cha") as caught:
+    with pytest.raises(AnswerIsNo, match="no log of a service named cha") as caught:
         logs.chosen("cha")
     assert "chat, chat-2, other" in str(caught.value.hint)
     with pytest.raises(AnswerIsNo, match="no service is running"):
         logs.chosen(None)
 
 
-def test_of_a_service_that_runs_only_what_is_of_this_run(own_home: Path) -> None:
+def test_running_service_shows_only_logs_of_this_run(own_home: Path) -> None:
     import os
 
     folder = own_home / "logs"

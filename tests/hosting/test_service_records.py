@@ -1,4 +1,4 @@
-"""Running services are found, told from those that are gone, and never mistaken for a later process."""
+"""Records of running services: lookup, stale records and reused process ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_a_claim_is_found_by_name_and_forgotten(own_home: Path) -> None:
+def test_claimed_record_is_found_and_removed(own_home: Path) -> None:
     record = records.claimed("chat", "unused")
     assert record.pid == os.getpid() and records.chosen("chat") == record == records.chosen(None)
     path = own_home / "services" / "chat.json"
@@ -38,18 +38,18 @@ def test_a_claim_is_found_by_name_and_forgotten(own_home: Path) -> None:
     assert not path.exists() and not records.running()
 
 
-def test_a_name_can_be_had_once(own_home: Path) -> None:
+def test_name_can_be_claimed_once(own_home: Path) -> None:
     records.claimed("chat", "unused")
-    with pytest.raises(BadQuestion, match="chat is running already") as caught:
+    with pytest.raises(BadQuestion, match="chat is already running") as caught:
         records.claimed("chat", "unused")
     assert "bedplate stop chat" in str(caught.value.hint)
-    # Without a name of one's own, another is found.
+    # Without a requested name, a free one is chosen.
     assert [records.claimed(None, "chat").name for _ in range(2)] == ["chat-2", "chat-3"]
 
 
 @pytest.mark.parametrize("name", ["", "Chat", "a b", "../x", "-x", "x" * 64, "a@b", "é"])
-def test_names_that_cannot_be(own_home: Path, name: str) -> None:
-    with pytest.raises(BadQuestion, match="cannot be the name"):
+def test_rejects_invalid_service_names(own_home: Path, name: str) -> None:
+    with pytest.raises(BadQuestion, match="not a valid service name"):
         records.claimed(name, "unused")
 
 
@@ -57,11 +57,11 @@ def test_names_that_cannot_be(own_home: Path, name: str) -> None:
     ("model", "name"),
     [("Qwen/Qwen3-0.6B", "qwen-qwen3-0.6b"), ("...", "bedplate"), ("Ünï", "n"), ("a" * 80, "a" * 63)],
 )
-def test_names_made_of_models(model: str, name: str) -> None:
+def test_service_name_is_derived_from_model_name(model: str, name: str) -> None:
     assert records.as_name(model) == name and records.NAME.fullmatch(name)
 
 
-def test_a_dead_process_is_stale_and_its_name_is_free(own_home: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_record_of_a_dead_process_is_stale(own_home: Path, sleeper: subprocess.Popen[bytes]) -> None:
     birth = records.birth_of(sleeper.pid)
     assert birth is not None
     record = replaced(records.claimed("chat", "unused"), pid=sleeper.pid, birth=birth)
@@ -70,36 +70,36 @@ def test_a_dead_process_is_stale_and_its_name_is_free(own_home: Path, sleeper: s
     sleeper.kill()
     sleeper.wait()
     assert not records.is_alive(record)
-    with pytest.raises(AnswerIsNo, match="no service called chat") as caught:
+    with pytest.raises(AnswerIsNo, match="no service named chat") as caught:
         records.chosen("chat")
-    assert "ended without saying so" in str(caught.value.cause)
+    assert "exited unexpectedly" in str(caught.value.cause)
     assert records.claimed("chat", "unused").pid == os.getpid()
 
 
-def test_a_zombie_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
+def test_zombie_counts_as_dead(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert records.birth_of(sleeper.pid) is None
 
 
-def test_another_process_with_the_same_number_is_another(own_home: Path) -> None:
+def test_reused_pid_is_a_different_process(own_home: Path) -> None:
     record = records.claimed("chat", "unused")
     records.write(replaced(record, birth=record.birth + "1"))
     assert not records.running()
-    # And whoever has the name now keeps it.
+    # The process that has the name now keeps it.
     newer = records.claimed("chat", "unused")
     records.forget(replaced(record, birth="older"))
     assert records.running() == [newer]
 
 
-def test_a_garbled_record_is_no_record(own_home: Path) -> None:
+def test_unreadable_record_is_ignored(own_home: Path) -> None:
     (own_home / "services").mkdir(parents=True)
     (own_home / "services" / "chat.json").write_text('{"schema": "serv')
     assert not records.running()
     assert records.claimed("chat", "unused").name == "chat"
 
 
-def test_none_and_several(own_home: Path) -> None:
+def test_choosing_needs_a_name_unless_one_service_runs(own_home: Path) -> None:
     with pytest.raises(AnswerIsNo, match="no service is running"):
         records.chosen(None)
     records.claimed("a", "unused")
@@ -109,7 +109,7 @@ def test_none_and_several(own_home: Path) -> None:
     assert "a, b" in str(caught.value.hint)
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_home_is_an_external_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").write_text("in the way")
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     with pytest.raises(OutsideFailed, match="cannot write"):
@@ -117,7 +117,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert records.running() == []
 
 
-def test_a_socket_path_is_never_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_path_is_never_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / ("long" * 40)))
     path = records.socket_path("chat")
     assert len(os.fsencode(path)) < 104 and path != records.socket_path("other")
@@ -125,7 +125,7 @@ def test_a_socket_path_is_never_too_long(tmp_path: Path, monkeypatch: pytest.Mon
     assert records.socket_path("chat") == Path("/short/run/chat.sock")
 
 
-def test_a_folder_for_sockets_is_ours_alone(tmp_path: Path) -> None:
+def test_socket_folder_is_private(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     assert records.private_folder(tmp_path / "open").stat().st_mode & 0o077 == 0
     (tmp_path / "link").symlink_to(tmp_path / "open")

@@ -1,4 +1,4 @@
-"""The systemd unit: read back as systemd reads it, word for word, and by systemd itself where it is there."""
+"""The systemd unit, parsed by the rules of systemd, and checked by systemd-analyze if it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.commands import invoke
 from bedplate.hosting.systemd import notify, quoted, unit
 
 
-def fields(text: str) -> dict[str, list[str]]:
+def parse_fields(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(("#", "[")):
@@ -28,8 +28,8 @@ def fields(text: str) -> dict[str, list[str]]:
     return found
 
 
-def read_back(line: str) -> list[str]:
-    """Words of a command as systemd.service(5) and systemd.syntax(7) have them."""
+def parse_command(line: str) -> list[str]:
+    """Split a command by the rules of systemd.service(5) and systemd.syntax(7)."""
     words, word, quote, at, begun = [], "", "", 0, False
     while at < len(line):
         char = line[at]
@@ -62,42 +62,44 @@ def read_back(line: str) -> list[str]:
         min_size=1,
     )
 )
-def test_any_command_is_read_back_as_it_was(words: list[str]) -> None:
+def test_quoting_round_trips(words: list[str]) -> None:
     words = [word for word in words if "\r" not in word]
     line = " ".join(quoted(word, command=True) for word in words)
-    assert "\n" not in line and read_back(line) == words
+    assert "\n" not in line and parse_command(line) == words
 
 
-def test_the_unit_suits_wardens_and_restarts() -> None:
-    found = fields(unit("chat", "a model", ["/usr/bin/python3", "-m", "bedplate"], "/home/me/it 100%", {"A": "b c"}))
+def test_unit_settings() -> None:
+    found = parse_fields(
+        unit("chat", "a model", ["/usr/bin/python3", "-m", "bedplate"], "/home/me/it 100%", {"A": "b c"})
+    )
     assert found["KillMode"] == ["mixed"] and found["Restart"] == ["on-failure"] and found["Type"] == ["notify"]
     assert found["OOMPolicy"] == ["continue"] and found["RestartPreventExitStatus"] == ["1 2"]
     assert found["WorkingDirectory"] == ["/home/me/it 100%%"] and found["Environment"] == ['"A=b c"']
     assert found["ExecStart"] == ["/usr/bin/python3 -m bedplate"]
 
 
-def test_serve_prints_the_command_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_systemd_prints_the_given_command(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = invoke(
         "serve", "my model.gguf", "--port", "9000", "--set", "users=2", "--set", "volume=normal", "--no-check",
         "--build", "native", "--systemd", "--name", "chat", "-d",
     )  # fmt: skip
     assert answer.code == 0, answer
-    (line,) = fields(answer.out)["ExecStart"]
-    assert read_back(line) == [
+    (line,) = parse_fields(answer.out)["ExecStart"]
+    assert parse_command(line) == [
         sys.executable, "-m", "bedplate", "serve", "my model.gguf", "--port", "9000", "--set", "users=2",
         "--set", "volume=normal", "--build", "native", "--no-check", "--name", "chat",
     ]  # fmt: skip
     assert str(Path.cwd()) in answer.out
 
 
-def test_a_key_is_not_written_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_not_written_to_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = invoke("serve", "--systemd", "--api-key", "secret-word")
     assert answer.code == 2 and "secret-word" not in answer.out + answer.err and "EnvironmentFile" in answer.err
     monkeypatch.setenv("BEDPLATE_API_KEY", "secret-word")
     assert "secret-word" not in invoke("serve", "--systemd").out
 
 
-def test_systemd_accepts_it(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not installed here")
@@ -108,12 +110,12 @@ def test_systemd_accepts_it(tmp_path: Path) -> None:
     assert done.returncode == 0 and path.name not in done.stderr, done.stderr
 
 
-def test_systemd_is_told_when_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_is_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         notify("READY=1")
         assert manager.recv(100) == b"READY=1"
-    notify("READY=1")  # it is gone: nothing happens
+    notify("READY=1")  # the socket is closed: nothing happens
     monkeypatch.delenv("NOTIFY_SOCKET")
     notify("READY=1")

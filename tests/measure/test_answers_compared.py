@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.changing.migrating import made
+from tests.changing.migrating import make_engine
 
 from bedplate.measure.agreement import Answer, Failed, Said
 from bedplate.measure.answers import Basis, Where, against_incumbent, as_known, warmed
@@ -26,7 +26,7 @@ def word(prefix: str, seed: str = "") -> str:
 
 @pytest.fixture
 def plan(tmp_path: Path, bedplate_home: Path) -> Plan:
-    return made(tmp_path, "one").plan
+    return make_engine(tmp_path, "one").plan
 
 
 def basis(plan: Plan, *, gap: float | None = 2.0, strips: bool = False, clear_known: bool = True) -> Basis:

@@ -1,4 +1,4 @@
-"""What the live page is told: counts by the second, who may see what, and what is judged to bind."""
+"""The live page: counters per second, access, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import add, ask, stub_environment, stub_readied, with_host
+from tests.hosting.stub_hosts import add, ask, make_stub_environment, make_stub_readied, with_host
 from tests.run.test_supervisor import until
 
 from bedplate import store
@@ -51,16 +51,18 @@ milliseconds = st.lists(st.floats(0.01, 1e6), max_size=40)
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_temporary_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Environment:
-    return stub_environment(tmp_path / "stub")
+    return make_stub_environment(tmp_path / "stub")
 
 
-def served(ended_s: float = 0.0, *, tenant: str = "default", engine: str = "llama.cpp", **given: Any) -> ServedRequest:
+def make_request(
+    ended_s: float = 0.0, *, tenant: str = "default", engine: str = "llama.cpp", **given: Any
+) -> ServedRequest:
     usual: dict[str, Any] = {
         "api": "chat", "stream": True, "outcome": "ok", "status": 200, "body_bytes": 100, "prompt_tokens": 100,
         "completion_tokens": 11, "ttft_ms": 200.0, "duration_ms": 1200.0,
@@ -71,23 +73,23 @@ def served(ended_s: float = 0.0, *, tenant: str = "default", engine: str = "llam
     )
 
 
-def nearest_rank(values: list[float], share: float) -> float:
+def find_nearest_rank(values: list[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 class TestCounting:
     @given(milliseconds.filter(bool))
-    def test_quantiles_are_within_a_class_of_what_was_heard(self, values: list[float]) -> None:
+    def test_quantiles_are_accurate_to_one_bucket(self, values: list[float]) -> None:
         counts: dict[int, int] = {}
         for value in values:
             counts[class_of(value)] = counts.get(class_of(value), 0) + 1
         found = times([counts])
-        assert found.p50_ms == pytest.approx(nearest_rank(values, 0.5), rel=0.016)
-        assert found.p95_ms == pytest.approx(nearest_rank(values, 0.95), rel=0.016)
+        assert found.p50_ms == pytest.approx(find_nearest_rank(values, 0.5), rel=0.016)
+        assert found.p95_ms == pytest.approx(find_nearest_rank(values, 0.95), rel=0.016)
 
     @given(st.lists(st.none() | milliseconds, max_size=150), st.integers(0, 150))
-    def test_each_second_has_the_minute_up_to_it(self, seconds: list[list[float] | None], asked: int) -> None:
-        tallies = [None if values is None else tally_of(values) for values in seconds]
+    def test_each_second_covers_the_minute_before_it(self, seconds: list[list[float] | None], asked: int) -> None:
+        tallies = [None if values is None else count_values(values) for values in seconds]
         new = min(asked, len(tallies))
         found = series(tallies, new)
         assert len(found.ended) == len(found.ttft_p50_ms) == new
@@ -101,9 +103,7 @@ class TestCounting:
             assert (found.ttft_p50_ms[number], found.ttft_p95_ms[number]) == (expected.p50_ms, expected.p95_ms)
 
     @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.data())
-    def test_a_page_that_asks_for_what_is_new_has_what_one_that_opens_now_has(
-        self, requests: list[int], data: st.DataObject
-    ) -> None:
+    def test_incremental_history_equals_full_history(self, requests: list[int], data: st.DataObject) -> None:
         recorder = Recorder(1000.0)
         cut = data.draw(st.integers(0, len(requests)))
         first = recorder.history(["alpha"])
@@ -111,7 +111,7 @@ class TestCounting:
             if second == cut:
                 first = recorder.history(["alpha"])
             for _ in range(number):
-                recorder.hear(served())
+                recorder.hear(make_request())
             recorder.close({"alpha": Standing(number, 0)}, now_s=1000.0 + data.draw(st.integers(-5, second)))
         if cut == len(requests):
             first = recorder.history(["alpha"])
@@ -122,20 +122,20 @@ class TestCounting:
             parts = [getattr(part.models["alpha"], name) for part in (first, later)]
             assert parts[0] + parts[1] == getattr(whole.models["alpha"], name)
 
-    def test_however_much_there_is_no_more_is_kept(self) -> None:
+    def test_history_and_recent_requests_are_bounded(self) -> None:
         recorder = Recorder()
         for second in range(SPAN_S + 3 * WINDOW_S):
-            recorder.hear(served(second))
+            recorder.hear(make_request(second))
             recorder.close({"alpha": Standing(1, 0)}, now_s=second)
         assert len(recorder.history(["alpha"]).at_s) == SPAN_S
         assert len(recorder.seconds) == SPAN_S + WINDOW_S
         assert len(recorder.recent["alpha"]) == MOST_RECENT
 
-    def test_what_was_turned_away_is_counted_and_is_no_answer(self) -> None:
+    def test_rejected_requests_are_counted_separately(self) -> None:
         recorder = Recorder()
-        recorder.hear(served(tenant="ann"))
-        recorder.hear(served(tenant="ann", outcome="failed", status=502))
-        recorder.hear(served(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+        recorder.hear(make_request(tenant="ann"))
+        recorder.hear(make_request(tenant="ann", outcome="failed", status=502))
+        recorder.hear(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
         used = recorder.used["ann"]
         assert (used.requests, used.failed, used.turned_away, used.completion_tokens) == (2, 1, 1, 22)
         recorder.close({})
@@ -144,14 +144,14 @@ class TestCounting:
         assert recorder.tokens_of("ann") == 222 and recorder.tokens_of("bob") == 0
 
 
-class TestATenantsOwn:
-    def test_it_has_the_minute_up_to_each_spell_and_nothing_of_others(self) -> None:
+class TestTenantHistory:
+    def test_covers_the_minute_before_each_interval_and_no_other_tenant(self) -> None:
         recorder = Recorder(1000.0)
         for second in range(120):
-            recorder.hear(served(tenant="ann", ttft_ms=100.0))
-            recorder.hear(served(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
+            recorder.hear(make_request(tenant="ann", ttft_ms=100.0))
+            recorder.hear(make_request(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
             if second % 10 == 0:
-                recorder.hear(served(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+                recorder.hear(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
             recorder.close({"alpha": Standing(7, 3)}, now_s=1001.0 + second, in_flight={"ann": 2, "bob": 5})
         found = recorder.history_of("ann")
         own = found.own
@@ -166,10 +166,10 @@ class TestATenantsOwn:
         nobody = recorder.history_of("carol").own
         assert nobody is not None and set(nobody.ended) == {0} and set(nobody.ttft_p50_ms) == {None}
 
-    def test_however_many_tenants_there_are_only_so_many_have_a_past(self) -> None:
+    def test_number_of_tenants_with_history_is_bounded(self) -> None:
         recorder = Recorder(1000.0)
         for number in range(MOST_TENANTS + 10):
-            recorder.hear(served(tenant=f"t{number}"))
+            recorder.hear(make_request(tenant=f"t{number}"))
         recorder.close({}, now_s=1000.0 + SPELL_S)
         assert len(recorder.spells[-1].tenants) == MOST_TENANTS
         assert recorder.used[f"t{MOST_TENANTS + 9}"].requests == 1
@@ -179,7 +179,7 @@ class TestATenantsOwn:
         assert len(recorder.history_of("t0").at_s) == SPAN_S // SPELL_S
 
 
-def tally_of(values: list[float]) -> Tally:
+def count_values(values: list[float]) -> Tally:
     tally = Tally()
     tally.ended, tally.completion_tokens = len(values), 3 * len(values)
     for value in values:
@@ -187,39 +187,41 @@ def tally_of(values: list[float]) -> Tally:
     return tally
 
 
-class TestBinding:
-    def judged(self, standing: Standing, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
-        plan = stub_readied("alpha", Environment(engine="llama.cpp", version="1", path="/", packages=(), python="3",
-                                                 made_at="now", disk_bytes=0)).plan  # fmt: skip
+class TestBottleneck:
+    def diagnose(self, standing: Standing, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
+        environment = Environment(
+            engine="llama.cpp", version="1", path="/", packages=(), python="3", made_at="now", disk_bytes=0
+        )
+        plan = make_stub_readied("alpha", environment).plan
         tally = Tally()
         tally.standing, tally.ended = standing, len(requests)
         return binding([tally] * 10, requests, plan, slots, machine("cpu"), states, now_s=1000.0)
 
-    def test_an_idle_endpoint_has_no_limit(self) -> None:
-        assert self.judged(Standing(0, 0), [], 4) == IDLE
+    def test_idle_endpoint_has_no_bottleneck(self) -> None:
+        assert self.diagnose(Standing(0, 0), [], 4) == IDLE
 
-    def test_two_answers_say_nothing(self) -> None:
-        assert self.judged(Standing(1, 0), [served(999.0)] * 2, 4) == TOO_FEW
+    def test_two_responses_are_too_few(self) -> None:
+        assert self.diagnose(Standing(1, 0), [make_request(999.0)] * 2, 4) == TOO_FEW
 
-    def test_old_answers_say_nothing_of_now(self) -> None:
-        assert self.judged(Standing(1, 0), [served(900.0)] * 20, 4) == TOO_FEW
+    def test_old_responses_do_not_count(self) -> None:
+        assert self.diagnose(Standing(1, 0), [make_request(900.0)] * 20, 4) == TOO_FEW
 
-    def test_many_in_flight_for_few_slots_wait_for_the_scheduler(self) -> None:
-        waited = [served(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
-        found = self.judged(Standing(2, 18), waited, 2)
+    def test_many_requests_for_few_slots_name_the_scheduler(self) -> None:
+        waited = [make_request(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
+        found = self.diagnose(Standing(2, 18), waited, 2)
         assert found.limit == "scheduler" and found.text.startswith("Scheduler binds with 20 in flight")
         assert any("2 slots for 20 requests" in one for one in found.evidence)
         assert found.change
 
-    def test_a_full_cache_is_named(self) -> None:
-        waited = [served(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
+    def test_full_kv_cache_is_named(self) -> None:
+        waited = [make_request(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
         full = EngineState(running=4, waiting=16, kv_use=0.99, preemptions=0)
-        found = self.judged(Standing(20, 0), waited, 64, full, replaced_state(full, preemptions=7))
+        found = self.diagnose(Standing(20, 0), waited, 64, full, replace_state(full, preemptions=7))
         assert found.limit == "KV cache"
         assert any("99% full" in one for one in found.evidence)
 
 
-def replaced_state(state: EngineState, **changes: Any) -> EngineState:
+def replace_state(state: EngineState, **changes: Any) -> EngineState:
     import msgspec
 
     return msgspec.structs.replace(state, **changes)
@@ -228,7 +230,7 @@ def replaced_state(state: EngineState, **changes: Any) -> EngineState:
 def with_page(stub: Environment, tmp_path: Path, then: Callable[[Host, LiveFigures], Awaitable[None]]) -> None:
     async def run(host: Host) -> None:
         figures = put_up(host)
-        await add(host, stub_readied("alpha", stub))
+        await add(host, make_stub_readied("alpha", stub))
         await then(host, figures)
 
     with_host(run, tmp_path)
@@ -239,14 +241,14 @@ async def get(host: Host, path: str, **headers: str) -> tuple[int, Any, str]:
         return answer.status, answer.headers, await answer.text()
 
 
-async def live_of(host: Host, key: str | None = None, **headers: str) -> Live:
+async def read_live(host: Host, key: str | None = None, **headers: str) -> Live:
     status, _, text = await get(host, FIGURES, **headers, **({"authorization": f"Bearer {key}"} if key else {}))
     assert status == 200, text
     return from_json(Live, text)
 
 
-def close_door(host: Host, *, admin: bool = False) -> None:
-    """As `--api-key` and `keys add ann` would."""
+def require_keys(host: Host, *, admin: bool = False) -> None:
+    """Require keys as `--api-key` and `keys add ann` do."""
     tenants = Tenants(OPERATOR)
     tenants.replace(
         (Tenant(name="ann", tokens_per_minute=100_000, requests_per_minute=60, in_flight=4, admin=admin),),
@@ -256,7 +258,7 @@ def close_door(host: Host, *, admin: bool = False) -> None:
 
 
 class TestPage:
-    def test_browsers_get_the_page_and_others_the_text(self, stub: Environment, tmp_path: Path) -> None:
+    def test_browsers_get_html_and_other_clients_get_text(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             status, headers, page = await get(host, "/", **HTML)
             assert status == 200 and page.startswith("<!doctype html>")
@@ -267,17 +269,17 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_it_says_what_is_served_by_what_and_why(self, stub: Environment, tmp_path: Path) -> None:
+    def test_shows_models_engines_and_reasons(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             for _ in range(3):
                 await ask(host, "alpha")
-            slow = asyncio.create_task(ask(host, "alpha", 1500))
-            await until(lambda: host.service().in_flight, "an answer to be under way")
+            running = asyncio.create_task(ask(host, "alpha", 600_000))
+            await until(lambda: host.service().in_flight, "a request to be in flight")
             figures.tick()
-            await live_of(host)
+            await read_live(host)
             await figures.look()
-            found = await live_of(host)
-            await slow
+            found = await read_live(host)
+            running.cancel()
             assert from_json(Live, to_json(found)) == found
             (model,) = found.models
             (engine,) = model.engines
@@ -292,11 +294,11 @@ class TestPage:
             assert engine.memory_bytes is not None and engine.memory_bytes > 1_000_000
             assert model.why and model.why[0].rule and found.history.models["alpha"].in_flight == (1,)
             assert found.tenants[0].requests == 3 and found.tenants[0].completion_tokens == 3
-            assert model.binding is not None and model.binding.limit is None and "Not known" in model.binding.text
+            assert model.binding is not None and model.binding.limit is None and "Unknown" in model.binding.text
 
         with_page(stub, tmp_path, then)
 
-    def test_it_has_the_last_verdict_for_this_machine(self, stub: Environment, tmp_path: Path) -> None:
+    def test_shows_the_last_verdict_for_this_machine(self, stub: Environment, tmp_path: Path) -> None:
         def side(engine: str) -> Side:
             return Side(engine=engine, cells=(), runs=(), cost=Cost(engine=engine))
 
@@ -308,15 +310,15 @@ class TestPage:
             store.add_verdict(replaced(verdict, answer="migrate"), "2026-11-14T10:00:00+00:00")
             store.add_verdict(verdict, "2026-11-15T10:00:00+00:00")
             store.add_verdict(replaced(verdict, machine="another"), "2026-11-16T10:00:00+00:00")
-            await live_of(host)
+            await read_live(host)
             await figures.look()
-            found = (await live_of(host)).verdict
+            found = (await read_live(host)).verdict
             assert found is not None and (found.answer, found.at) == ("stay", "2026-11-15T10:00:00+00:00")
             assert (found.incumbent, found.challenger) == ("llama.cpp", "vllm")
 
         with_page(stub, tmp_path, then)
 
-    def test_seconds_are_kept_by_themselves(self, stub: Environment, tmp_path: Path) -> None:
+    def test_seconds_are_recorded_in_the_background(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             running = asyncio.create_task(figures.run())
             await until(lambda: len(figures.recorder.seconds) >= 2, "two seconds to pass")
@@ -326,13 +328,13 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_engines_are_asked_only_while_somebody_looks(self, stub: Environment, tmp_path: Path) -> None:
+    def test_engine_metrics_are_read_only_while_the_page_is_open(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             await figures.look()
             (unseen,) = figures._seen.values()
             assert unseen.memory_bytes is not None and unseen.state is None
             assert not figures.is_looked_at
-            await live_of(host)
+            await read_live(host)
             assert figures.is_looked_at
             await figures.look()
             (seen,) = figures._seen.values()
@@ -340,7 +342,7 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_what_is_no_number_asks_for_everything(self, stub: Environment, tmp_path: Path) -> None:
+    def test_invalid_since_returns_the_full_history(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             figures.tick()
             for asked in ("x", "", "-1", "nan", "1e400"):
@@ -350,10 +352,10 @@ class TestPage:
         with_page(stub, tmp_path, then)
 
 
-class TestWhoMaySee:
-    def test_without_a_key_there_is_a_page_and_no_figure(self, stub: Environment, tmp_path: Path) -> None:
+class TestAccess:
+    def test_page_loads_without_a_key_but_figures_need_one(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            close_door(host)
+            require_keys(host)
             status, _, page = await get(host, "/", **HTML)
             assert status == 200 and "alpha" not in page
             for headers in ({}, {"authorization": "Bearer wrong"}, {"x-bedplate-tenant": "default"}):
@@ -362,19 +364,19 @@ class TestWhoMaySee:
 
         with_page(stub, tmp_path, then)
 
-    def test_the_operator_sees_everybody_and_a_tenant_itself(self, stub: Environment, tmp_path: Path) -> None:
+    def test_operator_sees_all_tenants_and_a_tenant_sees_itself(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            close_door(host)
+            require_keys(host)
             now = time.time()
             for name in ("ann", "default", "default"):
-                figures.recorder.hear(served(now, tenant=name))
+                figures.recorder.hear(make_request(now, tenant=name))
             figures.tick()
             host.say("something happened")
-            whole = await live_of(host, OPERATOR)
+            whole = await read_live(host, OPERATOR)
             assert {one.name: one.requests for one in whole.tenants} == {"ann": 1, "default": 2}
             assert whole.eyes == "all" and whole.notes and whole.history.at_s
-            # Whatever a client says of itself, its key says who it is.
-            own = await live_of(host, ANNS, **{"X-Bedplate-Tenant": "default"})
+            # The key names the tenant; the header is ignored.
+            own = await read_live(host, ANNS, **{"X-Bedplate-Tenant": "default"})
             assert (own.eyes, own.tenant) == ("own", "ann")
             assert [(one.name, one.requests, one.tokens_per_minute) for one in own.tenants] == [("ann", 1, 100_000)]
             (model,) = own.models
@@ -386,29 +388,29 @@ class TestWhoMaySee:
 
         with_page(stub, tmp_path, then)
 
-    def test_an_admin_sees_what_the_operator_sees(self, stub: Environment, tmp_path: Path) -> None:
+    def test_admin_sees_what_the_operator_sees(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            close_door(host, admin=True)
+            require_keys(host, admin=True)
             figures.tick()
-            seen = await live_of(host, ANNS)
+            seen = await read_live(host, ANNS)
             assert (seen.eyes, seen.tenant) == ("all", "ann")
             assert {one.name for one in seen.tenants} == {"ann", "default"} and seen.history.models
 
         with_page(stub, tmp_path, then)
 
-    def test_a_tenant_is_shown_what_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
+    def test_tenant_sees_only_models_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            await add(host, stub_readied("beta", stub, tenants=("bob",)))
-            close_door(host)
-            assert [one.model for one in (await live_of(host, ANNS)).models] == ["alpha"]
-            assert [one.model for one in (await live_of(host, OPERATOR)).models] == ["alpha", "beta"]
+            await add(host, make_stub_readied("beta", stub, tenants=("bob",)))
+            require_keys(host)
+            assert [one.model for one in (await read_live(host, ANNS)).models] == ["alpha"]
+            assert [one.model for one in (await read_live(host, OPERATOR)).models] == ["alpha", "beta"]
 
         with_page(stub, tmp_path, then)
 
-    def test_a_key_that_is_taken_back_shows_nothing(self, stub: Environment, tmp_path: Path) -> None:
+    def test_revoked_key_is_rejected(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            close_door(host)
-            await live_of(host, ANNS)
+            require_keys(host)
+            await read_live(host, ANNS)
             host.gateway.tenants.replace((), ())
             assert (await get(host, FIGURES, authorization=f"Bearer {ANNS}"))[0] == 401
 

@@ -13,8 +13,8 @@ import pytest
 from tests.browser import Page as Tab
 from tests.browser import opened
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import add, stub_environment, stub_readied
-from tests.page.test_live import ANNS, OPERATOR, close_door, served
+from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readied
+from tests.page.test_live import ANNS, OPERATOR, make_request, require_keys
 
 from bedplate.hosting.host import Host
 from bedplate.hosting.memory import Room
@@ -88,14 +88,14 @@ def test_another_script_would_not_run() -> None:
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, LiveFigures]]:
     hardware = machine("cpu")
-    stub = stub_environment(tmp_path / "stub", STREAMS)
+    stub = make_stub_environment(tmp_path / "stub", STREAMS)
     host = Host("demo", Listen(port=0, grace_s=1), hardware, Silent(), tmp_path, room=Room.of(hardware))
     figures = put_up(host)
     await host.start()
     running = asyncio.create_task(figures.run())
     try:
         for model in models:
-            await add(host, stub_readied(model, stub))
+            await add(host, make_stub_readied(model, stub))
         host.state = "ready"
         yield host, figures
     finally:
@@ -111,7 +111,7 @@ def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
     for second in range(600):
         for model in models:
             for number in range(second % 3):
-                request = served(now - 600 + second, ttft_ms=80.0 + second % 40 + 30 * number, duration_ms=900.0)
+                request = make_request(now - 600 + second, ttft_ms=80.0 + second % 40 + 30 * number, duration_ms=900.0)
                 for tenant in ("default", "ann"):
                     figures.recorder.hear(replaced(request, model=model, tenant=tenant))
         standing = Standing(second % 5, second % 2, 400_000_000 + 100_000 * second)
@@ -210,7 +210,7 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
     charts, own = (f"getComputedStyle(document.getElementById('{id}')).display" for id in ("charts", "ours"))
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
-        close_door(host)
+        require_keys(host)
         before = figures.recorder.used["ann"].requests
         await tab.open(host.url, 360, "dark")
         await tab.until(door)
@@ -244,7 +244,7 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
 @needs_browser
 def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
-        close_door(host)
+        require_keys(host)
         found = host.gateway.tenants.member("ann")
         assert found is not None
         found.admit(90_000, time.monotonic())

@@ -154,7 +154,7 @@ async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callabl
         line = raw.decode().rstrip()
         if line:
             say(line)
-        if "answers are compared" in line:
+        if "comparing answers" in line:
             visitors.phase = "while it is tried"
     said = await process.stdout.read()
     await process.wait()

@@ -1,4 +1,4 @@
-"""What migrations and shadows have in common: where an engine answers, what it is called, and progress from threads."""
+"""Helpers of migrations and shadows: addresses and names of engines, and progress from threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def where_of(engine: HostedEngine) -> Where | None:
-    """Where an engine answers by itself; `None`: it does not at this moment."""
+    """The address of an engine behind the gateway; None if it is not ready."""
     url = engine.url
     if url is None or engine.state != "ready":
         return None
@@ -25,7 +25,7 @@ def where_of(engine: HostedEngine) -> Where | None:
 
 
 def where_it_was(engine: HostedEngine) -> Where:
-    """Of one that has been ready; when it is not any more, asking it fails and says so."""
+    """The address of an engine that was ready. If it is not ready any more, requests to the address fail."""
     return where_of(engine) or Where("http://127.0.0.1:9", None, engine.plan.model.served_name)
 
 
@@ -34,7 +34,7 @@ def named(plan: Plan) -> str:
 
 
 class Noted:
-    """Progress from a thread, told by the loop that the asker hangs on."""
+    """Progress from a thread, sent to the client by the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:
         self._loop, self._tell = loop, tell

@@ -1,4 +1,4 @@
-"""Recorded requests as short stretches that can be replayed one by one, and what they come to as cells. Pure."""
+"""Recorded requests as short episodes that can be replayed one by one, and their results as cells. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bedplate.values.workload import RequestShape
 MOST_REQUESTS = 8
 MOST_SPAN_S = 10.0
 MOST_TOKENS = 512
-"""Of answers in one stretch: a short one is soon begun again when somebody interrupts it."""
+"""Most output tokens in an episode. A short episode is cheap to repeat after an interruption."""
 LEAST_EPISODES = 6
 MOST_EPISODES = 24
 WRITES = MODEL_APIS - {"embeddings"}
@@ -35,11 +35,11 @@ Episode = tuple[RequestShape, ...]
 class Recorded(NamedTuple):
     shapes: tuple[RequestShape, ...]
     too_long: int
-    """Requests that one of the engines does not take."""
+    """Requests that exceed the context of one of the engines."""
 
 
 def recorded(rows: Iterable[ServedRequest], most_tokens: int) -> Recorded:
-    """What can be asked again, in the order of arrival: its lengths and what its beginning shares with others."""
+    """The recorded requests that can be replayed, in order of arrival, with their lengths and shared prefixes."""
     kept = [row for row in rows if row.outcome == "ok" and row.api in WRITES and row.prompt_tokens]
     tokens, num_bytes = sum(row.prompt_tokens or 0 for row in kept), sum(row.text_bytes for row in kept)
     block = max(1, round(PREFIX_BLOCK_BYTES * (tokens / num_bytes if num_bytes else 1 / BYTES_PER_TOKEN)))
@@ -58,15 +58,15 @@ def recorded(rows: Iterable[ServedRequest], most_tokens: int) -> Recorded:
     return Recorded(short, len(shapes) - len(short))
 
 
-def assumed(work: Workload) -> Recorded:
-    """Where nothing was recorded: the work that the plan assumed, as many requests at once as it counts on."""
-    one = RequestShape(started_s=0.0, prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens)
-    at_once = max(1, min(work.in_flight(), MOST_REQUESTS, MOST_TOKENS // work.output_tokens))
-    return Recorded((one,) * at_once, 0)
+def assumed(workload: Workload) -> Recorded:
+    """One burst of the workload that the plan assumed, if there are no recorded requests."""
+    one = RequestShape(started_s=0.0, prompt_tokens=workload.prompt_tokens, output_tokens=workload.output_tokens)
+    concurrency = max(1, min(workload.in_flight(), MOST_REQUESTS, MOST_TOKENS // workload.output_tokens))
+    return Recorded((one,) * concurrency, 0)
 
 
 def episodes(shapes: Sequence[RequestShape], share: float) -> tuple[Episode, ...]:
-    """About so much of the work, in stretches spread over all of it; a few more of little work."""
+    """About `share` of the requests, as episodes spread over the whole time, but at least `LEAST_EPISODES`."""
     found: list[list[RequestShape]] = []
     for shape in shapes:
         if not found or not _goes_with(found[-1], shape):
@@ -89,7 +89,7 @@ def _from_zero(episode: Episode) -> Episode:
 
 
 def load_of(chosen: Sequence[Episode], source: str) -> Load:
-    """One load for all of them: what they have in common is where they are from."""
+    """One load that summarizes all episodes."""
     shapes = [shape for episode in chosen for shape in episode]
     spans_s = sum(max(1.0, episode[-1].started_s or 0.0) for episode in chosen)
     digest = hashlib.sha256(msgspec.json.encode([[s.prompt_tokens, s.output_tokens] for s in shapes])).hexdigest()[:12]
@@ -131,9 +131,10 @@ def cell_of(
 
 
 def results_of(a: Cell, b: Cell) -> tuple[Result, ...]:
-    """What later plans learn of both, as if of a closed loop: so many were in flight, each at its measured speed.
+    """The results of both engines for later plans, converted to a closed loop.
 
-    An open loop brings as many tokens as it asks for. How fast they came while requests were in flight is the engine's.
+    In an open loop the throughput is that of the arrivals. The engine's own speed is the rate of tokens while requests
+    were in flight, times the mean concurrency.
     """
     if not is_valid(a) or not is_valid(b):
         return ()
@@ -159,7 +160,7 @@ def _result(cell: Cell, in_flight: int) -> Result | None:
         return None
     mean, wide = statistics.fmean(speeds), half_width(speeds)
     samples, subject, quality = all_samples(cell), cell.subject, cell.quality
-    told = quality is not None and quality.verdict != "unchecked"
+    is_checked = quality is not None and quality.verdict != "unchecked"
     ttfts = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
     tpots = [sample.tpot_ms for sample in samples if sample.tpot_ms is not None]
     return Result(
@@ -181,5 +182,7 @@ def _result(cell: Cell, in_flight: int) -> Result | None:
         output_tok_s=mean,
         output_tok_s_low=None if wide is None else max(0.0, mean - wide),
         output_tok_s_high=None if wide is None else mean + wide,
-        quality=(0.0 if quality.verdict == "broken" else quality.agreement) if told and quality is not None else None,
+        quality=(0.0 if quality.verdict == "broken" else quality.agreement)
+        if is_checked and quality is not None
+        else None,
     )

@@ -1,6 +1,7 @@
-"""Swaps the engine behind a running endpoint without losing a request, and takes that back when it is no good.
+"""Migration: swaps the engine behind a running endpoint without losing a request, and rolls back if a check fails.
 
-Nothing here decides by itself which engine is better; it sees to it that a move, once asked for, harms nobody.
+It does not decide which engine is better. It checks that the requested engine gives correct answers, does not fail
+more requests and is not slower than allowed.
 """
 
 from __future__ import annotations
@@ -38,61 +39,61 @@ if TYPE_CHECKING:
 STEPS = (10.0, 50.0, 100.0)
 HOLD_MOST = 256
 HOLD_S = 3600.0
-"""How long a request may be held: one that was accepted is not given up before the swap has ended, one way or other."""
+"""How long a request may be held. An accepted request is kept until the swap has succeeded or was rolled back."""
 LEAST_STEP_S = 3.0
 MOST_STEP_S = 60.0
 IDLE_STEP_S = 5.0
-"""Where nobody asks for anything, nothing is learnt by waiting."""
+"""Length of a step without requests: waiting longer would measure nothing."""
 LOOK_S = 0.1
 DRAIN_S = 3600.0
-"""Answers under way come to their end, however long they are."""
-BESIDE = 1e-9
-"""The share of an engine that gets nothing any more, and answers all the same what the other one fails at."""
+"""Time for running requests to finish, however long their responses are."""
+FALLBACK_SHARE = 1e-9
+"""The share of an engine that gets no requests except those that the other engine fails."""
 WARM_AT_ONCE = 4
 UNDER_LOAD = 16
-"""Prefixes that are asked for again while it has all of the traffic."""
+"""Prefixes that are checked again while the challenger has all of the traffic."""
 SWAP_TRIES = 2
 WRONG_ANSWERS: tuple[Stage, ...] = ("answers", "answers under load")
-"""Where a challenger was found to be broken, and not only slow or frail."""
+"""Stages that reject a challenger because of wrong answers, not because it is slow or unstable."""
 Percent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Migrate(Record, frozen=True, kw_only=True):
-    """What a running host is asked for."""
+    """The arguments of the operation `migrate`."""
 
     engine: str
     model: str | None = None
-    """The served name; `None`: the only one."""
+    """The served name; None for the only model."""
     decision: Decision | None = None
-    """As `plan` prints it; `None`: decided now."""
+    """A decision printed by `plan`; None to decide now."""
     build: Build = "packages"
     steps: tuple[Percent, ...] = STEPS
     least_step_s: Positive = LEAST_STEP_S
     most_step_s: Positive = MOST_STEP_S
     hold_most: Annotated[int, msgspec.Meta(ge=0)] = HOLD_MOST
     slower: Annotated[float, msgspec.Meta(ge=1)] = 1.5
-    """Times as long as before that first and further tokens may take, where the service has no latency target."""
+    """Largest factor by which TTFT and TPOT may grow if the service has no latency target."""
     drain_s: Positive = DRAIN_S
     prefixes: Annotated[int, msgspec.Meta(ge=8, le=ASKED)] = ASKED
-    """After which next tokens are compared."""
+    """Number of prefixes after which the next token is compared."""
 
 
 async def migrate(host: Host, asked: Migrate, tell: Tell) -> Migration:
-    """Returns what came of it; raises where it could not even be tried, or where no engine is left."""
+    """Migrate a service and return the outcome. Raises if it could not be tried, or if no engine is left."""
     service = host.service(asked.model)
     service.check_own()
     if host.state != "ready" or service.doing is not None:
         raise AnswerIsNo(
             f"{service.name} cannot be migrated now",
             cause=f"it is busy: {service.doing}" if service.doing is not None else f"the host is {host.state}",
-            hint="try again in a while",
+            hint="try again later",
         )
     with service.engaged(f"migrating to {asked.engine}"):
         return await Migrating(host, service, asked, tell).run()
 
 
 class Refused(Exception):
-    """The challenger is no good."""
+    """The challenger failed a check."""
 
     def __init__(self, stage: Stage, reason: str) -> None:
         super().__init__(reason)
@@ -100,7 +101,7 @@ class Refused(Exception):
 
 
 class Migrating:
-    """One migration from its beginning to its end."""
+    """One migration."""
 
     def __init__(self, host: Host, service: HostedService, asked: Migrate, tell: Tell) -> None:
         self.host, self.service, self.asked, self._tell = host, service, asked, tell
@@ -123,22 +124,22 @@ class Migrating:
         self._tell(text)
         self.host.say(text)
 
-    def _doing(self, how_far: str) -> None:
+    def _doing(self, stage: str) -> None:
         busy = self.service.busy
         if busy is not None:
-            self.service.busy = busy._replace(doing=f"migrating to {self.asked.engine}: {how_far}")
+            self.service.busy = busy._replace(doing=f"migrating to {self.asked.engine}: {stage}")
 
     async def run(self) -> Migration:
         try:
-            self._doing("it is made ready")
+            self._doing("preparing")
             ready = await self._readied()
             if self._is_the_same(ready):
                 raise BadQuestion(
-                    f"{ready.plan.engine} {ready.plan.engine_version} serves {self.service.name} already",
-                    cause="its weights and settings are the same, too",
+                    f"{ready.plan.engine} {ready.plan.engine_version} already serves {self.service.name}",
+                    cause="the weights and settings are also the same",
                 )
-            beside = self.host.room.holds([*ready.needs, *(engine.need for engine in self.host.engines)])
-            if beside or not self.incumbents:
+            both_fit = self.host.room.holds([*ready.needs, *(engine.need for engine in self.host.engines)])
+            if both_fit or not self.incumbents:
                 return await self._side_by_side(ready)
             if (smaller := await self._plan_in_free_memory(ready)) is not None:
                 self._note(f"{named(smaller.plan)} gets the GPU memory that is free beside {named(self.before.plan)}")
@@ -148,10 +149,10 @@ class Migrating:
             self._usual.close()
             self._tally.close()
 
-    # before anything changes
+    # preparation
 
     async def _readied(self) -> Readied:
-        """Decides and installs beside the gateway, which goes on answering."""
+        """Decide and install in a thread, so that the gateway continues to serve requests."""
         progress = Noted(asyncio.get_running_loop(), self._tell)
         return await asyncio.to_thread(self._made_ready, progress)
 
@@ -194,13 +195,13 @@ class Migrating:
             ready.folder,
         )
 
-    # both at once
+    # side by side
 
     async def _side_by_side(self, ready: Readied) -> Migration:
         try:
-            beside = f" beside {named(self.before.plan)}" if self.incumbents else ""
-            self.say(f"starting {named(ready.plan)}{beside}")
-            self._doing("it is started and examined")
+            incumbent = f" next to {named(self.before.plan)}" if self.incumbents else ""
+            self.say(f"starting {named(ready.plan)}{incumbent}")
+            self._doing("starting and checking it")
             basis = await self._basis(ready)
             baseline = self._usual.since()
             await self._start(ready, share=0.0)
@@ -218,15 +219,15 @@ class Migrating:
         return self._migrated(ready, side_by_side=True)
 
     async def _back(self, ready: Readied, refused: Refused) -> Migration:
-        """To the engine that was in service; if that has died meanwhile, to a new one of the same kind."""
+        """Roll back to the incumbent, or to a new engine of the same plan if the incumbent has died."""
         if not self.incumbents or self._serves(self.incumbents):
             await self._take_back()
             return self._rolled_back(ready, refused, side_by_side=True)
-        died = self._death(self.incumbents[0]) or "it is not there"
+        died = self._death(self.incumbents[0]) or "it is not running"
         self._note(f"{named(self.before.plan)} cannot take the requests back: {died}")
         dead, self.incumbents = self.incumbents, []
         wrong = refused.stage in WRONG_ANSWERS
-        # What answers, if slowly, goes on answering meanwhile; nobody is given wrong answers for want of others.
+        # A slow challenger serves until the old engine is back. One that gives wrong answers is removed at once.
         may_stay = not wrong and self._serves(self.challengers)
         with contextlib.nullcontext() if may_stay else self._held():
             await self._retire(dead if may_stay else [*dead, *self.challengers])
@@ -242,22 +243,22 @@ class Migrating:
         return self._rolled_back(ready, refused, side_by_side=True)
 
     def _kept(self, ready: Readied, refused: Refused, error: OutsideFailed) -> Migration:
-        """The challenger stays for want of anything better."""
-        reason = f"{refused.reason}; it stays all the same, since nothing else is left: {error.message}"
+        """Keep the rejected challenger, because no other engine is left."""
+        reason = f"{refused.reason}; it stays in service, because no other engine is left: {error.message}"
         self._note(f"{named(ready.plan)}: {reason}")
         return replaced(self._migrated(ready, side_by_side=True), stage=refused.stage, reason=reason)
 
     @staticmethod
     def _serves(engines: Sequence[HostedEngine]) -> bool:
-        """Whether any of them answers, whatever it went through before."""
+        """Whether any of them is ready, also after a restart."""
         return any(engine.state == "ready" for engine in engines)
 
     async def _move(self, ready: Readied, basis: Basis, baseline: Sequence[Seen]) -> None:
         steps = self.asked.steps
         for percent in steps if steps[-1:] == (100.0,) else (*steps, 100.0):
             self._share(percent)
-            self.say(f"{percent:g} % of the requests go to {named(ready.plan)}")
-            self._doing(f"{percent:g} % of the requests go there")
+            self.say(f"sending {percent:g} % of the requests to {named(ready.plan)}")
+            self._doing(f"it gets {percent:g} % of the requests")
             await self._observe(percent, baseline)
         await self._examine_again(ready, basis)
 
@@ -265,10 +266,10 @@ class Migrating:
         for engine in self.challengers:
             engine.backend.share = percent / 100 / len(self.challengers)
         for engine in self.incumbents:
-            engine.backend.share = max(BESIDE, 1 - percent / 100) / len(self.incumbents)
+            engine.backend.share = max(FALLBACK_SHARE, 1 - percent / 100) / len(self.incumbents)
 
     def _restore(self) -> None:
-        """The incumbents first: at no moment may nobody take requests."""
+        """Restore the shares, incumbents first, so that at every moment some engine takes requests."""
         for engine in self.incumbents:
             engine.backend.share = self._shares[engine.id]
         for engine in self.challengers:
@@ -278,15 +279,15 @@ class Migrating:
         self._restore()
         await self._retire(self.challengers)
 
-    # one after the other
+    # swap
 
     async def _swap(self, ready: Readied) -> Migration:
-        """Both do not fit: requests wait while one goes and the other comes."""
+        """Stop the incumbent, then start the challenger, if both do not fit. Requests are held meanwhile."""
         name = self.service.name
         basis = await self._basis(ready)
         baseline = self._usual.since()
-        self.say(f"{named(ready.plan)} does not fit beside {named(self.before.plan)}: new requests wait meanwhile")
-        self._doing("new requests wait meanwhile")
+        self.say(f"{named(ready.plan)} does not fit next to {named(self.before.plan)}: holding new requests")
+        self._doing("new requests are held")
         with self._held():
             await self._retire(self.incumbents)
             self.incumbents = []
@@ -301,11 +302,11 @@ class Migrating:
                 return self._rolled_back(ready, error, side_by_side=False)
             held = self.host.gateway.waiting(name)
         try:
-            # Those that waited come all at once, which tells nothing of the engine.
+            # The held requests arrive as one burst, whose latency says nothing about the engine.
             await self._observe(100.0, baseline, skip=held)
             await self._examine_again(ready, basis)
         except Refused as refused:
-            self.say(f"{named(ready.plan)} is taken back: {refused.reason}")
+            self.say(f"rolling back {named(ready.plan)}: {refused.reason}")
             with self._held():
                 await self._retire(self.challengers)
                 await self._start_again()
@@ -314,7 +315,7 @@ class Migrating:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """What comes meanwhile waits; what is too much is told so before it is accepted."""
+        """Hold new requests. Requests beyond `hold_most` are rejected before they are accepted."""
         gateway, name = self.host.gateway, self.service.name
         began = time.monotonic()
         gateway.hold(name, most=self.asked.hold_most, wait_s=HOLD_S)
@@ -326,7 +327,7 @@ class Migrating:
             gateway.release(name)
 
     async def _start_again(self, *, give_up: bool = True) -> None:
-        """The engine that was in service before; more than once, and then given up where nothing else is left."""
+        """Start the old engine again, with a retry. With `give_up`, the service fails if that does not work."""
         before = self.before
         self.say(f"starting {named(before.plan)} again")
         for attempt in range(SWAP_TRIES):
@@ -341,7 +342,7 @@ class Migrating:
                     raise OutsideFailed(
                         f"{named(before.plan)} could not be started again: {error.message}",
                         cause=error.cause,
-                        hint=f"{self.service.name} has no engine now; bedplate logs {self.host.name}",
+                        hint=f"{self.service.name} has no engine now; see bedplate logs {self.host.name}",
                     ) from error
 
     # engines
@@ -351,7 +352,7 @@ class Migrating:
             self.challengers = await self._engines(ready, share)
         except OutsideFailed as error:
             raise Refused("start", error.summary) from error
-        # The same engine with other settings is no replica of the one in service.
+        # The same engine with other settings is not a replica of the incumbent.
         group = f"{ready.plan.engine} {ready.plan.engine_version}, since {self._began}"
         for engine in self.challengers:
             engine.backend.group = group
@@ -375,37 +376,37 @@ class Migrating:
             raise
 
     async def _retire(self, engines: Sequence[HostedEngine]) -> None:
-        """Each gives its last answers, and ends."""
+        """Let the engines finish their requests, then stop them."""
         busy = sum(engine.backend.in_flight for engine in engines)
         if busy:
-            self.say(f"waiting for {busy} answers of {engines[0].plan.engine}")
-        left = {engine.id: engine.backend.in_flight for engine in engines}
-        done = await asyncio.gather(*(self.host.remove_engine(engine, self.asked.drain_s) for engine in engines))
-        self.cut += sum(left[engine.id] for engine, whole in zip(engines, done, strict=True) if not whole)
+            self.say(f"waiting for {busy} running requests of {engines[0].plan.engine}")
+        in_flight = {engine.id: engine.backend.in_flight for engine in engines}
+        drained = await asyncio.gather(*(self.host.remove_engine(engine, self.asked.drain_s) for engine in engines))
+        self.cut += sum(in_flight[engine.id] for engine, done in zip(engines, drained, strict=True) if not done)
 
-    # is it any good?
+    # checks
 
     async def _basis(self, ready: Readied) -> Basis:
         if ready.plan.workload.task != "generate":
-            return Basis(None, (), True, False, None, "only models that write text are asked for next tokens")
+            return Basis(None, (), True, False, None, "next tokens are compared only for generative models")
         where = where_of(self.incumbents[0]) if self.incumbents else None
         most = min(ASKED_IN_SERVICE, self.asked.prefixes)
         return await basis_of(ready.plan, self.before.plan if where is not None else None, where, most=most)
 
     async def _examine(self, ready: Readied, basis: Basis) -> None:
-        """Before it gets a request of anybody's."""
+        """Warm up the challengers and check their answers, before they get requests."""
         if ready.plan.workload.task == "generate":
-            self.say(f"{named(ready.plan)} is warmed up, and its answers are compared")
-            at_once = max(1, min(ready.plan.settings.slots, WARM_AT_ONCE))
+            self.say(f"warming up {named(ready.plan)} and comparing its answers")
+            concurrency = max(1, min(ready.plan.settings.slots, WARM_AT_ONCE))
             for engine in self.challengers:
-                wrong = await warmed(where_it_was(engine), at_once)
-                if wrong is not None or not _lives(engine):
-                    raise Refused("warm-up", self._death(engine) or wrong or "it died")
+                problem = await warmed(where_it_was(engine), concurrency)
+                if problem is not None or not _lives(engine):
+                    raise Refused("warm-up", self._death(engine) or problem or "it died")
         for engine in self.challengers:
             await self._compared(ready, engine, basis, "answers")
 
     async def _examine_again(self, ready: Readied, basis: Basis) -> None:
-        """With all of the traffic: some mistakes show only beside other requests."""
+        """Check the answers under all of the traffic: some defects appear only in a batch with other requests."""
         if self.checks and all(one.verdict != "unchecked" for one in self.checks):
             await self._compared(ready, self.challengers[0], basis, "answers under load", most=UNDER_LOAD)
 
@@ -417,7 +418,7 @@ class Migrating:
         self.checks += found
         for one in found:
             if one.verdict == "unchecked":
-                self.say(f"the answers are not compared with {one.against}: {one.why}")
+                self.say(f"answers not compared with {one.against}: {one.why}")
         if (death := self._death(engine)) is not None:
             raise Refused(stage, death)
         broken = next((one for one in found if one.verdict == "broken"), None)
@@ -425,7 +426,7 @@ class Migrating:
             raise Refused(stage, f"it gives wrong answers: {broken.why}")
 
     async def _observe(self, percent: float, baseline: Sequence[Seen], *, skip: int = 0) -> None:
-        """Until enough requests have ended at it, or none come."""
+        """Compare both engines until enough requests have ended at the challenger, or the step is over."""
         asked, began = self.asked, time.monotonic()
         first, usual_first = self._tally.count + skip, self._usual.count
         while True:
@@ -448,14 +449,14 @@ class Migrating:
         if reason is not None:
             raise Refused("traffic", reason)
         if len(seen) < LEAST_SEEN:
-            self._note(f"only {len(seen)} requests came in {seconds(spent_s)} with {percent:g} % of the traffic")
+            self._note(f"only {len(seen)} requests in {seconds(spent_s)} with {percent:g} % of the traffic")
 
     def _death(self, engine: HostedEngine) -> str | None:
         if _lives(engine):
             return None
         return f"it died: {engine.backend.reason or engine.supervisor.last_words or 'see its log'}"
 
-    # the end
+    # outcome
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -468,12 +469,12 @@ class Migrating:
         self.service.wanted = replaced(self.service.wanted, engine=ready.plan.engine)
         self.service.failure = None
         done = self._ended(ready, "migrated", side_by_side)
-        self.say(f"{self.service.name} is served by {named(ready.plan)} now, after {seconds(done.took_s)}")
+        self.say(f"{self.service.name} is now served by {named(ready.plan)}, after {seconds(done.took_s)}")
         return done
 
     def _rolled_back(self, ready: Readied, refused: Refused, *, side_by_side: bool) -> Migration:
         done = self._ended(ready, "rolled back", side_by_side)
-        self.say(f"{named(ready.plan)} was taken back, {named(self.before.plan)} goes on: {refused.reason}")
+        self.say(f"rolled back to {named(self.before.plan)}; {named(ready.plan)} failed a check: {refused.reason}")
         return replaced(done, stage=refused.stage, reason=refused.reason)
 
     def _ended(self, ready: Readied, outcome: str, side_by_side: bool) -> Migration:
@@ -495,11 +496,11 @@ class Migrating:
 
 
 def as_planned(one: Decided, decision: Decision) -> Decided:
-    """With a decision that somebody made earlier in the place of today's."""
+    """The same with an earlier decision."""
     if decision.model != one.facts.name:
-        raise BadQuestion(f"the plan is for {decision.model}, and {one.facts.name} is served")
+        raise BadQuestion(f"the plan is for {decision.model}, but {one.facts.name} is served")
     if decision.engine != one.plan.engine:
-        raise BadQuestion(f"the plan is for {decision.engine}, and {one.plan.engine} was asked for")
+        raise BadQuestion(f"the plan is for {decision.engine}, not for {one.plan.engine}")
     need = need_of(decision, one.hardware.accelerators)
     part = dataclasses.replace(one.part, decision=decision, needs=tuple(need for _ in one.part.needs))
     return dataclasses.replace(one, part=part, plan=plan_of(decision, one.facts, part.workload))
@@ -517,13 +518,13 @@ def measure_free_memory(hardware: Hardware) -> Hardware:
 
 
 def read_steps(text: str) -> tuple[float, ...]:
-    """Such as 10,50,100: percentages that grow."""
+    """Parse increasing percentages such as 10,50,100."""
     try:
         found = tuple(float(word.strip().removesuffix("%")) for word in text.split(","))
     except ValueError:
         found = ()
     if not found or list(found) != sorted(set(found)) or not all(0 < one <= 100 for one in found):
-        raise BadQuestion(f"--step {text!r} is no list of growing percentages", hint="such as 10,50,100")
+        raise BadQuestion(f"--step {text!r} is not a list of increasing percentages", hint="for example 10,50,100")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tells somebody elsewhere: a POST of JSON, tried a few times, which never stops what it tells about."""
+"""Webhooks: a POST of JSON with a few retries. A failure is returned, not raised."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from bedplate.errors import BadQuestion
 
 LIMIT_S = 10.0
 PAUSES_S = (1.0, 4.0)
-"""Before the second and the third try."""
+"""Pauses before the second and the third attempt."""
 
 
 def checked_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadQuestion("--webhook is no HTTP address", hint="such as https://example.com/hooks/bedplate")
+        raise BadQuestion("--webhook is not an HTTP URL", hint="for example https://example.com/hooks/bedplate")
     return url
 
 
 def post(url: str, body: str) -> str | None:
-    """Why it did not arrive; `None`: it did."""
+    """Send `body`. Returns why it failed, or None if it was delivered."""
     request = urllib.request.Request(  # noqa: S310 - the scheme was checked
         url,
         data=body.encode(),
         headers={"Content-Type": "application/json", "User-Agent": f"bedplate/{__version__}"},
         method="POST",
     )
-    why = "it was not tried"
+    why = "no attempt was made"
     for pause_s in (0.0, *PAUSES_S):
         time.sleep(pause_s)
         try:
@@ -40,7 +40,7 @@ def post(url: str, body: str) -> str | None:
         except urllib.error.HTTPError as error:
             why = f"HTTP {error.code}"
             if error.code < 500 and error.code not in (408, 429):
-                return why  # it would say the same again
+                return why  # a retry would get the same response
         except (OSError, ValueError) as error:
             why = str(getattr(error, "reason", None) or error) or type(error).__name__
     return why

@@ -1,4 +1,4 @@
-"""The operations of a running host that change its engines, or say whether they should be changed."""
+"""The operations of a running host that change its engines, or evaluate whether to change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a served model stands: the observed work, its latency, and what would be decided for it now."""
+"""The outlook of a served model: the observed workload, its latency, and what a plan would decide now."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LATE_SPAN_S = 3600.0
 LEAST_LATE = 50
-"""Requests below which a missed target is a bad minute."""
+"""Fewest requests for a statement about a missed latency target."""
 
 
 class AskOutlook(Record, frozen=True, kw_only=True):
@@ -44,15 +44,15 @@ async def outlook(host: Host, asked: AskOutlook, tell: Tell) -> Outlook:
 
 def _outlook(host: Host, service: HostedService) -> Outlook:
     wanted, plan = service.wanted, service.readied.plan
-    work, requests = _work(service)
+    workload, requests = _work(service)
     hardware, machine = host.hardware, fingerprint(host.hardware)
     try:
-        past, agreed, judged = store.results(machine), store.agreements(machine), store.verdicts(machine)
-    except BedplateError:  # what was found earlier is not known
-        past, agreed, judged = (), (), ()
+        results, agreements, verdicts = store.results(machine), store.agreements(machine), store.verdicts(machine)
+    except BedplateError:  # the store cannot be read; decide without measurements
+        results, agreements, verdicts = (), (), ()
     decision = decide(
-        hardware, service.readied.decided.facts, work, operations=wanted.operations, results=past, agreements=agreed,
-        verdicts=judged, installable=True,
+        hardware, service.readied.decided.facts, workload, operations=wanted.operations, results=results,
+        agreements=agreements, verdicts=verdicts, installable=True,
     )  # fmt: skip
     return Outlook(
         model=service.name,
@@ -62,7 +62,7 @@ def _outlook(host: Host, service: HostedService) -> Outlook:
         machine=machine,
         driver=driver_of(probe()),
         requests=requests,
-        workload=work,
+        workload=workload,
         drift=drift(service),
         late=_late(service),
         target=wanted.workload.latency,
@@ -77,7 +77,7 @@ def _work(service: HostedService) -> tuple[Workload, int]:
         return service.wanted.workload, 0
     if summary.requests < ENOUGH:
         return service.wanted.workload, summary.requests
-    # A trace says what was asked, and nothing of what latency has to be.
+    # Observed requests do not state a latency target.
     return replaced(to_workload(summary), latency=service.wanted.workload.latency), summary.requests
 
 
@@ -97,12 +97,13 @@ def _late(service: HostedService) -> str | None:
 
 
 def late(rows: Iterable[ServedRequest], target: LatencyTarget) -> str | None:
-    """How many requests missed the target, where that is too many. Pure."""
+    """A sentence about the share of requests that met the target, if it is too small. Pure."""
     hits = [_in_time(row, target) for row in rows if row.outcome == "ok" and row.ttft_ms is not None]
     if len(hits) < LEAST_LATE or sum(hits) >= MET * len(hits):
         return None
-    asked = [f"{name} {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value]
-    return f"{sum(hits) / len(hits):.0%} of the last hour's {len(hits):,} requests met the target ({', '.join(asked)})"
+    targets = [f"{name} {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value]
+    share = sum(hits) / len(hits)
+    return f"{share:.0%} of the {len(hits):,} requests in the last hour met the target ({', '.join(targets)})"
 
 
 def _in_time(row: ServedRequest, target: LatencyTarget) -> bool:

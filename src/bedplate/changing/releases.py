@@ -1,4 +1,4 @@
-"""What the package index has of the engines that bedplate installs. uv asks, with the user's own settings."""
+"""Newest releases of engine packages on the package index, read with uv and the user's own settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIETLY = ("--no-deps", "--no-header", "--no-annotate", "--quiet")
 
 
 def package_of(engine: Engine) -> tuple[str, str] | None:
-    """The package that an engine comes in, and the version that bedplate has pinned; `None`: in no package."""
+    """The package of an engine and the version that bedplate pins; None if it has no package."""
     for text in engine.recipe.packages if engine.recipe is not None else ():
         found = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^;\s]+)(?:\s*;.*)?", text)
         if found is not None:
@@ -24,7 +24,7 @@ def package_of(engine: Engine) -> tuple[str, str] | None:
 
 
 def newest(packages: Iterable[str]) -> dict[str, str]:
-    """The newest release of each that runs here; what the index does not have, or no index, is left out."""
+    """The newest release of each package that can be installed here. Packages that cannot be resolved are left out."""
     found: dict[str, str] = {}
     for package in packages:
         command = [uv_binary(), "pip", "compile", "-", *QUIETLY, "--refresh-package", package]
@@ -40,7 +40,7 @@ def newest(packages: Iterable[str]) -> dict[str, str]:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Lines of a compiled requirements file, by the package's name."""
+    """Versions in a compiled requirements file, by package name."""
     found = {}
     for line in text.splitlines():
         if match := re.match(r"\s*([A-Za-z0-9._-]+)==([^\s;#\\]+)", line):

@@ -1,7 +1,8 @@
-"""Tries a challenger on the endpoint's own work: beside it on another device, or with recorded shapes when it is idle.
+"""Shadowing: compares a challenger with the engine in service on the endpoint's own workload.
 
-Real requests come first. Nothing of this is in their way: the challenger gets no traffic of the gateway's, and on a
-shared device it is another of the incumbent's kind that is asked, and both stand still while somebody asks.
+On another device the challenger gets copies of live requests. On a shared device, recorded request shapes are replayed
+in idle time against the challenger and a second copy of the incumbent, and both are paused while real requests run.
+The challenger never answers a client.
 """
 
 from __future__ import annotations
@@ -55,51 +56,52 @@ if TYPE_CHECKING:
     from bedplate.hosting.host import Host, HostedEngine, HostedService
 
 LOOK_S = 0.005
-"""How soon requests are noticed that wait and have not gone to an engine; those that have are told at once."""
+"""Polling interval for requests in the gateway's queue. Requests that reach an engine are reported immediately."""
 IDLE_S = 1.0
-"""Without a request, before it goes on."""
+"""Idle time before measurements continue."""
 LOAD_IDLE_S = 0.2
-"""Likewise for an engine that loads, of which nothing has to be done anew."""
+"""Idle time before an engine continues to load. It is shorter, since a paused load loses no work."""
 TELL_AFTER_S = 5.0
 SETTLE_LOOK_S = 0.1
 SETTLED_SHARE = 0.2
 LONGEST_SETTLE_S = 10.0
-"""What was interrupted is computed for a while yet: until the engines take less than this share of a core."""
+"""After an interruption the engines still compute cancelled requests. Measurements wait until they use less than
+`SETTLED_SHARE` of a core, for at most this long."""
 TRIES = 3
 MOST_INTERRUPTED = 2
-"""Times that a stretch is begun anew before it is made shorter."""
+"""How often an interrupted round is repeated before it is made shorter."""
 MOST_IN_FLIGHT = 64
 ALL = 0.99
-LIVE, REPLAYED = "live requests, once they were answered", "recorded shapes, in idle time"
+LIVE, REPLAYED = "copies of live requests", "recorded request shapes, replayed in idle time"
 
 T = TypeVar("T")
 
 
 class Shadow(Record, frozen=True, kw_only=True):
-    """What a running host is asked for."""
+    """The arguments of the operation `shadow`."""
 
     engine: str
     model: str | None = None
     build: Build = "packages"
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
-    """Of the requests: live ones, or recorded ones that are replayed."""
+    """Share of the live requests that are copied, or of the recorded ones that are replayed."""
     for_s: Positive = 600.0
-    """The most that it may take once the challenger is ready and its answers have been compared."""
+    """Time limit after the challenger is ready and its answers have been compared."""
     since_s: Positive = 86_400.0
-    """How far back recorded requests are taken from."""
+    """Age of the oldest recorded requests to replay."""
     url: str | None = None
-    """Where it is served already, on a device of its own; `None`: it is started here."""
+    """The URL of a challenger that already runs on its own device; None to start it here."""
     key: str | None = None
     served_model: str | None = None
-    """What it is called there; `None`: the first that is listed."""
+    """The served name at `url`; None for the first model listed there."""
 
 
 class TimeUp(Exception):
-    """It has had its time."""
+    """The time limit has passed."""
 
 
 class Interrupted(Exception):
-    """Somebody asked for something, too often."""
+    """Real requests interrupted a round too often."""
 
 
 async def shadow(host: Host, asked: Shadow, tell: Tell) -> Shadowed:
@@ -108,14 +110,14 @@ async def shadow(host: Host, asked: Shadow, tell: Tell) -> Shadowed:
     if host.state != "ready" or service.busy is not None or not service.engines:
         raise AnswerIsNo(
             f"{service.name} is not loaded, or is being loaded or migrated",
-            hint="send it a request, or try again in a while",
+            hint="send it a request, or try again later",
         )
     with service.engaged(f"shadowed by {asked.engine}"):
         return await Shadowing(host, service, asked, tell).run()
 
 
 class Shadowing:
-    """One challenger from its start to its end."""
+    """One comparison of a challenger with the engine in service."""
 
     def __init__(self, host: Host, service: HostedService, asked: Shadow, tell: Tell) -> None:
         self.host, self.service, self.asked, self._tell = host, service, asked, tell
@@ -132,7 +134,7 @@ class Shadowing:
         self._interrupted = False
         self._held_up = False
         self._most: int | None = None
-        """Requests of a stretch; `None`: as many as it has."""
+        """Largest number of requests in a round; None for no limit."""
         self._stage = "its start"
 
     def say(self, text: str) -> None:
@@ -148,46 +150,46 @@ class Shadowing:
             return await self._elsewhere(self.asked.url)
         progress = Noted(asyncio.get_running_loop(), self._tell)
         ready, need, env, live = await asyncio.to_thread(self._made_ready, progress)
-        self.host.check_room(need, f"{named(ready.plan)} beside {named(self.incumbent.plan)}")
+        self.host.check_room(need, named(ready.plan))
         if not live:
-            self.say(f"{named(ready.plan)} shares a device with {named(self.incumbent.plan)}: only idle time is used")
+            self.say(f"{named(ready.plan)} shares a device with {named(self.incumbent.plan)}: using only idle time")
             self.host.on_request = self._give_way
         ours: list[HostedEngine] = []
         try:
             began = time.monotonic()
             challenger = await self._started(replace(ready.start(), env=env), need, live, ours)
             start_s = time.monotonic() - began if not self._held_up else None
-            asked = self.incumbent if live else await self._stand_in(ours)
+            reference = self.incumbent if live else await self._stand_in(ours)
             self._until = time.monotonic() + self.asked.for_s
             await self._carried_on(warmed(where_it_was(challenger), 1), live)
-            qualities = await self._qualities(ready.plan, asked, where_it_was(challenger), live)
+            qualities = await self._qualities(ready.plan, reference, where_it_was(challenger), live)
             self._until = time.monotonic() + self.asked.for_s
             if live:
                 sides = await self._beside(ready, challenger)
             else:
-                sides = await self._replayed(ready, asked, challenger)
+                sides = await self._replayed(ready, reference, challenger)
             cells = await asyncio.to_thread(
                 lambda: self._cells(subject_of(ready, start_s), sides, qualities, LIVE if live else REPLAYED)
             )
         except TimeUp as error:
             raise AnswerIsNo(
-                f"{named(ready.plan)} could not be compared in {seconds(self.asked.for_s)}",
+                f"{named(ready.plan)} could not be compared within {seconds(self.asked.for_s)}",
                 cause=self._why_late(),
-                hint="give it more time: --for 1h",
+                hint="allow more time: --for 1h",
             ) from error
         finally:
             self.host.on_request = None
-            self._still.go()  # one that stands still does not hear that it is to end
+            self._still.go()  # a paused process would not handle SIGTERM
             await asyncio.shield(asyncio.gather(*(self.host.remove_engine(one, 5) for one in ours)))
         return await self._concluded(named(ready.plan), cells, sides, live)
 
     async def _elsewhere(self, url: str) -> Shadowed:
-        """Somebody else started it, and nothing of it is known but its answers."""
+        """Compare with a challenger that runs at `url`."""
         asked = self.asked
         other = await found_at(url, asked.key, asked.served_model, asked.engine)
-        self.note(f"{other.named} answers at {other.url}: nothing is started here, and no plan for here learns of it")
-        if (wrong := await warmed(other.where, 1)) is not None:
-            raise AnswerIsNo(f"{other.named} cannot be tried: {wrong}")
+        self.note(f"using {other.named} at {other.url}: nothing is started here, and plans do not use the results")
+        if (problem := await warmed(other.where, 1)) is not None:
+            raise AnswerIsNo(f"{other.named} cannot be compared: {problem}")
         qualities = await self._qualities(self.incumbent.plan, self.incumbent, other.where, True)
         sides = await self._live(other.named, other.where, MOST_IN_FLIGHT, other.fields)
         cells = await asyncio.to_thread(
@@ -202,15 +204,18 @@ class Shadowing:
 
     def _why_late(self) -> str:
         if self.pauses:
-            return f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times"
+            return f"the endpoint was almost never idle: requests interrupted the comparison {self.pauses} times"
         if time.monotonic() - self._asked_at < 2 * IDLE_S:
-            return f"the endpoint was not idle for {seconds(IDLE_S)} at a time"
-        return f"nobody asked for anything, but {self._stage} took so long"
+            return f"the endpoint was never idle for {seconds(IDLE_S)}"
+        return f"the endpoint was idle, but {self._stage} took too long"
 
-    # the challenger, and somebody to compare it with
+    # the challenger, and the engine to compare it with
 
     def _made_ready(self, progress: Noted) -> tuple[Readied, Need, dict[str, str], bool]:
-        """On cards that nobody uses where there are some; with what it needs, and whether it has them for itself."""
+        """Prepare the challenger, on unused GPUs if there are any.
+
+        Returns also its memory, its environment variables and whether it shares no device with other engines.
+        """
         host, wanted = self.host, replaced(self.service.wanted, engine=self.asked.engine, replicas=1)
         taken = {device for engine in host.engines for device in computes_on(engine.plan.settings.device, engine.need)}
         free = tuple(card for card in host.hardware.accelerators if f"card {card.index}" not in taken)
@@ -223,24 +228,26 @@ class Shadowing:
         return ready, need, show_cards(device, cards_in(need)), live
 
     async def _stand_in(self, ours: list[HostedEngine]) -> HostedEngine:
-        """One more of the engine in service, whose own cache and queue then know nothing of all this. It is also the
-        fairer one to compare with: both are started beside others and have nobody else to serve."""
-        mine = self.incumbent
-        alone = f"{named(mine.plan)} itself is asked"
-        if not self.host.has_room(mine.need):
-            self.note(f"there is no room for one more of it, so {alone}: a request may wait for the step that it is at")
-            return mine
+        """Start a second copy of the incumbent, so that measurements do not touch its cache and queue.
+
+        The comparison is also fairer: both engines start next to others and serve no other requests.
+        """
+        incumbent = self.incumbent
+        fallback = f"measuring {named(incumbent.plan)} itself: a request may wait for the running step to end"
+        if not self.host.has_room(incumbent.need):
+            self.note(f"not enough memory for a second copy; {fallback}")
+            return incumbent
         try:
-            return await self._started(mine.start, mine.need, False, ours)
+            return await self._started(incumbent.start, incumbent.need, False, ours)
         except AnswerIsNo as error:
             self.note(error.summary)
-            self.note(f"so {alone}: a request may wait for the step that it is at")
-            return mine
+            self.note(fallback)
+            return incumbent
 
     async def _started(self, start: EngineStart, need: Need, live: bool, ours: list[HostedEngine]) -> HostedEngine:
         if not live:
             await self._idle()
-        again = "one more " if start.plan is self.incumbent.plan else ""
+        again = "a second " if start.plan is self.incumbent.plan else ""
         self.say(f"starting {again}{named(start.plan)}; it gets none of the endpoint's requests")
         before = {engine.id for engine in self.service.engines}
         adding = asyncio.create_task(self.host.add_engine(start, service=self.service.name, share=0.0, need=need))
@@ -254,8 +261,8 @@ class Shadowing:
                     self._held_up = True
             engine = await adding
         except OutsideFailed as error:
-            cause = error.cause or ("it stood still while requests came" if self._held_up else None)
-            raise AnswerIsNo(f"{named(start.plan)} cannot be tried: {error.message}", cause=cause) from error
+            cause = error.cause or ("it was paused while the endpoint served requests" if self._held_up else None)
+            raise AnswerIsNo(f"{named(start.plan)} cannot be compared: {error.message}", cause=cause) from error
         except BaseException:
             self._still.go()
             adding.cancel()
@@ -265,7 +272,7 @@ class Shadowing:
         await asyncio.to_thread(self._still.look)
         return engine
 
-    # only when nobody asks
+    # idle time
 
     def _is_busy(self) -> bool:
         return any(
@@ -273,20 +280,20 @@ class Shadowing:
         )
 
     def _give_way(self) -> None:
-        """Somebody asks for something: from this moment on nothing of ours moves."""
+        """Pause our engines and cancel the current measurement, because a real request has arrived."""
         self._asked_at = time.monotonic()
         self._still.stop()
         if self._doing is not None and not self._doing.cancelling():
             self._doing.cancel()
 
     async def _idle(self) -> None:
-        began, told = time.monotonic(), False
+        began, has_told = time.monotonic(), False
         while True:
             if self._is_busy():
                 self._give_way()
-                if not told and time.monotonic() - began > TELL_AFTER_S:
-                    self._tell("waiting until nobody asks for anything")
-                    told = True
+                if not has_told and time.monotonic() - began > TELL_AFTER_S:
+                    self._tell("waiting until the endpoint is idle")
+                    has_told = True
             left_s = self._asked_at + IDLE_S - time.monotonic()
             if left_s <= 0:
                 return
@@ -295,7 +302,7 @@ class Shadowing:
             await asyncio.sleep(min(left_s, 10 * LOOK_S))
 
     def _looked(self) -> bool:
-        """Lets what is not timed go on when nobody asks, and stand still when somebody does. Whether somebody does."""
+        """Pause our engines if the endpoint is busy, and continue them if it is idle. Returns whether it is busy."""
         if self._is_busy():
             self._give_way()
             return True
@@ -304,21 +311,21 @@ class Shadowing:
         return False
 
     async def _carried_on(self, work: Coroutine[Any, Any, T], live: bool) -> T:
-        """Of work that is not timed nothing has to be done anew: those who answer stand still meanwhile."""
-        doing = asyncio.create_task(work)
+        """Run something that is not timed. It is paused while the endpoint is busy, and continues afterwards."""
+        task = asyncio.create_task(work)
         try:
-            while not doing.done():
-                await asyncio.wait({doing}, timeout=2 * LOOK_S if not live else None)
+            while not task.done():
+                await asyncio.wait({task}, timeout=2 * LOOK_S if not live else None)
                 if not live and self._looked() and time.monotonic() > self._until:
                     raise TimeUp
         finally:
-            if not doing.done():
-                doing.cancel()
-                await asyncio.gather(doing, return_exceptions=True)
-        return doing.result()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        return task.result()
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]], most: int | None = None) -> T:
-        """Does it while nobody asks for anything; begins anew when it was interrupted, `most` times."""
+        """Run a measurement in idle time. An interrupted measurement is repeated, up to `most` times."""
         for number in itertools.count():
             if number == most:
                 raise Interrupted
@@ -329,26 +336,26 @@ class Shadowing:
             await self._settled()
             if self._still.is_still:
                 continue
-            doing = asyncio.create_task(work())
-            self._doing = doing
+            task = asyncio.create_task(work())
+            self._doing = task
             try:
-                while not doing.done():
-                    await asyncio.wait({doing}, timeout=LOOK_S)
+                while not task.done():
+                    await asyncio.wait({task}, timeout=LOOK_S)
                     if self._is_busy():
                         self._give_way()
             finally:
                 self._doing = None
-                if not doing.done():
-                    doing.cancel()
-                    await asyncio.gather(doing, return_exceptions=True)
-            if not doing.cancelled():
-                return doing.result()
+                if not task.done():
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                return task.result()
             self.pauses += 1
             self._interrupted = True
-        raise AssertionError("it counts for ever")
+        raise AssertionError("itertools.count does not end")
 
     async def _settled(self) -> None:
-        """The next stretch must not pay for what was interrupted."""
+        """Wait until the engines have finished the interrupted requests, so that the next round is not slowed down."""
         if not self._interrupted:
             return
         until, before_s = time.monotonic() + LONGEST_SETTLE_S, await asyncio.to_thread(self._still.busy_s)
@@ -364,9 +371,14 @@ class Shadowing:
 
     # answers
 
-    async def _qualities(self, plan: Plan, asked: HostedEngine, theirs: Where, live: bool) -> tuple[Quality, Quality]:
-        """`plan` is the challenger's; of one that is elsewhere, the one whose weights it is held to."""
-        mine = where_of(asked)
+    async def _qualities(
+        self, plan: Plan, reference: HostedEngine, challenger: Where, live: bool
+    ) -> tuple[Quality, Quality]:
+        """Compare the answers of both engines.
+
+        `plan` is the challenger's plan, or the incumbent's if the challenger runs at another URL.
+        """
+        mine = where_of(reference)
         if plan.workload.task != "generate" or mine is None:
             return Quality(note="not asked for"), Quality(note="not asked for")
         incumbent, hardware = self.incumbent.plan, self.host.hardware
@@ -375,47 +387,51 @@ class Shadowing:
             basis = await basis_of(plan, incumbent, mine)
             own = Basis(None, (), True, False, basis.reference)
             first = await checked(hardware, incumbent, mine, own, "answers")
-            # What another machine says beside the reference must not be kept as what this plan says here.
-            beside = basis if self.asked.url is None else basis._replace(reference=None)
-            return quality_of(first), quality_of(await checked(hardware, plan, theirs, beside, "answers"))
+            # The agreement of another machine's engine with the reference must not be stored for this plan.
+            against = basis if self.asked.url is None else basis._replace(reference=None)
+            return quality_of(first), quality_of(await checked(hardware, plan, challenger, against, "answers"))
 
-        self.say("answers are compared")
+        self.say("comparing answers")
         self._stage = "comparing answers"
-        found = await (self._carried_on(both(), live) if asked is not self.incumbent or live else self._guarded(both))
-        challenger = named(plan) if self.asked.url is None else self.asked.engine
-        for name, one in zip((named(incumbent), challenger), found, strict=True):
-            self._tell(f"answers of {name} are {one.verdict}: {one.note}")
+        can_pause = reference is not self.incumbent or live
+        found = await (self._carried_on(both(), live) if can_pause else self._guarded(both))
+        name = named(plan) if self.asked.url is None else self.asked.engine
+        for engine, one in zip((named(incumbent), name), found, strict=True):
+            self._tell(f"answers of {engine} are {one.verdict}: {one.note}")
         return found
 
-    # in turns
+    # replay in interleaved rounds
 
-    async def _replayed(self, ready: Readied, asked: HostedEngine, challenger: HostedEngine) -> Sides:
+    async def _replayed(self, ready: Readied, reference: HostedEngine, challenger: HostedEngine) -> Sides:
         shapes, source = await asyncio.to_thread(self._shapes, ready)
         chosen = episodes(shapes, self.asked.share)
         load = load_of(chosen, source)
-        targets = [Target.of(w.url, key=w.key, model=w.name) for w in (where_it_was(asked), where_it_was(challenger))]
-        self._stage = "finding out how it counts tokens"
+        addresses = (where_it_was(reference), where_it_was(challenger))
+        targets = [Target.of(one.url, key=one.key, model=one.name) for one in addresses]
+        self._stage = "checking how it counts tokens"
         prepared = [await self._guarded(lambda t=t: prepare(t, load, shapes=shapes_of(chosen))) for t in targets]  # type: ignore[misc]
-        self._stage = "a stretch of requests"
-        sides, late, restarts = Sides(load, [], []), 0, asked.backend.restarts
+        self._stage = "a round of requests"
+        sides, discarded, restarts = Sides(load, [], []), 0, reference.backend.restarts
         for number, episode in enumerate(chosen):
-            # Whoever went second goes first the next time: what drifts is shared out.
+            # The order alternates, so that drift affects both sides equally.
             order = (0, 1) if number % 2 == 0 else (1, 0)
             try:
                 pair = await self._pair(order, targets, load, prepared, episode, number)
             except TimeUp:
-                self.note(f"time was up after {number} of {len(chosen)} stretches")
+                self.note(f"the time limit was reached after {number} of {len(chosen)} rounds")
                 break
-            if asked.backend.restarts != restarts:
-                raise AnswerIsNo(f"{named(asked.plan)} stopped while it was compared with", cause=asked.backend.reason)
+            if reference.backend.restarts != restarts:
+                raise AnswerIsNo(
+                    f"{named(reference.plan)} stopped during the comparison", cause=reference.backend.reason
+                )
             if pair is None:
-                late += 1
+                discarded += 1
                 continue
             sides.a.append(pair[0])
             sides.b.append(pair[1])
-            self._tell(f"stretch {number + 1} of {len(chosen)}, {len(pair[0].samples)} requests to each side")
-        if late:
-            self.note(f"{late} stretches do not count: other work on this machine held up the client")
+            self._tell(f"round {number + 1} of {len(chosen)}: {len(pair[0].samples)} requests to each engine")
+        if discarded:
+            self.note(f"{discarded} rounds were discarded: other processes slowed down the client")
         if not sides.a:
             raise TimeUp
         return sides
@@ -429,7 +445,7 @@ class Shadowing:
         episode: Episode,
         number: int,
     ) -> dict[int, Repeat] | None:
-        """Both sides right after each other; once more where the client itself was held up."""
+        """Measure both sides directly after each other. Repeated if the client itself was the limit."""
         attempt, episode = 0, episode[: self._most]
         while attempt < TRIES:
             pair: dict[int, Repeat] = {}
@@ -439,7 +455,7 @@ class Shadowing:
                     most = MOST_INTERRUPTED if len(episode) > 1 else None
                     pair[side] = await self._guarded(lambda call=call: _apart(call), most)  # type: ignore[misc]
             except Interrupted:
-                # Real requests leave it less time than it needs: half of them, then, and of those to come no more.
+                # The idle times are shorter than a round: halve this round, and limit the later ones to that size.
                 self._most = len(episode) // 2
                 episode = episode[: self._most]
                 continue
@@ -456,26 +472,26 @@ class Shadowing:
             self._later_note(f"{found.too_long} recorded requests are too long for one of the engines")
         if found.shapes:
             return found.shapes, f"{name}, last {seconds(since_s)},"
-        self._later_note("no request was recorded: the work that the plan assumed is replayed")
+        self._later_note("no recorded requests: replaying the workload that the plan assumed")
         return assumed(ready.plan.workload).shapes, f"{name}, as planned,"
 
     def _later_note(self, text: str) -> None:
-        """From a thread."""
+        """Add a note from a thread."""
         self.notes.append(text)
 
-    # live
+    # live requests
 
     async def _beside(self, ready: Readied, challenger: HostedEngine) -> Sides:
         where = where_it_was(challenger)
         prepared = await prepare(Target.of(where.url, key=where.key, model=where.name), REHEARSED)
-        at_once = min(MOST_IN_FLIGHT, ready.plan.settings.slots)
-        return await self._live(named(ready.plan), where, at_once, prepared.fields)
+        concurrency = min(MOST_IN_FLIGHT, ready.plan.settings.slots)
+        return await self._live(named(ready.plan), where, concurrency, prepared.fields)
 
-    async def _live(self, name: str, where: Where, at_once: int, fields: Sequence[str]) -> Sides:
+    async def _live(self, name: str, where: Where, concurrency: int, fields: Sequence[str]) -> Sides:
         asked = self.asked
-        self.say(f"{asked.share:.0%} of the requests go to {name}, too, once they are answered")
+        self.say(f"sending copies of {asked.share:.0%} of the requests to {name}, after they were answered")
         watched = [engine.backend for engine in self.service.engines if engine.backend.share]
-        async with Mirror(where, asked.share, at_once, asked.for_s, fields) as mirror:
+        async with Mirror(where, asked.share, concurrency, asked.for_s, fields) as mirror:
             for backend in watched:
                 backend.on_end = mirror.take
             try:
@@ -484,7 +500,7 @@ class Shadowing:
                 for backend in watched:
                     backend.on_end = None
         if mirror.skipped:
-            self.note(f"{mirror.skipped} sampled requests were left out, since the challenger was busy")
+            self.note(f"{mirror.skipped} sampled requests were skipped because the challenger was busy")
         return mirror.sides(self.service.name, self.run_id)
 
     # the verdict
@@ -508,18 +524,18 @@ class Shadowing:
             models=(replaced(self.service.readied.decided.facts, files=(), chat_template=None),),
         )
         here = self.asked.url is None
-        with contextlib.suppress(OutsideFailed):  # a full disk is no reason to hide the verdict
+        with contextlib.suppress(OutsideFailed):  # the verdict is reported even if the disk is full
             store.add_run(run)
             for cell in cells:
                 store.add_cell(cell)
-            for result in results_of(a, b) if here else ():  # plans for this machine learn of this machine
+            for result in results_of(a, b) if here else ():  # plans use results of this machine only
                 store.add(result)
         try:
             allow = () if here else UNKNOWN_ELSEWHERE
             verdict = compare([a], [b], target=self.service.wanted.workload.latency, allow=allow)
         except BadQuestion as error:
-            names = f"{b.subject.engine} cannot be held against {a.subject.engine} by what was measured"
-            raise AnswerIsNo(names, cause=error.cause, hint=f"bedplate diagnose {self.run_id}") from error
+            message = f"{b.subject.engine} cannot be compared with {a.subject.engine} by these measurements"
+            raise AnswerIsNo(message, cause=error.cause, hint=f"see bedplate diagnose {self.run_id}") from error
         if live and self.asked.share < ALL:
             verdict = at_less_load(verdict, self.asked.share)
         if here:
@@ -540,7 +556,7 @@ class Shadowing:
 
 
 def computes_on(device: str, need: Need) -> frozenset[str]:
-    """The devices whose time it takes; the host's memory is no device that two could not share."""
+    """The devices that an engine computes on. Two engines can share host memory, but not the time of a device."""
     cards = frozenset(name for name in need if name.startswith("card "))
     return cards if device != "cpu" and cards else frozenset(["cpu"])
 
@@ -550,24 +566,24 @@ def cards_in(need: Need) -> tuple[int, ...]:
 
 
 def quality_of(found: Sequence[Checked]) -> Quality:
-    """By the reference where there is one, else by the engine in service; broken beside either is broken."""
+    """The quality by agreement with the reference, or else with the incumbent. Broken against either is broken."""
     broken = next((one for one in found if one.verdict == "broken"), None)
-    told = broken or next((one for one in found if one.verdict == "ok"), None) or next(iter(found), None)
-    if told is None or told.verdict == "unchecked":
-        return Quality(note=told.why if told is not None else "not checked")
-    beside = "" if told.against == "the reference" else "beside the engine in service: "
+    check = broken or next((one for one in found if one.verdict == "ok"), None) or next(iter(found), None)
+    if check is None or check.verdict == "unchecked":
+        return Quality(note=check.why if check is not None else "not checked")
+    against = "" if check.against == "the reference" else "compared with the engine in service: "
     return Quality(
-        asked=told.asked,
-        agreement=told.agreed / told.answered if told.answered else None,
-        verdict=told.verdict,
-        note=f"{beside}{told.why}",
+        asked=check.asked,
+        agreement=check.agreed / check.answered if check.answered else None,
+        verdict=check.verdict,
+        note=f"{against}{check.why}",
     )
 
 
 def at_less_load(verdict: Verdict, share: float) -> Verdict:
-    """A challenger with a part of the load alone has it easier: its advantage proves nothing, its lag does."""
+    """The verdict for a challenger that had only a part of the load: being faster then proves nothing."""
     difference = Difference(
-        what="requests", a="all", b=f"{share:.0%} of them", note="less load flatters the challenger"
+        what="requests", a="all", b=f"{share:.0%} of them", note="the challenger looks faster with less load"
     )
     found = replaced(verdict, differences=(*verdict.differences, difference))
     if verdict.answer != "migrate":
@@ -577,7 +593,7 @@ def at_less_load(verdict: Verdict, share: float) -> Verdict:
         answer="not proven",
         constraint="load",
         text=f"{verdict.text} But it had {share:.0%} of the load.",
-        would_prove="the same with all of the load: --share 100%",
+        would_prove="a shadow with all of the load: --share 100%",
     )
 
 
@@ -602,7 +618,7 @@ def shapes_of(chosen: Sequence[Episode]) -> tuple[RequestShape, ...]:
     return tuple(shape for episode in chosen for shape in episode)
 
 
-# one stretch
+# one round
 
 
 def _call(target: Target, load: Load, prepared: Prepared, episode: Episode, number: int) -> Call:
@@ -612,7 +628,7 @@ def _call(target: Target, load: Load, prepared: Prepared, episode: Episode, numb
         load=load,
         prepared=prepared,
         seconds=span_s,
-        # A stretch has few requests, which would wait behind those of a warm-up; both sides have been warmed up before.
+        # A round has few requests, which would queue behind those of a warm-up. Both engines are warm already.
         warmup_s=0.0,
         most_seconds=span_s + REQUEST_LIMIT_S,
         timeout_s=REQUEST_LIMIT_S,
@@ -623,7 +639,7 @@ def _call(target: Target, load: Load, prepared: Prepared, episode: Episode, numb
 
 
 async def _apart(call: Call) -> Repeat:
-    """In a process of its own, so that the gateway's loop has nothing to do with it; ended at once when it must."""
+    """Generate the load in a separate process, so that it does not use the gateway's loop. Cancelling kills it."""
     process = _generator()
     listening = asyncio.get_running_loop().run_in_executor(None, _listen, process, call)
     try:
@@ -639,7 +655,7 @@ def _generator() -> subprocess.Popen[bytes]:
 
 
 def _listen(process: subprocess.Popen[bytes], call: Call) -> Repeat:
-    """In a thread, until it has said its repeat, or was ended."""
+    """Read the output of the load generator until its repeat is complete. Runs in a thread."""
     with process:
         if process.stdin is None or process.stdout is None:
             raise OutsideFailed("the load generator has no pipes")
@@ -648,19 +664,21 @@ def _listen(process: subprocess.Popen[bytes], call: Call) -> Repeat:
             process.stdin.flush()
         try:
             for line in process.stdout:
-                said = msgspec.json.decode(line, type=Said)
-                if said.problem is not None:
-                    raise raised(said.problem)
-                if said.repeat is not None:
-                    return said.repeat
-            raise OutsideFailed("the load generator ended before its time")
+                message = msgspec.json.decode(line, type=Said)
+                if message.problem is not None:
+                    raise raised(message.problem)
+                if message.repeat is not None:
+                    return message.repeat
+            raise OutsideFailed("the load generator exited too early")
         finally:
             process.kill()
 
 
 def fairly(repeat: Repeat) -> Repeat:
-    """The client's lateness is weighed by how long requests took, which is what is compared here: a stretch is so short
-    that its 99th percentile is its one worst moment."""
+    """Judge the client's lag relative to the durations of the requests, which are what is compared.
+
+    A round is so short that its 99th percentile of the lag is a single worst moment.
+    """
     took = [sample.duration_ms for sample in repeat.samples if sample.outcome == "ok"]
     client = repeat.client
     lag_ms = max(client.loop_lag_p99_ms, client.send_lag_p99_ms)

@@ -1,4 +1,4 @@
-"""A challenger that is served elsewhere already, on a device of its own: what it is, as far as it tells."""
+"""A challenger that already runs at another URL, on its own device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bedplate.measure.load import Target, prepare
 from bedplate.values.run import Load, Subject
 
 REHEARSED = Load(concurrency=1, prompt_tokens=64, output_tokens=16)
-"""By which it is found out what an endpoint takes."""
+"""Small load that finds out which request fields an endpoint accepts."""
 UNKNOWN_ELSEWHERE = ("quantization",)
-"""What nobody can say of its weights; that they differ is printed, and its answers are held to those in service."""
+"""Properties that are unknown for such a challenger. They are reported, and its answers are compared instead."""
 TELL_LIMIT_S = 10.0
 
 
@@ -24,7 +24,7 @@ class Elsewhere(NamedTuple):
     engine: str
     engine_version: str | None
     fields: tuple[str, ...]
-    """By which it can be asked for exactly so many tokens."""
+    """Request fields that fix the number of output tokens."""
 
     @property
     def named(self) -> str:
@@ -35,18 +35,18 @@ class Elsewhere(NamedTuple):
 
 
 async def found_at(url: str, key: str | None, served_model: str | None, engine: str) -> Elsewhere:
-    """Asks it a few small things. Raises where it does not answer, or says that it is another engine."""
+    """Probe the endpoint with a few small requests. Raises if it does not answer or reports another engine."""
     target = Target.of(url, key=key, model=served_model)
     prepared = await prepare(target, REHEARSED)
-    there, version = told(await _listed(target), prepared.model)
-    if there is not None and there != engine:
-        raise BadQuestion(f"{prepared.model} is served by {there} at {target.url}, and {engine} was asked for")
+    reported, version = told(await _listed(target), prepared.model)
+    if reported is not None and reported != engine:
+        raise BadQuestion(f"{prepared.model} at {target.url} is served by {reported}, not by {engine}")
     where = Where(target.url, target.key, prepared.model)
     return Elsewhere(where, target.url, engine, version, prepared.fields)
 
 
 async def _listed(target: Target) -> bytes:
-    """What it says of its models; nothing where it says nothing."""
+    """The body of its model list; empty if it cannot be read."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
@@ -62,7 +62,7 @@ async def _listed(target: Target) -> bytes:
 
 
 def told(listed: bytes, model: str) -> tuple[str | None, str | None]:
-    """The engine and its version, which an endpoint of bedplate's tells and others do not."""
+    """The engine and its version, which only endpoints of bedplate report."""
     try:
         rows: list[Any] = msgspec.json.decode(listed)["data"]
         row = next(row for row in rows if row["id"] == model)

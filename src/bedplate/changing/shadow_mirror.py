@@ -1,4 +1,4 @@
-"""Live requests once more: a sample of those that were answered goes to a challenger, and the times of both count."""
+"""Mirrors live requests: a sample of the answered requests is sent to a challenger, and both are timed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from bedplate.values.run import Load, Repeat, Sample
 
 REQUEST_LIMIT_S = 300.0
 WINDOW_S = 20.0
-"""The longest stretch of time that counts as one turn."""
+"""Longest measurement window."""
 TURNS = 6
-"""Of a shadow that has less time, at the least."""
+"""Smallest number of measurement windows in a short shadow."""
 LEAST_IN_WINDOW = 4
 STREAMED = (b"/v1/chat/completions", b"/v1/completions")
 LENGTHS = ("max_completion_tokens", "max_tokens")
 SHAPED = frozenset(("response_format", "tools", "grammar", "json_schema", "structured_outputs"))
-"""Fields of requests whose answers end by themselves: what has to go on beyond that end is no text of their shape."""
+"""Fields of requests with structured output. Such a response cannot be forced to a length."""
 
 
 Pair = tuple[float, Sample, Sample]
-"""When it was answered, and how the engine in service and the challenger did."""
+"""Time of the response, the sample of the engine in service and that of the challenger."""
 
 
 class Sides(msgspec.Struct):
-    """What was measured on both, turn by turn."""
+    """The measurements of both engines, one repeat per round or window."""
 
     load: Load
     a: list[Repeat]
@@ -42,15 +42,17 @@ class Sides(msgspec.Struct):
 
 
 class Mirror:
-    """Sends a sample of the requests that were answered to the challenger as well, and keeps the times of both."""
+    """Sends copies of a sample of the answered requests to the challenger and keeps the timings of both engines."""
 
-    def __init__(self, where: Where, share: float, at_once: int, for_s: float, fields: Collection[str] = ()) -> None:
-        """`fields` are those by which the challenger can be asked for exactly so many tokens."""
-        self._where, self._share, self._at_once, self._fields = where, share, at_once, fields
+    def __init__(
+        self, where: Where, share: float, concurrency: int, for_s: float, fields: Collection[str] = ()
+    ) -> None:
+        """`fields` are the request fields that fix the number of output tokens at the challenger."""
+        self._where, self._share, self._concurrency, self._fields = where, share, concurrency, fields
         self._window_s = min(WINDOW_S, for_s / TURNS)
         self._began = time.monotonic()
         self._began_at = time.time()
-        self._dice = random.Random(0)  # noqa: S311
+        self._random = random.Random(0)  # noqa: S311
         self._pairs: list[Pair] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.skipped = 0
@@ -61,7 +63,7 @@ class Mirror:
         headers = {"Content-Type": "application/json"}
         if self._where.key:
             headers["Authorization"] = f"Bearer {self._where.key}"
-        # One for all, since the gateway keeps its connections to the engine in service as well.
+        # One session for all requests: the gateway also reuses its connections to the engine in service.
         self._session = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=REQUEST_LIMIT_S),
@@ -70,7 +72,7 @@ class Mirror:
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
-        """What is under way is waited for, unless nobody wants it any more."""
+        """Wait for the running copies; cancel them if the block was left by an exception."""
         if kind is not None:
             for task in self._tasks:
                 task.cancel()
@@ -80,9 +82,9 @@ class Mirror:
     def take(self, ended: Ended) -> None:
         if ended.outcome != "ok" or ended.ttft_s is None or ended.target.split(b"?")[0] not in STREAMED:
             return
-        if self._dice.random() >= self._share:
+        if self._random.random() >= self._share:
             return
-        if len(self._tasks) >= self._at_once:
+        if len(self._tasks) >= self._concurrency:
             self.skipped += 1
             return
         task = asyncio.get_running_loop().create_task(self._again(ended, time.monotonic() - self._began))
@@ -108,7 +110,7 @@ class Mirror:
             outcome, error = "error", str(failure) or type(failure).__name__
         prompt_tokens, output_tokens, finish = usage_in(b"".join(pieces))
         if outcome == "ok" and finish is None:
-            outcome, error = "cut", "the stream ended without its end"
+            outcome, error = "cut", "the stream ended without a finish reason"
         theirs = Sample(
             at_s=at_s,
             ttft_ms=1000 * (first - began) if first is not None else None,
@@ -129,12 +131,12 @@ class Mirror:
         self._pairs.append((at_s, mine, theirs))
 
     def sides(self, model: str, run: str) -> Sides:
-        """Both sides in stretches of time, each with a few requests at the least."""
-        stretches = stretches_of(self._pairs, self._window_s)
-        if not stretches:
-            raise AnswerIsNo("no live request was sampled", hint="give it more time, or a larger --share")
-        mine = [sample for stretch in stretches for _, sample, _ in stretch]
-        span_s = max(1.0, stretches[-1][-1][0])
+        """The measurements of both engines, in windows with at least `LEAST_IN_WINDOW` requests."""
+        windows = stretches_of(self._pairs, self._window_s)
+        if not windows:
+            raise AnswerIsNo("no live request was sampled", hint="allow more time with --for, or a larger --share")
+        mine = [sample for window in windows for _, sample, _ in window]
+        span_s = max(1.0, windows[-1][-1][0])
         load = Load(
             arrivals="replay",
             requests_per_s=round(len(mine) / span_s, 3),
@@ -142,19 +144,19 @@ class Mirror:
             prompt_tokens=max(1, round(statistics.median(sample.prompt_tokens or 1 for sample in mine))),
             output_tokens=max(1, round(statistics.median(sample.output_tokens or 1 for sample in mine))),
         )
-        a, b = ([self._repeat(stretch, side) for stretch in stretches] for side in (0, 1))
+        a, b = ([self._repeat(window, side) for window in windows] for side in (0, 1))
         return Sides(load, a, b)
 
-    def _repeat(self, stretch: Sequence[Pair], side: int) -> Repeat:
-        at_s = stretch[0][0] + self._began_at + side / 1000  # so that the two sides of a stretch are neighbours
+    def _repeat(self, window: Sequence[Pair], side: int) -> Repeat:
+        at_s = window[0][0] + self._began_at + side / 1000  # the two sides of a window are neighbours in time
         moment = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        samples = tuple((mine, theirs)[side] for _, mine, theirs in stretch)
-        span_s = max(1e-3, stretch[-1][0] - stretch[0][0] + max(sample.duration_ms for sample in samples) / 1000)
+        samples = tuple((mine, theirs)[side] for _, mine, theirs in window)
+        span_s = max(1e-3, window[-1][0] - window[0][0] + max(sample.duration_ms for sample in samples) / 1000)
         return Repeat(at=moment, seconds=span_s, samples=samples)
 
 
 def stretches_of(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
-    """In the order of time; what is left at the end, too few to count alone, belongs to the stretch before it."""
+    """Pairs in windows, ordered by time. A last window with too few pairs is merged into the one before it."""
     found: list[list[Pair]] = []
     for pair in sorted(pairs, key=lambda pair: pair[0]):
         if not found or (len(found[-1]) >= LEAST_IN_WINDOW and pair[0] - found[-1][0][0] > window_s):
@@ -167,19 +169,19 @@ def stretches_of(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
 
 
 def as_long(body: dict[str, Any], tokens: int | None, fields: Collection[str]) -> dict[str, Any]:
-    """The same request for an answer of the same length, which chance and other weights would make another."""
-    asked = {**body, "stream_options": {**(body.get("stream_options") or {}), "include_usage": True}}
+    """The same request with a fixed output length. Sampling and other weights would change the length otherwise."""
+    copy = {**body, "stream_options": {**(body.get("stream_options") or {}), "include_usage": True}}
     if not tokens or body.get("n") not in (None, 1):
-        return asked
-    asked[next((name for name in LENGTHS if name in body), "max_tokens")] = tokens
+        return copy
+    copy[next((name for name in LENGTHS if name in body), "max_tokens")] = tokens
     if SHAPED.isdisjoint(name for name, value in body.items() if value):
-        asked.pop("stop", None)
-        asked |= {name: value for name, value in (("ignore_eos", True), ("min_tokens", tokens)) if name in fields}
-    return asked
+        copy.pop("stop", None)
+        copy |= {name: value for name, value in (("ignore_eos", True), ("min_tokens", tokens)) if name in fields}
+    return copy
 
 
 def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
-    """Tokens as the engine counted them, and why it ended."""
+    """Prompt and output tokens as the engine counted them, and the finish reason."""
     prompt = output = finish = None
     for line in stream.split(b"\n"):
         if not line.startswith(b"data: {"):

@@ -1,4 +1,4 @@
-"""What requests came to at the engine in service and at its challenger, and when that is worse."""
+"""Outcomes and latencies of requests at the incumbent and the challenger, and when the challenger is worse."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bedplate.values.workload import LatencyTarget
 
 MOST_KEPT = 20_000
 LEAST_SEEN = 6
-"""Requests of each side before their times are compared."""
+"""Fewest requests of each side for a comparison of latencies."""
 MORE_FAILED = 0.02
 MORE_REFUSED = 0.05
 LEAST_REFUSED = 3
 IN_TIME_LESS = 0.1
 MOSTLY = 0.75
-"""Of the challenger's requests that must be beyond the limit: a few slow ones do not make it slow."""
+"""Share of the challenger's requests that must exceed the limit. A few slow requests do not count as slow."""
 
 
 class Seen(NamedTuple):
-    """One request at one side; times in milliseconds, from the moment when the engine got it."""
+    """One request at one engine. Times count from the moment when the engine got it."""
 
     outcome: str
     begun: bool
@@ -37,13 +37,13 @@ class Seen(NamedTuple):
         ttft_ms, duration_ms = ended.ttft_s and 1000 * ended.ttft_s, 1000 * ended.duration_s
         tokens, tpot_ms = ended.completion_tokens, None
         if tokens is not None and tokens > 1 and ended.outcome == "ok":
-            # Of an answer in one piece, its first token counts as one like the others.
+            # A response that was not streamed has no TTFT: its first token counts like the others.
             tpot_ms = (duration_ms - ttft_ms) / (tokens - 1) if ttft_ms is not None else duration_ms / tokens
         return cls(ended.outcome, ended.begun, ttft_ms, tpot_ms, duration_ms)
 
 
 class Tally:
-    """Hears from some backends what became of their requests."""
+    """Collects the outcomes of the requests of some backends."""
 
     def __init__(self, backends: Iterable[Backend] = ()) -> None:
         self._seen: list[Seen] = []
@@ -54,7 +54,7 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """All so far: a mark for `since`."""
+        """The number of requests so far: a mark for `since`."""
         return self._forgotten + len(self._seen)
 
     def since(self, mark: int = 0) -> list[Seen]:
@@ -79,10 +79,10 @@ class Tally:
 
 
 class Limits(NamedTuple):
-    """What the challenger may be at the worst."""
+    """The limits of the challenger's latency."""
 
     slower: float = 1.5
-    """Times the incumbent's median, where no target says what latency has to be."""
+    """Largest factor over the incumbent's median, if there is no latency target."""
     target: LatencyTarget | None = None
 
 
@@ -97,25 +97,25 @@ def latency(seen: Sequence[Seen]) -> Latency:
 
 
 def worse(challenger: Sequence[Seen], incumbent: Sequence[Seen], limits: Limits) -> str | None:
-    """Why the challenger must not get more, in a clause; `None`: nothing shows so far."""
+    """A clause that says why the challenger is worse; None if it is not, so far."""
     return _failing(challenger, incumbent) or _refusing(challenger, incumbent) or _late(challenger, incumbent, limits)
 
 
 def _failing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | None:
     lost = sum(one.outcome == "failed" and one.begun for one in challenger)
     if lost:
-        return f"{lost} of {len(challenger)} answers broke off"
+        return f"{lost} of {len(challenger)} responses were cut off"
     failed, usual = (sum(one.outcome == "failed" for one in side) for side in (challenger, incumbent))
     if failed >= 2 and failed / len(challenger) > usual / max(1, len(incumbent)) + MORE_FAILED:
-        return f"{failed} of {len(challenger)} requests failed at it, and {usual} of {len(incumbent)} before"
+        return f"{failed} of {len(challenger)} requests failed; before, {usual} of {len(incumbent)} failed"
     return None
 
 
 def _refusing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | None:
-    """Requests that the engine in service takes and this one does not: too long, or with fields that it has not."""
+    """Requests that only the incumbent accepts: too long for the challenger, or with fields that it does not have."""
     refused, usual = (sum(one.outcome == "refused" for one in side) for side in (challenger, incumbent))
     if refused >= LEAST_REFUSED and refused / len(challenger) > usual / max(1, len(incumbent)) + MORE_REFUSED:
-        return f"it refused {refused} of {len(challenger)} requests; before, {usual} of {len(incumbent)} were refused"
+        return f"it rejected {refused} of {len(challenger)} requests; before, {usual} of {len(incumbent)} were rejected"
     return None
 
 
@@ -123,17 +123,17 @@ def _late(challenger: Sequence[Seen], incumbent: Sequence[Seen], limits: Limits)
     target = limits.target
     if target is not None and (target.ttft_ms is not None or target.tpot_ms is not None):
         return _off_target(challenger, incumbent, target)
-    for name, of in (("first tokens take", _ttfts), ("tokens take", _tpots)):
-        mine, theirs = of(challenger), of(incumbent)
+    for name, read in (("TTFT", _ttfts), ("TPOT", _tpots)):
+        mine, theirs = read(challenger), read(incumbent)
         if len(mine) < LEAST_SEEN or len(theirs) < LEAST_SEEN:
             continue
         usual = statistics.median(theirs)
         most = limits.slower * usual
         if statistics.median(mine) > most and sum(one > most for one in mine) >= MOSTLY * len(mine):
-            times = statistics.median(mine) / usual if usual else float("inf")
+            factor = statistics.median(mine) / usual if usual else float("inf")
             return (
-                f"{name} {statistics.median(mine):,.0f} ms instead of {usual:,.0f} ms, {times:.1f} times as long, "
-                f"where {limits.slower:g} times is the most"
+                f"the median {name} is {statistics.median(mine):,.0f} ms instead of {usual:,.0f} ms, "
+                f"{factor:.1f} times as long; the limit is {limits.slower:g} times"
             )
     return None
 
@@ -148,7 +148,7 @@ def _off_target(challenger: Sequence[Seen], incumbent: Sequence[Seen], target: L
         wanted = [
             f"{name} {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value
         ]
-        return f"{share:.0%} of its requests meet the target ({', '.join(wanted)}), and {usual:.0%} did before"
+        return f"{share:.0%} of its requests meet the target ({', '.join(wanted)}); before, {usual:.0%} did"
     return None
 
 
@@ -162,16 +162,14 @@ def _in_time(seen: Sequence[Seen], target: LatencyTarget) -> list[bool]:
 
 
 def stuck(ended: int, in_flight: int, waited_s: float, incumbent: Sequence[Seen], limits: Limits) -> str | None:
-    """Why requests of which hardly any comes to an end are too slow, after so long a wait."""
+    """A clause that says that the challenger is too slow, if almost none of its requests have ended in `waited_s`."""
     durations = [one.duration_ms for one in incumbent if one.outcome == "ok"]
     if ended >= LEAST_SEEN or not in_flight or len(durations) < LEAST_SEEN:
         return None
     usual_s = statistics.median(durations) / 1000
     if waited_s <= 2 * limits.slower * usual_s:
         return None
-    return (
-        f"{ended} answers came in {waited_s:.0f} s, with {in_flight} under way, where one took {usual_s:.1f} s before"
-    )
+    return f"{ended} requests ended in {waited_s:.0f} s, with {in_flight} in flight; before, one took {usual_s:.1f} s"
 
 
 def _ttfts(seen: Sequence[Seen]) -> list[float]:

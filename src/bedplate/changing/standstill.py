@@ -1,4 +1,4 @@
-"""Engines that stand still while somebody else is served: their processes are stopped, and go on where they were."""
+"""Pauses engines while requests are served: their processes get SIGSTOP, and SIGCONT to continue."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Standstill:
-    """All of its engines move, or none does.
+    """Pauses and continues a set of engines together.
 
-    One signal to a process group, and nothing of it runs a moment later, however deep in a computation it is. A lower
-    priority would leave it caches, memory bandwidth and idle cores, and cannot be taken back without privileges.
+    One signal to a process group stops it at once, even in the middle of a computation. A lower priority would still
+    let it use caches, memory bandwidth and idle cores, and cannot be reverted without privileges.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Standstill:
             self.engines.append(engine)
 
     def stop(self) -> None:
-        """Also those that were added since, and processes that were started anew."""
+        """Pause all engines, including those added since the last call and restarted processes."""
         self.is_still = True
         self._signal(signal.SIGSTOP)
 
@@ -40,7 +40,7 @@ class Standstill:
         self._signal(signal.SIGCONT)
 
     def look(self) -> None:
-        """Finds process groups that engines have made for processes of their own. Blocks for a moment."""
+        """Find the process groups that engines created for their child processes. Blocks for a moment."""
         found = {}
         for pid in self._pids():
             groups = set()
@@ -51,7 +51,7 @@ class Standstill:
         self._groups = found
 
     def busy_s(self) -> float:
-        """Processor time that they have taken so far. Blocks for a moment."""
+        """CPU time that the engines have used so far. Blocks for a moment."""
         return sum(busy_seconds(pid) for pid in self._pids())
 
     def _pids(self) -> list[int]:
@@ -59,7 +59,7 @@ class Standstill:
 
     def _signal(self, number: int) -> None:
         for pid in self._pids():
-            # An engine leads a group of its own: its warden has made it so.
+            # An engine leads its own process group: its warden starts it so.
             for group in (pid, *self._groups.get(pid, ())):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, number)

@@ -1,4 +1,4 @@
-"""Looks again whether a service has the right engine: on a schedule, and when something has changed."""
+"""Watch: evaluates on a schedule, and when something has changed, whether a service still has the right engine."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 EVERY_S = 86_400.0
 BUDGET_S = 600.0
 LOOK_S = 300.0
-"""Between two looks at what may have changed."""
+"""Interval between two checks for changes."""
 RELEASES_S = 6 * 3600.0
 LEAST_BUDGET_S = 30.0
-"""Of the budget, below which another challenger is not begun."""
+"""Remaining budget below which no further challenger is started."""
 RETRY_S = 60.0
 SPEED = ("output_tok_s", "e2e_ms")
 
@@ -49,7 +49,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Watching:
-    """What a watch was asked for."""
+    """The options of a watch."""
 
     model: str | None = None
     every_s: float = EVERY_S
@@ -61,20 +61,20 @@ class Watching:
 
 
 def watch_once(record: ServiceRecord, asked: Watching) -> Watched:
-    """One evaluation, whether anything has changed or not; what has is said all the same."""
+    """Evaluate once, whether or not anything has changed. The changes are reported too."""
     found = ask(record, "outlook", AskOutlook(model=asked.model), answer=Outlook, limit_s=120)
     before = remembered(record.name, found.model)
     now = seen_now(found, before, refresh=True)
-    triggers = triggered(found, before, now, asked.every_s) or (Trigger(kind="asked", text="somebody asked"),)
+    triggers = triggered(found, before, now, asked.every_s) or (Trigger(kind="asked", text="evaluation requested"),)
     return _evaluated(record, asked, found, triggers, now)
 
 
-def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None]) -> None:
-    """Looks again and again, for as long as the service runs. `told` hears of each evaluation."""
+def watch(record: ServiceRecord, asked: Watching, on_result: Callable[[Watched], None]) -> None:
+    """Evaluate repeatedly while the service runs, and call `on_result` with each evaluation."""
     looked_at_releases = float("-inf")
     asked.tell(
-        f"watching {record.name}: a look every {seconds(asked.every_s)}, or when something changes; "
-        f"{'a proven gain is migrated to' if asked.auto else 'nothing is moved without --auto'}"
+        f"watching {record.name}: an evaluation every {seconds(asked.every_s)}, or when something changes; "
+        f"{'migrating on a proven gain' if asked.auto else 'no migration without --auto'}"
     )
     while True:
         try:
@@ -83,10 +83,10 @@ def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None
             from bedplate.hosting.records import is_alive
 
             if not is_alive(record):
-                asked.tell(f"{record.name} has ended, and so does its watch")
+                asked.tell(f"{record.name} has exited; the watch ends")
                 return
-            asked.tell(f"{error.message}; asking again in {seconds(RETRY_S)}")
-            time.sleep(RETRY_S)  # too busy to say
+            asked.tell(f"{error.message}; trying again in {seconds(RETRY_S)}")
+            time.sleep(RETRY_S)  # the service is too busy to answer
             continue
         before = remembered(record.name, found.model)
         refresh = time.monotonic() - looked_at_releases > RELEASES_S
@@ -95,15 +95,15 @@ def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None
         now = seen_now(found, before, refresh=refresh)
         triggers = triggered(found, before, now, asked.every_s)
         if triggers:
-            told(_evaluated(record, asked, found, triggers, now))
+            on_result(_evaluated(record, asked, found, triggers, now))
         time.sleep(min(LOOK_S, asked.every_s))
 
 
-# what has changed
+# triggers
 
 
 def seen_now(found: Outlook, before: Seen | None, *, refresh: bool) -> Seen:
-    """The state of things; the index is asked only now and then."""
+    """The current state. The package index is queried only with `refresh`."""
     packages = {name: package for name in _names(found) if (package := package_of(engine_by_id(name))) is not None}
     releases = dict(before.releases) if before is not None else {}
     if refresh:
@@ -119,33 +119,33 @@ def seen_now(found: Outlook, before: Seen | None, *, refresh: bool) -> Seen:
 
 
 def _names(found: Outlook) -> tuple[str, ...]:
-    """The engine in service, and those that might take its place."""
+    """The engine in service and the engines that may replace it."""
     wanted = (found.engine, found.decision.engine, *(one.engine for one in found.decision.challengers))
     return tuple(dict.fromkeys(name for name in wanted if name is not None and name in all_engines()))
 
 
 def triggered(found: Outlook, before: Seen | None, now: Seen, every_s: float) -> tuple[Trigger, ...]:
-    """What calls for another look, most telling first. Pure."""
+    """The reasons for an evaluation, most important first. Pure."""
     if before is None:
-        return (Trigger(kind="schedule", text="it was never looked at before"),)
+        return (Trigger(kind="schedule", text="first evaluation"),)
     triggers = []
     if found.late is not None and before.late is None:
         triggers.append(Trigger(kind="latency", text=found.late))
     if found.drift is not None and before.drift is None:
         triggers.append(Trigger(kind="workload", text=found.drift))
     if now.driver != before.driver:
-        text = f"the driver is {now.driver or 'not known'}, and was {before.driver or 'not known'}"
+        text = f"the driver is {now.driver or 'unknown'}, was {before.driver or 'unknown'}"
         triggers.append(Trigger(kind="driver", text=text))
     for name, version in now.versions.items():
         if name in before.versions and before.versions[name] != version:
-            text = f"bedplate installs {name} {version} now, and installed {before.versions[name]} then"
+            text = f"bedplate now installs {name} {version} instead of {before.versions[name]}"
             triggers.append(Trigger(kind="bedplate", text=text))
     for package, version in now.releases.items():
         if before.releases.get(package, version) != version:
             text = f"{package} {version} is on the index, after {before.releases[package]}"
             triggers.append(Trigger(kind="release", text=text))
     if not triggers and now.at_s - before.at_s >= every_s:
-        text = f"the last look is {seconds(now.at_s - before.at_s)} ago"
+        text = f"the last evaluation was {seconds(now.at_s - before.at_s)} ago"
         triggers.append(Trigger(kind="schedule", text=text))
     return tuple(triggers)
 
@@ -183,39 +183,39 @@ def _evaluated(
     done = _written(done, found)
     _logged(record, done)
     if asked.webhook is not None and (why := post(asked.webhook, to_json(done))) is not None:
-        done = replaced(done, notes=(*done.notes, f"the webhook was not told: {why}"))
+        done = replaced(done, notes=(*done.notes, f"the webhook failed: {why}"))
     remember(record.name, found.model, now)
     return done
 
 
 def _logged(record: ServiceRecord, done: Watched) -> None:
-    """In the service's own log, which its operator reads; one that has ended meanwhile has no use for it."""
+    """Write the outcome to the service's log, unless the service has exited."""
     moved = f"; migration: {done.migration.outcome}" if done.migration is not None else ""
     to = f" to {done.challenger}" if done.answer == "migrate" else ""
     with contextlib.suppress(BedplateError):
-        said = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
-        ask(record, "say", said, answer=Nothing)
+        line = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
+        ask(record, "say", line, answer=Nothing)
 
 
 def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], list[Untried]]:
-    """Who is tried, in the plan's order, and who is not and why. Pure."""
+    """The challengers to try, in the plan's order, and those not to try, with the reason. Pure."""
     decision = found.decision
-    wanted = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name is not None]
+    names = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name is not None]
     tried, untried = [], []
-    for name in dict.fromkeys(wanted):
+    for name in dict.fromkeys(names):
         if name == found.engine:
             continue
         if name in installed or name == decision.engine:
             tried.append(name)
         else:
             untried.append(
-                Untried(engine=name, why=f"it is not installed here; bedplate shadow {name} would do that and try it")
+                Untried(engine=name, why=f"it is not installed; bedplate shadow {name} installs and compares it")
             )
     return tried, untried
 
 
 def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list[Shadowed], list[Untried]]:
-    """Each challenger in idle time, as long as there is budget."""
+    """Shadow each challenger until the budget is spent."""
     hardware = probe()
     installed = [name for name, one in all_engines().items() if is_installed(one, hardware)]
     names, untried = challengers(found, installed)
@@ -224,7 +224,7 @@ def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list
     for position, name in enumerate(names):
         for_s = part_of(until - time.monotonic(), len(names) - position, is_first=position == 0)
         if for_s is None:
-            untried.append(Untried(engine=name, why=f"the budget of {seconds(asked.budget_s)} was spent"))
+            untried.append(Untried(engine=name, why=f"the budget of {seconds(asked.budget_s)} is spent"))
             continue
         wanted = Shadow(engine=name, model=found.model, share=asked.share, for_s=for_s)
         try:
@@ -236,14 +236,14 @@ def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list
 
 
 def part_of(left_s: float, challengers: int, *, is_first: bool) -> float | None:
-    """How long the next of so many may take; `None`: what is left is not worth beginning. The first is always tried."""
+    """Time for the next challenger; None if too little is left. The first challenger is always tried."""
     if left_s < LEAST_BUDGET_S and not is_first:
         return None
     return max(left_s / challengers, min(LEAST_BUDGET_S, left_s))
 
 
 def conclusion(found: Outlook, shadows: Sequence[Shadowed]) -> tuple[Answer, str, str | None]:
-    """The answer of all comparisons together: one proven gain is enough, the largest counts. Pure."""
+    """The answer over all comparisons: a proven gain is enough, and the largest one counts. Pure."""
     planned = found.decision.engine
     moves = [one for one in shadows if one.verdict.answer == "migrate"]
     if moves:
@@ -254,20 +254,20 @@ def conclusion(found: Outlook, shadows: Sequence[Shadowed]) -> tuple[Answer, str
         best = max(open_ones, key=_gain)
         return "not proven", best.verdict.text, best.verdict.b.engine
     if planned is not None and planned not in (found.engine, *(one.verdict.b.engine for one in shadows)):
-        return "not proven", f"A plan would choose {planned} today, and it could not be measured.", planned
+        return "not proven", f"A new plan would choose {planned}, but it could not be measured.", planned
     if not shadows:
-        return "stay", f"A plan would choose {found.engine} again, and no challenger could be measured.", None
+        return "stay", f"A new plan would choose {found.engine} again, and no challenger could be measured.", None
     best = max(shadows, key=_gain)
     return "stay", best.verdict.text, best.verdict.b.engine
 
 
 def _gain(one: Shadowed) -> float:
-    """In speed: first tokens and single ones are parts of it."""
+    """The largest gain in throughput or end-to-end latency. TTFT and TPOT are parts of these."""
     return max((effect.gain.value for effect in one.verdict.effects if effect.metric in SPEED), default=0.0)
 
 
 def unpinned(now: Seen) -> list[str]:
-    """Releases that this bedplate does not install yet."""
+    """Notes about releases that this version of bedplate does not install yet."""
     pins = {
         package: version
         for name in now.versions
@@ -275,7 +275,7 @@ def unpinned(now: Seen) -> list[str]:
         for package, version in [found]
     }
     return [
-        f"{package} {version} is on the index; this bedplate installs {pins[package]}, and has measured nothing newer"
+        f"{package} {version} is on the index; this version of bedplate installs {pins[package]}"
         for package, version in now.releases.items()
         if package in pins and pins[package] != version
     ]
@@ -290,11 +290,11 @@ def _moved(record: ServiceRecord, asked: Watching, done: Watched, engine: str) -
     return replaced(done, migration=moved)
 
 
-# what is kept
+# reports and state
 
 
 def _written(done: Watched, found: Outlook) -> Watched:
-    """Its page and its value, under BEDPLATE_HOME/reports."""
+    """Write the HTML report and the JSON document under BEDPLATE_HOME/reports."""
     from bedplate.show.report import html, page_of
 
     stem = f"{done.service}-{done.at.replace(':', '')}"
@@ -321,7 +321,7 @@ def _state_path(service: str, model: str) -> Path:
 
 
 def remembered(service: str, model: str) -> Seen | None:
-    """A state that cannot be read is none: everything is looked at anew."""
+    """The state of the last evaluation; None if there is none or it cannot be read."""
     try:
         return from_json(Seen, _state_path(service, model).read_bytes())
     except (OSError, BadQuestion):

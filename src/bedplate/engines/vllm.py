@@ -199,7 +199,7 @@ _KNOWN_FAILURES: FailurePatterns = (
 )  # fmt: skip
 
 
-_CORE_DIED: Known = (
+_CORE_DIED: FailurePatterns = (
     (
         r"engine core exited unexpectedly|EngineDeadError|Engine core proc \S+ died unexpectedly",
         Failure(

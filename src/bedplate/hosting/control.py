@@ -1,6 +1,7 @@
-"""How a second process asks a running host for something: a line of JSON each way, on a socket of this user's alone.
+"""The control socket of a running host: JSON lines over a Unix socket that only this user may open.
 
-Asked: {"do": "stop", "with": {"drain_s": 30}}. Answered: any number of {"note": "…"}, then {"done": …} or {"error": …}.
+Request: {"do": "stop", "with": {"drain_s": 30}}. Response: any number of {"note": "…"}, then {"done": …} or
+{"error": …}.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 8 << 20
 ASK_LIMIT_S = 10.0
-"""To hear what is wanted; whoever connects and says nothing is not waited for."""
+"""Timeout for the request line. A client that connects and sends nothing is disconnected."""
 ANSWER_LIMIT_S = 30.0
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
-"""Takes a line about how far it is, for whoever asked."""
+"""Sends a line about progress to the client."""
 
 
 class Nothing(Record, frozen=True, kw_only=True):
-    """What is asked without any further words."""
+    """The arguments of an operation that has none."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a host can be asked for."""
+    """An operation that clients of the control socket can request."""
 
     asks: type[Record]
-    """Its arguments."""
+    """The type of its arguments."""
     does: Callable[[Host, Any, Tell], Awaitable[object]]
-    """The value that it returns goes back as JSON; a BedplateError goes back as what it says."""
+    """Its result is sent back as JSON, and a BedplateError as an error with the same message."""
     goes_on: bool = False
-    """Even when whoever asked has gone; else it is cancelled."""
+    """Whether it continues after the client disconnects. Otherwise it is cancelled."""
 
 
 class Error(Record, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class Error(Record, frozen=True, kw_only=True):
 
 
 class ControlServer:
-    """Listens for a host. Each connection asks for one thing."""
+    """Serves the control socket of a host. Each connection carries one request."""
 
     def __init__(self, host: Host, operations: Mapping[str, Operation]) -> None:
         self._host = host
@@ -77,7 +78,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, wanted: Path, name: str) -> Path:
-        """Listens at `wanted`, or, on a file system that has no sockets, at a short path in the temporary folder."""
+        """Listen at `wanted`, or at a short path in the temporary folder if that file system has no sockets."""
         try:
             bound, path = _bound(wanted), wanted
         except OSError:
@@ -91,7 +92,7 @@ class ControlServer:
         return path
 
     async def stop(self) -> None:
-        """Ends after those operations that are under way, which hear of the end in their own way."""
+        """Close the socket and cancel the operations that still run."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -107,23 +108,23 @@ class ControlServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        def say(**what: object) -> None:
+        def send(**fields: object) -> None:
             if not writer.is_closing():
-                writer.write(msgspec.json.encode(what) + b"\n")
+                writer.write(msgspec.json.encode(fields) + b"\n")
 
         try:
-            done = await self._answer(reader, lambda text: say(note=text))
-            say(done=done)
+            done = await self._answer(reader, lambda text: send(note=text))
+            send(done=done)
         except BedplateError as error:
-            say(error=Error.of(error))
+            send(error=Error.of(error))
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
             pass
         except asyncio.CancelledError:
-            say(error=Error(message="the service is ending", exit_code=3))
+            send(error=Error(message="the service is stopping", exit_code=3))
             raise
         except Exception as error:
             self._host.say(f"a request on the control socket failed: {error!r}")
-            say(error=Error(message=f"the service failed over this: {error!r}", exit_code=3))
+            send(error=Error(message=f"the service failed to run this request: {error!r}", exit_code=3))
         finally:
             with contextlib.suppress(ConnectionError):
                 if writer.can_write_eof():
@@ -136,32 +137,33 @@ class ControlServer:
                 line = await reader.readuntil(b"\n")
             except asyncio.LimitOverrunError as error:
                 raise BadQuestion("the request is too long") from error
-        operation, asked = self._understood(line)
-        doing = asyncio.ensure_future(operation.does(self._host, asked, tell))
-        gone = asyncio.ensure_future(reader.read())
+        operation, arguments = self._understood(line)
+        running = asyncio.ensure_future(operation.does(self._host, arguments, tell))
+        disconnected = asyncio.ensure_future(reader.read())
         try:
-            await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done() and not operation.goes_on:
-                raise ConnectionResetError("whoever asked has gone")
-            return await doing
-        except asyncio.CancelledError:  # the host itself ends, and with it everything that goes on
-            doing.cancel()
+            await asyncio.wait({running, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done() and not operation.goes_on:
+                raise ConnectionResetError("the client disconnected")
+            return await running
+        except asyncio.CancelledError:  # the host stops, and with it also operations that outlive their client
+            running.cancel()
             raise
         finally:
-            gone.cancel()
+            disconnected.cancel()
             if not operation.goes_on:
-                doing.cancel()
+                running.cancel()
 
     def _understood(self, line: bytes) -> tuple[Operation, Record]:
         try:
-            asked = msgspec.json.decode(line)
-            name, arguments = asked["do"], asked.get("with") or {}
+            request = msgspec.json.decode(line)
+            name, arguments = request["do"], request.get("with") or {}
             operation = self._operations.get(name)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-            raise BadQuestion("the request is not understood", cause=str(error)) from error
+            raise BadQuestion("the request is malformed", cause=str(error)) from error
         if operation is None:
             raise BadQuestion(
-                f"this service knows no {name!r}", hint=f"it knows {', '.join(sorted(self._operations))}; is it older?"
+                f"this service has no operation {name!r}",
+                hint=f"it has {', '.join(sorted(self._operations))}; restart the service if bedplate was updated",
             )
         try:
             return operation, msgspec.convert(arguments, operation.asks)
@@ -172,17 +174,17 @@ class ControlServer:
 def _bound(path: Path) -> socket.socket:
     private_folder(path.parent)
     server = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
+    previous_umask = os.umask(0o177)
     try:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # of one that was killed: the name has been claimed, so nobody listens there
+            path.unlink()  # left by a killed service: this process owns the name, so no other one listens there
         server.bind(str(path))
         server.listen(64)
     except OSError:
         server.close()
         raise
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     return server
 
 
@@ -195,7 +197,10 @@ def ask(
     tell: Tell = lambda text: None,
     limit_s: float | None = ANSWER_LIMIT_S,
 ) -> T:
-    """Asks a running host and waits for what it says, for `limit_s` between two lines. Raises what it raised."""
+    """Send a request to a running host and return its answer. Raises the error that the host raised.
+
+    `limit_s` is the timeout for each line.
+    """
     request = msgspec.json.encode({"do": do, "with": arguments if arguments is not None else Nothing()})
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(limit_s)
@@ -204,29 +209,29 @@ def ask(
             client.sendall(request + b"\n")
             with client.makefile("rb") as lines:
                 for line in lines:
-                    said = msgspec.json.decode(line)
-                    if "note" in said:
-                        tell(str(said["note"]))
-                    elif "error" in said:
-                        raise msgspec.convert(said["error"], Error).raised()
-                    elif "done" in said:
-                        return msgspec.convert(said["done"], answer)
+                    response = msgspec.json.decode(line)
+                    if "note" in response:
+                        tell(str(response["note"]))
+                    elif "error" in response:
+                        raise msgspec.convert(response["error"], Error).raised()
+                    elif "done" in response:
+                        return msgspec.convert(response["done"], answer)
         except TimeoutError as error:
-            raise _silent(record, f"nothing was heard for {limit_s:g} s") from error
+            raise _silent(record, f"no response within {limit_s:g} s") from error
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
             raise _silent(record, str(error)) from error
-    raise _silent(record, "it ended the conversation")
+    raise _silent(record, "it closed the connection")
 
 
 def _silent(record: ServiceRecord, cause: str) -> OutsideFailed:
     if record.state == "starting":
         return OutsideFailed(
             f"{record.name} (process {record.pid}) is still starting",
-            cause="what it needs is being fetched or installed, or its engines are not ready",
-            hint=f"try again later; bedplate stop {record.name} ends it",
+            cause="its model or engine is being downloaded or installed, or its engines are not ready",
+            hint=f"try again later, or stop it: bedplate stop {record.name}",
         )
     return OutsideFailed(
         f"{record.name} (process {record.pid}) does not answer on its control socket",
         cause=cause,
-        hint=f"bedplate logs {record.name}; bedplate stop {record.name} ends it all the same",
+        hint=f"see bedplate logs {record.name}; bedplate stop {record.name} still stops it",
     )

@@ -1,6 +1,6 @@
-"""A host in the background: a process of its own in a session of its own, that reports until it is ready.
+"""A host in the background: a separate process in its own session that reports its progress until it is ready.
 
-The one who starts it sends the order on its stdin and reads its reports, a line of JSON each, from a pipe.
+The starting process sends the order to its stdin and reads its reports from a pipe, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bedplate.values.service import Order, Wanted
 
 STOP_S = 30.0
 EARLY_LOG = "detached.log"
-"""What is printed before the service has a name, or is too broken to get one."""
+"""Output of the background process before the service has a name."""
 MOST_EARLY_BYTES = 1_000_000
 SHOWN_LINES = 5
 
 
 class Errand(Record, frozen=True, kw_only=True):
-    """What the process in the background is told."""
+    """The input of the background process."""
 
     order: Order
     fallback: str | None = None
@@ -39,7 +39,7 @@ class Errand(Record, frozen=True, kw_only=True):
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """What was decided for one model, for people to read."""
+    """What was decided for one model."""
 
     hardware: Hardware
     model: Model
@@ -53,11 +53,11 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class Report(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One of these is set."""
+    """One line of the background process. Exactly one field is set."""
 
     note: str | None = None
     step: Step | None = None
-    """Work that takes a while begins; it ends with `ended`, and `done` says how far it is."""
+    """A long step begins. `done` reports how much of it is complete, and `ended` ends it."""
     done: int | None = None
     ended: bool = False
     choice: Choice | None = None
@@ -66,7 +66,7 @@ class Report(Record, frozen=True, kw_only=True, omit_defaults=True):
     error: Error | None = None
 
 
-# the one that starts it
+# the starting process
 
 
 def start_detached(
@@ -76,7 +76,10 @@ def start_detached(
     on_choice: Callable[[Choice], None] = lambda choice: None,
     fallback: str | None = None,
 ) -> Endpoint:
-    """Runs the module `program` and returns when the service is ready. Raises what prevented it; Ctrl-C stops it."""
+    """Run the module `program` and return when the service is ready.
+
+    Raises the error that prevented it. Ctrl-C stops the background process.
+    """
     early = writable(logs_dir()) / EARLY_LOG
     if early.exists() and early.stat().st_size > MOST_EARLY_BYTES:
         early.unlink()
@@ -136,14 +139,14 @@ def _followed(
         log.seek(began)
         lines = log.read().decode("utf-8", "replace").strip().splitlines()
     raise OutsideFailed(
-        f"the service ended before it was ready (status {code})",
+        f"the service exited before it was ready (status {code})",
         cause=" / ".join(lines[-SHOWN_LINES:]) or None,
-        hint=f"its log: {early}",
+        hint=f"see its log: {early}",
     )
 
 
 def _ended(child: subprocess.Popen[bytes]) -> None:
-    """Asks, waits, insists. Its engines end with it, however it ends."""
+    """Terminate it, and kill it after `STOP_S`. Its engines end with it in both cases."""
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     try:
@@ -153,11 +156,11 @@ def _ended(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-# the one in the background
+# the background process
 
 
 class Reporter:
-    """Tells whoever started us, for as long as they listen."""
+    """Sends reports to the starting process until it closes the pipe."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
@@ -171,7 +174,7 @@ class Reporter:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:  # they have gone; what was asked for is done all the same
+        except OSError:  # the starting process has exited; the service runs on
             self.close()
 
     def close(self) -> None:

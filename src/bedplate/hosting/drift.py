@@ -1,4 +1,4 @@
-"""Whether the work that an endpoint sees is still the work that its plan was made for."""
+"""Workload drift: whether the observed workload still matches the one that the plan assumed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 SPAN_S = 86400.0
 ENOUGH = 100
-"""Requests below which nothing is said: a morning's tries are no work."""
+"""Fewest requests for a statement about drift. A few trial requests are not a workload."""
 FAR = 1.5
-"""By which factor a figure must differ, up or down; lengths of real work vary by less than that from day to day."""
+"""Factor by which a figure must differ, up or down. Lengths of real workloads vary less than this between days."""
 MUCH_SHARED = 0.5
-"""Of the prompts, what must be shared to be worth telling where nobody expected it."""
+"""Share of the prompt tokens that must be a shared prefix before an unexpected one is reported."""
 
 
 def drift(service: HostedService) -> str | None:
-    """In a sentence, how the observed work differs from what the plan assumed, and what the plan would be now.
+    """A sentence about how the observed workload differs from the assumed one, and what the plan would be now.
 
-    `None`: it does not differ, or too little of it was seen.
+    None if it does not differ, or if there were too few requests.
     """
     try:
         summary = observed(SPAN_S, model=service.name)
-    except BedplateError:  # there was none, or the store cannot be read: nothing can be said
+    except BedplateError:  # no requests, or the store cannot be read
         return None
     if summary.requests < ENOUGH:
         return None
@@ -40,33 +40,33 @@ def drift(service: HostedService) -> str | None:
         return None
     decided = service.readied.decided
     now = decide(decided.hardware, decided.facts, seen, operations=service.wanted.operations, installable=True)
-    said = f"{summary.requests:,} requests in the last day had {', '.join(differences)}"
-    return f"{said}; {consequence(decided.decision, now)}"
+    drifted = f"{summary.requests:,} requests in the last day had {', '.join(differences)}"
+    return f"{drifted}; {consequence(decided.decision, now)}"
 
 
 def differing(assumed: Workload, seen: Workload) -> list[str]:
-    """What is far from what was assumed, in words."""
+    """The figures that differ from the assumed ones by more than `FAR`."""
     pairs = [
         ("prompt tokens", assumed.prompt_tokens, seen.prompt_tokens),
         ("output tokens", assumed.output_tokens, seen.output_tokens),
     ]
-    # Everyone at once is an upper bound; fewer than that is no surprise, unless somebody said how many there are.
+    # Without a stated concurrency the assumed one is an upper bound, and a lower figure is no drift.
     if assumed.concurrency is not None or seen.in_flight() > assumed.in_flight():
-        pairs.append(("in flight at most", assumed.in_flight(), seen.in_flight()))
-    found = [f"{b:,} {what} and not {a:,}" for what, a, b in pairs if max(a, b) >= FAR * min(a, b)]
+        pairs.append(("concurrent requests", assumed.in_flight(), seen.in_flight()))
+    found = [f"{b:,} {what} instead of {a:,}" for what, a, b in pairs if max(a, b) >= FAR * min(a, b)]
     shared = seen.shared_prefix_tokens
     if shared >= MUCH_SHARED * seen.prompt_tokens and shared >= FAR * max(1, assumed.shared_prefix_tokens):
-        found.append(f"{shared:,} prompt tokens that others begin with, and not {assumed.shared_prefix_tokens:,}")
+        found.append(f"a shared prefix of {shared:,} tokens instead of {assumed.shared_prefix_tokens:,}")
     return found
 
 
 def consequence(before: Decision, now: Decision) -> str:
     if now.engine is None or now.settings is None:
-        return f"that does not fit here: {join_alternatives(now.hints) or 'see bedplate plan'}"
+        return f"this workload does not fit here: {join_alternatives(now.hints) or 'see bedplate plan'}"
     settings = f"{now.settings.slots} slots of {now.settings.context_tokens:,} tokens"
     if now.engine != before.engine:
         why = f" ({now.reasons[0].text})" if now.reasons else ""
-        return f"the plan for that is {now.engine}, {settings}{why}"
+        return f"a new plan would choose {now.engine} with {settings}{why}"
     if before.settings is not None and now.settings != before.settings:
-        return f"the plan for that is {now.engine} again, with {settings}"
-    return "the plan would be the same"
+        return f"a new plan would keep {now.engine}, with {settings}"
+    return "a new plan would be the same"

@@ -1,4 +1,4 @@
-"""One process that owns the gateway and a set of engines behind it, which come and go while it runs."""
+"""The host: one process that owns the gateway and the engines behind it. Engines are added and removed at run time."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 ALONE = Part()
 DRAIN_S = 30.0
-"""How long answers under way may take before their engine ends all the same."""
+"""How long running requests may take before their engine is stopped anyway."""
 LONGEST_WAIT_S = 120.0
-"""A request that would wait in line for longer than this is turned away at once."""
+"""A request that would wait in the queue for longer than this is rejected at once (429)."""
 ROOM_WAIT_S = 30.0
-"""For a model in use to become idle, where another one needs its memory."""
+"""How long a load waits for models in use to become idle when it needs their memory."""
 LOOK_S = 0.5
 RETRY_S = 10
 MOST_NOTES = 20
 
 ON_ATTEMPTS = 3
-"""How often a request may be sent to an orchestrator, as long as its client has seen nothing of an answer."""
+"""How often a request may be sent to an orchestrator while its client has received no part of a response."""
 
 ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
 class OrchestratedBackend(Backend):
-    """The part of an orchestrator that answers for all of its replicas."""
+    """The process of an orchestrator that takes the requests for all of its replicas."""
 
     def __init__(self, model: str, plan: Plan, aliases: Iterable[str], share: float, above: Above) -> None:
         super().__init__(model, above.orchestrator, above.version, aliases, share=share)
@@ -77,7 +77,7 @@ class HostedEngine:
         self.id = id
         """Unique in its host: `llama.cpp-1`."""
         self.service = service
-        """The name of the model that it answers for."""
+        """The name of the model that it serves."""
         self.start = start
         self.need = need
         self.backend = backend
@@ -106,39 +106,39 @@ class HostedEngine:
 
     @property
     def url(self) -> str | None:
-        """Where it answers, without the gateway; it may ask for `backend.engine_key` there."""
+        """Its address behind the gateway. It may require `backend.engine_key`."""
         address = self.backend.address
         return f"http://{address[0]}:{address[1]}" if address is not None else None
 
 
 class Busy(NamedTuple):
-    """What is being done with a service, so that nobody else begins something meanwhile."""
+    """The operation that has a service exclusively: a load, an unload, a migration or a shadow."""
 
     doing: str
-    """Loading, migrating to …: as people are told."""
+    """A description for the status: "loading", "migrating to …"."""
     task: asyncio.Task[Any]
-    """A host that ends cancels it."""
+    """The host cancels it when it stops."""
 
 
 class HostedService:
-    """One model of a host, and the engines that answer for it now."""
+    """One model of a host, and the engines that serve it now."""
 
     def __init__(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> None:
         self.wanted = wanted
         self.readied = readied
-        """What its engines are started from; a migration replaces it."""
+        """What its engines are started from. A migration replaces it."""
         self.on = on
-        """What runs its engines, where bedplate does not do so itself."""
+        """The orchestrator that runs its engines; None if bedplate runs them."""
         self.name = readied.name
         self.engines: list[HostedEngine] = []
         self.failure: str | None = None
-        """Why it is not served, although it should be."""
+        """Why it is not served."""
         self.at_rest = asyncio.Event()
-        """Not while its engines are being ended."""
+        """Cleared while its engines are being stopped."""
         self.at_rest.set()
         self.busy: Busy | None = None
         self.reserved = False
-        """Whether its needs are counted before its engines are there."""
+        """Whether its memory is counted as taken before its engines run."""
 
     @property
     def on_demand(self) -> bool:
@@ -146,7 +146,7 @@ class HostedService:
 
     @contextlib.contextmanager
     def engaged(self, doing: str) -> Iterator[None]:
-        """The current task has it for itself. Whoever loads, unloads or migrates looks at `busy` first."""
+        """Give the current task the service exclusively. Loads, unloads and migrations check `busy` first."""
         task = asyncio.current_task()
         if task is None or self.busy is not None:
             raise RuntimeError(f"{self.name} is busy: {self.busy.doing if self.busy is not None else 'no task'}")
@@ -158,7 +158,7 @@ class HostedService:
 
     @property
     def doing(self) -> str | None:
-        """In words; `None`: nothing out of the ordinary."""
+        """The current operation, for the status; None if there is none."""
         if self.unloading:
             return "unloading"
         return self.busy.doing if self.busy is not None else None
@@ -169,7 +169,7 @@ class HostedService:
 
     @property
     def need(self) -> Need:
-        """Of all of its engines: of those that are there, else of those that it would start."""
+        """Memory of all of its engines: of the running ones, else of those that a load would start."""
         return summed(engine.need for engine in self.engines) or summed(self.readied.needs)
 
     @property
@@ -191,21 +191,21 @@ class HostedService:
         return "loading" if self.engines or self.busy is not None else "unloaded"
 
     def check_own(self) -> None:
-        """Refuses to swap engines that somebody else runs."""
+        """Raise if an orchestrator runs its engines: bedplate cannot swap those."""
         if self.on is not None:
             raise AnswerIsNo(
-                f"{self.name} runs on {self.on.above.orchestrator.capitalize()}, whose engines bedplate does not swap",
-                hint="serve it without --on to migrate or shadow it, or stop it and serve it anew",
+                f"{self.name} runs on {self.on.above.orchestrator.capitalize()}, whose engines bedplate cannot swap",
+                hint="stop it and serve it without --on to migrate or shadow it",
             )
 
     def answers(self, *states: BackendState) -> bool:
-        """Whether in these states there is one to pass requests to, and one that computes."""
+        """Whether its engines in these states include one that takes requests and one that computes."""
         parts = [engine.part for engine in self.engines if engine.state in states]
         return any(part.routed for part in parts) and any(part.computes for part in parts)
 
 
 class Host:
-    """The gateway, and services behind it. Nobody else starts or ends their engines."""
+    """The gateway and the services behind it. Only the host starts and stops their engines."""
 
     def __init__(
         self, name: str, listen: Listen, hardware: Hardware, progress: Progress, logs: Path, *, room: Room | None = None
@@ -213,7 +213,7 @@ class Host:
         self.name = name
         self.listen = listen
         self.hardware = hardware
-        """As it was before the first engine was started."""
+        """As probed before the first engine was started."""
         self.room = room or Room.of(hardware)
         self._loop = asyncio.get_running_loop()
         self.gateway = Gateway(
@@ -224,24 +224,24 @@ class Host:
             keeper=Keeper(content=listen.log_content, note=self._say_from_elsewhere),
         )
         self.services: dict[str, HostedService] = {}
-        """By the name that clients send."""
+        """By served model name."""
         self.on_request: Callable[[], None] | None = None
-        """Told of each request in the moment when it goes to an engine: for what has to give way to it."""
+        """Called when a request is sent to an engine. A shadow pauses then."""
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.log = EngineLog(logs / f"{name}.log")
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.began = time.monotonic()
         self.stopping = asyncio.Event()
-        """Set when somebody wants it to end: a signal, or a request."""
+        """Set when the host was asked to stop, by a signal or on the control socket."""
         self.grace_s = listen.grace_s
         self.fatal: asyncio.Future[OutsideFailed] = self._loop.create_future()
-        """Done when nothing is left that could answer."""
+        """Done when every service has failed."""
         self._progress = progress
         self._logs = logs
         self._placing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # what there is
+    # lookup
 
     @property
     def engines(self) -> tuple[HostedEngine, ...]:
@@ -252,13 +252,13 @@ class Host:
         return self.gateway.url
 
     def service(self, name: str | None = None) -> HostedService:
-        """The service of this name; without one, the only one there is."""
+        """The service of this name; without a name, the only service."""
         if name is None and len(self.services) == 1:
             return next(iter(self.services.values()))
         found = self.services.get(name or "")
         if found is None:
-            asked = f"{name} is not served here" if name else f"{len(self.services)} models are served here"
-            raise BadQuestion(asked, hint=f"name one of {', '.join(self.services)}")
+            problem = f"{name} is not served here" if name else f"{len(self.services)} models are served here"
+            raise BadQuestion(problem, hint=f"name one of {', '.join(self.services)}")
         return found
 
     def engine(self, id: str) -> HostedEngine:
@@ -268,35 +268,35 @@ class Host:
         return found
 
     def say(self, text: str, *, aloud: bool = True) -> None:
-        """Tells people: in the service's log and its status and, aloud, on the terminal where there is one."""
+        """Write a line to the service's log and status and, with `aloud`, to the terminal."""
         self.notes.append(text)
         if aloud:
             self._progress.note(text)
         self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def _say_from_elsewhere(self, text: str) -> None:
-        """As `say`, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who could hear it
+        """The same from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.say, text)
 
-    # its life
+    # start and stop
 
     async def start(self) -> int:
-        """Takes the port and answers from then on; returns the port."""
+        """Listen on the port and return it."""
         port = await self.gateway.start(self.listen.host, self.listen.port)
         self.gateway.wanted = self._want
         self._later(self._sweep())
         return port
 
     def stop_soon(self, grace_s: float | None = None) -> None:
-        """Whoever runs the host hears of it and calls `stop`."""
+        """Ask the owner of the host to call `stop`."""
         if grace_s is not None:
             self.grace_s = grace_s
         self.state = "stopping"
         self.stopping.set()
 
     async def stop(self) -> None:
-        """Lets answers under way finish for `grace_s`, then ends everything."""
+        """Let running requests finish for `grace_s`, then stop all engines."""
         self.state = "stopping"
         loads = [service.busy.task for service in self.services.values() if service.busy is not None]
         for task in (*self._tasks, *loads):
@@ -314,10 +314,10 @@ class Host:
     # services
 
     async def add_service(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> HostedService:
-        """Makes it known, and loads it unless that waits for its first request."""
+        """Add a service, and load it unless it is loaded on its first request."""
         name = readied.name
         if name in self.services:
-            raise BadQuestion(f"{name} is served already", hint="each model of an endpoint has a name of its own")
+            raise BadQuestion(f"{name} is already served", hint="each model of an endpoint needs a distinct name")
         self.services[name] = service = HostedService(wanted, readied, on)
         self.gateway.allow(name, wanted.tenants)
         if wanted.on_demand:
@@ -327,7 +327,7 @@ class Host:
         return service
 
     async def load(self, service: HostedService) -> None:
-        """Starts its engines, once there is room for them. Raises what keeps them from it."""
+        """Start its engines when their memory is free. Raises if they do not fit or do not start."""
         if service.busy is None:
             service.busy = Busy("loading", asyncio.create_task(self._load(service)))
         await asyncio.shield(service.busy.task)
@@ -366,7 +366,7 @@ class Host:
             service.reserved = False
 
     def _stages(self, service: HostedService) -> Iterator[list[Coroutine[Any, Any, HostedEngine]]]:
-        """What is started together, stage after stage."""
+        """The engines to start, in stages. Each stage starts when the one before it is ready."""
         readied, on = service.readied, service.on
         if on is None:
             yield [
@@ -384,11 +384,11 @@ class Host:
         return await self.add_engine(start, service=service.name, need=member.need, part=member.part)
 
     def _want(self, model: str) -> None:
-        """The gateway says that a request came for a model that has no engine ready; the request waits."""
+        """Called by the gateway when a request waits for a model without a ready engine."""
         service = self.services.get(model)
         if service is None or self.state == "stopping" or service.busy is not None:
             return
-        if not service.engines or service.unloading:  # else one that died is on its way back
+        if not service.engines or service.unloading:  # else the supervisor restarts an engine
             self._later(self._load_for_request(service))
 
     async def _load_for_request(self, service: HostedService) -> None:
@@ -400,16 +400,16 @@ class Host:
             self.gateway.give_up(service.name, message, retry_after_s=RETRY_S)
 
     async def _make_room(self, service: HostedService) -> None:
-        """Counts its needs in, after those that were used longest ago have made way."""
+        """Reserve its memory. Models that were used longest ago are unloaded first."""
         need = summed(service.readied.needs)
         until = time.monotonic() + ROOM_WAIT_S
         while True:
             async with self._placing:
-                going = to_unload(self.room, self._holders(service), need)
-                if going is not None:
+                unloads = to_unload(self.room, self._holders(service), need)
+                if unloads is not None:
                     service.reserved = True
-                    for name in going:
-                        self.say(f"{name} is unloaded, to make room for {service.name}")
+                    for name in unloads:
+                        self.say(f"unloading {name} to free memory for {service.name}")
                         await self.unload(self.services[name])
                     return
             busy = [one.name for one in self.services.values() if one is not service and one.on_demand and one.engines]
@@ -433,10 +433,10 @@ class Host:
         ]
 
     def _no_room(self, service: HostedService, need: Need, others: list[str]) -> AnswerIsNo:
-        beside = f" beside {' and '.join(others)}, which cannot be unloaded now" if others else ""
+        loaded = f" next to {' and '.join(others)}, which cannot be unloaded now" if others else ""
         return AnswerIsNo(
-            f"there is no room for {service.name}{beside}",
-            cause=f"it needs up to {memory(sum(need.values()))}, and there is {self.room.in_words()}",
+            f"not enough memory for {service.name}{loaded}",
+            cause=f"it needs up to {memory(sum(need.values()))}; available: {self.room.in_words()}",
             hint="try again when they are idle, or raise --memory-budget",
         )
 
@@ -454,11 +454,11 @@ class Host:
         need: Need | None = None,
         part: Part = ALONE,
     ) -> HostedEngine:
-        """Starts one more engine for a service, and returns when it is ready. Raises when it does not get so far.
+        """Start one more engine for a service and return when it is ready. Raises if it does not become ready.
 
-        `service` is the model that it answers for, where that has another name than the plan's. `share` is its part of
-        the requests; with 0 it gets none until `engine.backend.share` is set. Without `need` there must be room for it
-        beside everything that is loaded, by the same arithmetic as a plan's. `part` is what it is to the service.
+        `service` is the name of the model if it differs from the plan's. `share` is its share of the requests; with 0
+        it gets none until `engine.backend.share` is set. Without `need`, its memory is computed as in a plan and must
+        be free next to all loaded engines. `part` is the role of the process in an orchestrated service.
         """
         name = service or start.plan.model.served_name
         owner = self.services.get(name)
@@ -468,7 +468,7 @@ class Host:
             need = self.need_of(start.plan)
             self.check_room(need, f"another engine for {name}")
         made = self._made(owner, start, share, need, part)
-        # Whoever looks for the first one finds one that answers.
+        # The first engine in the list is one that takes requests.
         owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
         if part.routed:
             self.gateway.add(made.backend)
@@ -483,7 +483,7 @@ class Host:
         return made
 
     async def remove_engine(self, engine: HostedEngine, drain_s: float = DRAIN_S) -> bool:
-        """Gives it nothing new, lets its answers finish for `drain_s`, and ends it. Whether all of them did finish."""
+        """Drain the engine for `drain_s`, then stop it. Returns whether all of its requests finished."""
         engine.leaving = True
         done = not engine.part.routed
         try:
@@ -492,12 +492,12 @@ class Host:
             if not done:
                 await self.gateway.remove(engine.backend, within_s=0, cut=True)
         finally:
-            # Also of a removal that is cancelled: an engine that gets nothing any more is of no use.
+            # Also when the removal is cancelled: the engine gets no requests any more and must not stay.
             await asyncio.shield(self._ended(engine))
         return done
 
     def need_of(self, plan: Plan) -> Need:
-        """What an engine of this plan may take on each device at the most."""
+        """The most memory that an engine of this plan may take on each device."""
         found = fit(
             self.hardware, plan.model, plan.workload, plan.engine, _label(plan), plan.parallelism, plan.settings
         )
@@ -511,16 +511,15 @@ class Host:
         return devices
 
     def has_room(self, need: Need) -> bool:
-        """Whether this fits beside everything that is loaded now."""
+        """Whether this fits next to everything that is loaded now."""
         return self.room.holds([need, *(engine.need for engine in self.engines)])
 
     def check_room(self, need: Need, what: str) -> None:
         if not self.has_room(need):
-            taken = sum(summed(engine.need for engine in self.engines).values())
+            needed, taken = sum(need.values()), sum(summed(engine.need for engine in self.engines).values())
             raise AnswerIsNo(
-                f"{what} does not fit beside what is loaded",
-                cause=f"it needs up to {memory(sum(need.values()))}, {memory(taken)} are taken, "
-                f"and there is {self.room.in_words()}",
+                f"{what} does not fit next to the loaded engines",
+                cause=f"it needs up to {memory(needed)}; {memory(taken)} of {self.room.in_words()} are taken",
             )
 
     def _made(self, owner: HostedService, start: EngineStart, share: float, need: Need, part: Part) -> HostedEngine:
@@ -540,7 +539,7 @@ class Host:
         return HostedEngine(id, owner.name, start, need, backend, supervisor, part)
 
     def _shares_cores(self, plan: Plan) -> bool:
-        """Whether engines have more threads together than there are cores: then threads that spin stop each other."""
+        """Whether the engines together have more threads than there are cores. Spinning threads then block others."""
         planned = [one.readied.plan for one in self.services.values() for _ in one.readied.needs]
         running = [engine.plan for engine in self.engines if engine.part.computes]
         threads = max(sum(one.settings.threads or 0 for one in plans) for plans in (planned, [*running, plan]))
@@ -565,7 +564,7 @@ class Host:
             self._lost(owner, engine, failure)
 
     def _lost(self, owner: HostedService, engine: HostedEngine, failure: Failure) -> None:
-        """An engine was given up. The service goes on while it has others, and the host while it has services."""
+        """An engine was given up. The service runs on while it has another one, the host while it has a service."""
         if owner.answers("loading", "ready", "restarting", "stopped"):
             return
         owner.failure = failure.message
@@ -580,7 +579,7 @@ class Host:
                 self.fatal.set_result(error)
 
     async def _sweep(self) -> None:
-        """Unloads what nobody has asked for in its time."""
+        """Unload models that got no request within their TTL."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
@@ -589,7 +588,7 @@ class Host:
                 if ttl_s is None or service.state != "ready" or self._in_use(service) or service.busy is not None:
                     continue
                 if now - service.last_used > ttl_s:
-                    self.say(f"{service.name} is unloaded: no request for {seconds(now - service.last_used)}")
+                    self.say(f"unloading {service.name}: no request for {seconds(now - service.last_used)}")
                     self._later(self.unload(service))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -599,7 +598,7 @@ class Host:
 
 
 async def _all_of(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
-    """All of them, or none: when one fails, the others are not waited for."""
+    """Start all engines. When one fails, the others are cancelled."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""What a service and its engines have said: the last lines, over rotated files, and what comes from now on."""
+"""The logs of a service and its engines: the last lines, across rotated files, and new lines as they are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 65536
 
 
 def files_of(name: str) -> list[Path]:
-    """Its own log first, then those of its engines; nothing where there is none of either."""
+    """The service's log, then those of its engines. Missing files are left out."""
     try:
         found = sorted(path for path in logs_dir().glob(f"{name}@*.log") if path.stat().st_size)
     except OSError:
@@ -29,7 +29,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def current_files(record: ServiceRecord) -> list[Path]:
-    """Of a service that runs: what was written since it began."""
+    """The logs of a running service that were written since it started."""
     import datetime as dt
 
     began = dt.datetime.fromisoformat(record.started_at).timestamp()
@@ -37,7 +37,7 @@ def current_files(record: ServiceRecord) -> list[Path]:
 
 
 def chosen(name: str | None) -> Callable[[], list[Path]]:
-    """The files to read, looked for anew each time; of a service that has ended, what is left of it."""
+    """A function that lists the files to read. It is called repeatedly, since engines may be added."""
     if name is None:
         record = records.chosen(None)
         return lambda: current_files(record)
@@ -46,16 +46,19 @@ def chosen(name: str | None) -> Callable[[], list[Path]]:
         return lambda: current_files(running)
     if not files_of(name):
         known = sorted({re.split(r"[@]|\.log", path.name)[0] for path in logs_dir().glob("*.log")})
-        raise AnswerIsNo(f"there is no log of a service called {name}", hint=f"there are: {', '.join(known) or 'none'}")
+        raise AnswerIsNo(f"no log of a service named {name}", hint=f"services with logs: {', '.join(known) or 'none'}")
     return lambda: files_of(name)
 
 
 def last_lines(path: Path, count: int, before: int | None = None) -> list[str]:
-    """The last lines, those of rotated files included where the newest has too few; of it, what is `before` a byte."""
+    """The last `count` lines, including rotated files if the newest has fewer.
+
+    With `before`, the newest file is read only up to that byte.
+    """
     found: list[str] = []
     for number in range(LOGS_KEPT + 1):
-        piece = path if number == 0 else path.with_name(f"{path.name}.{number}")
-        lines = _tail(piece, count - len(found), before if number == 0 else None) if len(found) < count else None
+        file = path if number == 0 else path.with_name(f"{path.name}.{number}")
+        lines = _tail(file, count - len(found), before if number == 0 else None) if len(found) < count else None
         if lines is None:
             break
         found = lines + found
@@ -63,7 +66,7 @@ def last_lines(path: Path, count: int, before: int | None = None) -> list[str]:
 
 
 def _tail(path: Path, count: int, before: int | None) -> list[str] | None:
-    """Read from its end, since it may be large; `None`: there is no such file."""
+    """The last `count` lines, read backwards since the file may be large. None if there is no such file."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -79,7 +82,7 @@ def _tail(path: Path, count: int, before: int | None) -> list[str] | None:
 
 
 class Follower:
-    """Reads what is added to one file, also when it is rotated or cut under our hands."""
+    """Reads the lines appended to one file, also when it is rotated or truncated meanwhile."""
 
     def __init__(self, path: Path, *, from_end: bool) -> None:
         self.path = path
@@ -94,7 +97,7 @@ class Follower:
         return self._at
 
     def read(self) -> list[str]:
-        """The lines that were completed since it was last asked."""
+        """The lines completed since the last call."""
         lines: list[str] = []
         status = self._status()
         if status is None:
@@ -108,7 +111,7 @@ class Follower:
         return lines + self._added(self.path)
 
     def _rotated_away(self) -> list[str]:
-        """What was added to the old file before it got its new name."""
+        """The lines that were appended to the old file before it was rotated."""
         for number in range(1, LOGS_KEPT + 1):
             older = self.path.with_name(f"{self.path.name}.{number}")
             try:
@@ -137,7 +140,7 @@ class Follower:
 
 
 def follow(files: Callable[[], list[Path]], count: int) -> Iterator[tuple[Path, list[str]]]:
-    """The last lines of each file and then what is added, in order and once; files that come later from their start."""
+    """Yield the last lines of each file, then each new line once. Files that appear later are read from the start."""
     followers = {path: Follower(path, from_end=True) for path in files()}
     for path, follower in followers.items():
         yield path, last_lines(path, count, follower.position)

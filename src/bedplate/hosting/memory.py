@@ -1,4 +1,4 @@
-"""Who may be loaded beside whom: needs against room, and which idle model makes way. Pure."""
+"""Memory of a host: whether models fit together, and which idle models to unload. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bedplate.values.units import memory
 
 @dataclass(frozen=True)
 class Room:
-    """What engines may take: on each device, and in all."""
+    """The memory that engines may take, on each device and in total."""
 
     devices: dict[str, int] = field(default_factory=dict)
-    """A device that is not here has no limit that is known."""
+    """Bytes by device. A device that is missing has no known limit."""
     budget_bytes: int | None = None
 
     @classmethod
     def of(cls, hardware: Hardware, budget_bytes: int | None = None) -> Room:
-        """What was free when the host started, before any of its own engines took some."""
+        """The memory that was free before the host started its first engine."""
         devices = {HOST: round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))}
         for card in hardware.accelerators:
             if (free := free_of(card)) is not None:
@@ -43,14 +43,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Holder:
-    """Something that is loaded."""
+    """A loaded model."""
 
     name: str
     need: Need
     last_used: float
-    """On any one clock."""
+    """On the same clock for all."""
     may_go: bool
-    """It is loaded on demand, and nobody uses it now."""
+    """Whether it may be unloaded: it is loaded on demand and idle."""
 
 
 def summed(needs: Iterable[Need]) -> dict[str, int]:
@@ -62,20 +62,20 @@ def summed(needs: Iterable[Need]) -> dict[str, int]:
 
 
 def to_unload(room: Room, holders: Sequence[Holder], need: Need) -> tuple[str, ...] | None:
-    """Who must go so that `need` fits, those first that were used longest ago; `None`: not even then.
+    """The models to unload so that `need` fits, least recently used first; None if it does not fit even then.
 
-    Whoever would go without making a difference stays.
+    A model whose memory turns out not to be needed is kept.
     """
-    staying = [one for one in holders if not one.may_go]
+    pinned = [one for one in holders if not one.may_go]
     candidates = sorted((one for one in holders if one.may_go), key=lambda one: one.last_used)
-    going: list[Holder] = []
-    while not room.holds([need, *(one.need for one in (*staying, *candidates))]):
+    unloads: list[Holder] = []
+    while not room.holds([need, *(one.need for one in (*pinned, *candidates))]):
         if not candidates:
             return None
-        going.append(candidates.pop(0))
-    for one in reversed(going[:]):
-        kept = [*staying, *candidates, one]
+        unloads.append(candidates.pop(0))
+    for one in reversed(unloads[:]):
+        kept = [*pinned, *candidates, one]
         if room.holds([need, *(other.need for other in kept)]):
-            going.remove(one)
+            unloads.remove(one)
             candidates.append(one)
-    return tuple(one.name for one in going)
+    return tuple(one.name for one in unloads)

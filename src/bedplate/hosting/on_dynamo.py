@@ -1,8 +1,8 @@
-"""Dynamo on this machine: its front end with the KV router, over workers that bedplate keeps running.
+"""Dynamo on this machine: its front end with the KV router, over workers that bedplate supervises.
 
-There is no etcd and no NATS: workers are found by files in a folder of the service's own, where they also tell what is
-in their caches, and all else goes over loopback. Options and variables by ai-dynamo 1.6.1; its own variables, such as
-DYN_ROUTER_MODE, are passed on to it.
+There is no etcd and no NATS. Discovery and KV events use files and sockets in a private folder of the service, and
+everything else uses loopback. Options and variables are those of ai-dynamo 1.6.1. Dynamo's own variables, such as
+DYN_ROUTER_MODE, are passed through.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PROGRAM, FRONT_PROGRAM = f"dynamo-{VLLM.id}", "dynamo-front"
 LOOPBACK = "127.0.0.1"
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 MIGRATIONS = 3
-"""How often an answer may go on at another worker when its own is lost: the client sees a pause, and no end."""
+"""How often a response may continue on another worker after its worker is lost. The client sees only a pause."""
 BLOCK_TOKENS = 32
-"""Of the cache, and so of what the router compares: vLLM's least on a CPU, where by itself it takes 128."""
+"""KV cache block size, and so the granularity of the router. vLLM's smallest on a CPU; its default there is 128."""
 FRONT_BYTES = MOCKER_BYTES = 300_000_000
 CHECK = "import dynamo.llm, dynamo.runtime, dynamo.frontend"
 FRONT, WORKER = Part("front end", computes=False), Part("worker", routed=False)
@@ -67,7 +67,7 @@ ALONE = Recipe(
         "zstandard>=0.23,<1",
     ),
     programs=((FRONT_PROGRAM, "dynamo_front.py"),),
-    # It asks for a simulator of the same makers that the index does not have, and for a client of Kubernetes.
+    # Installed without dependencies: it requires a simulator that is not on the index, and a Kubernetes client.
     bare=(f"ai-dynamo=={VERSION}",),
     download_bytes=130_000_000,
     disk_bytes=470_000_000,
@@ -90,7 +90,7 @@ WITH_VLLM_CPU = Recipe(
 WITH_VLLM_CUDA = Recipe(
     packages=(f"ai-dynamo[{VLLM_WORKER.framework}]=={VERSION}",),
     programs=((PROGRAM, f"dynamo_{VLLM.id}.py"), *ALONE.programs),
-    # Not measured: vLLM with PyTorch for CUDA and the libraries that both bring.
+    # Not measured: vLLM with PyTorch for CUDA and the libraries of both.
     download_bytes=5_500_000_000,
     disk_bytes=13_000_000_000,
     check=CHECK,
@@ -98,7 +98,7 @@ WITH_VLLM_CUDA = Recipe(
 
 
 class Packages(Engine):
-    """What is installed: Dynamo, and vLLM where workers are to compute."""
+    """The packages to install: Dynamo, and vLLM for real workers."""
 
     id = "dynamo"
     name = "Dynamo"
@@ -114,11 +114,11 @@ class Packages(Engine):
 
 
 def why_mocked(device: Device, machine: str) -> str | None:
-    """Why workers cannot compute here with the versions that Dynamo pins; `None`: they can."""
+    """Why real workers cannot run here with the versions that Dynamo pins; None if they can."""
     if device == "cpu" and machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        return f"{VLLM.name} {VLLM_VERSION}, which it is made for, has no package for CPUs of the kind {machine}"
+        return f"{VLLM.name} {VLLM_VERSION}, which it requires, has no package for {machine} CPUs"
     if device not in ("cpu", "cuda"):
-        return f"its packages have {VLLM.name} for NVIDIA GPUs and for CPUs, not for {device}"
+        return f"its packages include {VLLM.name} for NVIDIA GPUs and CPUs, not for {device}"
     return None
 
 
@@ -132,26 +132,26 @@ class Dynamo:
     def __init__(self, order: Order) -> None:
         (self.asked,) = order.services
         if not sys.platform.startswith("linux"):
-            raise AnswerIsNo("--on dynamo: Dynamo runs on Linux alone", hint="leave --on out, or use --on ray")
+            raise AnswerIsNo("--on dynamo: Dynamo runs only on Linux", hint="leave --on out, or use --on ray")
         if self.asked.engine not in (None, VLLM.id, MOCKER):
             raise BadQuestion(
-                f"--on dynamo: its workers here are {VLLM.id} or its own mocker, not {self.asked.engine}",
+                f"--on dynamo: its workers are {VLLM.id} or the mocker, not {self.asked.engine}",
                 hint="leave --engine out; --on ray runs any engine",
             )
         if order.build == "native":
             raise BadQuestion(
-                f"--on dynamo: its workers take {VLLM.name} as Dynamo pins it, and not as it is built here",
+                f"--on dynamo: its workers use the {VLLM.name} version that Dynamo pins, not a native build",
                 hint="leave --build out, or use --on ray",
             )
         self.services: tuple[Wanted, ...] = (replaced(self.asked, engine=VLLM.id),)
         self.mocked: str | None = None
-        """Why its workers only take their time."""
+        """Why its workers are mockers; None if they are real."""
 
     def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
         device = one.plan.settings.device
-        self.mocked = "asked for" if self.asked.engine == MOCKER else why_mocked(device, platform.machine())
+        self.mocked = "--engine mocker" if self.asked.engine == MOCKER else why_mocked(device, platform.machine())
         if self.mocked is not None and self.asked.engine == VLLM.id:
-            raise AnswerIsNo(f"--on dynamo: {self.mocked}", hint="--engine mocker runs workers that do not compute")
+            raise AnswerIsNo(f"--on dynamo: {self.mocked}", hint="--engine mocker runs simulated workers")
         environment = make_environment(Packages(real=self.mocked is None), progress, device, own=True)
         chosen = replaced(one.plan, engine_version=VLLM_VERSION, orchestrator="dynamo")
         return readied(replace(one, plan=chosen), progress, environment=environment)
@@ -162,7 +162,7 @@ class Dynamo:
 
 @dataclass(frozen=True)
 class Place:
-    """What the processes of one service have in common."""
+    """What the processes of one service share."""
 
     folder: Path
     model: str
@@ -172,17 +172,17 @@ class Place:
         hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
         return {
             "DYN_FILE_KV": str(self.folder / "found"),
-            # Otherwise workers publish what is in their caches on ports of all addresses.
+            # Otherwise workers publish their KV events on ports of all addresses.
             "DYN_ZMQ_BROKER_URL": f"xsub=ipc://{self.folder}/published , xpub=ipc://{self.folder}/heard",
             **dict.fromkeys(hosts, LOOPBACK),
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-            # Otherwise each question whether it is ready yet is an error in its log, and soon all that is there.
+            # Otherwise each readiness probe writes an error, and the log contains little else.
             "DYN_LOG": os.environ.get("DYN_LOG") or "info,tower_http=off",
         }
 
 
 class Front(Engine):
-    """Takes requests, turns text into tokens and back, and knows what every worker has in its cache."""
+    """Dynamo's front end: takes requests, tokenizes, and routes by the contents of the workers' KV caches."""
 
     id = "dynamo"
     name = "Dynamo's front end"
@@ -196,16 +196,16 @@ class Front(Engine):
             FRONT_PROGRAM, "--http-host", LOOPBACK, "--http-port", str(port),
             "--router-mode", router(), "--migration-limit", str(MIGRATIONS), *PLANES,
         )  # fmt: skip
-        # It says that it is healthy before it has found anybody.
-        found = f"/v1/models/{quote(plan.model.served_name, safe='')}"
-        return Launch(argv=argv, env=self.place.variables, health_path=found)
+        # Its health check succeeds before it has found a worker.
+        model_path = f"/v1/models/{quote(plan.model.served_name, safe='')}"
+        return Launch(argv=argv, env=self.place.variables, health_path=model_path)
 
 
 class Worker(Engine):
-    """What both kinds of worker have in common: they say how they are on a port of their own."""
+    """A worker of either kind. Its health check has a dedicated port."""
 
     version = VERSION
-    # It reads the number of the port as one of 16 bits with a sign.
+    # It reads the port as a signed 16-bit number.
     highest_port = 32767
 
     def __init__(self, place: Place, number: int) -> None:
@@ -220,26 +220,26 @@ class Worker(Engine):
 
 
 class VllmWorker(Worker):
-    """vLLM without its server. It tells the router what is in its cache."""
+    """vLLM without its HTTP server. It publishes KV events for the router."""
 
     id = VLLM.id
     name = f"{VLLM.name} in Dynamo"
     version = VLLM_VERSION
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        own = VLLM.launch(plan, port)
+        launch = VLLM.launch(plan, port)
         events = {
             "publisher": "zmq", "topic": "kv-events", "enable_kv_cache_events": True,
             "endpoint": f"ipc://{self.place.folder}/events-{self.number}",
         }  # fmt: skip
         argv = [
-            PROGRAM, "--model", self.place.model, *engine_options(VLLM_WORKER, own.argv),
-            *parser_options(VLLM_WORKER, own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")),
+            PROGRAM, "--model", self.place.model, *engine_options(VLLM_WORKER, launch.argv),
+            *parser_options(VLLM_WORKER, launch.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")),
             *PLANES,
         ]  # fmt: skip
         if plan.settings.device == "cpu":
             argv += ["--block-size", str(BLOCK_TOKENS)]
-        return Launch(argv=tuple(argv), env={**own.env, **self._variables(port)})
+        return Launch(argv=tuple(argv), env={**launch.env, **self._variables(port)})
 
     def progress(self, line: str) -> float | None:
         return VLLM.progress(line)
@@ -249,15 +249,15 @@ class VllmWorker(Worker):
 
 
 class MockerWorker(Worker):
-    """Takes the time that an engine would, keeps a cache of blocks as one would, and answers with noise."""
+    """Simulates an engine: its timing and its KV cache are realistic, its text is random."""
 
     id = MOCKER
     name = "Dynamo's mocker"
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
-        # As much cache as vLLM is given on a CPU.
-        blocks = -(-max(plan.settings.context_tokens, at_once) // BLOCK_TOKENS) * 11 // 10
+        concurrent_tokens = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+        # The same KV cache size as vLLM gets on a CPU.
+        blocks = -(-max(plan.settings.context_tokens, concurrent_tokens) // BLOCK_TOKENS) * 11 // 10
         argv = (
             "python", "-m", "dynamo.mocker", "--model-path", self.place.model,
             "--model-name", plan.model.served_name, "--max-num-seqs", str(plan.settings.slots),
@@ -279,7 +279,7 @@ class Orchestrated:
         self.above = above(len(one.needs), one.plan.settings.device, mocked)
 
     def stages(self) -> Sequence[Sequence[Member]]:
-        """Workers before the front end, which has nothing to do and is thought stuck while they load."""
+        """Workers first: the front end is idle while they load, and its supervisor would consider it stuck."""
         workers = [self._worker(number) for number in range(len(self.needs))]
         return (workers, [Member(FRONT, Front(self.place), {HOST: FRONT_BYTES})])
 
@@ -289,14 +289,14 @@ class Orchestrated:
         return Member(WORKER, VllmWorker(self.place, number), self.needs[number], self.envs[number])
 
     async def keep(self, engines: Sequence[HostedEngine]) -> None:
-        """Nothing: they find each other again, whichever is started anew."""
+        """Nothing to do: a restarted process finds the others by itself."""
 
     def close(self) -> None:
         shutil.rmtree(self.place.folder, ignore_errors=True)
 
 
 def located(one: Readied) -> str:
-    """The model by its whole path, since the front end reads its tokenizer, too; else its name on the hub."""
+    """The absolute path of the model, since the front end reads its tokenizer too; else its name on the hub."""
     path = (one.folder or Path.cwd()) / one.plan.model_path
     return str(path.absolute()) if path.exists() else one.plan.model_path
 
@@ -308,7 +308,7 @@ def above(replicas: int, device: Device, mocked: str | None) -> Above:
         where = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
         text = f"{how} over {workers}, each a real {VLLM.name} {VLLM_VERSION} on the {where}"
     else:
-        text = f"{how} over {workers} of its mocker: nothing computes, and their text means nothing ({mocked})"
+        text = f"{how} over {workers} of its mocker: timing is simulated and the text is random ({mocked})"
     return Above(
         orchestrator="dynamo",
         version=VERSION,

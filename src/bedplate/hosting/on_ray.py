@@ -1,7 +1,7 @@
-"""Ray on this machine: a cluster of as many nodes as there are replicas, and Ray Serve with one replica on each.
+"""Ray on this machine: a cluster with one node per replica, and Ray Serve with one replica on each node.
 
-A replica runs the engine's own server, from bedplate's environment and by the plan, so that every engine can be one.
-Everything listens on loopback. Options and variables by Ray 2.60.
+A replica runs the engine's own server from bedplate's environment with the plan's options, so every engine works.
+Everything listens on loopback. Options and variables are those of Ray 2.60.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 100_000_000
-"""For objects that tasks share, of which there are none; Ray takes no less than 79 MB."""
+"""Size of the object store. It stays empty, and Ray requires at least 79 MB."""
 HEAD_BYTES, NODE_BYTES = 1_200_000_000, 500_000_000
-"""Of Ray's own processes."""
+"""Memory of Ray's own processes."""
 HEAD, FURTHER = Part("head node"), Part("node", routed=False)
 LOOK_S = 0.1
 _LOST = re.compile(r"subprocesses exited unexpectedly:\s*\n.*?(\w+) \[(exit code=-?\d+)\]")
-"""What `ray start --block` says before it ends."""
+"""The message of `ray start --block` before it exits."""
 RECIPE = Recipe(
     packages=(f"ray[serve]=={VERSION}",),
     programs=(("ray-serve", "ray_serve.py"),),
@@ -59,16 +59,16 @@ VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ADDRESS": "",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    # Ray would end workers when memory is short; what they need was counted before they were started.
+    # Ray would kill workers when memory is low, but their memory was counted before they were started.
     "RAY_memory_monitor_refresh_ms": "0",
-    # A node that is gone does not answer at all, and is given up after five seconds instead of twenty. One that is busy
-    # has ten seconds for each answer.
+    # A lost node does not respond at all and is given up after five seconds instead of twenty. A busy node has ten
+    # seconds for each response.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "5",
-    # The proxy would keep to the replica on its own node, as long as that is not full; here all are equally near.
+    # The proxy would prefer the replica on its own node until it is full, but all nodes are on this machine.
     "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
-    # Its workers are started by scripts of its own, into which nothing of the user's is to get.
+    # Ray starts its workers with its own scripts, which must not import the user's packages.
     "PYTHONPATH": "",
 }
 
@@ -80,7 +80,7 @@ class Ray:
         self.services = order.services
         (wanted,) = order.services
         if wanted.engine == "mocker":
-            raise BadQuestion("--on ray: the mocker is Dynamo's", hint="--on dynamo --engine mocker")
+            raise BadQuestion("--on ray: the mocker is part of Dynamo", hint="use --on dynamo --engine mocker")
         if wanted.engine is not None:
             engine_by_id(wanted.engine)
 
@@ -112,19 +112,19 @@ class Process(Engine):
 
     def __init__(self, config: Path, engine: str, token: str, number: int = 0) -> None:
         self.config, self.engine, self.number = config, engine, number
-        # Without it everybody on this machine could have the cluster run what they like, as us.
+        # Without a token any user of this machine could run code in the cluster, as this user.
         self.variables = {**VARIABLES, NODE: str(number), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
     def explain(self, log: str) -> Failure | None:
-        """A replica whose engine does not start says what the engine said."""
+        """The log contains the engine's own log if a replica's engine did not start."""
         if lost := _LOST.search(log):
-            message = f"its {lost[1]} ended ({lost[2]})"
-            return Failure(message=message, hint="was it killed, or is memory short?", lasting=False)
+            message = f"its {lost[1]} exited ({lost[2]})"
+            return Failure(message=message, hint="check whether it was killed or memory ran out", lasting=False)
         return engine_by_id(self.engine).explain(log)
 
 
 class Head(Process):
-    """Keeps the books of the cluster, and has the proxy that everything goes through."""
+    """The head node: runs the control store of the cluster and the proxy for all requests."""
 
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = ("ray-serve", "head", str(self.config), "--port", str(port))
@@ -132,7 +132,7 @@ class Head(Process):
 
 
 class Node(Process):
-    """Has a replica, and does what the head says."""
+    """A worker node with one replica."""
 
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = ("ray-serve", "node", str(self.config), "--port", str(port))
@@ -140,7 +140,7 @@ class Node(Process):
 
 
 def node_options(folder: Path) -> tuple[str, ...]:
-    """What every node is started with: its processes stay below ours, on loopback, and within bounds."""
+    """The options of every node: its processes stay children of this one, on loopback, with limited memory."""
     return (
         "--block", "--node-ip-address", LOOPBACK, "--num-cpus", "1", "--num-gpus", "0",
         "--resources", json.dumps({RESOURCE: 1}, separators=(",", ":")), "--object-store-memory", str(STORE_BYTES),
@@ -161,7 +161,7 @@ def further_options(folder: Path, port: int) -> tuple[str, ...]:
 
 
 def with_port(engine: Engine, plan: Plan) -> Launch:
-    """The engine's launch with `{port}` where its port belongs, which each replica finds for itself."""
+    """The engine's launch with `{port}` in place of the port, which each replica chooses itself."""
     one, other = engine.launch(plan, 64001), engine.launch(plan, 64002)
 
     def marked(first: str, second: str) -> str:
@@ -173,13 +173,13 @@ def with_port(engine: Engine, plan: Plan) -> Launch:
 
 
 def ongoing(plan: Plan) -> int:
-    """Requests that a replica is sent at once: as many again as it computes may wait in its engine."""
+    """Concurrent requests of a replica: as many as it computes, and the same number again in its engine's queue."""
     most = engine_by_id(plan.engine).connections(plan.settings)
     return 2 * plan.settings.slots if most is None else max(1, min(2 * plan.settings.slots, most))
 
 
 class Orchestrated:
-    """A head node and further ones, with a replica on each."""
+    """A head node and worker nodes, with a replica on each."""
 
     def __init__(self, one: Readied, environment: Environment, folder: Path, logs: Sequence[Path]) -> None:
         self.environment = environment
@@ -202,17 +202,17 @@ class Orchestrated:
         self.config.write_text(json.dumps(config))
 
     def stages(self) -> Sequence[Sequence[Member]]:
-        told = self.config, self.plan.engine, secrets.token_hex(32)
-        head = Member(HEAD, Head(*told), summed([self.needs[0], {HOST: HEAD_BYTES}]))
+        common = self.config, self.plan.engine, secrets.token_hex(32)
+        head = Member(HEAD, Head(*common), summed([self.needs[0], {HOST: HEAD_BYTES}]))
         nodes = [
-            Member(FURTHER, Node(*told, number), summed([need, {HOST: NODE_BYTES}]))
+            Member(FURTHER, Node(*common, number), summed([need, {HOST: NODE_BYTES}]))
             for number, need in enumerate(self.needs)
             if number
         ]
         return ([head, *nodes],)
 
     async def keep(self, engines: Sequence[HostedEngine]) -> None:
-        """A cluster is lost with its head. The other nodes then begin anew, too, and join the next one."""
+        """Restart the worker nodes when the head node is lost: the cluster is lost with it."""
         head = next(engine for engine in engines if engine.part.routed)
         lost = None
         while True:
@@ -231,7 +231,7 @@ class Orchestrated:
 
 
 def _engine(one: Readied, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
-    """How a replica starts its engine, for each node it may be on."""
+    """How a replica starts its engine on each node."""
     engine, plan = engine_by_id(one.plan.engine), one.plan
     launch = with_port(engine, plan)
     cores = one.decided.hardware.cpu.allowed_physical_cores
@@ -245,7 +245,7 @@ def _engine(one: Readied, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
         "health": launch.health_path,
         "key_variable": engine.key_variable,
         "logs": [str(log) for log in logs],
-        # Whether it still does something while it starts is for the node's supervisor to see.
+        # The node's supervisor notices an engine that makes no progress during its start.
         "limit_s": LONGEST_START_S,
         "ready": str(folder / "ready"),
     }
@@ -258,7 +258,7 @@ def _surroundings(one: Readied, launch: Launch, more: Mapping[str, str]) -> dict
 def above(plan: Plan, replicas: int) -> Above:
     engine = f"{engine_by_id(plan.engine).name} {plan.engine_version}"
     nodes = f"{replicas} nodes" if replicas != 1 else "one node"
-    where = "on each of them" if replicas != 1 else "on it"
+    where = "on each node" if replicas != 1 else "on it"
     return Above(
         orchestrator="ray",
         version=VERSION,
@@ -266,5 +266,5 @@ def above(plan: Plan, replicas: int) -> Above:
         workers_version=plan.engine_version,
         real=True,
         replicas=replicas,
-        text=f"Ray Serve {VERSION} on a cluster of {nodes} here, with a replica of {engine} {where}",
+        text=f"Ray Serve {VERSION} on a local cluster of {nodes}, with a replica of {engine} {where}",
     )

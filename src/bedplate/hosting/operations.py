@@ -1,4 +1,4 @@
-"""The operations that a running host itself answers, by name: say, status and stop."""
+"""The operations of every running host: say, status and stop."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MOST_SAID = 2000
 
 class Stop(Record, frozen=True, kw_only=True):
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = DRAIN_S
-    """How long answers under way may take."""
+    """How long running requests may take."""
 
 
 class Stopping(Record, frozen=True, kw_only=True):
     in_flight: int
-    """Answers under way when it was asked."""
+    """Requests that were running when the stop was requested."""
 
 
 class Say(Record, frozen=True, kw_only=True):
-    """For those who do something beside a host, and have something to tell its operator."""
+    """A line for the service's log, from a process that works on the service, such as a watch."""
 
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_SAID)]
 
@@ -39,9 +39,9 @@ async def say(host: Host, asked: Say, tell: Tell) -> Nothing:
 
 
 async def stop(host: Host, asked: Stop, tell: Tell) -> Stopping:
-    """Says so at once and ends afterwards: whoever asked sees the process go."""
+    """Answer at once and stop afterwards. The client waits for the process to exit."""
     in_flight = sum(service.in_flight for service in host.services.values())
-    host.say(f"asked to stop, with {in_flight} answers under way and {asked.drain_s:g} s for them")
+    host.say(f"stopping; {in_flight} running requests have up to {asked.drain_s:g} s to finish")
     host.stop_soon(asked.drain_s)
     return Stopping(in_flight=in_flight)
 

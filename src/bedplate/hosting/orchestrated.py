@@ -1,6 +1,6 @@
-"""An orchestrator above the engines of a service: what it is made of, and what bedplate asks of it.
+"""The interface of an orchestrator that runs the engines of a service.
 
-Each of its processes has a supervisor of its own, and one of them answers what the gateway passes on.
+Each of its processes has its own supervisor, and one of them takes the requests from the gateway.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from bedplate.values.service import Wanted
 
 REPLICAS = 2
-"""Where nobody says how many: with one, there is nothing to orchestrate."""
+"""Default number of replicas. With one there is nothing to orchestrate."""
 NAMES: dict[Orchestrator, str] = {"dynamo": "Dynamo", "ray": "Ray"}
 MOST_ROOT_BYTES = 12
-"""Of the path that private folders are made in: Ray makes sockets deep below them, and a socket's path is short."""
+"""Longest path of the folder that holds private folders. Ray creates sockets deep below, whose paths must be short."""
 _FOLDER = re.compile(r"bedplate-(\d+)-\w+")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process is to its service."""
+    """The role of one process in its service."""
 
     name: str | None = None
-    """`None`: an engine that bedplate runs itself."""
+    """None for an engine that bedplate runs itself."""
     routed: bool = True
-    """Whether it answers what the gateway passes on."""
+    """Whether the gateway sends requests to it."""
     computes: bool = True
-    """Whether an engine runs in it."""
+    """Whether it runs an engine."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Member:
 
     part: Part
     engine: Engine
-    """Says how it is launched, and what its log means."""
+    """Knows how to launch it and how to explain its log."""
     need: Need
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,39 +65,39 @@ class Orchestration(Protocol):
     environment: Environment
 
     def stages(self) -> Sequence[Sequence[Member]]:
-        """What is started together; each stage when the one before it is ready."""
+        """The processes to start, in stages. Each stage starts when the one before it is ready."""
 
     async def keep(self, engines: Sequence[HostedEngine]) -> None:
-        """What ties their lives together, for as long as they run."""
+        """Restart processes that depend on one that was lost, for as long as the service runs."""
 
     def close(self) -> None:
-        """After all of them have ended: removes what they shared."""
+        """Remove what the processes shared, after all of them have exited."""
 
 
 class Kind(Protocol):
     """One orchestrator for one order, before anything is decided."""
 
     services: tuple[Wanted, ...]
-    """What is to be decided for."""
+    """The services of the order, with the engines that this orchestrator can run."""
 
     def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
-        """Installs the orchestrator, and the engine where it does not bring it."""
+        """Install the orchestrator, and the engine if the orchestrator does not include it."""
 
     def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestration:
-        """For the service of this name; nothing is started yet."""
+        """The orchestration of the service of this name. Starts nothing yet."""
 
 
 def private_folder() -> Path:
-    """A folder of our own for as long as we run; those of processes that are gone are removed."""
+    """Create a private folder for this process. Folders of processes that have exited are removed."""
     root = Path(tempfile.gettempdir())
     if len(str(root)) > MOST_ROOT_BYTES:
-        root = Path("/tmp")  # noqa: S108 - what is made there is for us alone
+        root = Path("/tmp")  # noqa: S108 - mkdtemp creates a folder that only this user may open
     _sweep(root)
     return Path(tempfile.mkdtemp(prefix=f"bedplate-{os.getpid()}-", dir=root))
 
 
 def _sweep(root: Path) -> None:
-    """What was killed could not clean up."""
+    """Remove the folders of processes that were killed."""
     with contextlib.suppress(OSError):
         for path in root.glob("bedplate-*"):
             found = _FOLDER.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""The orchestrators that bedplate knows, by name."""
+"""The orchestrators, by name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ if TYPE_CHECKING:
 
 
 def kind_for(order: Order) -> Kind | None:
-    """The orchestrator of this order; `None`: bedplate runs the engines itself. Raises what is known to be impossible
-    before anything is probed."""
+    """The orchestrator of this order; None if bedplate runs the engines itself.
+
+    Raises for what is known to be impossible before anything is probed.
+    """
     if order.on is None:
         return None
     if len(order.services) > 1:
         raise BadQuestion(
-            f"--on {order.on}: {NAMES[order.on]} runs one model here, and there are {len(order.services)} services",
-            hint="serve them without --on, or one at a time",
+            f"--on {order.on}: {NAMES[order.on]} serves one model, and there are {len(order.services)} services",
+            hint="serve them without --on, or start a service for each",
         )
     if order.bundle is not None:
-        raise BadQuestion(f"--on {order.on}: a bundle has no {NAMES[order.on]} in it", hint="leave --on out")
+        raise BadQuestion(f"--on {order.on}: a bundle does not contain {NAMES[order.on]}", hint="leave --on out")
     if order.services[0].on_demand:
-        raise BadQuestion(f"--on {order.on}: a model on {NAMES[order.on]} stays loaded", hint="leave --ttl out")
+        raise BadQuestion(f"--on {order.on}: {NAMES[order.on]} keeps its model loaded", hint="leave --ttl out")
     if order.on == "dynamo":
         from bedplate.hosting.on_dynamo import Dynamo
 
@@ -36,7 +38,7 @@ def kind_for(order: Order) -> Kind | None:
 
 
 def recipe_of(id: str) -> Recipe | None:
-    """The recipe of an orchestrator's environment; `None`: no orchestrator has this name."""
+    """The recipe of an orchestrator's environment; None if no orchestrator has this name."""
     if id == "dynamo":
         from bedplate.hosting.on_dynamo import ALONE
 

@@ -1,4 +1,4 @@
-"""What a person wants, as an order for one host on this machine."""
+"""Turns an intent into an order for one host on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.values.tenant import Declared, is_name
 from bedplate.values.units import parsed_seconds
 
 LEAST_SHARE = 0.01
-"""For those who said nothing, together, where others have claimed everything: they wait longest, and not for ever."""
+"""The share that tenants without a share get together if the others claim everything, so that none waits forever."""
 
 
 def order_of(
@@ -26,7 +26,7 @@ def order_of(
     on: Orchestrator | None = None,
     **listening: Any,
 ) -> Order:
-    """The intent's services, or its one model; `listening` are further fields of the order."""
+    """The order for the intent's services, or for its one model. `listening` are further fields of the order."""
     if not intent.services:
         wanted = Wanted(
             model=_named(intent.model, "model"),
@@ -39,35 +39,35 @@ def order_of(
         return Order(services=(wanted,), tenants=declared(intent.tenants), on=on, **listening)
     if intent.pools:
         raise BadQuestion(
-            "pools: these are machines on paper, and serve runs on this one",
-            hint="leave pools out to serve the services here; bedplate plan -f FILE plans them",
+            "pools: pools are hypothetical hardware, and serve runs on this machine",
+            hint="leave pools out to serve the services here; bedplate plan -f FILE plans with them",
         )
     for option, value in (("--engine", engine), ("--replicas", replicas), ("--ttl", ttl)):
         if value is not None:
             raise BadQuestion(
-                f"{option}: the intent has {len(intent.services)} services, each with its own",
-                hint=f"say it in the file: {option.strip('-')}: {value}",
+                f"{option}: the intent has {len(intent.services)} services, and each has its own setting",
+                hint=f"set it in the file: {option.strip('-')}: {value}",
             )
     services = tuple(_wanted(one, index, intent) for index, one in enumerate(intent.services))
     return Order(services=services, tenants=declared(intent.tenants), on=on, **listening)
 
 
 def declared(tenants: Sequence[Tenant]) -> tuple[Declared, ...]:
-    """Shares become weights, so that equal ones are 1, which is what a tenant has of whom nothing is said.
+    """The tenants with weights instead of shares. Equal shares have weight 1, the default of a tenant.
 
-    What nobody has claimed is divided among those who said nothing, as in a plan.
+    Tenants without a share divide what the others leave, as in a plan.
     """
     for index, one in enumerate(tenants):
         if not is_name(one.name):
-            hint = "letters, digits and . _ @ -, at most 64"
-            raise BadQuestion(f"tenants[{index}].name: {one.name!r} cannot be the name of a tenant here", hint=hint)
-    said = [one.share for one in tenants if one.share is not None]
-    silent = len(tenants) - len(said)
-    left = max(LEAST_SHARE, 1 - sum(said)) / silent if silent else 0.0
+            hint = "use letters, digits and . _ @ -, at most 64 characters"
+            raise BadQuestion(f"tenants[{index}].name: {one.name!r} is not a valid tenant name", hint=hint)
+    shares = [one.share for one in tenants if one.share is not None]
+    without_share = len(tenants) - len(shares)
+    left = max(LEAST_SHARE, 1 - sum(shares)) / without_share if without_share else 0.0
     return tuple(
         Declared(
             name=one.name,
-            weight=round((one.share or left) * len(tenants), 6) if said else None,
+            weight=round((one.share or left) * len(tenants), 6) if shares else None,
             requests_per_minute=one.requests_per_minute,
             tokens_per_minute=one.tokens_per_minute,
             in_flight=one.in_flight,
@@ -91,7 +91,9 @@ def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
 
 def _named(model: ModelNamed | None, field: str) -> str | None:
     if isinstance(model, dict):
-        raise BadQuestion(f"{field}: facts can be planned, not served", hint="name a file, a folder or owner/name")
+        raise BadQuestion(
+            f"{field}: facts of a model can be planned, not served", hint="name a file, a folder or owner/name"
+        )
     return model
 
 
@@ -100,5 +102,7 @@ def ttl_seconds(ttl: str | float | None, field: str) -> float | None:
         return None
     found = parsed_seconds(ttl, field) if isinstance(ttl, str) else float(ttl)
     if found <= 0:
-        raise BadQuestion(f"{field}: must be more than 0", hint="for example 10m; leave it out to keep it loaded")
+        raise BadQuestion(
+            f"{field}: must be more than 0", hint="for example 10m; leave it out to keep the model loaded"
+        )
     return found

@@ -1,4 +1,4 @@
-"""The running services: a file for each under BEDPLATE_HOME/services, written by the host itself."""
+"""Records of running services: one file for each under BEDPLATE_HOME/services, written by its host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bedplate.values.service import ServiceRecord
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MOST_SOCKET_BYTES = 100
-"""Of a socket's path: the kernels take 108 or 104, with the zero at the end."""
+"""Longest path of a socket. Kernels allow 108 or 104 bytes, including the final zero."""
 CONNECT_S = 2.0
 
 
@@ -36,14 +36,14 @@ def run_dir() -> Path:
 def checked_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise BadQuestion(
-            f"{name!r} cannot be the name of a service",
-            hint="up to 63 small letters, digits, dots, dashes and underscores, a letter or digit first",
+            f"{name!r} is not a valid service name",
+            hint="use up to 63 lower-case letters, digits, dots, dashes and underscores; start with a letter or digit",
         )
     return name
 
 
 def as_name(text: str) -> str:
-    """A name that is made of whatever a model is called."""
+    """A valid service name derived from the name of a model."""
     words = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
     return words or "bedplate"
 
@@ -52,10 +52,11 @@ def as_name(text: str) -> str:
 
 
 def birth_of(pid: int) -> str | None:
-    """What tells this process from a later one with the same number; `None`: there is no such process."""
+    """An id of the process that a later one with the same pid does not share; None if there is no such process."""
     boot, ticks = _text("/proc/sys/kernel/random/boot_id"), _text(f"/proc/{pid}/stat")
     if boot is not None and ticks is not None:
-        # The command's name stands in brackets and may itself hold brackets and spaces; of the rest, the 20th is it.
+        # The command name is in brackets and may itself contain brackets and spaces. The start time is the 20th field
+        # after it.
         fields = ticks.rpartition(")")[2].split()
         return None if fields[0] in "ZX" else f"{boot.strip()} {fields[19]}"
     if boot is not None:
@@ -77,7 +78,7 @@ def _text(path: str) -> str | None:
 
 
 def is_alive(record: ServiceRecord) -> bool:
-    """Its process is there; or, where processes cannot be seen from here, its socket answers."""
+    """Whether its process runs or, if processes are not visible from here, whether its socket accepts connections."""
     return birth_of(record.pid) == record.birth or _connects(record.socket)
 
 
@@ -95,13 +96,13 @@ def _connects(path: str) -> bool:
 
 
 def claimed(wanted: str | None, fallback: str, *, detached: bool = False) -> ServiceRecord:
-    """A record of this very process under the wanted name, or the fallback with a number where that is taken."""
+    """Write a record of this process under `wanted`, or under `fallback`, with a number if that name is in use."""
     folder = writable(services_dir())
     name = checked_name(wanted) if wanted is not None else as_name(fallback)
     pid = os.getpid()
     birth = birth_of(pid)
     if birth is None:
-        raise OutsideFailed("this process cannot be told from others", hint="is /proc mounted?")
+        raise OutsideFailed("the start time of this process cannot be read", hint="check that /proc is mounted")
     with locked(folder / "claims", "starting"):
         taken = {record.name for record in running()}
         if name in taken and wanted is not None:
@@ -127,13 +128,13 @@ def name_taken(name: str) -> BadQuestion:
     other = read(name)
     which = f" (process {other.pid})" if other is not None else ""
     return BadQuestion(
-        f"a service called {name} is running already{which}",
-        hint=f"bedplate stop {name}, or choose another: --name {name}-2",
+        f"a service named {name} is already running{which}",
+        hint=f"run bedplate stop {name}, or choose another name: --name {name}-2",
     )
 
 
 def write(record: ServiceRecord) -> None:
-    """Whole or not at all: others read it at any moment."""
+    """Write the record atomically, since other processes read it at any time."""
     path = services_dir() / f"{record.name}.json"
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -151,16 +152,16 @@ def changed(record: ServiceRecord, **changes: object) -> ServiceRecord:
 
 
 def forget(record: ServiceRecord) -> None:
-    """Takes its file away, unless the name is somebody else's by now."""
-    there = read(record.name)
-    if there is None or (there.pid, there.birth) == (record.pid, record.birth):
+    """Remove the record and the socket, unless another process has taken the name."""
+    current = read(record.name)
+    if current is None or (current.pid, current.birth) == (record.pid, record.birth):
         for path in (services_dir() / f"{record.name}.json", Path(record.socket)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
 def read(name: str) -> ServiceRecord | None:
-    """What its file says; `None` where there is none, or none that can be read."""
+    """The record of a service; None if there is none or it cannot be read."""
     try:
         return from_json(ServiceRecord, (services_dir() / f"{name}.json").read_bytes(), f"the record of {name}")
     except (OSError, BedplateError):
@@ -168,7 +169,7 @@ def read(name: str) -> ServiceRecord | None:
 
 
 def records() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
-    """Those that run, and those whose process ended without saying so."""
+    """The records of running services, and those whose process exited without removing its record."""
     alive: list[ServiceRecord] = []
     stale: list[ServiceRecord] = []
     for record in _all():
@@ -191,7 +192,7 @@ def running() -> list[ServiceRecord]:
 
 
 def swept() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
-    """As `records`; the files of those that are gone are taken away."""
+    """The running services and the exited ones, whose records are removed."""
     alive, stale = records()
     for record in stale:
         forget(record)
@@ -199,7 +200,7 @@ def swept() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
 
 
 def chosen(name: str | None) -> ServiceRecord:
-    """The service of this name; without one, the only one there is."""
+    """The running service of this name; without a name, the only one."""
     alive, stale = swept()
     if name is None:
         if len(alive) == 1:
@@ -207,25 +208,24 @@ def chosen(name: str | None) -> ServiceRecord:
         if alive:
             names = ", ".join(record.name for record in alive)
             raise BadQuestion(f"{len(alive)} services are running", hint=f"name one of them: {names}")
-        raise AnswerIsNo("no service is running", cause=_ended(stale), hint="bedplate serve -d starts one")
+        raise AnswerIsNo("no service is running", cause=_ended(stale), hint="start one with bedplate serve -d")
     for record in alive:
         if record.name == name:
             return record
     names = ", ".join(record.name for record in alive) or "none"
     gone = _ended([record for record in stale if record.name == name])
-    raise AnswerIsNo(f"no service called {name} is running", cause=gone, hint=f"running: {names}")
+    raise AnswerIsNo(f"no service named {name} is running", cause=gone, hint=f"running: {names}")
 
 
 def _ended(stale: list[ServiceRecord]) -> str | None:
-    said = [f"{one.name} (process {one.pid}) ended without saying so; its log: {one.log}" for one in stale]
-    return "; ".join(said) or None
+    return "; ".join(f"{one.name} (process {one.pid}) exited unexpectedly; its log: {one.log}" for one in stale) or None
 
 
 # sockets
 
 
 def socket_path(name: str) -> Path:
-    """Where a service takes requests: in its home where the path is short enough, else in a folder of ours in /tmp."""
+    """The path of a control socket: under BEDPLATE_HOME, or in the temporary folder if that path is too long."""
     path = run_dir() / f"{name}.sock"
     if len(os.fsencode(path)) <= MOST_SOCKET_BYTES:
         return path
@@ -238,13 +238,13 @@ def short_socket_path(name: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """A folder that nobody else may look into; one that is somebody else's is refused."""
+    """Create a folder that only this user may open. Raises if it belongs to another user."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise OutsideFailed(
-                f"{folder} is not a folder of this user's own", hint="remove it, or set TMPDIR to another folder"
+                f"{folder} is not a folder that belongs to this user", hint="remove it, or set TMPDIR to another folder"
             )
         if status.st_mode & 0o077:
             folder.chmod(0o700)

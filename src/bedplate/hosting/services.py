@@ -1,4 +1,4 @@
-"""The running services from outside: who is there, how they are, and how they are ended."""
+"""Lists running services, reads their status and stops them, from another process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bedplate.values.record import Record
 from bedplate.values.service import HostStatus, ServiceRecord
 
 GLANCE_S = 5.0
-"""For one that may be too busy to answer, when others are waiting to be listed."""
+"""Timeout for the status of one service in a list of several."""
 LATE_S = 30.0
-"""After its answers had their time, what a host may take to end its engines and itself."""
+"""How long a host may take to stop its engines and exit after its requests were drained."""
 LOOK_S = 0.02
 
 
 class Running(Record, frozen=True, kw_only=True):
-    """A service that runs, and how it is, unless it does not say."""
+    """A running service, and its status if it answered."""
 
     record: ServiceRecord
     status: HostStatus | None = None
@@ -31,14 +31,14 @@ class Running(Record, frozen=True, kw_only=True):
 class Stopped(Record, frozen=True, kw_only=True):
     name: str
     in_flight: int | None = None
-    """Answers that were under way; `None`: it did not say."""
+    """Requests that were running; null if the service did not report it."""
     took_s: float
     signalled: bool = False
-    """Whether it had to be told by a signal, since it did not answer."""
+    """Whether it was stopped by a signal because it did not answer."""
 
 
 def listed() -> tuple[list[Running], list[ServiceRecord]]:
-    """All that run, and those that ended without saying so, whose files are gone now."""
+    """The running services, and those that exited unexpectedly, whose files are removed."""
     alive, stale = records.swept()
     return [Running(record=record, status=_glance(record)) for record in alive], stale
 
@@ -50,31 +50,31 @@ def status_of(record: ServiceRecord) -> HostStatus:
 def _glance(record: ServiceRecord) -> HostStatus | None:
     try:
         return ask(record, "status", answer=HostStatus, limit_s=GLANCE_S)
-    except OutsideFailed:  # it is still installing, or hangs; that it runs is known all the same
+    except OutsideFailed:  # it is still installing, or hangs; it is listed as running without a status
         return None
 
 
 def stopped(
     record: ServiceRecord, drain_s: float = DRAIN_S, tell: Callable[[str], None] = lambda text: None
 ) -> Stopped:
-    """Asks it to stop and waits until its process is gone."""
+    """Stop a service and wait until its process has exited."""
     began = time.monotonic()
     in_flight, signalled = None, False
     try:
         in_flight = ask(record, "stop", Stop(drain_s=drain_s), answer=Stopping).in_flight
         if in_flight:
-            tell(f"{record.name}: {in_flight} answers are under way, and have up to {drain_s:g} s")
+            tell(f"{record.name}: waiting up to {drain_s:g} s for {in_flight} running requests")
     except OutsideFailed as error:
         signalled = _signalled(record)
         if not signalled and records.is_alive(record):
             raise
-        tell(f"{record.name}: {error.message}; process {record.pid} was told by a signal")
+        tell(f"{record.name}: {error.message}; sent SIGTERM to process {record.pid}")
     until = began + drain_s + LATE_S
     while records.is_alive(record):
         if time.monotonic() > until:
             raise OutsideFailed(
-                f"{record.name} (process {record.pid}) has not ended after {drain_s + LATE_S:g} s",
-                hint=f"kill -9 {record.pid} ends it and its engines; its log: {record.log}",
+                f"{record.name} (process {record.pid}) is still running after {drain_s + LATE_S:g} s",
+                hint=f"kill -9 {record.pid} stops it and its engines; see its log: {record.log}",
             )
         time.sleep(LOOK_S)
     records.forget(record)
@@ -82,7 +82,7 @@ def stopped(
 
 
 def _signalled(record: ServiceRecord) -> bool:
-    """Only if it is that very process still."""
+    """Send SIGTERM, unless the process id belongs to another process now."""
     if records.birth_of(record.pid) != record.birth:
         return False
     try:

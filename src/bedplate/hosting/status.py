@@ -1,4 +1,4 @@
-"""How a host is doing, as one value."""
+"""The status of a host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def status(host: Host, record: ServiceRecord) -> HostStatus:
-    """Reading what processes take of memory takes a while, so a thread does it."""
+    """Collect the status. The memory of processes is read in a thread, since that is slow."""
     pids = {engine.id: engine.pid for engine in host.engines}
     sizes = await asyncio.to_thread(_sizes, pids)
     drifts = {name: await asyncio.to_thread(drift, service) for name, service in host.services.items()}

@@ -1,4 +1,4 @@
-"""bedplate under systemd: a unit for the user's own manager, and the words that a service says to it."""
+"""bedplate under systemd: a user unit, and readiness notifications."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import socket
 from collections.abc import Mapping, Sequence
 
 UNIT = """\
-# {file}: put it into ~/.config/systemd/user, then
+# {file}: put it into ~/.config/systemd/user, then run
 #   systemctl --user daemon-reload && systemctl --user enable --now {name}.service
-# To keep it when you log out: loginctl enable-linger
+# To keep the service running after you log out: loginctl enable-linger
 [Unit]
 Description=bedplate: {what}
 Documentation=man:systemd.service(5)
@@ -22,20 +22,20 @@ StartLimitBurst=5
 Type=notify
 NotifyAccess=main
 WorkingDirectory={folder}
-{environment}# Secrets such as BEDPLATE_API_KEY belong into this file, with mode 0600.
+{environment}# Put secrets such as BEDPLATE_API_KEY into this file and give it mode 0600.
 EnvironmentFile=-%h/.config/bedplate/{name}.env
 ExecStart={command}
-# Engines may be installed and models fetched before it is ready.
+# The first start may install engines and download models.
 TimeoutStartSec=infinity
-# It stops in order by itself; whatever is left after this is killed.
+# bedplate drains running requests and exits. What still runs after this time is killed.
 TimeoutStopSec=60
-# Only bedplate gets the signal: it ends its engines when their answers are done.
+# Only bedplate gets SIGTERM. It stops its engines after their requests have finished.
 KillMode=mixed
-# An engine that the system kills for its memory is started again by bedplate.
+# bedplate restarts an engine that the kernel killed for lack of memory.
 OOMPolicy=continue
 Restart=on-failure
 RestartSec=2
-# A wrong question and an answer that is no do not get better.
+# No restart after "not possible" (1) and usage errors (2): the result would be the same.
 RestartPreventExitStatus=1 2
 LimitNOFILE=65536
 UMask=0077
@@ -52,7 +52,7 @@ WantedBy=default.target
 
 
 def unit(name: str, what: str, argv: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:
-    """The text of a unit that runs `argv` in `folder`. Nothing secret may be in `argv` or `environment`."""
+    """The text of a unit that runs `argv` in `folder`. `argv` and `environment` must not contain secrets."""
     lines = "".join(f"Environment={quoted(f'{key}={value}')}\n" for key, value in environment.items())
     return UNIT.format(
         file=f"bedplate-{name}.service",
@@ -65,7 +65,7 @@ def unit(name: str, what: str, argv: Sequence[str], folder: str, environment: Ma
 
 
 def quoted(word: str, *, command: bool = False) -> str:
-    """One word as systemd reads it back: with its specifiers, variables and quotes taken as they stand."""
+    """Quote one word so that systemd reads its specifiers, variables and quotes literally."""
     word = _doubled(word)
     if command:
         word = word.replace("$", "$$")
@@ -80,7 +80,7 @@ def _doubled(text: str) -> str:
 
 
 def notify(state: str) -> None:
-    """Tells systemd, where it is what started us and wants to hear it; who else does is never disturbed."""
+    """Send a state to systemd if it started this process with `Type=notify`. Does nothing otherwise."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""Who may use the endpoints of this installation: tenants, their keys, and what they used."""
+"""Tenants of this installation: their keys, limits and usage."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ ID_LETTERS = 8
 def add_key(
     name: str, changes: dict[str, Any], expires_s: float | None = None, path: Path | None = None
 ) -> tuple[Tenant, str]:
-    """A new key for a tenant, which is made if there is none of that name; the key is told once, and not kept."""
+    """Create a key for a tenant, and the tenant if it does not exist. The key is returned once and stored as a hash."""
     if not is_name(name):
-        raise BadQuestion(f"{name!r} cannot be the name of a tenant", hint="letters, digits and . _ @ -, at most 64")
+        raise BadQuestion(
+            f"{name!r} is not a valid tenant name", hint="use letters, digits and . _ @ -, at most 64 characters"
+        )
     before = next((one for one in store.tenants(path) if one.name == name), None)
     tenant = _changed(before or Tenant(name=name), changes)
     key = KEY_MARK + secrets.token_urlsafe(KEY_BYTES)
@@ -44,19 +46,19 @@ def add_key(
 
 
 def change(name: str, changes: dict[str, Any], path: Path | None = None) -> Tenant:
-    """Other limits or another weight. The tenant `default` is whoever comes without a key of the store."""
+    """Change limits or the weight of a tenant. Requests without a stored key belong to the tenant `default`."""
     found = next((one for one in store.tenants(path) if one.name == name), None)
     if found is None and name != DEFAULT_TENANT:
         raise _nobody(name, path)
     if not changes:
-        raise BadQuestion("nothing is to be changed", hint="--weight, --requests-per-minute, --in-flight …")
+        raise BadQuestion("no change given", hint="use --weight, --requests-per-minute, --in-flight …")
     tenant = _changed(found or Tenant(name=name), changes)
     store.put_tenant(tenant, path)
     return tenant
 
 
 def remarks(declared: Sequence[Declared], stored: Sequence[Tenant]) -> tuple[str, ...]:
-    """What is odd about the tenants that an endpoint was started for, beside those that have keys."""
+    """Warnings about differences between the tenants in an intent file and those in the store."""
     if not declared:
         return ()
     known = {one.name: one for one in stored}
@@ -68,21 +70,23 @@ def remarks(declared: Sequence[Declared], stored: Sequence[Tenant]) -> tuple[str
             ("has" if len(keyless) == 1 else "have"),
             " and ".join(f"bedplate keys add {n}" for n in keyless),
         )
-        found.append(f"{' and '.join(keyless)} {have} no key yet and cannot ask for anything: {commands}")
+        found.append(f"{' and '.join(keyless)} {have} no key yet and cannot send requests: run {commands}")
     for one in declared:
         usual = Tenant(name=one.name)
         for field in LIMITS:
-            here, there = getattr(one, field), getattr(known.get(one.name, usual), field)
-            if here is not None and there not in (here, getattr(usual, field)):
-                what = field.replace("_", " ")
-                found.append(f"{one.name}: {what} {here:g} of the file holds here, not the {there:g} of bedplate keys")
+            in_file, in_store = getattr(one, field), getattr(known.get(one.name, usual), field)
+            if in_file is not None and in_store not in (in_file, getattr(usual, field)):
+                limit = field.replace("_", " ")
+                found.append(
+                    f"{one.name}: {limit} {in_file:g} from the file applies here, not {in_store:g} from bedplate keys"
+                )
     if others := [one.name for one in stored if one.keys and one.name not in named]:
-        found.append(f"not in the file, and let in by their keys all the same: {', '.join(others)}")
+        found.append(f"not in the file, but accepted because they have keys: {', '.join(others)}")
     return tuple(found)
 
 
 def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
-    """Takes back one key by its id, or a tenant with all of its keys by its name; says which keys are gone."""
+    """Revoke a key by its id, or a tenant and all of its keys by its name. Returns the ids of the revoked keys."""
     known = store.tenants(path)
     for tenant in known:
         if tenant.name == which:
@@ -102,7 +106,7 @@ def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
 def usage(
     by: UsageBy, since_s: float | None = None, tenant: str | None = None, path: Path | None = None
 ) -> UsageReport:
-    """What was used in the last `since_s` seconds, or ever."""
+    """Usage in the last `since_s` seconds, or in total."""
     now = time.time()
     began = now - since_s if since_s is not None else None
     rows = store.usage(by, began or 0.0, tenant=tenant, path=path)
@@ -121,24 +125,24 @@ def _changed(tenant: Tenant, changes: dict[str, Any]) -> Tenant:
     try:
         return msgspec.convert({**msgspec.structs.asdict(tenant), **changes}, Tenant)
     except msgspec.ValidationError as error:
-        raise BadQuestion("this cannot be allowed to a tenant", cause=str(error)) from error
+        raise BadQuestion("invalid limit for a tenant", cause=str(error)) from error
 
 
 def _nobody(which: str, path: Path | None) -> BadQuestion:
     names = ", ".join(one.name for one in store.tenants(path)[:10])
-    hint = f"there are {names}" if names else "bedplate keys add NAME makes one"
-    return BadQuestion(f"there is no tenant and no key {which!r}", hint=hint)
+    hint = f"tenants: {names}" if names else "bedplate keys add NAME creates a tenant"
+    return BadQuestion(f"no tenant and no key {which!r}", hint=hint)
 
 
 def _after(now: dt.datetime, expires_s: float | None) -> str | None:
     if expires_s is None:
         return None
     if expires_s <= 0:
-        raise BadQuestion("a key must be valid for some time", hint="--expires 30d")
+        raise BadQuestion("--expires must be longer than 0", hint="for example --expires 30d")
     try:
         return (now + dt.timedelta(seconds=expires_s)).isoformat(timespec="seconds")
     except OverflowError:
-        raise BadQuestion("a key cannot be valid for that long", hint="leave out --expires") from None
+        raise BadQuestion("--expires is too long", hint="leave out --expires for a key that does not expire") from None
 
 
 def _moment(at_s: float) -> str:

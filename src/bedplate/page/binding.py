@@ -1,4 +1,4 @@
-"""What binds now: the answers of the last minute, judged as a measured cell is."""
+"""The current bottleneck: the requests of the last minute, diagnosed like a measured cell."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bedplate.values.run import Cell, Load, Repeat, Sample, Subject
 from bedplate.values.traffic import ServedRequest
 
 MOST_EVIDENCE = 4
-IDLE = Binding(text="Nothing binds: nobody asked for anything in the last minute.")
-TOO_FEW = Binding(text=f"Not known: fewer than {LEAST_REQUESTS} streamed answers ended in the last minute.")
+IDLE = Binding(text="No bottleneck: no requests in the last minute.")
+TOO_FEW = Binding(text=f"Unknown: fewer than {LEAST_REQUESTS} streamed responses ended in the last minute.")
 
 
 def binding(
@@ -30,9 +30,13 @@ def binding(
     states: Sequence[EngineState] = (),
     now_s: float | None = None,
 ) -> Binding:
-    """`tallies`: the last minute's seconds; `slots`: of all engines that answer; `states`: what they told meanwhile."""
-    standing = [tally.standing.in_flight + tally.standing.waiting for tally in tallies]
-    busy = [number for number in standing if number]
+    """Name the bottleneck of one model.
+
+    `tallies` are the seconds of the last minute, `slots` is the sum over all engines that take requests, and `states`
+    are the engine metrics read in that time.
+    """
+    concurrency = [tally.standing.in_flight + tally.standing.waiting for tally in tallies]
+    busy = [number for number in concurrency if number]
     if not busy and not any(tally.ended for tally in tallies):
         return IDLE
     now_s = time.time() if now_s is None else now_s
@@ -43,7 +47,7 @@ def binding(
     found = bottleneck([cell], ground_for(cell.subject, plan.model, hardware))
     if found.limit is None:
         why = found.loads[-1].why if found.loads else None
-        return Binding(text=f"Not known: {why}." if why else "Not known.")
+        return Binding(text=f"Unknown: {why}." if why else "Unknown.")
     return Binding(
         limit=found.limit,
         text=found.text,

@@ -1,4 +1,4 @@
-"""What an endpoint did in the last ten minutes, by the second: counted as requests end, added up for who looks."""
+"""Per-second counters of the last ten minutes. They are updated as requests end and summed when the page reads them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bedplate.values.traffic import ServedRequest
 
 SPAN_S = 600
 WINDOW_S = 60
-"""Times and rates are of the answers that ended in so many seconds up to then."""
+"""Latencies and rates are computed over the responses that ended in a window of this length."""
 SPELL_S = 5
-"""What each tenant did is kept by so many seconds, since there may be many of them."""
+"""Interval of the per-tenant counters. It is longer than a second because there may be many tenants."""
 MOST_TENANTS = 500
-"""Tenants whose past is kept for their own pages; of those beyond, what they used since the start."""
+"""Tenants with a history for their own page. For the tenants beyond, only totals since the start are kept."""
 MOST_RECENT = 200
-"""Requests of a model that are kept to judge by."""
+"""Requests kept per model for the diagnosis."""
 _STEP = math.log(1.02)
-"""Times are counted in classes that are 2 % wide, so that a busy second takes no more room than a calm one."""
+"""Latencies are counted in buckets 2 % wide, so that a busy second needs no more memory than an idle one."""
 
 Counts = dict[int, int]
 NOBODY: Mapping[str, int] = {}
 
 
 class Standing(NamedTuple):
-    """One model at one moment."""
+    """The state of one model at one moment."""
 
     in_flight: int
     waiting: int
@@ -39,7 +39,7 @@ class Standing(NamedTuple):
 
 
 class Tally:
-    """What ended within one second, of one model; or within one spell, of one tenant."""
+    """Counters of the requests that ended: of one model in one second, or of one tenant in `SPELL_S` seconds."""
 
     __slots__ = (
         "completion_tokens", "ended", "failed", "prompt_tokens", "standing", "tpot", "ttft", "turned_away",
@@ -61,7 +61,7 @@ class Second:
 
 
 class Spell:
-    """Some seconds, by tenant."""
+    """The counters of each tenant in `SPELL_S` seconds."""
 
     __slots__ = ("at_s", "tenants")
 
@@ -71,7 +71,7 @@ class Spell:
 
 
 class Used:
-    """What one tenant used since the start."""
+    """The totals of one tenant since the start."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "failed", "prompt_tokens", "requests", "turned_away")
 
@@ -81,7 +81,7 @@ class Used:
 
 
 class Recorder:
-    """Hears of every request that has ended, and keeps the last `SPAN_S` seconds, and those that their windows need."""
+    """Counts every request that ends. Keeps `SPAN_S` seconds, and before them the seconds that their windows need."""
 
     def __init__(self, now_s: float | None = None) -> None:
         self.seconds: deque[Second] = deque(maxlen=SPAN_S + WINDOW_S)
@@ -126,11 +126,15 @@ class Recorder:
     def close(
         self, standings: Mapping[str, Standing], now_s: float | None = None, *, in_flight: Mapping[str, int] = NOBODY
     ) -> None:
-        """The second is over; `standings` is how each model stands at its end, `in_flight` what each tenant has."""
+        """End the current second.
+
+        `standings` is the state of each model, `in_flight` the number of running requests of each tenant.
+        """
         for model, standing in standings.items():
             self._tally(model).standing = standing
         self.seconds.append(self._now)
-        # Later than the last one whatever the clock does: a page asks for what came after the last that it has.
+        # Always later than the second before, even if the clock was set back: pages ask for the seconds after the last
+        # one they have.
         self._now = Second(max(self._now.at_s + 1, int(time.time() if now_s is None else now_s)))
         if self._now.at_s >= self._spell.at_s + SPELL_S:
             for tenant, number in in_flight.items():
@@ -140,17 +144,17 @@ class Recorder:
             self._spell = Spell(self._now.at_s)
 
     def tokens_of(self, tenant: str) -> int:
-        """In the last `SPAN_S` seconds, to within a spell."""
+        """Tokens in the last `SPAN_S` seconds, with a resolution of `SPELL_S`."""
         spells = (*islice(self.spells, max(0, len(self.spells) - SPAN_S // SPELL_S), None), self._spell)
         own = [tally for spell in spells if (tally := spell.tenants.get(tenant)) is not None]
         return sum(tally.prompt_tokens + tally.completion_tokens for tally in own)
 
     def window(self, model: str) -> list[Tally]:
-        """The last minute, up to the end of the last second."""
+        """The last `WINDOW_S` completed seconds."""
         return [tally for one in _last(self.seconds, WINDOW_S) if (tally := one.models.get(model)) is not None]
 
     def history(self, models: Iterable[str], since_s: float = 0.0) -> History:
-        """What came after `since_s`."""
+        """The seconds after `since_s`."""
         seconds = list(self.seconds)
         new = min(SPAN_S, sum(second.at_s > since_s for second in seconds))
         return History(
@@ -159,7 +163,7 @@ class Recorder:
         )
 
     def history_of(self, tenant: str, since_s: float = 0.0) -> History:
-        """One tenant's own, spell by spell."""
+        """The history of one tenant, in steps of `SPELL_S`."""
         spells = list(self.spells)
         new = min(SPAN_S // SPELL_S, sum(spell.at_s > since_s for spell in spells))
         return History(
@@ -202,7 +206,7 @@ def times(all_counts: Iterable[Counts]) -> Times:
 
 
 def series(tallies: Sequence[Tally | None], new: int, each_s: int = 1) -> Series:
-    """The last `new` of these seconds, or of what lasts `each_s`, with times and rates over the minute up to each."""
+    """The last `new` entries, each `each_s` seconds long, with latencies and rates over the minute that ends there."""
     first = len(tallies) - new
     rows = list(islice(_windows(tallies, first, each_s), new))
     columns: list[tuple[object, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
@@ -216,7 +220,7 @@ _COLUMNS = (
 
 
 def _windows(tallies: Sequence[Tally | None], first: int, each_s: int) -> Iterator[tuple[float | None, ...]]:
-    """One row for each second from `first` on; the window slides, so that each second is added and taken away once."""
+    """One row per entry from `first` on. The window slides: each entry is added once and subtracted once."""
     ttft: Counts = {}
     tpot: Counts = {}
     ended = failed = turned_away = prompt = completion = 0
@@ -251,11 +255,11 @@ def _add(to: Counts, counts: Counts, sign: int) -> None:
 
 
 def _quantiles(counts: Counts) -> tuple[float | None, float | None]:
-    """The median and the 95th percentile, to within a class."""
-    whole = sum(counts.values())
-    if not whole:
+    """The median and the 95th percentile, accurate to a bucket."""
+    total = sum(counts.values())
+    if not total:
         return None, None
-    ranks = [math.ceil(0.5 * whole), math.ceil(0.95 * whole)]
+    ranks = [math.ceil(0.5 * total), math.ceil(0.95 * total)]
     found: list[float] = []
     passed = 0
     for key in sorted(counts):

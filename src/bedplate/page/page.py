@@ -1,4 +1,4 @@
-"""The page at `/` of a running endpoint, and the figures that it asks for once a second."""
+"""The live page at `/` of a running endpoint, and the figures it requests once a second."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 PAGE, FIGURES = "/", "/bedplate/live"
 TICK_S = 1.0
 LOOKED_S = 10.0
-"""Somebody looks as long as figures were asked for within so many seconds."""
+"""The page counts as open if its figures were requested in the last so many seconds."""
 LOOK_S = 2.0
-"""Between two looks at processes and engines while somebody looks at the page."""
+"""Interval between two readings of processes and engine metrics while the page is open."""
 SELDOM_S = 15.0
-"""Likewise while nobody does: memory alone, so that the page has a past when it is opened."""
+"""The same interval while the page is closed. Only memory is read then, so that the page has a history when opened."""
 LOOK_SHARE = 0.05
-"""Of the time, the most that looking may take: counting the pages of a large process is no small thing."""
+"""Largest share of the time that readings may take. Counting the memory pages of a large process is slow."""
 JSON = "application/json"
 
 
 class Asked(NamedTuple):
-    """One engine, as a thread may know it."""
+    """What a thread needs to read the memory and metrics of one engine."""
 
     id: str
     pid: int | None
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
 
 class ToJudge(NamedTuple):
-    """One model, as a thread may know it."""
+    """What a thread needs to name the bottleneck of one model."""
 
     tallies: Sequence[Tally]
     recent: Sequence[ServedRequest]
@@ -68,7 +68,7 @@ class ToJudge(NamedTuple):
 
 
 class LiveFigures:
-    """What is known of a host for its page. Counts by itself; looks more closely only while somebody does."""
+    """Collects the figures of a host for its page. Engine metrics are read only while the page is open."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -80,13 +80,13 @@ class LiveFigures:
         self._metrics: dict[tuple[str, str | None], Metrics] = {}
         self._bindings: dict[str, Binding] = {}
         self._verdict: LastVerdict | None = None
-        # Opened before the first engine starts, since what is in use then is not its.
+        # Opened before the first engine starts: GPU memory that is already in use belongs to other processes.
         self._cards = Cards.here() if host.hardware.accelerators else None
         if host.gateway.keeper is not None:
             host.gateway.keeper.listeners.append(self.recorder.hear)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Collect figures until cancelled."""
         looking: asyncio.Task[float] | None = None
         looked_at, pause_s = time.monotonic(), 0.0
         due = time.monotonic()
@@ -107,8 +107,8 @@ class LiveFigures:
 
     def _pause_after(self, looking: asyncio.Task[float]) -> float:
         error = looking.exception()
-        if error is not None:  # a mistake here must not end what is looked at
-            self.host.say(f"the live page could not be kept up to date: {error!r}")
+        if error is not None:  # an error in the page must not stop the service
+            self.host.say(f"the figures of the live page could not be updated: {error!r}")
             return 60.0
         return looking.result() / LOOK_SHARE
 
@@ -122,23 +122,23 @@ class LiveFigures:
         self.recorder.close(standings, in_flight=in_flight)
 
     async def look(self) -> float:
-        """Asks the system, and while somebody looks, the engines. Says how long it took."""
+        """Read the memory of the engines, and their metrics while the page is open. Returns how long it took."""
         began = time.monotonic()
-        closely = self.is_looked_at
-        asked = [self._asked(engine, closely) for engine in self.host.engines]
+        is_open = self.is_looked_at
+        asked = [self._asked(engine, is_open) for engine in self.host.engines]
         self._seen = await asyncio.to_thread(looked, asked, self._cards)
         self._keep_states()
-        if closely:
-            work = {name: one for name, service in self.host.services.items() if (one := self._to_judge(service))}
-            self._bindings = await asyncio.to_thread(judged, work, self.host.hardware)
+        if is_open:
+            inputs = {name: one for name, service in self.host.services.items() if (one := self._to_judge(service))}
+            self._bindings = await asyncio.to_thread(judged, inputs, self.host.hardware)
             names = tuple({one.readied.decided.facts.name for one in self.host.services.values()})
             self._verdict = await asyncio.to_thread(last_verdict, self.host.hardware, names)
         return time.monotonic() - began
 
-    # for those who look
+    # requests of the page
 
     def page(self, visit: Visit) -> Shown | None:
-        """For browsers; whoever asks for text gets the gateway's own."""
+        """The HTML page for browsers. Other clients get None, and with it the gateway's plain text."""
         if "text/html" not in visit.accept:
             return None
         found = live_page()
@@ -151,7 +151,7 @@ class LiveFigures:
         )
 
     def live(self, tenant: str, since_s: float = 0.0, *, whole: bool) -> Live:
-        """The whole is for those who run the endpoint; a tenant sees what is served, and its own use."""
+        """With `whole` the operator's view; else the tenant's view: the models it may use and its own usage."""
         host = self.host
         if whole:
             self._looked_at = time.monotonic()
@@ -212,12 +212,12 @@ class LiveFigures:
 
     def _binding(self, service: HostedService) -> Binding:
         if service.state != "ready":
-            return Binding(text=f"Nothing to judge: {service.name} is {service.state}.")
-        return self._bindings.get(service.name) or Binding(text="Not known yet.")
+            return Binding(text=f"No bottleneck: {service.name} is {service.state}.")
+        return self._bindings.get(service.name) or Binding(text="Unknown: the first measurement is not complete yet.")
 
     def _engine(self, engine: HostedEngine, service: HostedService) -> LiveEngine:
         backend, seen = engine.backend, self._seen.get(engine.id, Seen())
-        whole = sum(other.backend.share for other in service.engines if other.backend.takes_new)
+        total_share = sum(other.backend.share for other in service.engines if other.backend.takes_new)
         return LiveEngine(
             id=engine.id,
             engine=engine_by_id(engine.plan.engine).name,
@@ -227,7 +227,7 @@ class LiveFigures:
             reason=backend.reason,
             progress=backend.progress,
             well=backend.health.is_well,
-            share=backend.share / whole if whole and backend.takes_new else 0.0,
+            share=backend.share / total_share if total_share and backend.takes_new else 0.0,
             in_flight=backend.in_flight,
             slots=engine.plan.settings.slots,
             restarts=backend.restarts,
@@ -258,41 +258,41 @@ class LiveFigures:
             most_in_flight=member.max_in_flight,
         )
 
-    # what is looked at
+    # readings
 
     def _standing(self, service: HostedService) -> Standing:
-        known = self.host.gateway.route_for(service.name) is not None
+        is_routed = self.host.gateway.route_for(service.name) is not None
         seen = [self._seen[engine.id] for engine in service.engines if engine.id in self._seen]
         kv = [one.state.kv_use for one in seen if one.state is not None and one.state.kv_use is not None]
         return Standing(
             in_flight=service.in_flight,
-            waiting=self.host.gateway.waiting(service.name) if known else 0,
+            waiting=self.host.gateway.waiting(service.name) if is_routed else 0,
             memory_bytes=_sum(one.memory_bytes for one in seen),
             gpu_bytes=_sum(one.gpu_bytes for one in seen),
             kv_use=max(kv, default=None),
         )
 
-    def _asked(self, engine: HostedEngine, closely: bool) -> Asked:
+    def _asked(self, engine: HostedEngine, with_metrics: bool) -> Asked:
         url, key = engine.url, engine.backend.engine_key
         metrics = None
-        if closely and url is not None and engine.state == "ready":
+        if with_metrics and url is not None and engine.state == "ready":
             metrics = self._metrics.get((url, key))
             if metrics is None:
                 metrics = self._metrics[url, key] = Metrics(url, key, engine_by_id(engine.plan.engine).read)
         return Asked(engine.id, engine.pid, metrics, engine.plan.settings.device != "cpu")
 
     def _keep_states(self) -> None:
-        """The last minute's; those of engines that are gone are forgotten."""
-        here = {engine.id for engine in self.host.engines}
-        self._states = {id: kept for id, kept in self._states.items() if id in here}
+        """Keep the engine states of the last minute, and drop those of engines that were removed."""
+        current = {engine.id for engine in self.host.engines}
+        self._states = {id: kept for id, kept in self._states.items() if id in current}
         for id, seen in self._seen.items():
-            if seen.state is not None and id in here:
+            if seen.state is not None and id in current:
                 self._states.setdefault(id, deque(maxlen=round(WINDOW_S / LOOK_S))).append(seen.state)
         urls = {engine.url for engine in self.host.engines}
         self._metrics = {key: metrics for key, metrics in self._metrics.items() if key[0] in urls}
 
     def _to_judge(self, service: HostedService) -> ToJudge | None:
-        """The engine that gets most of the requests, where several kinds share them."""
+        """What the diagnosis needs. If several kinds of engine share the requests, it is about the largest share."""
         ready = [engine for engine in service.engines if engine.state == "ready"]
         if not ready:
             return None
@@ -308,14 +308,14 @@ class LiveFigures:
 
 
 def put_up(host: Host) -> LiveFigures:
-    """Hands the page and its figures to the host's gateway; `run` of what comes back keeps the figures."""
+    """Add the page and its figures to the host's gateway. The caller runs `run` of the returned object."""
     figures = LiveFigures(host)
     host.gateway.handed |= {PAGE: figures.page, FIGURES: figures.figures}
     return figures
 
 
 def looked(asked: Sequence[Asked], cards: Cards | None) -> dict[str, Seen]:
-    """Blocks."""
+    """Read the memory and metrics of each engine. Blocks."""
     trees = {one.id: tree_of(one.pid) if one.pid is not None else [] for one in asked}
     on_cards = _on_cards({one.id: trees[one.id] for one in asked if one.on_card and trees[one.id]}, cards)
     return {
@@ -329,7 +329,7 @@ def looked(asked: Sequence[Asked], cards: Cards | None) -> dict[str, Seen]:
 
 
 def _on_cards(trees: Mapping[str, Sequence[int]], cards: Cards | None) -> dict[str, int | None]:
-    """In a container the driver names no processes; what several engines take together is then not divided by guess."""
+    """GPU memory by engine. Empty if the driver does not name processes, as in a container, and engines share a GPU."""
     if cards is None or not trees:
         return {}
     found = {id: cards.gpu_bytes(pids) for id, pids in trees.items()}
@@ -339,19 +339,20 @@ def _on_cards(trees: Mapping[str, Sequence[int]], cards: Cards | None) -> dict[s
     return found
 
 
-def judged(work: Mapping[str, ToJudge], hardware: Hardware) -> dict[str, Binding]:
-    """Blocks."""
+def judged(inputs: Mapping[str, ToJudge], hardware: Hardware) -> dict[str, Binding]:
+    """The bottleneck of each model. Blocks."""
     return {
-        name: binding(one.tallies, one.recent, one.plan, one.slots, hardware, one.states) for name, one in work.items()
+        name: binding(one.tallies, one.recent, one.plan, one.slots, hardware, one.states)
+        for name, one in inputs.items()
     }
 
 
 def last_verdict(hardware: Hardware, models: Sequence[str]) -> LastVerdict | None:
-    """The newest that the store has for any of these models on this machine. Blocks."""
+    """The newest stored verdict for any of these models on this machine. Blocks."""
     machine = store.fingerprint(hardware)
     try:
         found = [one for model in models if (one := store.last_verdict(machine, model)) is not None]
-    except OutsideFailed:  # whoever wants it anew is told by `bedplate compare`
+    except OutsideFailed:  # `bedplate compare` reports an unreadable store
         return None
     if not found:
         return None
@@ -405,7 +406,7 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
 
 
 def _number(text: str) -> float:
-    """What a page says that it has; anything else is nothing."""
+    """A number in a query, or 0 if it is not one."""
     try:
         return float(text)
     except ValueError:
