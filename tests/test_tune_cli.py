@@ -50,7 +50,7 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     file.write_text('{"schema": "tuning/1", "engine": 3}')
     found = invoke("tune", "--import", str(file))
-    assert found.code == 2 and "not a valid Tuned" in found.err
+    assert found.code == 2 and f"not a valid {Tuned.__name__}" in found.err
     assert invoke("tune", "--import", str(tmp_path / "none.json")).code == 2
 
 

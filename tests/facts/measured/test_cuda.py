@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bedplate.facts.measured import cuda
 from bedplate.facts.measured.cuda import (
     Card,
-    Request,
+    CudaRequest,
     buffer_bytes,
     durations,
     matched,
@@ -26,11 +26,11 @@ from .fake_cuda import GB, MIB, FakeCard, FakeCuda
 ONE = (Card(index=0, name="NVIDIA Fake"),)
 
 
-def asked(cards: tuple[Card, ...] = ONE) -> Request:
-    return Request(cards=cards, host_available_bytes=8 * 16 * MIB, when="2026-11-15")
+def asked(cards: tuple[Card, ...] = ONE) -> CudaRequest:
+    return CudaRequest(cards=cards, host_available_bytes=8 * 16 * MIB, when="2026-11-15")
 
 
-def run(library: Any, cards: tuple[Card, ...] = ONE) -> cuda.Result:
+def run(library: Any, cards: tuple[Card, ...] = ONE) -> cuda.CudaResult:
     return measure_cards(library, asked(cards), lambda share: None)
 
 
@@ -129,7 +129,7 @@ def test_no_driver_library_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(cuda, "load", none)
-    assert "libcuda.so.1" in cuda.work(asked(), lambda share: None).notes[0]
+    assert "libcuda.so.1" in cuda.measure_gpus(asked(), lambda share: None).notes[0]
 
 
 @pytest.mark.parametrize("code", [*EXPLANATIONS, 12345])
@@ -204,4 +204,4 @@ def test_only_nvidias_cards_are_asked_for() -> None:
         Accelerator(name="a", vendor="amd", index=0),
         Accelerator(name="b", vendor="nvidia", index=0, uuid="GPU-1"),
     )
-    assert cuda.request(cards, 1, "today").cards == (Card(index=0, name="b", uuid="GPU-1"),)
+    assert cuda.make_request(cards, 1, "today").cards == (Card(index=0, name="b", uuid="GPU-1"),)

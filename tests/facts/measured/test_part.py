@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import HANG_S, wait_for
 
 from bedplate.errors import OutsideFailed
-from bedplate.facts.measured import cuda, disk
+from bedplate.facts.measured import cuda, disk, matrix, ram
 from bedplate.facts.measured.measuring import disturbances, measure
 from bedplate.facts.measured.part import run_part
 from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replaced
@@ -25,13 +25,13 @@ from bedplate.values.measurements import GpuBandwidth
 
 from .samples import HARDWARE, figure
 
-ASKED = disk.Request(folder="/nowhere", when="2026-11-15")
+ASKED = disk.DiskRequest(folder="/nowhere", when="2026-11-15")
 NOTHING = "import sys; sys.stdin.read(); "
 
 
-def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.Result:
+def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.DiskResult:
     with started_by(sys.executable, "-c", NOTHING + code):
-        return run_part("disk", ASKED, disk.Result, seen.append if seen is not None else None, limit_s=limit_s)
+        return run_part("disk", ASKED, disk.DiskResult, seen.append if seen is not None else None, limit_s=limit_s)
 
 
 @contextlib.contextmanager
@@ -91,17 +91,20 @@ def test_an_invalid_answer_becomes_a_note(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", garbled)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
-    assert sum("is not a valid Result" in note for note in measure(HARDWARE).notes) == 4
+    parts = (cuda.CudaResult, disk.DiskResult, matrix.MatrixResult, ram.RamResult)
+    notes = measure(HARDWARE).notes
+    for part in parts:
+        assert sum(f"is not a valid {part.__name__} " in note for note in notes) == 1
 
 
 def test_a_part_that_never_reads_its_request_is_handled() -> None:
     with started_by(sys.executable, "-c", "raise SystemExit(3)"), pytest.raises(OutsideFailed, match="exit code 3"):
-        run_part("disk", ASKED, disk.Result)
+        run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_missing_interpreter_is_reported() -> None:
     with started_by("/nowhere/python"), pytest.raises(OutsideFailed, match="could not start"):
-        run_part("disk", ASKED, disk.Result)
+        run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_failed_part_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_other_processes_are_noted() -> None:
 def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answers(name: str, request: object, result: type[Record], update: object, **_: object) -> Record:
         gpus = (GpuBandwidth(index=0, name="a"), GpuBandwidth(index=1, name="b"))
-        return cuda.Result(gpus=gpus) if name == "cuda" else result()
+        return cuda.CudaResult(gpus=gpus) if name == "cuda" else result()
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", answers)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))

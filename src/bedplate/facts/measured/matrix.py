@@ -67,29 +67,29 @@ KINDS = (
 OUTPUT_BYTES = {R_32F: 4, R_32I: 4, R_16F: 2, R_16BF: 2}
 
 
-class Request(Record, frozen=True, kw_only=True):
+class MatrixRequest(Record, frozen=True, kw_only=True):
     cards: tuple[Card, ...]
     threads: int
     when: str
 
 
-class Result(Record, frozen=True, kw_only=True):
+class MatrixResult(Record, frozen=True, kw_only=True):
     rates: tuple[MatrixRate, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def request(accelerators: Sequence[Accelerator], threads: int, when: str) -> Request:
+def make_request(accelerators: Sequence[Accelerator], threads: int, when: str) -> MatrixRequest:
     cards = (Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia")
-    return Request(cards=tuple(cards), threads=threads, when=when)
+    return MatrixRequest(cards=tuple(cards), threads=threads, when=when)
 
 
-def work(asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_matrix(asked: MatrixRequest, tell: Callable[[float], None]) -> MatrixResult:
     notes: list[str] = []
     found = list(cpu_rates(asked, notes))
     tell(0.3)
     if asked.cards:
         found += gpu_rates(asked, notes, lambda share: tell(0.3 + 0.7 * share))
-    return Result(rates=tuple(found), notes=tuple(notes))
+    return MatrixResult(rates=tuple(found), notes=tuple(notes))
 
 
 def operations(size: int) -> int:
@@ -111,7 +111,7 @@ def noise(kind: Kind) -> bytes:
 # the CPU
 
 
-def cpu_rates(asked: Request, notes: list[str]) -> Iterator[MatrixRate]:
+def cpu_rates(asked: MatrixRequest, notes: list[str]) -> Iterator[MatrixRate]:
     # As many threads as may run at once. More would only wait for each other.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, str(asked.threads))
@@ -150,7 +150,7 @@ class CublasError(Exception):
         super().__init__(f"{CUBLAS_ERRORS.get(code, f'error {code}')} ({call})")
 
 
-def gpu_rates(asked: Request, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
+def gpu_rates(asked: MatrixRequest, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
     paths = list(libraries())
     try:
         driver = Driver(load())
