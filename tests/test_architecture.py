@@ -25,7 +25,7 @@ FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every package. `home` and `errors` print figures, so they may use the units in `values`."""
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
@@ -73,7 +73,7 @@ def test_a_package_imports_only_from_packages_to_its_left(own: str) -> None:
     assert paths
     for path in paths:
         for module in imports(path):
-            other = room_of(module)
+            other = package_of(module)
             if other in ("", *FOUNDATION):
                 continue
             assert other in ROOMS, f"{path}: {other} is not a package"
@@ -121,12 +121,12 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
     return next((found for name in sorted(graph) if (found := visit(name, [])) is not None), None)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     cycle = find_cycle(module_graph(SOURCE))
     assert cycle is None, " → ".join(cycle or ())
 
 
-def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
+def test_a_cycle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
     package = tmp_path / "made"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -143,7 +143,7 @@ def package_graph() -> dict[str, set[str]]:
     for path in SOURCE.rglob("*.py"):
         own = path.relative_to(SOURCE).parts[0]
         if own in graph:
-            graph[own] |= {room_of(module) for module in imports(path)} & graph.keys() - {own}
+            graph[own] |= {package_of(module) for module in imports(path)} & graph.keys() - {own}
     return graph
 
 
@@ -161,7 +161,7 @@ def without_implied(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     }
 
 
-def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None:
+def test_architecture_page_shows_the_packages_and_their_imports() -> None:
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == ROOMS
     drawn = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
@@ -192,13 +192,13 @@ def test_only_the_command_line_prints() -> None:
     assert not found
 
 
-def test_every_room_is_known() -> None:
+def test_every_package_has_a_place_in_the_order() -> None:
     rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert rooms
     assert rooms <= set(ROOMS)
 
 
-def test_what_is_shipped_into_engine_environments_needs_nothing_of_ours() -> None:
+def test_code_for_engine_environments_does_not_import_bedplate() -> None:
     folder = SOURCE / "engines" / "shipped"
     shipped = [path for path in folder.rglob("*.py") if path != folder / "__init__.py"]
     assert shipped
@@ -226,7 +226,7 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
 
 
 @pytest.mark.measures
-def test_help_takes_little_more_than_its_command_line_library() -> None:
+def test_help_starts_in_at_most_three_times_the_import_of_typer() -> None:
     """At most three times what importing typer takes beyond bare Python, by the best of several runs of each in turn.
 
     A ratio within one run, since machines differ and may be busy; today it is about two.
@@ -289,7 +289,7 @@ def string_constants(path: Path) -> list[tuple[int, str]]:
     ]
 
 
-def test_an_engine_is_named_in_any_usual_spelling_and_as_a_whole_word() -> None:
+def test_engine_names_are_found_in_any_spelling_as_whole_words() -> None:
     words = engine_words()
     assert engines_named("vllm:num_requests_running", words) == ["vllm"]
     assert engines_named("ghcr.io/ggml-org/llama.cpp:server", words) == ["llamacpp"]

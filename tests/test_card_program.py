@@ -37,7 +37,7 @@ def run(*words: str, home: Path) -> str:
     return done.stdout
 
 
-def test_every_command_is_one_of_this_version(tmp_path: Path, program: ModuleType) -> None:
+def test_every_command_exists_in_this_version(tmp_path: Path, program: ModuleType) -> None:
     names = ",".join(step.name for step in program.STEPS)
     said = run("--out", str(tmp_path / "out"), "--steps", names, "--dry-run", home=tmp_path / "home")
     lines = [shlex.split(line) for line in said.splitlines() if " -m bedplate " in line]
@@ -58,7 +58,7 @@ def call(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> i
     return code
 
 
-def test_a_later_call_takes_what_an_earlier_one_did_not(
+def test_a_later_call_runs_the_remaining_steps(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
@@ -94,7 +94,7 @@ def test_a_later_call_takes_what_an_earlier_one_did_not(
     assert taken == ["first", "second", "third", "second", "third", "first"]
 
 
-def test_a_command_that_outlasts_the_budget_is_ended_with_all_that_it_started(
+def test_a_command_over_budget_is_stopped_with_its_children(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked first, so that it can write what it has."""

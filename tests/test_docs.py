@@ -78,7 +78,7 @@ def test_every_relative_link_resolves(page: Path) -> None:
     assert not broken_links(page.read_text(encoding="utf-8"), page)
 
 
-def test_a_broken_link_would_be_seen() -> None:
+def test_a_broken_link_is_found() -> None:
     page = ROOT / "README.md"
     assert broken_links("[a](docs/nowhere.md) [b](LICENSE) [c](https://example.org/x)", page) == ["docs/nowhere.md"]
     assert broken_links("[a](docs/serve.md#metrics) [b](docs/serve.md#nothing)", page) == ["docs/serve.md#nothing"]
@@ -160,12 +160,12 @@ def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
         "BEDPLATE_API_KEY=a bedplate serve --kee",
     ],
 )
-def test_a_command_that_does_not_exist_would_be_seen(line: str) -> None:
+def test_a_nonexistent_command_is_found(line: str) -> None:
     assert wrong_commands(f"Say `{line}`.") == [line]
     assert wrong_commands(f"```console\n$ {line}\n```\n") == [line]
 
 
-def test_commands_are_looked_for_at_all() -> None:
+def test_commands_are_found_on_the_pages() -> None:
     lines = [line for page in PAGES for line in shell_lines(page.read_text(encoding="utf-8"))]
     assert len(lines) > 40 and "bedplate engines remove ID" in lines
 
@@ -175,7 +175,7 @@ def verbs_with_a_page() -> dict[str, Path]:
     return {title.removeprefix("# bedplate "): page for title, page in titles if title.startswith("# bedplate ")}
 
 
-def test_every_verb_has_a_page_and_every_such_page_a_verb() -> None:
+def test_every_verb_has_exactly_one_page() -> None:
     verbs = set(command_line().commands)
     assert set(verbs_with_a_page()) == verbs
     assert {page.stem for page in verbs_with_a_page().values()} == verbs
@@ -184,7 +184,7 @@ def test_every_verb_has_a_page_and_every_such_page_a_verb() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(command_line().commands))
-def test_a_verbs_page_lists_its_options_and_no_others(verb: str) -> None:
+def test_the_page_of_a_verb_lists_exactly_its_options(verb: str) -> None:
     table = rows(verbs_with_a_page()[verb].read_text(encoding="utf-8"))
     listed = {code for row in table if row[0].startswith("`-") for code in re.findall(r"`(-[^`]+)`", row[0])}
     assert sorted(listed) == sorted(options_of(command_line().commands[verb]) - {"--help", "-h"})
@@ -197,7 +197,7 @@ def exit_codes(kind: type[BedplateError] = BedplateError) -> set[int]:
     return {kind.exit_code}.union(*(exit_codes(below) for below in kind.__subclasses__()))
 
 
-def test_the_exit_codes_are_those_of_the_errors() -> None:
+def test_readme_lists_the_exit_codes_of_the_errors() -> None:
     table = rows((ROOT / "README.md").read_text(encoding="utf-8"), "Exit codes")
     assert [int(row[0]) for row in table] == sorted({0} | exit_codes())
 
@@ -211,14 +211,14 @@ def source_of(*rooms: str) -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
-def test_the_rules_page_is_made_of_the_rules() -> None:
+def test_the_rules_page_is_generated_from_the_rules() -> None:
     assert (DOCS / "rules.md").read_text(encoding="utf-8") == rules_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize(
     "text", source_of("decide"), ids=[path.name for path in sorted((SOURCE / "decide").glob("*.py"))]
 )
-def test_a_source_that_names_a_page_of_ours_names_one_that_is_there(text: str) -> None:
+def test_doc_pages_named_in_rules_exist(text: str) -> None:
     for page in re.findall(r"\bdocs/[\w-]+\.md", text):
         assert (ROOT / page).exists(), page
 
@@ -226,20 +226,20 @@ def test_a_source_that_names_a_page_of_ours_names_one_that_is_there(text: str) -
 # the endpoint
 
 
-def test_the_paths_are_those_of_the_gateway() -> None:
+def test_serve_page_lists_the_paths_of_the_gateway() -> None:
     table = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Paths"))
     listed = {(method, path) for method, path in (cell.split() for cell in table)}
     there = {("POST", path.decode()) for path in APIS} | {("GET", path) for path in (*OWN_PAGES, MODEL_PAGE)}
     assert listed == there
 
 
-def test_the_metrics_are_those_of_the_gateway() -> None:
+def test_serve_page_lists_the_metrics_of_the_gateway() -> None:
     listed = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Metrics"))
     there = {family.name + ("_total" if family.type == "counter" else "") for family in Meters().registry.collect()}
     assert sorted(listed) == sorted(there)
 
 
-def test_every_error_code_on_the_page_is_one_of_the_gateways() -> None:
+def test_serve_page_lists_error_codes_of_the_gateway() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "run" / "gateway").glob("*.py"))
     listed = set(first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Errors"), column=1))
     there = {code for code in listed if f'"{code}"' in source}
@@ -250,7 +250,7 @@ def test_every_error_code_on_the_page_is_one_of_the_gateways() -> None:
 # the skeleton of an engine
 
 
-def test_the_engine_skeleton_is_an_engine_as_the_interface_has_it() -> None:
+def test_the_engine_skeleton_implements_the_interface() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "add-an-engine.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
     made: dict[str, Any] = {"__name__": "skeleton"}

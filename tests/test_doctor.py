@@ -67,7 +67,7 @@ def hardware(**changes: Any) -> dict[str, Any]:
 
 
 class TestProblems:
-    def test_a_healthy_machine_has_none(self) -> None:
+    def test_a_healthy_machine_has_no_problems(self) -> None:
         assert found() == []
         assert HEALTHY.healthy
 
@@ -97,7 +97,7 @@ class TestProblems:
             ),
         ],
     )
-    def test_each_is_named_with_what_to_do(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
+    def test_each_problem_has_a_hint(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
         (problem,) = found(**changes)
         assert problem.kind == "problem"
         assert says in problem.what
@@ -115,7 +115,7 @@ class TestProblems:
             ({"port_free": False}, "port 8080"),
         ],
     )
-    def test_what_may_be_meant_so_is_only_remarked(self, changes: dict[str, Any], says: str) -> None:
+    def test_possibly_intended_settings_are_remarks(self, changes: dict[str, Any], says: str) -> None:
         (remark,) = found(**changes)
         assert (remark.kind, says in remark.what) == ("remark", True)
         assert replaced(HEALTHY, problems=(remark,)).healthy
@@ -148,10 +148,10 @@ class TestSecrets:
             ("HF_HOME", "", "(empty)"),
         ],
     )
-    def test_values_are_shown_only_as_far_as_they_hold_none(self, name: str, value: str, shown: str) -> None:
+    def test_values_are_shown_without_secrets(self, name: str, value: str, shown: str) -> None:
         assert harmless(name, value) == shown
 
-    def test_only_settings_that_matter_are_named(self) -> None:
+    def test_only_relevant_settings_are_listed(self) -> None:
         environment = {
             "UV_OFFLINE": "1",
             "PATH": "/bin",
@@ -161,21 +161,21 @@ class TestSecrets:
         assert [one.name for one in settings(environment)] == ["UV_OFFLINE", "https_proxy"]
 
     @given(st.sampled_from(["user", "u", ""]), st.from_regex(r"[A-Za-z0-9_@:!/,?#-]{3,30}", fullmatch=True))
-    def test_no_password_in_an_address_survives(self, user: str, password: str) -> None:
+    def test_passwords_are_removed_from_urls(self, user: str, password: str) -> None:
         shown = harmless("UV_DEFAULT_INDEX", f"https://{user}:{password}@host.example/simple/")
         assert shown == "https://…@host.example/…"
 
     @given(st.text())
-    def test_no_text_makes_it_raise(self, text: str) -> None:
+    def test_any_text_is_redacted_without_error(self, text: str) -> None:
         redacted(text)
         harmless("HF_HOME", text)
 
-    def test_a_persons_name_is_not_in_their_paths(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_paths_contain_no_user_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
         assert harmless("HF_HOME", "/home/ann/models") == "~/models"
         assert anonymous(MACHINE).disk == replaced(MACHINE.disk, path="~/.cache/bedplate")  # type: ignore[type-var]
 
-    def test_cards_lose_what_names_them_and_who_uses_them(self) -> None:
+    def test_cards_are_shown_without_ids_and_processes(self) -> None:
         card = Accelerator(
             name="NVIDIA H200",
             vendor="nvidia",
@@ -188,7 +188,7 @@ class TestSecrets:
 
 
 class TestLogs:
-    def test_the_newest_ends_without_what_was_asked(self, tmp_path: Path) -> None:
+    def test_log_tails_omit_prompts(self, tmp_path: Path) -> None:
         for age, name in enumerate(("new.log", "old.log", "oldest.log")):
             (tmp_path / name).write_text(
                 f"{name} begins\n"
@@ -215,19 +215,19 @@ class TestLogs:
         assert tail.lines[-1] == "line 99999"
         assert len(tail.lines) == doctor.LOG_LINES
 
-    def test_no_folder_no_logs(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_has_no_logs(self, tmp_path: Path) -> None:
         assert list(log_tails(tmp_path / "nowhere")) == []
 
 
 class TestReading:
-    def test_swap(self, tmp_path: Path) -> None:
+    def test_used_swap_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\nSwapFree:        5242876 kB\n")
         assert swap_used(tmp_path) == 3145728 * 1024
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\n")
         assert swap_used(tmp_path) is None
 
-    def test_a_port_that_somebody_listens_on_is_taken(self) -> None:
+    def test_a_port_with_a_listener_is_not_free(self) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
@@ -235,7 +235,7 @@ class TestReading:
             assert not port_is_free(port)
         assert port_is_free(port)
 
-    def test_a_home_that_is_not_made_yet_can_be_made(self, tmp_path: Path) -> None:
+    def test_a_home_that_can_be_created_is_writable(self, tmp_path: Path) -> None:
         assert is_writable(tmp_path / "not/yet")
         assert not (tmp_path / "not").exists()
         (tmp_path / "file").write_text("")
@@ -281,7 +281,7 @@ class TestCommand:
         assert "hunter2" not in done.stdout and "secretsecret" not in done.stdout
         assert {"BEDPLATE_API_KEY", "BEDPLATE_HOME", "HF_TOKEN"} <= {setting.name for setting in report.settings}
 
-    def test_an_environment_whose_python_is_gone_is_a_problem(self, tmp_path: Path) -> None:
+    def test_an_environment_without_python_is_a_problem(self, tmp_path: Path) -> None:
         folder = tmp_path / "engines/llama.cpp/2026.1-0123456789"
         folder.mkdir(parents=True)
         (folder / "bedplate.json").write_text(json.dumps({"engine": "llama.cpp"}))

@@ -56,13 +56,13 @@ def file_of(path: Path, *cells: Cell, id: str = "made") -> str:
 
 class TestCompare:
     @pytest.mark.parametrize(("gain", "code", "word"), [(1.3, 10, "Migrate to vllm"), (0.8, 0, "Stay with llama.cpp")])
-    def test_engines_by_name(self, gain: float, code: int, word: str) -> None:
+    def test_engines_are_compared_by_name(self, gain: float, code: int, word: str) -> None:
         one, other = pair(gain)
         kept(run_of(*one, *other))
         answer = invoke("compare", "llama.cpp", "vLLM")
         assert answer.code == code and word in answer.out and "4 in flight" in answer.out
 
-    def test_the_last_verdict_is_kept_for_the_live_page(self) -> None:
+    def test_the_last_verdict_is_stored_for_the_live_page(self) -> None:
         one, other = pair(1.3)
         run = kept(run_of(*one, *other))
         invoke("compare", "vllm", "llama.cpp")
@@ -71,19 +71,19 @@ class TestCompare:
         assert found is not None and (found[1].answer, found[1].b.engine) == ("migrate", "vllm")
         assert store.last_verdict("elsewhere", run.cells[0].subject.model) is None
 
-    def test_files_and_json(self, tmp_path: Path) -> None:
+    def test_run_files_are_compared_as_json(self, tmp_path: Path) -> None:
         one, other = pair(1.3)
         names = file_of(tmp_path / "a.json", *one), file_of(tmp_path / "b.json", *other)
         answer = invoke("compare", *names, "--json")
         assert answer.code == 10 and from_json(Verdict, answer.out).answer == "migrate"
 
-    def test_not_proven_is_20(self, tmp_path: Path) -> None:
+    def test_not_proven_exits_with_20(self, tmp_path: Path) -> None:
         one, other = pair(1.3)
         unchecked = [replaced(cell, quality=Quality()) for cell in other]
         answer = invoke("compare", file_of(tmp_path / "a.json", *one), file_of(tmp_path / "b.json", *unchecked))
         assert answer.code == 20 and "Not proven" in answer.out and "Evidence that would settle it" in answer.out
 
-    def test_parts_of_one_run_and_single_cells(self) -> None:
+    def test_parts_of_a_run_and_single_cells_are_compared(self) -> None:
         one, other = pair(1.3)
         kept(run_of(*one, *other, id="20261115-a"))
         assert invoke("compare", "20261115-a:llama.cpp", "20261115-a:vllm").code == 10
@@ -91,14 +91,14 @@ class TestCompare:
         whole = invoke("compare", "20261115-a", "vllm")
         assert whole.code == 2 and "several engines: llama.cpp, vllm" in whole.err
 
-    def test_one_load_only(self) -> None:
+    def test_concurrency_selects_one_load(self) -> None:
         one, other = pair(1.3)
         kept(run_of(*one, *other))
         answer = invoke("compare", "llama.cpp", "vllm", "--concurrency", "4", "--json")
         assert {effect["load"]["concurrency"] for effect in json.loads(answer.out)["effects"]} == {4}
         assert invoke("compare", "llama.cpp", "vllm", "--concurrency", "64").code == 2
 
-    def test_the_options_change_the_answer(self) -> None:
+    def test_least_gain_and_slo_change_the_answer(self) -> None:
         one, other = pair(1.3)
         kept(run_of(*one, *other))
         assert invoke("compare", "llama.cpp", "vllm", "--least-gain", "50").code == 0
@@ -106,7 +106,7 @@ class TestCompare:
         assert answer.code == 20 and "Neither meets" in answer.out
         assert invoke("compare", "llama.cpp", "vllm", "--slo", "nonsense").code == 2
 
-    def test_of_several_models_the_newest_that_both_have(self) -> None:
+    def test_the_newest_common_model_is_compared(self) -> None:
         one, other = pair(1.3)
         newer = [replaced(one[0], id="x", at="2026-11-16T09:00:00Z", subject=replaced(one[0].subject, model="another"))]
         kept(run_of(*one, *other))
@@ -114,13 +114,13 @@ class TestCompare:
         assert invoke("compare", "llama.cpp", "vllm").code == 10
 
     @pytest.mark.parametrize("name", ["nothing", "sglang", "nowhere.json", "made:tgi"])
-    def test_what_is_not_there(self, name: str) -> None:
+    def test_an_unknown_name_is_a_usage_error(self, name: str) -> None:
         kept(run_of(*pair(1.3)[0]))
         answer = invoke("compare", name, "llama.cpp")
         assert answer.code == 2 and "Traceback" not in answer.err
 
     @pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"schema": "run/1"}', '{"schema": "cell/1"}', "\x00\xff"])
-    def test_files_that_are_no_runs(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_run_file_is_a_usage_error(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "odd.json"
         path.write_text(text)
         answer = invoke("compare", str(path), str(path))
@@ -128,14 +128,14 @@ class TestCompare:
 
 
 class TestDiagnose:
-    def test_the_newest_run_by_default_with_what_was_measured_of_the_machine(self) -> None:
+    def test_the_newest_run_is_diagnosed_with_the_measured_bandwidth(self) -> None:
         engine = MadeEngine(slots=1, token_ms=0.05)
         kept(run_of(*engine.cells(1, 8), bandwidth=20e9))
         answer = invoke("diagnose")
         assert answer.code == 0 and "Scheduler binds with 8 in flight" in answer.out
         assert "--parallel 8" in answer.out and "GB/s as measured" in answer.out
 
-    def test_json_and_one_engine_of_a_file(self, tmp_path: Path) -> None:
+    def test_engine_selects_one_engine_of_a_file(self, tmp_path: Path) -> None:
         name = file_of(tmp_path / "a.json", *MadeEngine(slots=1, token_ms=0.05).cells(1, 8), *pair(1.0)[1])
         whole = from_json(Diagnosis, invoke("diagnose", name, "--json").out)
         assert [one.engine for one in whole.bottlenecks] == ["llama.cpp", "vllm"]
@@ -143,24 +143,24 @@ class TestDiagnose:
         assert [each.engine for each in one.bottlenecks] == ["llama.cpp"]
         assert invoke("diagnose", name, "--engine", "sglang").code == 2
 
-    def test_an_engines_newest_run(self) -> None:
+    def test_an_engine_name_selects_its_newest_run(self) -> None:
         kept(run_of(*MadeEngine(slots=1, token_ms=0.05).cells(8), id="old"))
         new = [replaced(cell, id="new", at="2026-11-16T09:00:00Z") for cell in MadeEngine(prompt=1024).cells(1)]
         kept(run_of(*new, id="new"))
         found = from_json(Diagnosis, invoke("diagnose", "llama.cpp", "--json").out)
         assert found.runs == ("new",) and found.bottlenecks[0].limit == "compute"
 
-    def test_nothing_was_measured(self) -> None:
+    def test_diagnose_without_runs_is_a_usage_error(self) -> None:
         answer = invoke("diagnose")
         assert answer.code == 2 and "bedplate bench" in answer.err
 
-    def test_a_run_without_cells_says_so(self) -> None:
+    def test_diagnose_without_cells_is_a_usage_error(self) -> None:
         kept(run_of())
         assert invoke("diagnose").code == 2
 
 
 class TestVersions:
-    def test_one_engine_in_two_versions(self) -> None:
+    def test_two_versions_of_one_engine_are_compared(self) -> None:
         one, other = pair(1.3, ("vllm", "vllm"))
         older = [replaced(cell, id=f"old-{cell.id}", subject=replaced(cell.subject, engine_version="0.26.0"))
                  for cell in one]  # fmt: skip

@@ -103,7 +103,7 @@ def test_no_listed_phrase_is_used() -> None:
     assert not new, "tests/phrases.txt says what to write instead"
 
 
-def test_everything_on_the_list_of_exceptions_still_has_such_a_phrase() -> None:
+def test_every_exception_still_has_a_listed_phrase() -> None:
     done = {entry for entry in NOT_YET if not any(is_under(path, entry) for path in found())}
     assert not done, "these are reworded: remove them from NOT_YET"
 

@@ -30,7 +30,7 @@ def table(one: Any) -> list[dict[str, str]]:
     return [dict(zip(head, re.findall(r"<td>(.*?)</td>", line, re.DOTALL), strict=True)) for line in lines[1:]]
 
 
-def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
+def test_the_stored_notebook_has_tbd_cells() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     rows = table(cell(notebook, "empty-table"))
     assert len(rows) == 8
@@ -40,7 +40,7 @@ def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_running_it_fills_the_table(builtin_gguf: Path) -> None:
+def test_running_the_notebook_fills_the_table(builtin_gguf: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     parameters = cell(notebook, "parameters")
     for usual, quick in QUICK.items():

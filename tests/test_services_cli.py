@@ -57,7 +57,7 @@ def text_of(what: object) -> str:
     return captured.get()
 
 
-def test_nothing_runs() -> None:
+def test_commands_without_a_running_service() -> None:
     assert "no service is running" in invoke("ps").out
     assert json.loads(invoke("ps", "--json").out) == []
     for verb in ("status", "stop", "logs"):
@@ -70,7 +70,7 @@ def test_nothing_runs() -> None:
     assert invoke("stop", "chat", "--all").code == 2
 
 
-def test_a_service_that_is_still_starting() -> None:
+def test_a_starting_service_is_listed() -> None:
     """Its process is there, and nobody listens yet."""
     records.claimed("chat", "unused")
     listed = invoke("ps")
@@ -80,14 +80,14 @@ def test_a_service_that_is_still_starting() -> None:
     assert answer.code == 3 and "still starting" in answer.err
 
 
-def test_the_list() -> None:
+def test_ps_page() -> None:
     record = records.claimed("chat", "unused")
     shown = text_of(render_list([(record, STATUS), (record, None)]))
     for word in ("http://127.0.0.1:8080/v1", "small, other", "llama.cpp", "256 MiB", "2 h 5 min", "starting"):
         assert word in shown, shown
 
 
-def test_one_in_full() -> None:
+def test_status_page() -> None:
     shown = text_of(render_status(STATUS))
     for word in (
         "in the background", "requires an API key", "2 replicas", "3 in flight", "256 MiB (planned: up to 512 MiB)",
@@ -101,11 +101,11 @@ def test_one_in_full() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"), [(5, "5 s"), (600, "10 min"), (3600, "1 h"), (3700, "1 h 1 min"), (200_000, "2 d 7 h")]
 )
-def test_long_times(seconds: float, words: str) -> None:
+def test_durations_are_formatted(seconds: float, words: str) -> None:
     assert lasting(seconds) == words
 
 
-def test_logs_of_one_that_has_ended(own_home: Path) -> None:
+def test_logs_of_an_ended_service(own_home: Path) -> None:
     (own_home / "logs").mkdir(parents=True)
     (own_home / "logs" / "chat.log").write_text("one\ntwo\n")
     assert invoke("logs", "chat", "-n", "1").out == "two\n"
@@ -113,7 +113,7 @@ def test_logs_of_one_that_has_ended(own_home: Path) -> None:
     assert invoke("logs", "chat").out == "==> chat <==\none\ntwo\n\n==> chat@llama.cpp-1 <==\nthree\n"
 
 
-def test_serve_refuses_what_cannot_be() -> None:
+def test_serve_rejects_invalid_options() -> None:
     for arguments, word in (
         (("--ttl", "soon"), "--ttl"),
         (("--memory-budget", "much"), "--memory-budget"),

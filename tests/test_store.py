@@ -110,14 +110,14 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(8))
-def test_several_threads_create_a_store_and_write_at_once(path: Path, attempt: int) -> None:
+def test_several_threads_create_a_store_and_write_concurrently(path: Path, attempt: int) -> None:
     """Who makes the tables is a race; it was lost once in a few dozen times."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.add(result(model=f"model {number}"), path), range(40)))
     assert {one.model for one in store.results("m1", path=path)} == {f"model {number}" for number in range(40)}
 
 
-def test_several_processes_write_at_once(path: Path) -> None:
+def test_several_processes_write_concurrently(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from bedplate import store; from bedplate.values.result import Result\n"
         "for n in range(10):\n"

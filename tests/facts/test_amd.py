@@ -67,7 +67,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestTopology:
-    def test_mi210_with_xgmi(self, tmp_path: Path) -> None:
+    def test_an_mi210_has_xgmi_links(self, tmp_path: Path) -> None:
         nodes = read_kfd(topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
         assert [node.number for node in nodes] == [2, 3, 4, 5], "the CPU's node is none"
         assert {(node.target, node.compute_units, node.device_id) for node in nodes} == {("gfx90a", 104, 0x740F)}
@@ -96,7 +96,7 @@ class TestTopology:
         assert (node.target, node.compute_units, node.memory_bytes) == (None, 64, 17163091968)
         assert (node.pci_address, node.max_memory_clock_mhz) == ("0000:19:00.0", 945)
 
-    def test_targets_and_addresses(self) -> None:
+    def test_targets_and_addresses_are_formatted(self) -> None:
         versions = (90402, 90010, 110501, 100300, 80003, 0, 7, 10**9)
         names = ["gfx942", "gfx90a", "gfx1151", "gfx1030", "gfx803", None, None, None]
         assert [gfx_target(version) for version in versions] == names
@@ -112,23 +112,23 @@ class TestTopology:
 
 
 class TestPrograms:
-    def test_rocm_smi(self) -> None:
+    def test_rocm_smi_is_parsed(self) -> None:
         (card,) = parse_rocm_smi(capture("rocm-smi-rx-7900-xt.json"))
         assert card == AmdFacts(
             name="Radeon RX 7900 XT", target="gfx1100", total_bytes=21458059264, used_bytes=27856896
         )
 
-    def test_rocm_smi_of_other_versions(self) -> None:
+    def test_other_versions_of_rocm_smi_are_parsed(self) -> None:
         (card,) = parse_rocm_smi(capture("rocm-smi-radeon-780m-excerpt.json"))
         assert (card.name, card.pci_address) == ("Phoenix3", "0000:c4:00.0")
         assert parse_rocm_smi(capture("rocm-smi-rx-6800-x2.json")) == (AmdFacts(), AmdFacts())
 
-    def test_rocm_smi_warns_before_it_answers(self) -> None:
+    def test_warnings_before_the_json_are_skipped(self) -> None:
         text = "WARNING: AMD GPU device(s) is/are in a low-power state.\n\n" + capture("rocm-smi-rx-7900-xt.json")
         assert parse_rocm_smi(text)[0].name == "Radeon RX 7900 XT"
         assert parse_rocm_smi("WARNING: No JSON data to report\n") == ()
 
-    def test_amd_smi(self) -> None:
+    def test_amd_smi_is_parsed(self) -> None:
         (card,) = parse_amd_smi(capture("amd-smi-static-mi210.json"))
         assert (card.name, card.target, card.compute_units) == ("AMD Instinct MI210", "gfx90a", 104)
         assert (card.total_bytes, card.power_limit_w) == (65520 << 20, 300.0)
@@ -151,14 +151,14 @@ class TestPrograms:
         parse_amd_smi(json.dumps(said))
         parse_rocm_smi(json.dumps(said))
 
-    def test_clock_levels(self) -> None:
+    def test_clock_levels_are_parsed(self) -> None:
         assert parse_clock_levels("0: 500Mhz\n1: 142Mhz *\n2: 2100Mhz\n") == (142, 2100)
         assert parse_clock_levels("S: 30Mhz *\n0: 889Mhz\n") == (30, 889)
         assert parse_clock_levels(None) == (None, None)
 
 
 class TestCards:
-    def test_from_sysfs_alone(self, tmp_path: Path) -> None:
+    def test_a_card_is_read_from_sysfs_alone(self, tmp_path: Path) -> None:
         """Files as amdgpu names them; the figures are those of a 24 GB card."""
         card(tmp_path, 0, {}, vendor="0x8086")
         card(
@@ -229,7 +229,7 @@ class TestCards:
         assert found.memory_bytes == (60 << 30) + (512 << 20)
         assert found.free_bytes == (59 << 30) + (412 << 20)
 
-    def test_visible_devices_are_honoured_in_both_layers(self, tmp_path: Path) -> None:
+    def test_visible_devices_of_rocr_and_hip_are_applied(self, tmp_path: Path) -> None:
         nodes = read_kfd(topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
         found = conclude((), nodes, (), environment={"ROCR_VISIBLE_DEVICES": "3,1,0", "HIP_VISIBLE_DEVICES": "0,1"})
         assert [card.index for card in found.accelerators] == [3, 1]

@@ -35,7 +35,7 @@ def capture(name: str) -> str:
 
 
 class TestProfiler:
-    def test_chip_and_gpu_together(self) -> None:
+    def test_chip_and_gpu_are_parsed(self) -> None:
         assert parse_profiler(capture("apple/profiler-hardware-displays-m2-pro.json")) == MacProfile(
             chip="Apple M2 Pro",
             memory_bytes=16 * GIB,
@@ -44,7 +44,7 @@ class TestProfiler:
             gpu_cores=19,
         )
 
-    def test_either_half_alone(self) -> None:
+    def test_either_half_is_parsed_alone(self) -> None:
         ultra = parse_profiler(capture("apple/profiler-hardware-m2-ultra.json"))
         assert (ultra.chip, ultra.memory_bytes, ultra.performance_cores) == ("Apple M2 Ultra", 64 * GIB, 16)
         screen = parse_profiler(capture("apple/profiler-displays-m2-max.json"))
@@ -69,10 +69,10 @@ class TestProfiler:
             (None, (None, None)),
         ],
     )
-    def test_kinds_of_cores(self, text: object, kinds: tuple[int | None, int | None]) -> None:
+    def test_core_kinds_are_parsed(self, text: object, kinds: tuple[int | None, int | None]) -> None:
         assert parse_core_kinds(text) == kinds
 
-    def test_gpu_cores_from_the_registry(self) -> None:
+    def test_gpu_cores_are_read_from_the_registry(self) -> None:
         assert parse_gpu_cores(capture("apple/ioreg-m4.txt")) == 10
         assert parse_gpu_cores("") is None
         assert parse_gpu_cores(None) is None
@@ -153,7 +153,7 @@ class TestAccelerator:
         assert found is not None
         assert (found.name, found.memory_bytes) == ("Apple M2", 16 * GIB)
 
-    def test_an_intel_mac_has_none(self) -> None:
+    def test_an_intel_mac_has_no_accelerator(self) -> None:
         assert apple_accelerator(parse_sysctl(capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
 
 

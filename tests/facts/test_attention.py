@@ -31,7 +31,7 @@ def of_kind(model: Model, kind: str) -> LayerGroup:
 
 
 class TestPlain:
-    def test_grouped_queries(self) -> None:
+    def test_grouped_queries_share_kv_heads(self) -> None:
         assert read().kv_bytes_per_token == 32 * 8 * (128 + 128) * 2
 
     def test_multi_head_attention_has_a_kv_head_per_head(self) -> None:
@@ -51,7 +51,7 @@ class TestPlain:
 class TestLatent:
     """MLA keeps one latent and the rotated part for all heads: (512 + 64) values, not 128 heads of 320."""
 
-    def test_deepseek_v3(self) -> None:
+    def test_deepseek_v3_keeps_one_latent_per_layer(self) -> None:
         model = find_model("DeepSeek-V3")
         assert model.kv_bytes_per_token == 61 * (512 + 64) * 2 == 70_272
         assert kinds(model) == {"latent attention": 61}
@@ -106,7 +106,7 @@ class TestWindows:
         assert model.kv_bytes_per_token == 4 * 2 * 1024 * 2
         assert model.kv_bytes_window == 20 * 2 * 512 * 2 * 512
 
-    def test_gpt_oss_alternates(self) -> None:
+    def test_gpt_oss_alternates_windowed_and_full_layers(self) -> None:
         model = find_model("gpt-oss-20b")
         assert model.kv_bytes_per_token == 12 * 8 * 128 * 2
         assert model.kv_bytes_window == 12 * 8 * 128 * 2 * 128
@@ -153,7 +153,7 @@ class TestStates:
         assert kinds(model) == {"state space": 28, "full attention": 4}
         assert model.state_bytes == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
 
-    def test_falcon_h1_does_both_in_each_layer(self) -> None:
+    def test_falcon_h1_has_attention_and_state_in_each_layer(self) -> None:
         model = find_model("Falcon-H1-7B-Instruct")
         assert kinds(model) == {"attention and state space": 44}
         assert model.kv_bytes_per_token == 44 * 2 * 256 * 2
@@ -170,7 +170,7 @@ class TestStates:
         assert model.state_bytes == 70 * 64 * 128 * 128 * 4
         assert model.kv_bytes_per_token == 10 * 8 * 256 * 2
 
-    def test_kimi_linear(self) -> None:
+    def test_kimi_linear_mixes_states_and_latents(self) -> None:
         model = find_model("Kimi-Linear-48B-A3B-Instruct")
         assert model.kv_bytes_per_token == 7 * 576 * 2
         assert of_kind(model, "linear attention").count == 20

@@ -172,12 +172,12 @@ def test_usage_above_the_limit_leaves_zero_headroom(tmp_path: Path) -> None:
     assert read_limits(tree(tmp_path, "0::/\n", V2_HOST, files)).memory_headroom_bytes == 0
 
 
-def test_absent_files_are_no_limits(tmp_path: Path) -> None:
+def test_absent_files_mean_no_limits(tmp_path: Path) -> None:
     assert read_limits(tmp_path) == CgroupLimits()
     assert read_limits(tree(tmp_path, "0::/gone\n", V2_HOST, {})) == CgroupLimits()
 
 
-def test_garbled_files_are_no_limits(tmp_path: Path) -> None:
+def test_garbled_files_mean_no_limits(tmp_path: Path) -> None:
     files = {f"sys/fs/cgroup/{name}": "\x00 ∞ -7 \n" for name in ("memory.max", "cpu.max", "cpuset.cpus.effective")}
     assert read_limits(tree(tmp_path, f"0::/{'x' * 5000}\nnonsense\n", V2_HOST + "x - cgroup2\n", files)) == (
         CgroupLimits()
@@ -193,7 +193,7 @@ def test_mounts_are_read_with_their_escapes() -> None:
     assert {mount.version for mount in parse_mounts(captured("v1-hybrid-vm.mountinfo"))} == {1, 2}
 
 
-def test_a_path_may_hold_colons() -> None:
+def test_a_path_may_contain_colons() -> None:
     (member,) = parse_memberships("5:cpu,cpuacct:/system.slice/a:b\n")
     assert (member.controllers, member.path) == (("cpu", "cpuacct"), "/system.slice/a:b")
 
@@ -201,11 +201,11 @@ def test_a_path_may_hold_colons() -> None:
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("50000 100000", 0.5), ("250000", 2.5), ("0 0", None), ("", None)]
 )
-def test_cpu_max(text: str, cores: float | None) -> None:
+def test_cpu_max_is_parsed(text: str, cores: float | None) -> None:
     assert parse_cpu_max(text) == cores
 
 
-def test_small_parsers() -> None:
+def test_numbers_and_lists_are_parsed() -> None:
     assert parse_cfs("-1", "100000") is None
     assert parse_cfs("400000", "100000") == 4.0
     assert parse_bytes(V1_NO_LIMIT) is None
@@ -250,7 +250,7 @@ def _own_v1_memory_group() -> Path | None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="control groups are Linux's")
-def test_a_real_group_with_a_limit() -> None:
+def test_the_limit_of_a_real_group_is_read() -> None:
     """A child process in a group of 512 MiB finds that limit, and less than it to use."""
     group = _own_v1_memory_group()
     if group is None:

@@ -44,7 +44,7 @@ def test_reading_all_chips_takes_less_than_15_ms() -> None:
     assert min(cpu_seconds() for _ in range(5)) < 0.015
 
 
-def test_names_are_unique_and_the_order_of_the_file_is_kept() -> None:
+def test_names_are_unique_and_in_file_order() -> None:
     text = (ROOT / "src/bedplate/facts/data/chips.json").read_text(encoding="utf-8")
     assert re.findall(r'\{"name": "([^"]+)"', text) == list(chips())
 
@@ -89,7 +89,7 @@ def test_bandwidth_is_plausible_for_the_kind_of_memory() -> None:
             assert 10 <= chip.bandwidth_gb_s <= 850, chip.name
 
 
-def test_what_the_driver_reports_is_a_little_less_than_the_nominal_size() -> None:
+def test_reported_memory_is_slightly_below_the_nominal_size() -> None:
     for chip in ALL:
         if chip.reported_mib is not None:
             assert chip.memory_gib is not None, chip.name
@@ -158,7 +158,7 @@ def test_features_follow_from_the_architecture(name: str, features: set[str]) ->
         ("Intel Data Center GPU Max 1550", 128, 3276.8, 839, None),
     ],
 )
-def test_figures_are_those_of_the_datasheets(
+def test_figures_match_the_data_sheets(
     name: str, gib: float, gb_s: float, fp16: float, link_gb_s: float | None
 ) -> None:
     chip = chips()[name]
@@ -181,7 +181,7 @@ def test_an_unknown_rate_is_none() -> None:
 # names
 
 
-def test_every_name_leads_to_its_chip() -> None:
+def test_every_name_finds_its_chip() -> None:
     for chip in ALL:
         match = find_chip(chip.name)
         assert match.chip == chip
@@ -189,7 +189,7 @@ def test_every_name_leads_to_its_chip() -> None:
         assert not match.guessed
 
 
-def test_every_driver_name_leads_to_one_chip_that_reports_it() -> None:
+def test_every_driver_name_finds_a_chip_that_reports_it() -> None:
     for chip in ALL:
         for name in chip.driver_names:
             for text in (name, name.upper(), f"  {name} "):
@@ -428,7 +428,7 @@ def test_case_and_punctuation_make_no_difference(chip: Chip, gap: str, upper: bo
         (Accelerator(name="H100", vendor="nvidia"), "NVIDIA H100 SXM 80GB", "datacenter"),
     ],
 )  # fmt: skip
-def test_an_accelerator_leads_to_its_chip(card: Accelerator, name: str, kind: str) -> None:
+def test_an_accelerator_has_its_chip(card: Accelerator, name: str, kind: str) -> None:
     chip = chip_of(card)
     assert chip is not None
     assert (chip.name, chip.kind) == (name, kind)
@@ -440,7 +440,7 @@ def test_hypothetical_hardware_has_its_chips() -> None:
     assert chip.ops_s("fp4") and chip.features >= {"fp8", "fp4", "bf16"}
 
 
-def test_a_slice_has_its_part_of_the_card() -> None:
+def test_a_slice_has_its_share_of_the_card() -> None:
     """3g.40gb of an A100: three of seven parts of the multiprocessors, four of eight of the memory (MIG User Guide)."""
     card = find_chip("NVIDIA A100-SXM4-80GB").chip
     part = chip_of(Accelerator(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", vendor="nvidia", index=8, parent=0))

@@ -174,7 +174,7 @@ def test_a_cpuset_narrows_the_mask_but_never_to_nothing() -> None:
     assert foreign.allowed_cores == 8.0
 
 
-def test_an_apple_chip_by_sysctl() -> None:
+def test_an_apple_chip_is_read_from_sysctl() -> None:
     cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/apple-m2.txt")), "x86_64")  # as a translated Python would say
     assert cpu is not None
     assert (cpu.name, cpu.vendor, cpu.arch) == ("Apple M2", "apple", "arm64")
@@ -184,7 +184,7 @@ def test_an_apple_chip_by_sysctl() -> None:
     assert summarise(cpu.instruction_sets) == "NEON I8MM"
 
 
-def test_an_intel_mac_by_sysctl() -> None:
+def test_an_intel_mac_is_read_from_sysctl() -> None:
     cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/intel-mac.txt")), "x86_64")
     assert cpu is not None
     assert (cpu.name, cpu.vendor) == ("Intel(R) Core(TM) i5-4440 CPU @ 3.10GHz", "intel")
@@ -203,7 +203,7 @@ def test_instruction_sets_keep_one_order_and_have_names() -> None:
     assert all(name and name.strip() == name for name in INSTRUCTION_SETS.values())
 
 
-def test_absent_and_partial_text_gives_no_cpu_rather_than_a_wrong_one() -> None:
+def test_absent_and_partial_text_gives_no_cpu() -> None:
     assert linux_cpu("", "x86_64", {0}, CgroupLimits()) is None
     assert cpu_from_sysctl({}, "arm64") is None
     partial = linux_cpu("processor\t: 0\nprocessor\t: 1\nmodel na", "x86_64", {0, 1}, CgroupLimits(), NOWHERE)
@@ -263,19 +263,19 @@ class TestCaches:
             Cache(level=3, kind="unified", bytes=300 << 20, count=1, shared_by=16),
         )
 
-    def test_several_last_levels_and_threads_that_share_the_first(self, tmp_path: Path) -> None:
+    def test_cache_levels_with_shared_threads_are_counted(self, tmp_path: Path) -> None:
         root = self.tree(tmp_path, 16, {"index0": ("1", "Data", "32K", 2), "index3": ("3", "Unified", "32M", 8)})
         assert read_caches(root) == (
             Cache(level=1, kind="data", bytes=32 << 10, count=8, shared_by=2),
             Cache(level=3, kind="unified", bytes=32 << 20, count=2, shared_by=8),
         )
 
-    def test_none_where_a_virtual_machine_hides_them(self, tmp_path: Path) -> None:
+    def test_a_virtual_machine_that_hides_caches_has_none(self, tmp_path: Path) -> None:
         assert read_caches(tmp_path) == ()
         broken = self.tree(tmp_path, 2, {"index0": ("x", "Data", "48K", 1), "index1": ("1", "Odd", "48K", 1)})
         assert read_caches(broken) == ()
 
-    def test_those_of_an_apple_chip(self) -> None:
+    def test_caches_of_an_apple_chip_are_read(self) -> None:
         values = parse_sysctl(capture("sysctl/apple-m2.txt"))
         assert core_kinds(values) == (4, 4)
         assert sysctl_caches(values) == (
@@ -315,7 +315,7 @@ def test_a_quota_never_leaves_less_than_one_core_nor_adds_any(cores: int, quota:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinity masks and /proc are Linux's")
 class TestThisMachine:
-    def test_agrees_with_the_affinity_mask(self) -> None:
+    def test_allowed_cores_match_the_affinity_mask(self) -> None:
         cpu, notes = read_cpu()
         assert notes == ()
         assert cpu.allowed_cores == float(len(os.sched_getaffinity(0)))

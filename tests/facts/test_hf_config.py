@@ -192,7 +192,7 @@ def test_every_configuration_has_its_published_count() -> None:
 
 @needs_configs
 @pytest.mark.parametrize("name", [name for name, published in PUBLISHED.items() if published.hub])
-def test_the_weights_are_counted_as_the_hub_counts_the_files(name: str) -> None:
+def test_weights_match_the_counts_of_the_hub(name: str) -> None:
     """To one in ten thousand: what is left are scales of quantized weights and buffers."""
     model = read_config_file(CONFIGS / f"{name.replace('/', '--', 1)}_config.json")
     counted = with_parts(model, PUBLISHED[name].hub_holds)
@@ -201,7 +201,7 @@ def test_the_weights_are_counted_as_the_hub_counts_the_files(name: str) -> None:
 
 @needs_configs
 @pytest.mark.parametrize("path", configs(), ids=name_of)
-def test_parameters_match_what_is_published(path: Path) -> None:
+def test_parameters_match_published_counts(path: Path) -> None:
     """Within 1 %, or within the rounding of the published figure where that is coarser."""
     model = read_config_file(path)
     assert model.name == name_of(path)
@@ -222,7 +222,7 @@ def test_parameters_match_what_is_published(path: Path) -> None:
 
 @needs_configs
 @pytest.mark.parametrize("path", configs(), ids=name_of)
-def test_every_configuration_gives_a_whole_model(path: Path) -> None:
+def test_every_configuration_gives_a_complete_model(path: Path) -> None:
     model = read_config_file(path)
     assert from_json(Model, to_json(model)) == model
     assert sum(part.parameters for part in model.parts if part.name not in ("vision", "mtp")) == model.parameters
@@ -247,7 +247,7 @@ def test_every_configuration_gives_a_whole_model(path: Path) -> None:
         ("deepseek-ai/DeepSeek-V4-Flash", 156, "hub: about 160 GB with its MTP layer"),
     ],
 )
-def test_bytes_under_a_quantization(name: str, gigabytes: float, source: str) -> None:
+def test_bytes_follow_the_quantization(name: str, gigabytes: float, source: str) -> None:
     model = read_config_file(CONFIGS / f"{name.replace('/', '--', 1)}_config.json")
     assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01), source
 
@@ -264,7 +264,7 @@ def read(**changes: Any) -> Model:
 
 
 class TestByHand:
-    def test_llama_3_8b_to_the_last_weight(self) -> None:
+    def test_llama_3_8b_is_counted_exactly(self) -> None:
         attention = 4096 * (4096 + 1024 + 1024 + 4096)
         layer = attention + 3 * 4096 * 14336 + 2 * 4096
         assert read().parameters == 32 * layer + 2 * 128256 * 4096 + 4096 == 8_030_261_248
@@ -334,7 +334,7 @@ class TestByHand:
             ("GPT2LMHeadModel", "generate"),
         ],
     )
-    def test_the_task(self, architecture: str, task: str) -> None:
+    def test_the_task_follows_from_the_architecture(self, architecture: str, task: str) -> None:
         assert read(architectures=[architecture]).task == task
 
     def test_auto_map_is_ignored(self) -> None:
@@ -417,7 +417,7 @@ def test_any_configuration_is_read_or_rejected(changes: dict[str, Any], kind: st
     assert from_json(Model, to_json(model)) == model
 
 
-def test_a_configuration_nested_without_end(tmp_path: Path) -> None:
+def test_a_deeply_nested_configuration_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(BadQuestion):
@@ -427,7 +427,7 @@ def test_a_configuration_nested_without_end(tmp_path: Path) -> None:
         read_config_file(path)
 
 
-def test_a_file_that_python_wrote_with_infinity_is_read(tmp_path: Path) -> None:
+def test_infinity_in_json_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "someone--model_config.json"
     path.write_text(json.dumps({**LLAMA, "time_step_limit": [0.0, float("inf")]}))
     assert read_config_file(path).name == "someone/model"

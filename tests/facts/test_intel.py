@@ -20,7 +20,7 @@ def card(root: Path, number: int, files: dict[str, str]) -> None:
         path.write_text(f"{text}\n")
 
 
-def test_an_arc_card_under_xe(tmp_path: Path) -> None:
+def test_an_arc_card_is_read_under_xe(tmp_path: Path) -> None:
     card(
         tmp_path,
         1,
@@ -51,7 +51,7 @@ def test_an_arc_card_under_xe(tmp_path: Path) -> None:
     assert [(link.a, link.b, link.kind) for link in found.links] == [("0", "host", "pcie")]
 
 
-def test_the_tiles_of_a_data_centre_card_are_one_memory(tmp_path: Path) -> None:
+def test_the_tiles_of_a_data_center_card_are_summed(tmp_path: Path) -> None:
     tiles = {f"tile{tile}/physical_vram_size_bytes": str(64 << 30) for tile in range(2)}
     card(tmp_path, 0, {"device": "0x0bd5", **tiles})
     assert read_intel(tmp_path).accelerators[0].memory_bytes == 128 << 30
@@ -74,7 +74,7 @@ def test_a_card_without_reported_memory_is_listed(tmp_path: Path) -> None:
     assert "does not report its memory" in found.notes[0]
 
 
-def test_graphics_inside_a_processor_is_only_noted(tmp_path: Path) -> None:
+def test_integrated_graphics_is_only_noted(tmp_path: Path) -> None:
     card(tmp_path, 0, {"device": "0x9a49"})
     found = read_intel(tmp_path)
     assert found.accelerators == ()

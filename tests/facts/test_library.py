@@ -87,7 +87,7 @@ def refused(text: str) -> BadQuestion:
 
 
 class TestPaths:
-    def test_a_file(self, tmp_path: Path) -> None:
+    def test_a_file_is_located(self, tmp_path: Path) -> None:
         path = put(tmp_path / "work" / "Qwen3-8B-Q4_K_M.gguf", 321)
         for text in (str(path), "Qwen3-8B-Q4_K_M.gguf", "./Qwen3-8B-Q4_K_M.gguf"):
             assert found(text) == Located("Qwen3-8B", path, "a file", 321, "Q4_K_M")
@@ -100,16 +100,16 @@ class TestPaths:
         parts = [put(tmp_path / f"big-0000{n}-of-00003.gguf", 100 * n) for n in (1, 2, 3)]
         assert found(str(parts[2])) == Located("big", parts[0], "a file", 600)
 
-    def test_a_folder_with_one_model(self, tmp_path: Path) -> None:
+    def test_a_folder_with_one_model_is_located(self, tmp_path: Path) -> None:
         path = put(tmp_path / "models" / "only-Q8_0.gguf")
         put(tmp_path / "models" / "mmproj-only-f16.gguf")
         assert found(str(tmp_path / "models")) == Located("only", path, "a folder", 100, "Q8_0")
 
-    def test_a_folder_with_one_split_model_in_a_folder_of_its_own(self, tmp_path: Path) -> None:
+    def test_a_split_model_in_a_subfolder_is_located(self, tmp_path: Path) -> None:
         parts = [put(tmp_path / "models" / "Q4" / f"big-Q4_K_M-0000{n}-of-00002.gguf") for n in (1, 2)]
         assert found(str(tmp_path / "models")).path == parts[0]
 
-    def test_a_folder_with_several_lists_them(self, tmp_path: Path) -> None:
+    def test_several_models_in_a_folder_are_listed(self, tmp_path: Path) -> None:
         put(tmp_path / "models" / "one.gguf")
         put(tmp_path / "models" / "two.gguf")
         error = refused(str(tmp_path / "models"))
@@ -160,7 +160,7 @@ class TestHuggingFace:
     def cache(self, machine: Path) -> Path:
         return machine / ".cache" / "huggingface" / "hub"
 
-    def test_a_repository_with_one_model(self, cache: Path) -> None:
+    def test_a_repository_with_one_model_is_located(self, cache: Path) -> None:
         snapshot = hub(cache, "unsloth/Qwen3-8B-GGUF", "Qwen3-8B-Q4_K_M.gguf", "mmproj-F16.gguf")
         located = found("unsloth/Qwen3-8B-GGUF")
         assert located.path == snapshot / "Qwen3-8B-Q4_K_M.gguf"
@@ -179,7 +179,7 @@ class TestHuggingFace:
             "https://huggingface.co/a/b/blob/main/m-Q8_0.gguf",
         ],
     )
-    def test_one_of_several_by_quantization_or_file(self, cache: Path, text: str) -> None:
+    def test_quantization_or_file_selects_one_of_several(self, cache: Path, text: str) -> None:
         snapshot = hub(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
         assert found(text).path == snapshot / "m-Q8_0.gguf"
 
@@ -204,7 +204,7 @@ class TestHuggingFace:
         os.utime(snapshot.parent / OLDER, (2**31, 2**31))
         assert found("a/b").path.parent.name == COMMIT
 
-    def test_a_split_model_in_a_folder(self, cache: Path) -> None:
+    def test_a_split_model_in_a_repository_folder_is_located(self, cache: Path) -> None:
         parts = [f"Q4_K_M/m-Q4_K_M-0000{n}-of-00002.gguf" for n in (1, 2)]
         snapshot = hub(cache, "a/b", *parts)
         assert found("a/b:Q4_K_M").path == snapshot / parts[0]
@@ -253,7 +253,7 @@ class TestOllama:
             ("hf.co/a/b-GGUF:Q4_K_M", "hf.co/a/b-GGUF:Q4_K_M", "hf.co/a/b-GGUF:Q4_K_M"),
         ],
     )
-    def test_names(self, store: Path, text: str, manifest: str, name: str) -> None:
+    def test_names_with_namespace_and_tag_are_located(self, store: Path, text: str, manifest: str, name: str) -> None:
         blob = ollama(store, manifest)
         ollama(store, "registry.ollama.ai/library/other:latest")
         located = found(text)
@@ -309,7 +309,7 @@ class TestOllama:
 class TestLmStudio:
     @pytest.mark.parametrize("place", [".lmstudio/models", ".cache/lm-studio/models"])
     @pytest.mark.parametrize("text", ["pub/repo", "pub/repo:Q4_K_M", "pub/repo/m-Q4_K_M.gguf"])
-    def test_by_publisher_and_repository(self, machine: Path, place: str, text: str) -> None:
+    def test_a_model_is_located_by_publisher_and_repository(self, machine: Path, place: str, text: str) -> None:
         path = put(machine / place / "pub" / "repo" / "m-Q4_K_M.gguf")
         put(machine / place / "pub" / "repo" / "mmproj-m-f16.gguf")
         located = found(text)
@@ -328,14 +328,14 @@ class TestByName:
             assert found(text).path == path
         assert locate("SmolLM2-135M-Instruct:Q8_0") is None
 
-    def test_two_models_of_one_name_are_listed(self, machine: Path) -> None:
+    def test_two_models_with_one_name_are_listed(self, machine: Path) -> None:
         put(machine / ".lmstudio/models/pub/repo/phi-4-Q4_K_M.gguf")
         put(machine / ".lmstudio/models/pub/repo/phi-4-Q8_0.gguf")
         error = refused("phi-4")
         assert error.cause is not None
         assert "pub/repo/phi-4-Q4_K_M.gguf" in error.cause
 
-    def test_bedplates_own_models_are_known(self, tmp_path: Path) -> None:
+    def test_models_of_bedplate_are_found(self, tmp_path: Path) -> None:
         path = put(tmp_path / "bedplate" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
         assert found("smollm2-135m-instruct").path == path
 
@@ -363,7 +363,7 @@ class TestListing:
             assert again is not None, model.name
             assert again.path.resolve() == model.path.resolve()
 
-    def test_an_empty_machine_has_none(self) -> None:
+    def test_an_empty_machine_has_no_models(self) -> None:
         assert local_models() == ()
 
 
@@ -384,7 +384,7 @@ class TestListing:
         ("qwen3-8b.gguf", None),
     ],
 )
-def test_quantizations_in_names(name: str, label: str | None) -> None:
+def test_quantizations_in_names_are_recognized(name: str, label: str | None) -> None:
     assert quantization_of(name) == label
 
 
@@ -398,5 +398,5 @@ def test_quantizations_in_names(name: str, label: str | None) -> None:
         ("https://huggingface.co/a/b/resolve/main/d.gguf?download=true", ("a/b", None, "d.gguf")),
     ],
 )
-def test_references(text: str, pieces: tuple[str, str | None, str | None]) -> None:
+def test_references_are_split(text: str, pieces: tuple[str, str | None, str | None]) -> None:
     assert split_reference(text) == pieces

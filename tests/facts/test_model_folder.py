@@ -62,8 +62,8 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-class TestWhole:
-    def test_one_file(self, folder: Path) -> None:
+class TestComplete:
+    def test_one_file_is_read(self, folder: Path) -> None:
         size = write(folder / "model.safetensors", tensors(), metadata={"format": "pt"})
         model = read_folder(folder)
         assert (model.name, model.format, model.quantization) == ("tiny-llama", "safetensors", "BF16")
@@ -73,7 +73,7 @@ class TestWhole:
             "embedding": 512, "output": 512, "norms": 80, "attention": 2 * 2 * 192, "mlp": 2 * 2 * 384,
         }  # fmt: skip
 
-    def test_shards(self, folder: Path) -> None:
+    def test_shards_are_read(self, folder: Path) -> None:
         names = list(tensors())
         half = {name: tensors()[name] for name in names[:7]}, {name: tensors()[name] for name in names[7:]}
         sizes = [write(folder / f"model-0000{n}-of-00002.safetensors", half[n - 1]) for n in (1, 2)]
@@ -104,7 +104,7 @@ class TestWhole:
             == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
         )
 
-    def test_an_encoder_decoder_model(self, folder: Path) -> None:
+    def test_an_encoder_decoder_model_is_read(self, folder: Path) -> None:
         """A whole T5 of two layers on each side, named as its files name it."""
         config = {
             "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True,
@@ -131,7 +131,7 @@ class TestWhole:
         assert encoder.bytes == 2 * encoder.parameters
         assert encoder.active_parameters == 0
 
-    def test_the_chat_template(self, folder: Path) -> None:
+    def test_the_chat_template_is_read(self, folder: Path) -> None:
         write(folder / "model.safetensors", tensors())
         assert not read_folder(folder).has_chat_template
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
@@ -147,7 +147,7 @@ class TestWhole:
 
 
 class TestQuantized:
-    def test_mlx(self, folder: Path) -> None:
+    def test_mlx_quantization_is_read(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**SMALL, "quantization": {"group_size": 64, "bits": 4}}))
         size = write(
             folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (16, 1)}, "U32", {"format": "mlx"}
@@ -160,7 +160,7 @@ class TestQuantized:
         assert read_folder(folder).format == "mlx"
 
     @pytest.mark.parametrize("method", ["exl2", "exl3"])
-    def test_exllama(self, folder: Path, method: str) -> None:
+    def test_exllama_quantization_is_read(self, folder: Path, method: str) -> None:
         (folder / "config.json").write_text(
             json.dumps({**SMALL, "quantization_config": {"quant_method": method, "bits": 4.25}})
         )
@@ -188,18 +188,18 @@ class TestQuantized:
 
 class TestRefused:
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
-    def test_pickles(self, folder: Path, name: str) -> None:
+    def test_pickles_are_rejected(self, folder: Path, name: str) -> None:
         (folder / name).write_bytes(b"\x80\x02")
         with pytest.raises(BadQuestion, match="never opens one") as caught:
             read_folder(folder)
         assert "safetensors" in str(caught.value.hint)
 
-    def test_weights_without_a_configuration(self, tmp_path: Path) -> None:
+    def test_weights_without_a_configuration_are_rejected(self, tmp_path: Path) -> None:
         write(tmp_path / "model.safetensors", tensors())
         with pytest.raises(BadQuestion, match=r"no config\.json"):
             read_folder(tmp_path)
 
-    def test_a_damaged_shard(self, folder: Path) -> None:
+    def test_a_damaged_shard_is_rejected(self, folder: Path) -> None:
         write(folder / "model.safetensors", tensors())
         with (folder / "model.safetensors").open("r+b") as file:
             file.truncate(500)
@@ -230,7 +230,7 @@ class TestRefused:
         ("lm_head.weight", "output"),
     ],
 )
-def test_what_a_tensor_is_for(name: str, part: str) -> None:
+def test_tensors_are_assigned_to_parts(name: str, part: str) -> None:
     assert part_of(name, 40) == part
 
 
@@ -270,7 +270,7 @@ class TestOnnx:
         graph = message(5, weights) + message(5, onnx_tensor("scales", 10, [4], 8))
         (folder / "model.onnx").write_bytes(varint(8) + varint(7) + message(7, graph))
 
-    def test_genai(self, tmp_path: Path) -> None:
+    def test_a_genai_folder_is_read(self, tmp_path: Path) -> None:
         self.graph(tmp_path)
         (tmp_path / "model.onnx.data").write_bytes(b"\0" * 1000)
         (tmp_path / "genai_config.json").write_text(json.dumps(self.GENAI))
@@ -281,7 +281,7 @@ class TestOnnx:
         assert model.parameters == 64 + 4
         assert model.quantization == "INT4"
 
-    def test_with_a_configuration(self, folder: Path) -> None:
+    def test_an_onnx_folder_with_a_configuration_is_read(self, folder: Path) -> None:
         (folder / "onnx").mkdir()
         self.graph(folder / "onnx")
         model = read_folder(folder)
@@ -290,7 +290,7 @@ class TestOnnx:
     @pytest.mark.parametrize(
         "content", [b"\xff" * 50, varint(7 << 3 | 2) + varint(2**60), varint(7 << 3 | 3), message(7, b"\x2a\x7f")]
     )
-    def test_damaged(self, tmp_path: Path, content: bytes) -> None:
+    def test_damaged_graphs_are_rejected(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.onnx").write_bytes(content)
         with pytest.raises(BadQuestion, match="damaged"):
             read_onnx(tmp_path, None, name="x", origin=None)

@@ -94,5 +94,5 @@ def test_the_command_writes_a_valid_intent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [(), ("x.csv", "--observed", "24h"), ("x.csv", "--model", "m"), ("--observed", "now")]
 )
-def test_one_source_is_needed(words: tuple[str, ...]) -> None:
+def test_exactly_one_source_is_required(words: tuple[str, ...]) -> None:
     assert invoke("workload", *words).code == 2

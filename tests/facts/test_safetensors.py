@@ -31,7 +31,7 @@ def write(path: Path, tensors: dict[str, Any], size: int) -> Path:
     return path
 
 
-def test_names_types_and_sizes(tmp_path: Path) -> None:
+def test_names_types_and_sizes_are_read(tmp_path: Path) -> None:
     tensors = {
         "__metadata__": {"format": "pt"},
         "a": entry("BF16", [2, 3], 0, 12),
@@ -47,7 +47,7 @@ def test_names_types_and_sizes(tmp_path: Path) -> None:
     assert found.metadata == {"format": "pt"}
 
 
-def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
+def test_a_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None:
     found = read_header(
         write(tmp_path / "m.safetensors", {"a": entry("F32", [], 0, 4), "b": entry("F32", [0, 7], 4, 4)}, 4)
     )
@@ -170,7 +170,7 @@ def test_any_header_is_read_or_rejected(tensors: dict[str, Any]) -> None:
     assert found.promised_bytes >= 8 + sum(tensor.bytes for tensor in found.tensors)
 
 
-def test_an_index() -> None:
+def test_an_index_is_parsed() -> None:
     index = {
         "metadata": {"total_size": 1e3},
         "weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-1.safetensors"},

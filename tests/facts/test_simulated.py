@@ -29,7 +29,7 @@ def links(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
     }
 
 
-def test_eight_h100s_are_a_whole_machine() -> None:
+def test_eight_h100s_give_a_complete_machine() -> None:
     machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"})
     assert [card.index for card in machine.accelerators] == list(range(8))
     card = machine.accelerators[0]
@@ -84,7 +84,7 @@ def test_cards_can_be_limited_to_pcie() -> None:
     assert ("0", "1") in links(machine, "pcie")
 
 
-def test_a_fleet_is_nodes_with_a_network_between_them() -> None:
+def test_a_fleet_has_a_network_between_nodes() -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"})
     assert len(machine.accelerators) == 128
     nvlink = links(machine, "nvlink")
@@ -131,7 +131,7 @@ def test_a_large_fleet_is_described_in_bounded_size() -> None:
         ("InfiniBand", None),
     ],
 )
-def test_networks_as_people_write_them(said: object, gb_s: float | None) -> None:
+def test_usual_network_names_are_understood(said: object, gb_s: float | None) -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
     assert links(machine, "network") == {("0", "8"): gb_s}
 
@@ -172,7 +172,7 @@ def test_memory_comes_from_the_name_or_the_only_size() -> None:
         simulated({"accelerator": "M4 Max 64GB", "ram_gb": 32})
 
 
-def test_strix_halo_is_cpu_and_gpu_of_one_memory() -> None:
+def test_cpu_and_gpu_of_strix_halo_share_memory() -> None:
     machine = simulated({"accelerator": "Ryzen AI Max+ 395", "ram_gb": 128})
     assert machine.cpu.physical_cores == 16
     assert "avx512f" in machine.cpu.instruction_sets
@@ -180,7 +180,7 @@ def test_strix_halo_is_cpu_and_gpu_of_one_memory() -> None:
     assert machine.accelerators[0].free_bytes == 96 * GIB
 
 
-def test_a_cpu_alone() -> None:
+def test_a_cpu_without_accelerators_is_described() -> None:
     machine = simulated({"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128, "os": "linux"})
     assert machine.accelerators == ()
     assert machine.links == ()
@@ -190,7 +190,7 @@ def test_a_cpu_alone() -> None:
     assert machine.memory.bandwidth_bytes_s.value == pytest.approx(281.6e9)
 
 
-def test_two_sockets_have_twice_the_bandwidth_and_a_part_of_one_is_a_part() -> None:
+def test_bandwidth_is_proportional_to_the_sockets() -> None:
     both = simulated({"cpu": "EPYC 9654", "cores": 192, "ram_gb": 1536})
     assert both.cpu.sockets == 2
     assert both.memory.bandwidth_bytes_s is not None
@@ -239,12 +239,12 @@ def test_cards_with_several_devices_show_all_of_them() -> None:
     # Idle cards in tests/captures/nvidia, and an H200 without what a process held.
     [("RTX 3090", 24154), ("L4", 22479), ("A100 SXM 40GB", 40387), ("H100 SXM", 81106), ("H200 SXM", 143157)],
 )
-def test_an_idle_card_has_as_much_free_as_real_ones_had(name: str, free_mib: int) -> None:
+def test_free_memory_of_an_idle_card_matches_real_cards(name: str, free_mib: int) -> None:
     free = simulated({"accelerator": name, "ram_gb": 64}).accelerators[0].free_bytes
     assert free == pytest.approx(free_mib << 20, rel=0.006)
 
 
-def test_no_card_is_full_when_idle() -> None:
+def test_an_idle_card_has_free_memory() -> None:
     for chip in chips().values():
         if chip.reported_bytes is not None and not chip.unified:
             assert 0.89 * chip.reported_bytes < idle_free_bytes(chip.reported_bytes) < chip.reported_bytes, chip.name

@@ -56,7 +56,7 @@ def test_a_summary_survives_json_and_makes_an_intent(path: Path) -> None:
 
 
 class TestPublishedTraces:
-    def test_azure_of_2023(self) -> None:
+    def test_the_azure_trace_of_2023_is_summarized(self) -> None:
         summary = summarise(CAPTURES / "azure-2023-conv.csv")
         assert summary.requests == 40 and summary.format == "azure" and summary.prefix is None
         prompts = sorted(int(row.split(",")[1]) for row in (CAPTURES / "azure-2023-conv.csv").read_text().split()[2::2])
@@ -158,7 +158,7 @@ class TestArrivals:
             meter.add([(float(moment), 0.0)])
         assert meter.arrivals().span_s == 15 and "far out of order" in meter.notes()[0]
 
-    def test_one_request_and_requests_at_one_moment(self) -> None:
+    def test_single_and_simultaneous_requests_are_summarized(self) -> None:
         for moments in ([5.0], [5.0] * 9):
             found = arrivals(moments).arrivals()
             assert found.span_s == 0 and found.requests_per_s is None and found.gap_cv is None and found.series == ()
@@ -168,7 +168,7 @@ class TestArrivals:
         summary = metered(RequestShape(started_s=number // 10 * 3, output_tokens=1) for number in range(100))
         assert any("clock is coarse" in note for note in summary.notes)
 
-    def test_years_of_seconds_are_counted_in_wider_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_traces_are_counted_in_wider_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "MAX_WINDOWS", 100)
         found = arrivals(range(5000)).arrivals()
         assert found.peak_to_mean_1s is None and found.peak_to_mean_10s is None
@@ -176,7 +176,7 @@ class TestArrivals:
 
 
 class TestInFlight:
-    def test_littles_law_holds_for_what_is_counted(self) -> None:
+    def test_littles_law_holds_for_the_counted_requests(self) -> None:
         chance = random.Random(3)
         shapes = [RequestShape(started_s=number / 10, duration_ms=chance.uniform(0, 8000)) for number in range(20_000)]
         summary = metered(shapes)
@@ -205,7 +205,7 @@ class TestInFlight:
 
 
 class TestPrefix:
-    def test_a_small_cache_evicts_the_oldest_and_ends_before_beginnings(self) -> None:
+    def test_a_small_cache_evicts_the_oldest_prompts_from_their_ends(self) -> None:
         meter = PrefixMeter((40,))
         for blocks in ((1, 2, 3), (4, 5), (1, 2, 3)):
             meter.add(blocks, 10 * len(blocks), 10)
@@ -303,7 +303,7 @@ def test_mostly_bad_rows_are_a_usage_error(tmp_path: Path) -> None:
         summarise(path)
 
 
-def test_a_header_alone_holds_no_requests(tmp_path: Path) -> None:
+def test_a_header_alone_has_no_requests(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     with pytest.raises(BadQuestion, match="holds no requests"):

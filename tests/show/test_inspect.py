@@ -27,19 +27,19 @@ def machine() -> Hardware:
     return replaced(real, memory=replaced(real.memory, bandwidth_bytes_s=speed))
 
 
-def test_what_the_bytes_mean_at_this_machines_speed(machine: Hardware) -> None:
+def test_the_speed_limit_is_shown_if_the_bandwidth_is_known(machine: Hardware) -> None:
     text = page("Llama 3.1 8B", machine)
     assert "15.0 GB are read per token; at 51 GB/s, at most 3.4 tokens/s for one stream" in text
     assert "measured" in text
 
 
-def test_without_a_speed_the_bytes_alone() -> None:
+def test_without_a_bandwidth_only_the_bytes_are_shown() -> None:
     text = page("Llama 3.1 8B", None)
     assert "15.0 GB are read per token" in text
     assert "tokens/s" not in text
 
 
-def test_layers_by_kind() -> None:
+def test_layers_are_grouped_by_kind() -> None:
     text = page("gemma-4-E4B-it")
     for words in (
         "20 windowed attention",
@@ -59,11 +59,11 @@ def test_experts_vision_encoder_and_prediction_heads_are_counted_separately() ->
     assert "routed experts" in text
 
 
-def test_the_cache_of_conversations() -> None:
+def test_the_cache_is_shown_for_common_lengths() -> None:
     assert "1 GiB at 8k · 4 GiB at 32k · 16 GiB at 128k" in page("Llama 3.1 8B")
 
 
-def test_an_estimate_says_so() -> None:
+def test_estimates_are_marked() -> None:
     assert "sizes estimated" in page("Llama 3.1 8B Q4_K_M")
 
 

@@ -36,7 +36,7 @@ def verdict(gain: float = 1.3) -> Verdict:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_answer_comes_first_and_nothing_is_cut_off(width: int) -> None:
+def test_the_answer_comes_first_and_nothing_is_truncated(width: int) -> None:
     text = page(render_verdict(verdict()), width)
     assert text.split()[0] == "Migrate" and "…" in text
     assert max(map(len, text.splitlines())) <= width
@@ -44,7 +44,7 @@ def test_the_answer_comes_first_and_nothing_is_cut_off(width: int) -> None:
         assert word in text
 
 
-def test_each_answer_has_its_words() -> None:
+def test_each_answer_has_its_headline() -> None:
     assert "Stay with one." in page(render_verdict(verdict(0.7)))
     unchecked = compare(pair(1.3)[0], [replaced(cell, quality=Quality()) for cell in pair(1.3)[1]])
     text = page(render_verdict(unchecked))
@@ -52,7 +52,7 @@ def test_each_answer_has_its_words() -> None:
     assert "not checked" in text
 
 
-def test_what_was_left_out_and_what_differs_is_on_the_page() -> None:
+def test_left_out_cells_and_differences_are_on_the_page() -> None:
     one, other = pair(1.3)
     other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
@@ -61,7 +61,7 @@ def test_what_was_left_out_and_what_differs_is_on_the_page() -> None:
     assert "of requests meet the target" in text
 
 
-def test_an_open_loop_has_times_instead_of_a_rate() -> None:
+def test_an_open_loop_comparison_shows_latencies_instead_of_throughput() -> None:
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
     one, other = ([replaced(side[0], load=load)] for side in pair(1.3, (4,)))
     text = page(render_verdict(compare(one, other)))
@@ -69,7 +69,7 @@ def test_an_open_loop_has_times_instead_of_a_rate() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_diagnosis_names_the_limit_and_the_option(width: int) -> None:
+def test_a_diagnosis_names_the_bottleneck_and_the_option(width: int) -> None:
     engine = MadeEngine(slots=1, token_ms=0.05)
     text = page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
     assert "Scheduler binds" in " ".join(text.split()) and "--parallel" in text
@@ -77,6 +77,6 @@ def test_a_diagnosis_names_the_limit_and_the_option(width: int) -> None:
     assert "Evidence" in text and "Change" in text and "Expected" in text
 
 
-def test_a_diagnosis_that_cannot_tell_says_so() -> None:
+def test_an_unknown_bottleneck_is_reported() -> None:
     text = page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Ground())])))
     assert "unknown" in text and "not measured" in text and "probe --measure" in text

@@ -71,7 +71,7 @@ TOLD = "document.getElementById('told').textContent"
 SHOWN = "!document.getElementById('all').hidden"
 
 
-def test_the_page_is_small_and_has_everything_in_it() -> None:
+def test_the_page_is_small_and_self_contained() -> None:
     page = live_page()
     text = page.body.decode()
     assert len(page.body) < 60_000
@@ -80,7 +80,7 @@ def test_the_page_is_small_and_has_everything_in_it() -> None:
     assert page.headers["Content-Security-Policy"] == policy(text)
 
 
-def test_another_script_would_not_run() -> None:
+def test_the_policy_covers_the_script() -> None:
     text = live_page().body.decode()
     assert policy(text) != policy(text.replace('"use strict";', '"use strict"; alert(1);'))
 
@@ -132,7 +132,7 @@ def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, 
 
 
 @needs_browser
-def test_both_themes_at_two_widths_fit_and_are_drawn(tmp_path: Path) -> None:
+def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>"
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
@@ -161,7 +161,7 @@ def test_both_themes_at_two_widths_fit_and_are_drawn(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
+def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")
         await tab.until(SHOWN)
@@ -204,7 +204,7 @@ async def enter(tab: Tab, key: str) -> None:
 
 
 @needs_browser
-def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) -> None:
+def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
     door, why = "!document.getElementById('door').hidden", "document.getElementById('doorwhy').textContent"
     names = "[...document.querySelectorAll('#tenants tr')].map(row => row.cells[0].textContent)"
     charts, own = (f"getComputedStyle(document.getElementById('{id}')).display" for id in ("charts", "ours"))
@@ -242,7 +242,7 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
 
 
 @needs_browser
-def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) -> None:
+def test_a_tenant_sees_its_history_and_remaining_limits(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         close_door(host)
         found = host.gateway.tenants.member("ann")
@@ -273,7 +273,7 @@ def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) 
 
 
 @needs_browser
-def test_it_says_when_nobody_answers_any_more_and_finds_the_endpoint_again(tmp_path: Path) -> None:
+def test_the_page_reports_a_lost_endpoint_and_reconnects(tmp_path: Path) -> None:
     link = "document.getElementById('link').textContent"
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:

@@ -47,7 +47,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_it_needs_nothing_from_outside() -> None:
+def test_the_report_loads_no_external_resource() -> None:
     tags = Tags()
     tags.feed(html(page()))
     assert not [tag for tag, _ in tags.found if tag in ("script", "link", "img", "iframe", "object")]
@@ -55,7 +55,7 @@ def test_it_needs_nothing_from_outside() -> None:
     assert "url(" not in html(page()) and "@import" not in html(page())
 
 
-def test_it_argues_and_shows_every_row() -> None:
+def test_the_report_gives_reasons_and_shows_every_row() -> None:
     text = html(page())
     assert "Deploy vLLM BF16." in text and "1.49 times" in text
     assert "answers disagree with the reference" in text
@@ -65,14 +65,14 @@ def test_it_argues_and_shows_every_row() -> None:
     assert len(page().plots) == 5
 
 
-def test_names_are_text_and_never_markup() -> None:
+def test_names_are_escaped() -> None:
     cell = made_cell("<script>alert(1)</script>", 1, 10)
     cell = replaced(cell, subject=replaced(cell.subject, model='a"b<c'))
     text = html(page_of([made_run([cell])]))
     assert "<script" not in text and "a&#34;b&lt;c" in text
 
 
-def test_drawings_are_well_formed() -> None:
+def test_charts_are_well_formed() -> None:
     for plot in page().plots:
         root = ET.fromstring(plot.svg)
         assert root.tag == "svg" and root.find("title") is not None
@@ -85,18 +85,18 @@ def test_markdown_has_the_same_table() -> None:
     assert all(line.count("|") == len(page().columns) + 1 for line in table)
 
 
-def test_a_run_without_cells_is_a_page_of_what_is_to_be_measured() -> None:
+def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
     text = html(page_of([made_run([], engines=["vllm"])]))
     assert "Nothing was measured yet" in text and "TBD" in text and "<svg" not in text
 
 
-def test_the_knee_is_where_waiting_begins_to_bring_less() -> None:
+def test_the_knee_has_the_best_throughput_per_latency() -> None:
     assert knee([(1.0, 60), (2.0, 140), (5.0, 170), (11.0, 175)]) == 1
     assert knee([(1.0, 60), (2.0, 140)]) is None
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e12), st.floats(1e-6, 1e12)), min_size=1, max_size=20))
-def test_whatever_the_values_they_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
+def test_all_values_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
     series = [plots.Series("one", tuple(plots.Point(x, y) for x, y in values), 0)]
     for svg in (plots.lines("t", series, "x", "y"), plots.roofline("t", series, 1e9, 1e12)):
         root = ET.fromstring(svg)
@@ -114,7 +114,7 @@ def test_axes_have_ticks(low: float, ratio: float) -> None:
 
 
 @pytest.mark.browser
-def test_a_browser_shows_it_in_both_themes_at_two_widths_and_on_one_sheet(tmp_path: Path) -> None:
+def test_a_browser_shows_the_report_in_both_themes_and_prints_one_page(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(html(page()), encoding="utf-8")
 

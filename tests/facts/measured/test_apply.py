@@ -41,7 +41,7 @@ def test_the_slower_direction_is_the_bandwidth_of_the_nvlink() -> None:
     assert (host.kind, host.a, host.b, host.bandwidth_bytes_s) == ("pcie", "0", "host", figure(55e9))
 
 
-def test_another_vendors_card_of_the_same_number_is_left_alone() -> None:
+def test_a_card_of_another_vendor_is_not_changed() -> None:
     cards = (Accelerator(name="Radeon", vendor="amd", index=0),)
     (card,) = apply(replaced(HARDWARE, accelerators=cards), MEASURED).accelerators
     assert card.bandwidth_bytes_s is None
@@ -85,7 +85,7 @@ def test_an_empty_measurement_can_be_shown() -> None:
     assert "Measured" in page(Measurements(when="", took_s=0.1, machine=MEASURED.machine))
 
 
-def test_a_narrow_band_is_not_shown() -> None:
+def test_a_small_spread_is_not_shown() -> None:
     sure = Figure(value=20e9, low=19.95e9, high=20.05e9, basis="measured")
     assert rate(sure) == "20 GB/s" and operations(sure, "fp32") == "20 GFLOP/s"
     assert rate(Figure(value=0, low=0, high=0, basis="measured")) == "0 B/s"

@@ -47,7 +47,7 @@ def test_a_temporary_file_is_read_and_removed(tmp_path: Path, monkeypatch: pytes
 
 
 @here_only
-def test_a_model_is_read_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_file_is_read_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEMORY_FILE_SYSTEMS", ())
     model = tmp_path / "hub" / "model.gguf"
     model.parent.mkdir()

@@ -39,7 +39,7 @@ def test_reading_is_faster_than_a_reduction_and_slower_than_the_bus() -> None:
     assert TORCH["sum"] < gpu.read_bytes_s.value < gpu.theoretical_bytes_s
 
 
-def test_every_figure_is_measured_and_says_with_what() -> None:
+def test_every_figure_is_measured_and_names_its_source() -> None:
     found = from_json(Measurements, CAPTURE.read_text(encoding="utf-8"))
     assert found.ram_all_cores and found.ram_one_core and found.disk
     figures = [found.ram_all_cores.read_bytes_s, found.ram_one_core.copy_bytes_s, found.disk.read_bytes_s]

@@ -55,7 +55,7 @@ def test_a_wrong_result_does_not_count_as_running() -> None:
 
 
 @on_x86_linux
-def test_tiles_need_the_kernels_permission() -> None:
+def test_amx_needs_permission_from_the_kernel() -> None:
     """Without asking for it the same code is killed: the question to the kernel is what makes it run."""
     if "amx_tile" not in probe().cpu.instruction_sets or check("amx_tile", X86["amx_tile"]).result != "runs":
         pytest.skip("this CPU has no AMX, or does not let it run")
@@ -81,7 +81,7 @@ def test_every_set_that_the_probe_knows_has_code() -> None:
 
 
 @pytest.mark.parametrize(("name", "snippet"), [*X86.items(), *ARM.items()])
-def test_code_is_whole(name: str, snippet: Snippet) -> None:
+def test_code_contains_a_return(name: str, snippet: Snippet) -> None:
     code = bytes.fromhex(snippet.code)
     assert b"\xc3" in code if name in X86 else code.endswith(bytes.fromhex("c0035fd6"))
 

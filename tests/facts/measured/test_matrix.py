@@ -87,7 +87,7 @@ def test_the_newest_supported_library_is_used(tmp_path: Path, monkeypatch: pytes
     ("name", "major"),
     [("libcublas.so.12", 12), ("libcublas.so.12.9.1.4", 12), ("cublas64_13.dll", 13), ("libcublas.so", None)],
 )
-def test_the_version_is_in_the_name(name: str, major: int | None) -> None:
+def test_the_version_is_parsed_from_the_file_name(name: str, major: int | None) -> None:
     assert major_version(Path(name)) == major
 
 

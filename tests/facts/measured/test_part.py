@@ -42,7 +42,7 @@ def started_by(*command: str) -> Iterator[None]:
         yield
 
 
-def test_progress_and_the_answer_come_back() -> None:
+def test_progress_and_result_are_returned() -> None:
     seen: list[int] = []
     answer = run("""print('progress 10\\nnoise\\nprogress x\\nprogress 80\\nresult {"notes": ["hello"]}')""", seen=seen)
     assert answer.notes == ("hello",) and seen == [10, 80]
@@ -128,7 +128,7 @@ def test_other_processes_are_noted() -> None:
     assert disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
 
 
-def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_data_sheet_figure_is_kept_with_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answers(name: str, request: object, result: type[Record], update: object, **_: object) -> Record:
         gpus = (GpuBandwidth(index=0, name="a"), GpuBandwidth(index=1, name="b"))
         return cuda.CudaResult(gpus=gpus) if name == "cuda" else result()
@@ -178,7 +178,7 @@ def _is_ours(process: psutil.Process, home: Path) -> bool:
 
 
 @pytest.mark.measures
-def test_the_whole_measurement_on_this_machine(tmp_path: Path) -> None:
+def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     process = start(tmp_path)
     out, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, errors

@@ -80,7 +80,7 @@ def test_a_small_run_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) ->
     assert told == sorted(told) and told[-1] <= 1.0
 
 
-def test_every_part_is_filled_read_and_copied_whole() -> None:
+def test_every_part_is_filled_read_and_copied_completely() -> None:
     slices = Slices(8 * MIB, 3)
     assert slices.total % (2 * 3) == 0 and slices.part * 3 == slices.total <= 8 * MIB
     for part in range(3):
