@@ -1,4 +1,4 @@
-"""benchmarks/card/measure.py: its commands are commands of this version, and a call goes on where one was cut short."""
+"""benchmarks/card/measure.py: its commands exist in this version, and a later call continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_command_exists_in_this_version(tmp_path: Path, program: ModuleTyp
         if words[3] == "--version":
             continue
         verb = command.commands[words[3]]  # type: ignore[attr-defined]
-        # Raises where an option or a value is not one of the command's.
+        # Raises if an option or a value is not valid for the command.
         assert verb.make_context(words[3], words[4:]) is not None
 
 
@@ -97,7 +97,7 @@ def test_a_later_call_runs_the_remaining_steps(
 def test_a_command_over_budget_is_stopped_with_its_children(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked first, so that it can write what it has."""
+    """It gets SIGINT first, so that it can write its results."""
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     held = f"import time; held = open({str(tmp_path / 'alive')!r}, 'w'); time.sleep(600)"
@@ -116,7 +116,7 @@ def test_a_command_over_budget_is_stopped_with_its_children(
     assert call(program, monkeypatch, "--out", str(out), "--steps", "slow", "--budget", "3s") == 1
     assert json.loads((out / "state.json").read_text())["slow"]["state"] == "cut short"
     assert (tmp_path / "kept").exists()
-    # The last writer is gone when the other end of the pipe is at its end; until then, reading waits.
+    # Reading ends when the last writer has closed the pipe.
     os.set_blocking(alive, True)
     assert os.read(alive, 1) == b""
     os.close(alive)

@@ -139,15 +139,15 @@ def test_unsupported_characters_are_replaced(env: dict[str, str]) -> None:
     assert b"512 + 256 tokens ? " in done.stdout, "the arrow is replaced"
 
 
-def environments(printed: str) -> list[str]:
+def list_environments(printed: str) -> list[str]:
     return [there["engine"] for engine in json.loads(printed)["engines"] for there in engine["installed"]]
 
 
 def test_engines_lists_installed_environments_and_removes_them(llama_environment: Environment, tmp_path: Path) -> None:
-    assert environments(run("engines", "--json").stdout) == ["llama.cpp"]
+    assert list_environments(run("engines", "--json").stdout) == ["llama.cpp"]
     assert "installed" in run("engines").stdout
     elsewhere = {"BEDPLATE_HOME": str(tmp_path)}
-    assert environments(run("engines", "--json", env=elsewhere).stdout) == []
+    assert list_environments(run("engines", "--json", env=elsewhere).stdout) == []
     removed = run("engines", "remove", "llama.cpp", env=elsewhere)
     assert removed.returncode == 2 and "not installed" in removed.stderr
 

@@ -1,4 +1,4 @@
-"""What a million tokens cost, as every verb that shows it shows it: the same names, units and figures."""
+"""Cost per million tokens has the same names, units and figures in every verb."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PRICE = Price(price_per_hour=3.6, watts=100, electricity_price=0.5)
 """At 100 tokens a second a million take 10,000 s: 10 for the machine, 0.278 kWh."""
 
 
-def with_energy(cell: Cell, joules: float) -> Cell:
+def add_energy(cell: Cell, joules: float) -> Cell:
     repeats = [replaced(one, use=replaced(one.use, energy_j=joules, energy_source="rapl")) for one in cell.repeats]
     return replaced(cell, repeats=tuple(repeats))
 
 
-def priced(price: Price | None, *cells: Cell) -> Run:
+def make_priced_run(price: Price | None, *cells: Cell) -> Run:
     run = made_run(cells or [made_cell("llama.cpp", 4, 100), made_cell("pytorch", 4, 40)])
     return replaced(run, environment=replaced(run.environment, price=price))
 
 
-def page(run: Run) -> str:
+def render_page(run: Run) -> str:
     out = Console(file=io.StringIO(), width=220)
     out.print(render_run(run))
     text: str = out.file.getvalue()  # type: ignore[attr-defined]
@@ -45,8 +45,8 @@ def page(run: Run) -> str:
 
 
 def test_bench_table_shows_cost_only_with_a_price() -> None:
-    assert "cost per M" not in page(priced(None))
-    shown = page(priced(PRICE))
+    assert "cost per M" not in render_page(make_priced_run(None))
+    shown = render_page(make_priced_run(PRICE))
     assert "cost per M" in shown and "kWh per M" in shown
     line = next(one for one in shown.splitlines() if "llama.cpp" in one).split()
     assert "10.1" in line and "0.278" in line
@@ -55,7 +55,7 @@ def test_bench_table_shows_cost_only_with_a_price() -> None:
 
 
 def test_log_lines_have_the_same_columns() -> None:
-    run, out = priced(PRICE), Console(file=io.StringIO(), width=220)
+    run, out = make_priced_run(PRICE), Console(file=io.StringIO(), width=220)
     teller = LineView(out, lambda run: {})
     teller.begun(run, [cell.subject for cell in run.cells], 1.0)
     teller.done(replaced(run.cells[0], halt="narrow"))
@@ -64,7 +64,7 @@ def test_log_lines_have_the_same_columns() -> None:
 
 
 def test_measured_energy_takes_precedence() -> None:
-    cell = with_energy(made_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
+    cell = add_energy(made_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
     found = spent(cell, PRICE)
     assert found.kwh_per_million_tokens == pytest.approx(10.0, rel=0.01)
     assert found.cost_per_million_tokens == pytest.approx(10.0 + 5.0, rel=0.01)
@@ -80,10 +80,10 @@ def test_the_price_is_multiplied_by_the_cards() -> None:
 
 
 def test_csv_rows_have_cost_and_energy() -> None:
-    rows = list(csv.DictReader(io.StringIO(written(priced(PRICE), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(written(make_priced_run(PRICE), "csv"))))
     assert float(rows[0]["cost_per_million_tokens"]) == pytest.approx(10.139, rel=0.01)
     assert float(rows[0]["kwh_per_million_tokens"]) == pytest.approx(0.2778, rel=0.01)
-    bare = list(csv.DictReader(io.StringIO(written(priced(None), "csv"))))
+    bare = list(csv.DictReader(io.StringIO(written(make_priced_run(None), "csv"))))
     assert bare[0]["cost_per_million_tokens"] == ""
 
 
@@ -103,7 +103,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     made = []
     for engine, rate in (("llama.cpp", 100), ("pytorch", 40)):
         path = tmp_path / f"{engine}.json"
-        path.write_text(to_json(priced(PRICE, made_cell(engine, 4, rate))))
+        path.write_text(to_json(make_priced_run(PRICE, made_cell(engine, 4, rate))))
         made.append(str(path))
     return made[0], made[1]
 
@@ -128,7 +128,7 @@ def test_report_has_columns_only_for_known_costs(files: tuple[str, str], tmp_pat
     shown = invoke("report", files[0], "--md").out
     assert "cost per M" in shown and "| 10.1 |" in shown
     bare = tmp_path / "bare.json"
-    bare.write_text(to_json(priced(None)))
+    bare.write_text(to_json(make_priced_run(None)))
     assert "per M" not in invoke("report", str(bare), "--md").out
     with_price = invoke("report", str(bare), "--md", "--price-per-hour", "3.6").out
     assert "cost per M" in with_price and "kWh per M" not in with_price

@@ -1,4 +1,4 @@
-"""bedplate doctor: what it gathers, what it finds wrong, and above all what it leaves out."""
+"""`bedplate doctor`: what it collects, the problems it finds, and the private data it leaves out."""
 
 from __future__ import annotations
 
@@ -58,35 +58,43 @@ HEALTHY = Report(
 )
 
 
-def found(**changes: Any) -> list[Problem]:
+def find_problems_after(**changes: Any) -> list[Problem]:
     return list(problems(replaced(HEALTHY, **changes)))
 
 
-def hardware(**changes: Any) -> dict[str, Any]:
+def make_hardware(**changes: Any) -> dict[str, Any]:
     return {"hardware": replaced(MACHINE, **changes)}
 
 
 class TestProblems:
     def test_a_healthy_machine_has_no_problems(self) -> None:
-        assert found() == []
+        assert find_problems_after() == []
         assert HEALTHY.healthy
 
     @pytest.mark.parametrize(
         ("changes", "says", "hint"),
         [
-            (hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=10**9)), "nearly full: 1 GB", "larger disk"),
             (
-                hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=4 * 10**10)),
+                make_hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=10**9)),
+                "nearly full: 1 GB",
+                "larger disk",
+            ),
+            (
+                make_hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=4 * 10**10)),
                 "nearly full: 40 GB",
                 "BEDPLATE_HOME",
             ),
             ({"swap_used_bytes": 3 * GIB}, "3 GiB of memory is swapped out", "free memory"),
             ({"uv": None}, "uv is missing", "pip install uv"),
             ({"home_writable": False}, "is not writable", "BEDPLATE_HOME"),
-            (hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)), "only 512 MiB", "smaller model"),
-            (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
             (
-                hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
+                make_hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)),
+                "only 512 MiB",
+                "smaller model",
+            ),
+            (make_hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
+            (
+                make_hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
                 "library is missing",
                 None,
             ),
@@ -98,7 +106,7 @@ class TestProblems:
         ],
     )
     def test_each_problem_has_a_hint(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
-        (problem,) = found(**changes)
+        (problem,) = find_problems_after(**changes)
         assert problem.kind == "problem"
         assert says in problem.what
         assert problem.hint is None if hint is None else hint in (problem.hint or "")
@@ -108,15 +116,15 @@ class TestProblems:
         ("changes", "says"),
         [
             (
-                hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=3 * GIB, limit_bytes=4 * GIB)),
+                make_hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=3 * GIB, limit_bytes=4 * GIB)),
                 "4 GiB of the",
             ),
-            (hardware(notes=("CUDA_VISIBLE_DEVICES=0 hides 1 of 2 NVIDIA GPUs",)), "hides 1 of 2"),
+            (make_hardware(notes=("CUDA_VISIBLE_DEVICES=0 hides 1 of 2 NVIDIA GPUs",)), "hides 1 of 2"),
             ({"port_free": False}, "port 8080"),
         ],
     )
     def test_possibly_intended_settings_are_remarks(self, changes: dict[str, Any], says: str) -> None:
-        (remark,) = found(**changes)
+        (remark,) = find_problems_after(**changes)
         assert (remark.kind, says in remark.what) == ("remark", True)
         assert replaced(HEALTHY, problems=(remark,)).healthy
 

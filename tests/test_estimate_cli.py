@@ -1,4 +1,4 @@
-"""bedplate estimate: a table in, a table out, and what it says when it cannot."""
+"""`bedplate estimate`: input and output tables, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet's program without its engines: whose turn it is, when time is up, what table and exit status say."""
+"""The fleet program without engines: order, time budget, table and exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OK = Mark(state="ok")
 ROOT = Path(__file__).parents[1]
 
 
-def row(engine: str = "llama.cpp", **marks: Mark) -> Row:
+def make_row(engine: str = "llama.cpp", **marks: Mark) -> Row:
     return Row(engine=engine, version="1", weights="Q4_1", marks={**dict.fromkeys(CHECKS, OK), **marks})
 
 
@@ -99,31 +99,35 @@ class TestBudget:
 
 class TestTable:
     def test_every_engine_has_a_line_and_every_check_a_mark(self) -> None:
-        found = table([row(), row("mlx", schema=Mark(state="none"), agreement=Mark(state="ok", shown="301 of 560"))])
+        found = table(
+            [make_row(), make_row("mlx", schema=Mark(state="none"), agreement=Mark(state="ok", shown="301 of 560"))]
+        )
         head, first, second = found.splitlines()
         assert all(name in head for name in CHECKS)
         assert first.split()[:3] == ["llama.cpp", "1", "Q4_1"] and first.count("ok") == len(CHECKS)
         assert "301 of 560" in second and "–" in second and second.count("ok") == len(CHECKS) - 2
 
     def test_columns_are_aligned_with_their_headings(self) -> None:
-        head, first = table([row(restart=Mark(state="failed"))]).splitlines()
+        head, first = table([make_row(restart=Mark(state="failed"))]).splitlines()
         assert head.index("restart") == first.index("FAILED")
 
     def test_an_engine_that_did_not_run_has_a_reason(self) -> None:
-        found = table([row(), Row(engine="vllm", not_run="no time left: about 6 min are needed")])
+        found = table([make_row(), Row(engine="vllm", not_run="no time left: about 6 min are needed")])
         assert found.splitlines()[-1] == "vllm  not run: no time left: about 6 min are needed"
 
     def test_an_unreached_check_is_not_a_success(self) -> None:
         assert table([Row(engine="mlx", marks={"answer": Mark(state="failed")})]).count("not run") == len(CHECKS) - 1
 
     def test_unknown_figures_are_question_marks(self) -> None:
-        first = table([row()]).splitlines()[1]
+        first = table([make_row()]).splitlines()[1]
         assert first.count("?") == 6
 
     def test_footnotes_explain_failed_and_incomplete_checks(self) -> None:
         rows = [
-            row("mlx", schema=Mark(state="none", why="it has none"), cancel=Mark(state="failed", why="it went on")),
-            row("vllm", agreement=Mark(state="cut short", shown="80 of 80", why="no time left for 480 prefixes")),
+            make_row(
+                "mlx", schema=Mark(state="none", why="it has none"), cancel=Mark(state="failed", why="it went on")
+            ),
+            make_row("vllm", agreement=Mark(state="cut short", shown="80 of 80", why="no time left for 480 prefixes")),
         ]
         assert footnotes(rows) == [
             "mlx: cancel: it went on",
@@ -133,18 +137,18 @@ class TestTable:
 
 class TestExitCode:
     def test_any_failed_check_gives_exit_code_1(self) -> None:
-        assert exit_code([row(), row("mlx", stop=Mark(state="failed"))]) == 1
+        assert exit_code([make_row(), make_row("mlx", stop=Mark(state="failed"))]) == 1
 
     def test_missing_features_near_ties_and_lack_of_time_are_not_failures(self) -> None:
         rows = [
-            row(schema=Mark(state="none")),
-            row("mlx", **{"4 at once": Mark(state="near tie"), "agreement": Mark(state="cut short")}),
+            make_row(schema=Mark(state="none")),
+            make_row("mlx", **{"4 at once": Mark(state="near tie"), "agreement": Mark(state="cut short")}),
             Row(engine="vllm", not_run="no time left"),
         ]
         assert exit_code(rows) == exit_code([]) == 0
 
     def test_the_evidence_of_a_failure_is_printed(self) -> None:
-        failed = row(answer=Mark(state="failed", why="it said 'Rome'"))
+        failed = make_row(answer=Mark(state="failed", why="it said 'Rome'"))
         failed.evidence = "the last words of its log"
         fleet = Fleet(machine="a machine", rows=[failed], cannot_run={"tgi": "needs a GPU"}, seconds=121.0)
         shown = program.render(fleet)
@@ -178,7 +182,7 @@ class TestTurn:
     def turn(self, clock: Clock) -> program.Turn:
         return program.Turn(plan(), Budget(100, clock), None, lambda line: None)
 
-    def failing(self, error: Exception) -> Callable[[], None]:
+    def make_failing_check(self, error: Exception) -> Callable[[], None]:
         def check() -> None:
             raise error
 
@@ -186,14 +190,14 @@ class TestTurn:
 
     @pytest.mark.parametrize("error", [Wrong("it said no"), OSError("no such port"), KeyError("choices")])
     def test_any_error_is_a_failure_with_its_reason(self, turn: program.Turn, error: Exception) -> None:
-        assert not turn.check("usage", self.failing(error))
+        assert not turn.check("usage", self.make_failing_check(error))
         mark = turn.row.marks["usage"]
         assert mark.state == "failed" and str(error.args[0]) in str(mark.why) and mark.seconds is not None
         assert exit_code([turn.row]) == 1
 
     def test_a_near_tie_and_lack_of_time_are_not_failures(self, turn: program.Turn) -> None:
-        assert turn.check("4 at once", self.failing(NearTie("0.1 apart")))
-        assert not turn.check("answer", self.failing(OutOfTime()))
+        assert turn.check("4 at once", self.make_failing_check(NearTie("0.1 apart")))
+        assert not turn.check("answer", self.make_failing_check(OutOfTime()))
         assert [turn.row.marks[name].state for name in ("4 at once", "answer")] == ["near tie", "cut short"]
         assert exit_code([turn.row]) == 0
 
@@ -216,7 +220,7 @@ class TestDisk:
         monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
         return tmp_path
 
-    def made(self, name: str, program: str) -> Path:
+    def make_prepared(self, name: str, program: str) -> Path:
         folder = prepared_dir() / name
         folder.mkdir(parents=True)
         (folder / "bedplate.json").write_text(json.dumps({"argv": [program], "seconds": 1.5, "disk_bytes": 7}))
@@ -224,7 +228,7 @@ class TestDisk:
 
     def test_clean_up_keeps_shared_weights_until_the_last_engine(self, home: Path) -> None:
         (home / "engines" / "mlx").mkdir(parents=True)
-        shared, own = self.made("a", "gguf-to-folder"), self.made("b", "mlx_lm.convert")
+        shared, own = self.make_prepared("a", "gguf-to-folder"), self.make_prepared("b", "mlx_lm.convert")
         program.clean_up(home, last=False)
         assert shared.exists() and not own.exists() and not (home / "engines").exists()
         program.clean_up(home, last=True)
@@ -244,7 +248,7 @@ class TestDisk:
 
 
 class Scripted(Endpoint):
-    """An endpoint that answers from a list, the last answer again and again."""
+    """An endpoint that answers from a list and repeats the last answer."""
 
     def __init__(self, *texts: str, gap: float | None = None) -> None:
         super().__init__("", "m", None)  # type: ignore[arg-type]
@@ -304,7 +308,7 @@ class TestChecks:
 
 
 class Stub(Serving):
-    """A Serving around a program of the test's own."""
+    """A Serving around a program that the test defines."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

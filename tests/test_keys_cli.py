@@ -1,4 +1,4 @@
-"""`bedplate keys` and `bedplate usage`: making, changing and taking back keys; what was used."""
+"""`bedplate keys` and `bedplate usage`: create, change and revoke keys, and show usage."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_usage_error_changes_nothing(words: tuple[str, ...], said: str) -> Non
 # usage
 
 
-def used(**more: object) -> ServedRequest:
+def make_request(**more: object) -> ServedRequest:
     fields = {
         "at_s": time.time() - 60, "tenant": "alice", "model": "small", "engine": "llama.cpp", "api": "chat",
         "outcome": "ok", "status": 200, "body_bytes": 100, "duration_ms": 5.0, "prompt_tokens": 1000,
@@ -122,10 +122,10 @@ def test_usage_without_requests() -> None:
 def test_usage_is_grouped_and_filtered() -> None:
     store.add_requests(
         [
-            used(),
-            used(tenant="bob", model="large", outcome="failed", prompt_tokens=None, completion_tokens=None),
-            used(tenant="bob", outcome="turned_away", engine=None, prompt_tokens=None, completion_tokens=None),
-            used(at_s=time.time() - 100_000),
+            make_request(),
+            make_request(tenant="bob", model="large", outcome="failed", prompt_tokens=None, completion_tokens=None),
+            make_request(tenant="bob", outcome="turned_away", engine=None, prompt_tokens=None, completion_tokens=None),
+            make_request(at_s=time.time() - 100_000),
         ]
     )
     report = from_json(UsageReport, invoke("usage", "--json").out)

@@ -1,4 +1,4 @@
-"""`bedplate prepared`: the list, its JSON, and removing."""
+"""`bedplate prepared`: the list, its JSON, and removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bedplate report, as a person calls it."""
+"""`bedplate report` on the command line."""
 
 from __future__ import annotations
 

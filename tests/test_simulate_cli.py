@@ -1,4 +1,4 @@
-"""bedplate simulate: the page, the JSON, the exit codes, and what it says to wrong questions."""
+"""`bedplate simulate`: the page, the JSON, the exit codes and usage errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tune` as people call it: what can be turned, files in and out, wrong questions; nothing is run here."""
+"""`tune` on the command line: tunable settings, export and import, usage errors. No engine runs here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def kept_here(**changes: object) -> Tuned:
+def store_tuning(**changes: object) -> Tuned:
     machine = store.fingerprint(probe())
     tuned = replaced(tuned_for(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
     store.add_tuning(tuned)
@@ -37,7 +37,7 @@ def test_list_describes_each_setting() -> None:
 
 
 def test_export_omits_trials_and_import_restores_the_settings(tmp_path: Path) -> None:
-    tuned = kept_here()
+    tuned = store_tuning()
     file = tmp_path / "tuned.json"
     assert invoke("tune", "--export", str(file)).code == 0
     written = from_json(Tuned, file.read_bytes())
@@ -77,7 +77,7 @@ def test_an_unknown_setting_is_a_usage_error(builtin_gguf: Path) -> None:
 
 
 def test_a_finished_tuning_cannot_be_resumed() -> None:
-    tuned = kept_here()
+    tuned = store_tuning()
     assert "has come to its end" in invoke("tune", "--resume", tuned.id).err
 
 
@@ -104,7 +104,7 @@ def test_plan_uses_tuned_settings_unless_untuned() -> None:
 
 
 def test_the_store_keeps_the_latest_tuning_and_all_refusals() -> None:
-    first = kept_here(finished=False)
+    first = store_tuning(finished=False)
     store.add_tuning(replaced(first, measurements=7))
     assert [one.measurements for one in store.tunings(first.machine)] == [7]
     assert store.tunings("elsewhere") == () and len(store.tunings(None)) == 1

@@ -1,4 +1,4 @@
-"""bedplate workload: the page, the JSON, the file that it writes, and what it says when it cannot."""
+"""`bedplate workload`: the page, the JSON, the written file and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Well-known models by the names that people type."""
+"""Well-known models are found by their common names."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_every_configuration_is_known_and_gives_the_same_facts() -> None:
         read = read_config_file(path)
         known = lookup(read.name)
         if known is not None and not read.vision_parameters:
-            # The shipped facts of Llama 4 have the tower that these configurations leave out.
+            # The built-in facts of Llama 4 include the vision encoder that these configurations leave out.
             known = replaced(known, weight_bytes=known.weight_bytes - known.vision_weight_bytes)
         figures = (
             "parameters",
@@ -187,7 +187,7 @@ def test_every_known_model_is_found_by_its_own_name() -> None:
 
 @pytest.mark.measures
 def test_the_first_lookup_is_fast() -> None:
-    """In a process of its own, without what importing the package takes."""
+    """In a separate process, without the time to import the package."""
     code = (
         "import time; from bedplate.facts import known_models as k; best = 9.0\n"
         "for _ in range(5):\n"

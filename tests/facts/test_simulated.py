@@ -1,4 +1,4 @@
-"""Machines on paper are full machines, and what is wrong with a description is said with the field's name."""
+"""Hypothetical hardware is a complete Hardware record, and an error names the wrong field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bedplate.values.record import from_json, to_json
 SHARED = Path(__file__).parents[2].parent / "shared"
 
 
-def links(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
+def list_bandwidths(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
     """One direction in GB/s."""
     return {
         (link.a, link.b): None if link.bandwidth_bytes_s is None else link.bandwidth_bytes_s.value / 1e9
@@ -43,10 +43,10 @@ def test_eight_h100s_give_a_complete_machine() -> None:
     assert card.basis == "spec"
     assert machine.memory.total_bytes == 2048 * GIB
     assert machine.memory.available_bytes < machine.memory.total_bytes
-    nvlink = links(machine, "nvlink")
+    nvlink = list_bandwidths(machine, "nvlink")
     assert len(nvlink) == 28
     assert set(nvlink.values()) == {450.0}
-    to_host = links(machine, "pcie")
+    to_host = list_bandwidths(machine, "pcie")
     assert set(to_host) == {(str(index), "host") for index in range(8)}
     assert to_host["0", "host"] == pytest.approx(63, rel=0.01)
 
@@ -66,31 +66,31 @@ def test_a_saved_machine_of_another_kind_is_refused() -> None:
 
 def test_an_optional_bridge_must_be_specified() -> None:
     described = {"accelerator": "RTX 3090", "count": 4, "ram_gb": 128}
-    assert not links(simulated(described), "nvlink")
-    assert len(links(simulated(described), "pcie")) == 4 + 6
-    bridged = links(simulated({**described, "link": "nvlink"}), "nvlink")
+    assert not list_bandwidths(simulated(described), "nvlink")
+    assert len(list_bandwidths(simulated(described), "pcie")) == 4 + 6
+    bridged = list_bandwidths(simulated({**described, "link": "nvlink"}), "nvlink")
     assert bridged == {("0", "1"): 56.25, ("2", "3"): 56.25}
 
 
 def test_a_mesh_divides_its_bandwidth_among_all_peers() -> None:
-    xgmi = links(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
+    xgmi = list_bandwidths(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
     assert len(xgmi) == 28
     assert set(xgmi.values()) == {64.0}
 
 
 def test_cards_can_be_limited_to_pcie() -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512, "link": "pcie"})
-    assert not links(machine, "nvlink")
-    assert ("0", "1") in links(machine, "pcie")
+    assert not list_bandwidths(machine, "nvlink")
+    assert ("0", "1") in list_bandwidths(machine, "pcie")
 
 
 def test_a_fleet_has_a_network_between_nodes() -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"})
     assert len(machine.accelerators) == 128
-    nvlink = links(machine, "nvlink")
+    nvlink = list_bandwidths(machine, "nvlink")
     assert len(nvlink) == 16 * 28
     assert ("7", "8") not in nvlink
-    network = links(machine, "network")
+    network = list_bandwidths(machine, "network")
     assert len(network) == 15
     assert network["0", "8"] == 400
     assert any("16 nodes of 8" in note for note in machine.notes)
@@ -98,16 +98,16 @@ def test_a_fleet_has_a_network_between_nodes() -> None:
 
 def test_a_rack_is_one_domain() -> None:
     machine = simulated({"accelerator": "GB200", "count": 72, "ram_gb": 480})
-    assert len(links(machine, "nvlink")) == 72 * 71 // 2 + 72
-    assert links(machine, "nvlink")["0", "host"] == 450
+    assert len(list_bandwidths(machine, "nvlink")) == 72 * 71 // 2 + 72
+    assert list_bandwidths(machine, "nvlink")["0", "host"] == 450
     assert machine.cpu.name == "NVIDIA Grace"
     assert machine.cpu.arch == "aarch64"
 
 
 def test_nodes_have_the_specified_size() -> None:
     machine = simulated({"accelerator": "L40S", "count": 8, "gpus_per_node": 4, "ram_gb": 512, "network": "100 GbE"})
-    assert links(machine, "network") == {("0", "4"): 12.5}
-    assert ("3", "4") not in links(machine, "pcie")
+    assert list_bandwidths(machine, "network") == {("0", "4"): 12.5}
+    assert ("3", "4") not in list_bandwidths(machine, "pcie")
 
 
 def test_a_large_fleet_is_described_in_bounded_size() -> None:
@@ -133,7 +133,7 @@ def test_a_large_fleet_is_described_in_bounded_size() -> None:
 )
 def test_usual_network_names_are_understood(said: object, gb_s: float | None) -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
-    assert links(machine, "network") == {("0", "8"): gb_s}
+    assert list_bandwidths(machine, "network") == {("0", "8"): gb_s}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_mac_shares_its_memory_up_to_the_gpu_limit(name: str, ram_gb: int, wir
 
 def test_memory_comes_from_the_name_or_the_only_size() -> None:
     assert simulated({"accelerator": "M4 Max 64GB"}).memory.total_bytes == 64 * GIB
-    # Of 128 GB, firmware keeps a part: what is left is what its driver reports.
+    # The firmware reserves a part of 128 GB. The driver reports the rest.
     assert simulated({"accelerator": "DGX Spark"}).memory.total_bytes == 122572 << 20
     with pytest.raises(BadQuestion, match=r"hardware.ram_gb: specify the memory of the Apple M4 Pro"):
         simulated({"accelerator": "M4 Pro"})

@@ -1,4 +1,4 @@
-"""Tenstorrent's cards, from their driver's files and from real output of tt-smi."""
+"""Tenstorrent's cards, from sysfs files and from real output of tt-smi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of `bench`: what is not measured is TBD, what is wrong is said below it, and it fills in."""
+"""The table of `bench`: unmeasured figures are TBD, flags are footnotes, and rows fill in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bedplate.values.workload import LatencyTarget
 CELLS = [made_cell("vllm", 1, 50.0), made_cell("vllm", 4, 150.0), made_cell("llama.cpp", 1, 40.0)]
 
 
-def page(run: Run) -> str:
+def render_page(run: Run) -> str:
     out = io.StringIO()
     Console(file=out, width=150, highlight=False).print(render_run(run, 0.98, {CELLS[0].id: "bandwidth"}))
     return out.getvalue()
@@ -42,7 +42,7 @@ def test_the_page_names_an_engine_once_and_lists_flags_below() -> None:
     busy = Flag(kind="busy", text="others took 40% of the machine's processors", invalid=True)
     cells = [replaced(CELLS[0], flags=(busy,)), replaced(CELLS[1], flags=(busy,)), CELLS[2]]
     run = replaced(made_run(cells), left_out=(Refusal(engine="mlx", kind="impossible", why="needs Apple Silicon"),))
-    text = page(run)
+    text = render_page(run)
     assert text.count("vllm  ") == 1 and text.count("others took 40%") == 1 and "✗ vllm, load 1, 4: others" in text
     assert "invalid" in text and "– mlx: needs Apple Silicon" in text and "bandwidth" not in text
     assert "client error ≤ 0.5 ms" in text and "idle 98%" in text and "512 in, 128 out" in text
@@ -50,18 +50,18 @@ def test_the_page_names_an_engine_once_and_lists_flags_below() -> None:
 
 
 def test_the_bottleneck_is_in_the_last_column() -> None:
-    assert "bandwidth" in page(made_run(CELLS))
+    assert "bandwidth" in render_page(made_run(CELLS))
 
 
 def test_the_capacity_of_each_engine_is_shown() -> None:
     run = made_run([made_cell("vllm", 1, 50.0), made_cell("vllm", 4, 150.0, ttft_ms=900), CELLS[2]])
     assert run.matrix is not None
     asked = replaced(run.matrix, target=LatencyTarget(ttft_ms=500, tpot_ms=50))
-    text = page(replaced(run, matrix=asked))
+    text = render_page(replaced(run, matrix=asked))
     assert "vllm: up to 1 in flight meet TTFT ≤ 500 ms and TPOT ≤ 50 ms" in text and "; 4 in flight do not" in text
     assert "llama.cpp: up to 1 in flight" in text and "higher loads were not tried" in text
     never = replaced(asked, target=LatencyTarget(ttft_ms=1))
-    assert "vllm: TTFT ≤ 1 ms is not met even with 1 in flight" in page(replaced(run, matrix=never))
+    assert "vllm: TTFT ≤ 1 ms is not met even with 1 in flight" in render_page(replaced(run, matrix=never))
 
 
 def test_the_title_names_lengths_and_shared_prefix() -> None:

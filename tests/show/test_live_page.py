@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows, to whom, by which keys, at which width, and that it stays inside."""
+"""The live page in a real browser: contents, keys and tenants, keyboard, widths, and no external requests."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, Liv
         await host.stop()
 
 
-def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
-    """Ten minutes in which something happened, up to now."""
+def add_history(figures: LiveFigures, models: tuple[str, ...]) -> None:
+    """Add ten minutes of history up to now."""
     now = time.time()
     figures.recorder._now = Second(int(now) - 600)
     figures.recorder._spell = Spell(int(now) - 600)
@@ -119,10 +119,12 @@ def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
         figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second, in_flight=in_flight)
 
 
-def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]) -> None:
+def run_in_browser(
+    tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]
+) -> None:
     async def main() -> None:
         async with serving(tmp_path, *models) as (host, figures):
-            a_past(figures, tuple(host.services))
+            add_history(figures, tuple(host.services))
             async with opened(tmp_path / "profile") as tab:
                 await then(tab, host, figures)
                 assert tab.complaints == []
@@ -152,12 +154,12 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
             seen[width, "dark"] for width in (1280, 800, 360)
         }
         assert len(set(seen.values())) == 2
-        # Two models: the charts are those of the one that is chosen.
+        # With two models, the charts show the selected one.
         await tab.value("document.querySelector('input[value=beta]').click()")
         assert await tab.value("document.getElementById('title').textContent") == "beta"
         assert await tab.value("document.querySelectorAll('#engines tr').length") == 2
 
-    looking(tmp_path, ("alpha", "beta"), then)
+    run_in_browser(tmp_path, ("alpha", "beta"), then)
 
 
 @needs_browser
@@ -171,15 +173,15 @@ def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
         await tab.press("Enter")
         await tab.until(f"{TOLD}.includes('200 tokens')")
         said = await tab.value(ANSWER)
-        # What the model says is text, whatever it looks like.
+        # The answer is shown as text, not as markup.
         assert said.startswith(SAID) and "<b>air</b>" in said
         told = await tab.value(TOLD)
         assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · token limit reached", told), told
-        # The endpoint's own figures know of it.
+        # The endpoint has counted the request.
         before = sum(600 // 3 * number for number in (1, 2)) * 11
         assert figures.recorder.used["default"].completion_tokens == before + 200
         await tab.until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
-        # A stream that is stopped ends, at the engine too.
+        # Stopping a stream also cancels it in the engine.
         await tab.value("document.getElementById('most').value = 5000")
         await tab.press("Enter")
         await tab.until(f"{TOLD}.startsWith('first token')")
@@ -194,7 +196,7 @@ def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
         await tab.press("Escape")
         assert (await tab.value(spoken)).startswith("now: ")
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 async def enter(tab: Tab, key: str) -> None:
@@ -220,7 +222,7 @@ def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
         await enter(tab, ANNS)
         assert await tab.until(names) == ["ann"]
         assert await tab.value(charts) == "none" and await tab.value(own) == "grid"
-        # Kept for this tab, and used for prompts as well.
+        # The key is stored for this tab and also used for prompts.
         await tab.open(host.url, 360, "dark")
         await tab.until(SHOWN)
         await tab.value("document.getElementById('prompt').focus()")
@@ -235,10 +237,10 @@ def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
         await enter(tab, OPERATOR)
         assert sorted(await tab.until(names)) == ["ann", "default"]
         assert await tab.value(charts) == "grid" and await tab.value(own) == "none"
-        # The browser itself notes each refused request; nothing else may be there.
+        # The browser logs each rejected request. There are no other messages.
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser
@@ -269,7 +271,7 @@ def test_a_tenant_sees_its_history_and_remaining_limits(tmp_path: Path) -> None:
         assert "default" not in await tab.value("document.body.innerText")
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]  # before there was a key
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser
@@ -285,4 +287,4 @@ def test_the_page_reports_a_lost_endpoint_and_reconnects(tmp_path: Path) -> None
         await tab.until(f"{link}.startsWith('up ')")
         tab.complaints[:] = [one for one in tab.complaints if "404" not in one]
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)

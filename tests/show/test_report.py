@@ -1,4 +1,4 @@
-"""One page that opens offline: what it says, how it is drawn, and how a real browser shows it."""
+"""The report: a self-contained page, its text, its charts, and how a real browser shows it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WRONG = made_cell(
 )  # fmt: skip
 
 
-def run() -> Run:
+def make_report_run() -> Run:
     return made_run([*CELLS, WRONG], engines=["llama.cpp", "vllm", "mlx", "pytorch"])
 
 
-def page(one: Run | None = None) -> Page:
+def make_page(one: Run | None = None) -> Page:
     facts = builtin_facts()
-    return page_of([one or run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
+    return page_of([one or make_report_run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
 
 
 class Tags(HTMLParser):
@@ -49,20 +49,20 @@ class Tags(HTMLParser):
 
 def test_the_report_loads_no_external_resource() -> None:
     tags = Tags()
-    tags.feed(html(page()))
+    tags.feed(html(make_page()))
     assert not [tag for tag, _ in tags.found if tag in ("script", "link", "img", "iframe", "object")]
     assert not [given for _, given in tags.found if "src" in given or "href" in given]
-    assert "url(" not in html(page()) and "@import" not in html(page())
+    assert "url(" not in html(make_page()) and "@import" not in html(make_page())
 
 
 def test_the_report_gives_reasons_and_shows_every_row() -> None:
-    text = html(page())
+    text = html(make_page())
     assert "Deploy vLLM BF16." in text and "1.49 times" in text
     assert "answers disagree with the reference" in text
-    assert page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
-    chosen = [row.cells[0] for row in page().rows if row.chosen and row.first]
+    assert make_page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
+    chosen = [row.cells[0] for row in make_page().rows if row.chosen and row.first]
     assert chosen == ["vllm"]
-    assert len(page().plots) == 5
+    assert len(make_page().plots) == 5
 
 
 def test_names_are_escaped() -> None:
@@ -73,16 +73,16 @@ def test_names_are_escaped() -> None:
 
 
 def test_charts_are_well_formed() -> None:
-    for plot in page().plots:
+    for plot in make_page().plots:
         root = ET.fromstring(plot.svg)
         assert root.tag == "svg" and root.find("title") is not None
 
 
 def test_markdown_has_the_same_table() -> None:
-    lines = markdown(page()).splitlines()
+    lines = markdown(make_page()).splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + len(page().rows)
-    assert all(line.count("|") == len(page().columns) + 1 for line in table)
+    assert len(table) == 2 + len(make_page().rows)
+    assert all(line.count("|") == len(make_page().columns) + 1 for line in table)
 
 
 def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
@@ -116,7 +116,7 @@ def test_axes_have_ticks(low: float, ratio: float) -> None:
 @pytest.mark.browser
 def test_a_browser_shows_the_report_in_both_themes_and_prints_one_page(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(html(page()), encoding="utf-8")
+    file.write_text(html(make_page()), encoding="utf-8")
 
     async def look(tab: Tab, width: int, theme: str) -> tuple[str, str]:
         await tab.open(file, width, theme)
@@ -131,13 +131,13 @@ def test_a_browser_shows_the_report_in_both_themes_and_prints_one_page(tmp_path:
             light = [await look(tab, width, "light") for width in (1200, 360)]
             dark = [await look(tab, width, "dark") for width in (1200, 360)]
             assert light[0] == light[1] and dark[0] == dark[1]
-            assert _brightness(light[0][0]) > 200 > 60 > _brightness(dark[0][0])
-            assert _brightness(dark[0][1]) > 180
+            assert _compute_brightness(light[0][0]) > 200 > 60 > _compute_brightness(dark[0][0])
+            assert _compute_brightness(dark[0][1]) > 180
             assert await tab.pdf_pages() == 1
             assert {address for address in tab.requested if not address.startswith("file:")} == set()
 
     asyncio.run(main())
 
 
-def _brightness(colour: str) -> float:
+def _compute_brightness(colour: str) -> float:
     return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3

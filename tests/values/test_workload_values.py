@@ -1,4 +1,4 @@
-"""Workloads by Little's law, both ways; shapes, summaries and intents through JSON and back."""
+"""Workloads by Little's law and its inverse; request shapes, summaries and intents survive JSON."""
 
 from __future__ import annotations
 

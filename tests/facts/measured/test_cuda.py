@@ -26,12 +26,12 @@ from .fake_cuda import GB, MIB, FakeCard, FakeCuda
 ONE = (Card(index=0, name="NVIDIA Fake"),)
 
 
-def asked(cards: tuple[Card, ...] = ONE) -> CudaRequest:
+def make_request(cards: tuple[Card, ...] = ONE) -> CudaRequest:
     return CudaRequest(cards=cards, host_available_bytes=8 * 16 * MIB, when="2026-11-15")
 
 
 def run(library: Any, cards: tuple[Card, ...] = ONE) -> cuda.CudaResult:
-    return measure_cards(library, asked(cards), lambda share: None)
+    return measure_cards(library, make_request(cards), lambda share: None)
 
 
 def test_a_copy_counts_both_directions_and_a_read_one() -> None:
@@ -129,7 +129,7 @@ def test_no_driver_library_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(cuda, "load", none)
-    assert "libcuda.so.1" in cuda.measure_gpus(asked(), lambda share: None).notes[0]
+    assert "libcuda.so.1" in cuda.measure_gpus(make_request(), lambda share: None).notes[0]
 
 
 @pytest.mark.parametrize("code", [*EXPLANATIONS, 12345])

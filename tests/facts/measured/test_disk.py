@@ -1,4 +1,4 @@
-"""Disk reads past the cache: which file, nothing left behind, and refusals as notes."""
+"""Uncached disk reads: the choice of the file, clean-up, and failures as notes."""
 
 from __future__ import annotations
 

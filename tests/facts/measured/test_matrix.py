@@ -1,4 +1,4 @@
-"""Matrix products: the arithmetic, the data, and where libraries are looked for."""
+"""Matrix products: the operation count, the data, and the search for libraries."""
 
 from __future__ import annotations
 

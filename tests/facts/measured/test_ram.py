@@ -1,4 +1,4 @@
-"""RAM bandwidth: how large a buffer, which threads, and a small run of the real thing."""
+"""RAM bandwidth: buffer size, threads, and a small real measurement."""
 
 from __future__ import annotations
 

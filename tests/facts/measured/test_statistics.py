@@ -1,4 +1,4 @@
-"""One figure out of many timings."""
+"""Repeated timings are summarized in one figure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_duration_of_zero_gives_no_rate() -> None:
 
 
 def test_blocks_of_several_readers_are_rated_by_the_time_that_passed() -> None:
-    """Two readers finish 10 bytes each second: 20 bytes a second, though each block took one second."""
+    """Two readers finish 10 bytes each per second, so the rate is 20 bytes per second."""
     ends = [(1.0, 10), (1.0, 10), (2.0, 10), (2.0, 10), (3.0, 10), (3.0, 10)]
     assert windows(ends, began=0.0, count=3) == pytest.approx([20.0, 20.0, 20.0])
 
