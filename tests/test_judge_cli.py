@@ -32,7 +32,7 @@ def make_run(*cells: Cell, id: str = "made", bandwidth: float | None = None) -> 
     return Run(id=id, at="2026-11-15T09:00:00Z", environment=environment, cells=kept, finished=True)
 
 
-def make_pair(gain: float, engines: tuple[str, str] = ("llama.cpp", "vllm")) -> tuple[list[Cell], list[Cell]]:
+def make_sides(gain: float, engines: tuple[str, str] = ("llama.cpp", "vllm")) -> tuple[list[Cell], list[Cell]]:
     sides = made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, (1, 4))
     named = [[rename_engine(name, cell) for cell in side] for name, side in zip(engines, sides, strict=True)]
     return named[0], named[1]
@@ -57,13 +57,13 @@ def write_run_file(path: Path, *cells: Cell, id: str = "made") -> str:
 class TestCompare:
     @pytest.mark.parametrize(("gain", "code", "word"), [(1.3, 10, "Migrate to vllm"), (0.8, 0, "Stay with llama.cpp")])
     def test_engines_are_compared_by_name(self, gain: float, code: int, word: str) -> None:
-        one, other = make_pair(gain)
+        one, other = make_sides(gain)
         store_run(make_run(*one, *other))
         answer = invoke("compare", "llama.cpp", "vLLM")
         assert answer.code == code and word in answer.out and "4 in flight" in answer.out
 
     def test_the_last_verdict_is_stored_for_the_live_page(self) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         run = store_run(make_run(*one, *other))
         invoke("compare", "vllm", "llama.cpp")
         invoke("compare", "llama.cpp", "vllm")
@@ -72,13 +72,13 @@ class TestCompare:
         assert store.last_verdict("elsewhere", run.cells[0].subject.model) is None
 
     def test_run_files_are_compared_as_json(self, tmp_path: Path) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         names = write_run_file(tmp_path / "a.json", *one), write_run_file(tmp_path / "b.json", *other)
         answer = invoke("compare", *names, "--json")
         assert answer.code == 10 and from_json(Verdict, answer.out).answer == "migrate"
 
     def test_not_proven_exits_with_20(self, tmp_path: Path) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         unchecked = [replaced(cell, quality=Quality()) for cell in other]
         answer = invoke(
             "compare", write_run_file(tmp_path / "a.json", *one), write_run_file(tmp_path / "b.json", *unchecked)
@@ -86,7 +86,7 @@ class TestCompare:
         assert answer.code == 20 and "Not proven" in answer.out and "Evidence that would settle it" in answer.out
 
     def test_parts_of_a_run_and_single_cells_are_compared(self) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         store_run(make_run(*one, *other, id="20261115-a"))
         assert invoke("compare", "20261115-a:llama.cpp", "20261115-a:vllm").code == 10
         assert invoke("compare", one[0].id, other[0].id).code == 10
@@ -94,14 +94,14 @@ class TestCompare:
         assert whole.code == 2 and "several engines: llama.cpp, vllm" in whole.err
 
     def test_concurrency_selects_one_load(self) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         store_run(make_run(*one, *other))
         answer = invoke("compare", "llama.cpp", "vllm", "--concurrency", "4", "--json")
         assert {effect["load"]["concurrency"] for effect in json.loads(answer.out)["effects"]} == {4}
         assert invoke("compare", "llama.cpp", "vllm", "--concurrency", "64").code == 2
 
     def test_least_gain_and_slo_change_the_answer(self) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         store_run(make_run(*one, *other))
         assert invoke("compare", "llama.cpp", "vllm", "--least-gain", "50").code == 0
         answer = invoke("compare", "llama.cpp", "vllm", "--slo", "ttft_ms=1")
@@ -109,7 +109,7 @@ class TestCompare:
         assert invoke("compare", "llama.cpp", "vllm", "--slo", "nonsense").code == 2
 
     def test_the_newest_common_model_is_compared(self) -> None:
-        one, other = make_pair(1.3)
+        one, other = make_sides(1.3)
         newer = [replaced(one[0], id="x", at="2026-11-16T09:00:00Z", subject=replaced(one[0].subject, model="another"))]
         store_run(make_run(*one, *other))
         store_run(make_run(*newer, id="later"))
@@ -117,7 +117,7 @@ class TestCompare:
 
     @pytest.mark.parametrize("name", ["nothing", "sglang", "nowhere.json", "made:tgi"])
     def test_an_unknown_name_is_a_usage_error(self, name: str) -> None:
-        store_run(make_run(*make_pair(1.3)[0]))
+        store_run(make_run(*make_sides(1.3)[0]))
         answer = invoke("compare", name, "llama.cpp")
         assert answer.code == 2 and "Traceback" not in answer.err
 
@@ -138,7 +138,7 @@ class TestDiagnose:
         assert "--parallel 8" in answer.out and "GB/s as measured" in answer.out
 
     def test_engine_selects_one_engine_of_a_file(self, tmp_path: Path) -> None:
-        name = write_run_file(tmp_path / "a.json", *MadeEngine(slots=1, token_ms=0.05).cells(1, 8), *make_pair(1.0)[1])
+        name = write_run_file(tmp_path / "a.json", *MadeEngine(slots=1, token_ms=0.05).cells(1, 8), *make_sides(1.0)[1])
         whole = from_json(Diagnosis, invoke("diagnose", name, "--json").out)
         assert [one.engine for one in whole.bottlenecks] == ["llama.cpp", "vllm"]
         one = from_json(Diagnosis, invoke("diagnose", name, "--engine", "llama.cpp", "--json").out)
@@ -163,7 +163,7 @@ class TestDiagnose:
 
 class TestVersions:
     def test_two_versions_of_one_engine_are_compared(self) -> None:
-        one, other = make_pair(1.3, ("vllm", "vllm"))
+        one, other = make_sides(1.3, ("vllm", "vllm"))
         older = [replaced(cell, id=f"old-{cell.id}", subject=replaced(cell.subject, engine_version="0.26.0"))
                  for cell in one]  # fmt: skip
         newer = [replaced(cell, subject=replaced(cell.subject, engine_version="0.32.0")) for cell in other]

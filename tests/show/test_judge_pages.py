@@ -27,12 +27,12 @@ def render_page(what: RenderableType, width: int = 120) -> str:
     return text.getvalue()
 
 
-def make_pair(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
+def make_sides(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
     return made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
 
 
 def make_verdict(gain: float = 1.3) -> Verdict:
-    return compare(*make_pair(gain))
+    return compare(*make_sides(gain))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -46,14 +46,14 @@ def test_the_answer_comes_first_and_nothing_is_truncated(width: int) -> None:
 
 def test_each_answer_has_its_headline() -> None:
     assert "Stay with one." in render_page(render_verdict(make_verdict(0.7)))
-    unchecked = compare(make_pair(1.3)[0], [replaced(cell, quality=Quality()) for cell in make_pair(1.3)[1]])
+    unchecked = compare(make_sides(1.3)[0], [replaced(cell, quality=Quality()) for cell in make_sides(1.3)[1]])
     text = render_page(render_verdict(unchecked))
     assert "Not proven." in text and "Stay with one." in text and "Evidence that would settle it" in text
     assert "not checked" in text
 
 
 def test_left_out_cells_and_differences_are_on_the_page() -> None:
-    one, other = make_pair(1.3)
+    one, other = make_sides(1.3)
     other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
     text = render_page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
@@ -63,7 +63,7 @@ def test_left_out_cells_and_differences_are_on_the_page() -> None:
 
 def test_an_open_loop_comparison_shows_latencies_instead_of_throughput() -> None:
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
-    one, other = ([replaced(side[0], load=load)] for side in make_pair(1.3, (4,)))
+    one, other = ([replaced(side[0], load=load)] for side in make_sides(1.3, (4,)))
     text = render_page(render_verdict(compare(one, other)))
     assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests a second" in text
 
