@@ -341,7 +341,7 @@ def measure_peers(
 ) -> tuple[PeerBandwidth, ...]:
     """Copies between each pair with peer access, in both directions, one at a time."""
     found = []
-    apart = []
+    unconnected = []
     for source, source_device in cards:
         for target, target_device in cards:
             if source.index == target.index:
@@ -349,15 +349,15 @@ def measure_peers(
             pair = f"GPU {source.index} to GPU {target.index}"
             try:
                 if not driver.number("cuDeviceCanAccessPeer", target_device, source_device):
-                    apart.append(f"{source.index}–{target.index}")
+                    unconnected.append(f"{source.index}–{target.index}")
                     continue
                 figure = peer_figure(driver, source_device, target_device, when)
             except CudaError as error:
                 notes.append(f"{pair} is not measured: {error}")
                 continue
             found.append(PeerBandwidth(source=source.index, target=target.index, bytes_s=figure))
-    if apart:
-        notes.append(f"GPUs without peer access, whose traffic goes through the host: {', '.join(apart)}")
+    if unconnected:
+        notes.append(f"GPUs without peer access, whose traffic goes through the host: {', '.join(unconnected)}")
     return tuple(found)
 
 

@@ -179,17 +179,17 @@ def card_rates(
         try:
             version = c_int()
             library.cublasGetVersion_v2(handle, byref(version))
-            said = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
+            label = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
             for kind in KINDS:
                 try:
                     took = product(driver, library, handle, kind)
                 except (CudaError, CublasError) as error:
                     notes.append(f"GPU {card.index}: {kind.name} products are not measured: {error}")
                     continue
-                source = f"{said} ({name}), {kind.size}³, random data, {when}"
+                source = f"{label} ({name}), {kind.size}³, random data, {when}"
                 figure = measured(rates(operations(kind.size), took), source)
                 yield MatrixRate(
-                    device=str(card.index), data_type=kind.name, library=said, size=kind.size, operations_s=figure
+                    device=str(card.index), data_type=kind.name, library=label, size=kind.size, operations_s=figure
                 )
         finally:
             library.cublasDestroy_v2(handle)
@@ -247,10 +247,10 @@ def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
     """Load the newest library that this driver supports, after cublasLt from the same folder."""
     usable = [path for path in paths if (major_version(path) or cuda_major) <= cuda_major]
     for path in sorted(usable, key=lambda path: major_version(path) or 0, reverse=True):
-        beside = path.with_name(path.name.replace("cublas", "cublasLt"))
+        cublas_lt = path.with_name(path.name.replace("cublas", "cublasLt"))
         try:
-            if beside.exists():
-                ctypes.CDLL(str(beside), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
+            if cublas_lt.exists():
+                ctypes.CDLL(str(cublas_lt), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
             return typed(ctypes.CDLL(str(path))), path
         except (OSError, AttributeError):
             continue
