@@ -1,4 +1,4 @@
-"""A real browser for pages, driven over its debugging port: widths, themes, what is drawn, and paper."""
+"""Drives a real browser over its debugging port: viewport widths, themes, screenshots and PDF."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.socket, self.numbers = socket, itertools.count(1)
         self.requested: list[str] = []
-        """Addresses that the page asked for beside itself."""
+        """URLs that the page requested."""
         self.complaints: list[str] = []
-        """Errors of its script, and what the browser kept it from doing."""
+        """Script errors and actions that the browser blocked."""
 
     async def do(self, method: str, **given: Any) -> Any:
         number = next(self.numbers)
@@ -51,7 +51,7 @@ class Page:
                 return answer["result"]
 
     async def open(self, page: Path | str, width: int, theme: str) -> None:
-        """A file, or an address."""
+        """Open a file or a URL."""
         for part in ("Network", "Runtime", "Log"):
             await self.do(f"{part}.enable")
         await self.do(
@@ -67,7 +67,7 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, expression: str, limit_s: float = 240) -> Any:
-        """The expression's value, once it is something."""
+        """Wait until the expression is true, and return its value."""
         found = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):

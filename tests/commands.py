@@ -1,4 +1,4 @@
-"""Ways to ask the command line: as a process of its own, and in this one, which is much quicker."""
+"""Runs the command line, in a separate process or in this one, which is much faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
     code: int
     out: str
     err: str
-    """Of an error in this process, its message, cause and hint."""
+    """stderr; for an error in this process, its message, cause and hint."""
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Answer:
@@ -47,7 +47,7 @@ def invoke(*arguments: str) -> Answer:
 def all_commands(
     command: click.Command | None = None, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command of the tree, with the words that call it."""
+    """Every command with the words that call it."""
     command = command or typer.main.get_command(app)
     yield path, command
     if isinstance(command, click.Group):

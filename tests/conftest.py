@@ -1,4 +1,4 @@
-"""What tests share: one BEDPLATE_HOME with the real model and the real engine, and a way to run `bedplate serve`."""
+"""Shared fixtures: one BEDPLATE_HOME with the real model and the real engine, and a running `bedplate serve`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ __all__ = [
 
 T = TypeVar("T")
 HANG_S = 600.0
-"""No test bounds how long something takes; waiting ends here only so that a hang is reported."""
+"""No test limits durations. Waiting ends after this time only so that a hang is reported."""
 
-# How long an example takes says more about the machine than about the code.
+# The duration of an example depends on the machine more than on the code.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile("quick")  # another one: pytest --hypothesis-profile=nightly
 
-# A shell that runs this in the background ignores SIGINT, and `nohup` SIGHUP; every process started here would, too.
+# Background jobs of a shell ignore SIGINT, and `nohup` ignores SIGHUP. All processes started here would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def bedplate_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home of the tests' own. `BEDPLATE_TEST_HOME` keeps it between runs."""
+    """A home for all tests. `BEDPLATE_TEST_HOME` keeps it between runs."""
     kept = os.environ.get("BEDPLATE_TEST_HOME")
     home = Path(kept) if kept else tmp_path_factory.mktemp("bedplate-home")
     before = os.environ.get("BEDPLATE_HOME")
@@ -92,7 +92,7 @@ def builtin_gguf(bedplate_home: Path) -> Path:
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
+    """Pins this process to one core: spinning engine threads are very slow while other processes use the cores."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -117,7 +117,7 @@ def llama_environment(bedplate_home: Path) -> Environment:
 
 @dataclass
 class Served:
-    """A `bedplate serve` that runs as a process of its own."""
+    """A `bedplate serve` in a separate process."""
 
     process: subprocess.Popen[str]
     reader: threading.Thread
@@ -138,7 +138,7 @@ class Served:
         return []
 
     def engine(self) -> psutil.Process:
-        """The engine's own process: the warden's child."""
+        """The engine's process, a child of the warden."""
         return wait_for(self._engine, "an engine process")
 
     def _engine(self) -> psutil.Process | None:
@@ -166,7 +166,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def wait_for(look: Callable[[], T | None], what: str) -> T:
-    """Polls until there is a result: an empty collection is none yet, an exit status of 0 is one."""
+    """Poll until there is a result. None, False and an empty collection are no result; an exit status of 0 is one."""
     deadline = time.monotonic() + HANG_S
     while (seen := look()) is None or seen is False or (isinstance(seen, Sized) and not len(seen)):
         assert time.monotonic() < deadline, f"waited {HANG_S} s for {what}"
@@ -175,7 +175,7 @@ def wait_for(look: Callable[[], T | None], what: str) -> T:
 
 
 def gone(processes: Iterable[psutil.Process]) -> bool:
-    """Whether they have ended. A signal takes a moment: wait for this, do not assert it."""
+    """Whether they have ended. A signal takes effect later: use this with `wait_for`, do not assert it."""
     return not any(_lives(process) for process in processes)
 
 
@@ -187,12 +187,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def no_new_children(before: Iterable[psutil.Process]) -> bool:
-    """Whether this process has no living descendant beside these."""
+    """Whether this process has no running descendants other than these."""
     return gone(set(psutil.Process().children(recursive=True)) - set(before))
 
 
 def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
-    """Starts `bedplate serve --json` and returns when it is ready, or has ended. `--check` lets it check answers."""
+    """Start `bedplate serve --json` and return when it is ready or has ended. `--check` enables the answer check."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", "--no-check", *arguments],
         stdout=subprocess.PIPE,
@@ -213,7 +213,7 @@ def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
 
 @pytest.fixture
 def serve(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Callable[..., Served]]:
-    """Starts servers that are stopped when the test ends; nothing of them may be left."""
+    """Start servers. They are stopped when the test ends, and no process of them may remain."""
     running: list[Served] = []
 
     def start(*arguments: str, env: dict[str, str] | None = None) -> Served:
@@ -231,7 +231,7 @@ def serve(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Callab
 
 @pytest.fixture(scope="module")
 def served(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Served]:
-    """One endpoint for all tests of a module that only ask it things."""
+    """One endpoint for all tests of a module that only send requests to it."""
     one = start_serve()
     assert one.endpoint, "".join(one.stderr)
     yield one
@@ -242,7 +242,7 @@ def served(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Serve
 
 @pytest.fixture
 def own_home(tmp_path: Path, bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A store and services of its own; engines and models are those of all tests."""
+    """A separate store and service folder. Engines and models are shared by all tests."""
     for name in ("engines", "models"):
         (tmp_path / name).symlink_to(bedplate_home / name)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))

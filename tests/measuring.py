@@ -1,6 +1,6 @@
-"""Tests that measure: run alone, judged only where other processes left the CPU to them, and run again where not.
+"""Measuring tests run alone, and run again if other processes used the CPU.
 
-A test marked `measures` compares figures that it measured. Where one fails while other processes or other virtual
+A test marked `measures` compares figures that it measured. If one fails while other processes or other virtual
 machines used more than a tenth of the CPU, the failure says nothing about the code. Such a test is run again after all
 others, once the machine is quiet. What is still undecided then is listed at the end of the run; with
 `--fail-undecided`, as the nightly run has it, the run fails.
@@ -37,7 +37,7 @@ class OtherLoad:
         self._began = time.monotonic()
 
     def share(self) -> float:
-        """Of all cores, until now. Processes that ended meanwhile are not counted."""
+        """Share of all cores since the start. Processes that have ended are not counted."""
         used = [after - before for one, before in self._before.items() if (after := _cpu_seconds(one)) is not None]
         elapsed_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return (sum(used) + _stolen_seconds() - self._stolen_s) / elapsed_s
@@ -60,7 +60,7 @@ def wait_until_quiet(
     limit_s: float = WAIT_FOR_QUIET_S,
     clock: Callable[[], float] | None = None,
 ) -> bool:
-    """Whether other processes left the CPU alone for one sample, within the limit."""
+    """Wait for one sample in which other processes used little CPU. Returns whether there was one within the limit."""
     sample, clock = sample or _sampled_share, clock or time.monotonic
     deadline = clock() + limit_s
     while sample() > BUSY:
@@ -77,7 +77,7 @@ def _sampled_share() -> float:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fail-undecided", action="store_true", help="fail where a measuring test was disturbed each time it ran"
+        "--fail-undecided", action="store_true", help="fail if a measuring test was disturbed in every attempt"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs that were never measured, made up for tests of what judges and shows them."""
+"""Made-up runs for tests of verdicts and pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made_cell(
     flags: tuple[Flag, ...] = (),
     peak_memory_bytes: int | None = 400_000_000,
 ) -> Cell:
-    """A steady engine: each request waits `ttft_ms`, and all of them together make `tok_s`."""
+    """A cell of a steady engine with this TTFT and total throughput."""
     dice = random.Random(f"{engine}{concurrency}")
     tpot_ms = 1000 * concurrency / tok_s
     parts = []

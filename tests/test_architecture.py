@@ -17,7 +17,7 @@ from bedplate.engines import all_engines
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 SERVER = SOURCE / "engines" / "shipped" / "openai_server"
 """Imported under another name in engine environments, so its modules import one another relatively."""
-ROOMS = [
+PACKAGES = [
     "values", "facts", "engines", "decide", "published", "deploy", "run", "measure", "judge", "tuning", "show",
     "bundling", "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
@@ -25,18 +25,18 @@ FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every package. `home` and `errors` print figures, so they may use the units in `values`."""
 
 
-def room_of(module: str) -> str:
+def find_package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
 @functools.cache
 def parse(text: str) -> ast.Module:
-    """Parsed once for all tests, which do not change it."""
+    """Parse once for all tests, which do not change the tree."""
     return ast.parse(text)
 
 
-def without_types(text: str) -> ast.Module:
-    """A file without what it imports for a type checker alone."""
+def remove_type_imports(text: str) -> ast.Module:
+    """Parse a file without its imports for type checkers."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -45,15 +45,15 @@ def without_types(text: str) -> ast.Module:
 
 
 @functools.cache
-def import_nodes(text: str, for_types: bool) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    tree = parse(text) if for_types else without_types(text)
+def list_import_nodes(text: str, for_types: bool) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    tree = parse(text) if for_types else remove_type_imports(text)
     return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
-def imports(path: Path, for_types: bool = True) -> set[str]:
-    """Every bedplate module that a file imports, also inside of functions; those for a type checker on request."""
+def list_imports(path: Path, for_types: bool = True) -> set[str]:
+    """Every bedplate module that a file imports, also in functions; with `for_types` also those for type checkers."""
     found: set[str] = set()
-    for node in import_nodes(path.read_text(), for_types):
+    for node in list_import_nodes(path.read_text(), for_types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif node.module:
@@ -67,24 +67,24 @@ def imports(path: Path, for_types: bool = True) -> set[str]:
     return {name for name in found if name.split(".")[0] == "bedplate"}
 
 
-@pytest.mark.parametrize("own", [*ROOMS, *FOUNDATION])
+@pytest.mark.parametrize("own", [*PACKAGES, *FOUNDATION])
 def test_a_package_imports_only_from_packages_to_its_left(own: str) -> None:
-    paths = sorted((SOURCE / own).rglob("*.py")) if own in ROOMS else [SOURCE / f"{own}.py"]
+    paths = sorted((SOURCE / own).rglob("*.py")) if own in PACKAGES else [SOURCE / f"{own}.py"]
     assert paths
     for path in paths:
-        for module in imports(path):
-            other = room_of(module)
+        for module in list_imports(path):
+            other = find_package(module)
             if other in ("", *FOUNDATION):
                 continue
-            assert other in ROOMS, f"{path}: {other} is not a package"
-            if own in ROOMS:
-                assert ROOMS.index(other) <= ROOMS.index(own), f"{path}: {own} may not import {other}"
+            assert other in PACKAGES, f"{path}: {other} is not a package"
+            if own in PACKAGES:
+                assert PACKAGES.index(other) <= PACKAGES.index(own), f"{path}: {own} may not import {other}"
             else:
                 assert other == "values", f"{path}: {own} is left of {other}"
 
 
-def module_graph(source: Path) -> dict[str, set[str]]:
-    """Each module of a package and the modules of it that it imports, also inside of functions; not those for types."""
+def build_module_graph(source: Path) -> dict[str, set[str]]:
+    """Each module with the modules of the same package that it imports, also in functions, but not for types only."""
 
     def name_of(path: Path) -> str:
         return ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__")
@@ -93,7 +93,7 @@ def module_graph(source: Path) -> dict[str, set[str]]:
     graph = {}
     for name, path in paths.items():
         found = set()
-        for node in import_nodes(path.read_text(), False):
+        for node in list_import_nodes(path.read_text(), False):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif node.module:
@@ -104,7 +104,7 @@ def module_graph(source: Path) -> dict[str, set[str]]:
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
-    """Modules that import each other in a circle, the first one again at the end."""
+    """An import cycle; its first module is repeated at the end."""
     finished: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str] | None:
@@ -121,34 +121,34 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
     return next((found for name in sorted(graph) if (found := visit(name, [])) is not None), None)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    cycle = find_cycle(module_graph(SOURCE))
+def test_modules_have_no_import_cycle() -> None:
+    cycle = find_cycle(build_module_graph(SOURCE))
     assert cycle is None, " → ".join(cycle or ())
 
 
-def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
+def test_a_cycle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
     package = tmp_path / "made"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "first.py").write_text("from made.second import two\n")
     (package / "second.py").write_text("def two():\n    from made import first\n")
-    assert find_cycle(module_graph(package)) == ["made.first", "made.second", "made.first"]
+    assert find_cycle(build_module_graph(package)) == ["made.first", "made.second", "made.first"]
     (package / "second.py").write_text("if TYPE_CHECKING:\n    from made.first import one\n")
-    assert find_cycle(module_graph(package)) is None
+    assert find_cycle(build_module_graph(package)) is None
 
 
-def package_graph() -> dict[str, set[str]]:
+def build_package_graph() -> dict[str, set[str]]:
     """Each package and the packages that it imports."""
-    graph: dict[str, set[str]] = {room: set() for room in ROOMS}
+    graph: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for path in SOURCE.rglob("*.py"):
         own = path.relative_to(SOURCE).parts[0]
         if own in graph:
-            graph[own] |= {room_of(module) for module in imports(path)} & graph.keys() - {own}
+            graph[own] |= {find_package(module) for module in list_imports(path)} & graph.keys() - {own}
     return graph
 
 
-def without_implied(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """The arrows of a graph without those that a longer way replaces."""
+def remove_implied_arrows(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows of a graph without those that follow from longer paths."""
 
     def reached(name: str) -> set[str]:
         return graph[name].union(*(reached(other) for other in graph[name]))
@@ -161,11 +161,13 @@ def without_implied(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     }
 
 
-def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None:
+def test_architecture_page_shows_the_packages_and_their_imports() -> None:
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
-    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == ROOMS
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == PACKAGES
     drawn = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
-    arrows = sorted(without_implied(package_graph()), key=lambda arrow: [ROOMS.index(one) for one in arrow])
+    arrows = sorted(
+        remove_implied_arrows(build_package_graph()), key=lambda arrow: [PACKAGES.index(one) for one in arrow]
+    )
     wanted = "\n".join(f"    {one} --> {other}" for one, other in arrows)
     assert drawn == arrows, f"the diagram should be\n{wanted}"
 
@@ -178,7 +180,7 @@ PROGRAMS = {
 
 
 def test_only_the_command_line_prints() -> None:
-    """The rest raises, returns, renders, or writes to a console that it is given."""
+    """Other code raises, returns, renders, or writes to a given console."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
@@ -192,19 +194,19 @@ def test_only_the_command_line_prints() -> None:
     assert not found
 
 
-def test_every_room_is_known() -> None:
-    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert rooms
-    assert rooms <= set(ROOMS)
+def test_every_package_has_a_place_in_the_order() -> None:
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages
+    assert packages <= set(PACKAGES)
 
 
-def test_what_is_shipped_into_engine_environments_needs_nothing_of_ours() -> None:
+def test_code_for_engine_environments_does_not_import_bedplate() -> None:
     folder = SOURCE / "engines" / "shipped"
     shipped = [path for path in folder.rglob("*.py") if path != folder / "__init__.py"]
     assert shipped
     for path in shipped:
-        assert not imports(path, for_types=False), f"{path} runs in an environment without bedplate"
-    assert not imports(SOURCE / "run" / "warden.py")
+        assert not list_imports(path, for_types=False), f"{path} runs in an environment without bedplate"
+    assert not list_imports(SOURCE / "run" / "warden.py")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
@@ -226,10 +228,10 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
 
 
 @pytest.mark.measures
-def test_help_takes_little_more_than_its_command_line_library() -> None:
-    """At most three times what importing typer takes beyond bare Python, by the best of several runs of each in turn.
+def test_help_starts_in_at_most_three_times_the_import_of_typer() -> None:
+    """At most three times what importing typer takes beyond bare Python, by the best of several interleaved runs.
 
-    A ratio within one run, since machines differ and may be busy; today it is about two.
+    A ratio within one run, because machines differ and may be busy. It is about two.
     """
 
     def took(*arguments: str) -> float:
@@ -258,15 +260,15 @@ SHARED_WORDS = frozenset(["exl2", "exl3", "onnx", "torch", "transformers", "ggml
 """Spellings of an engine that are first of all the name of a weight format or of a library."""
 
 
-def engine_words() -> frozenset[str]:
-    """Ids, names and spellings of all engines, in small letters without punctuation."""
+def list_engine_words() -> frozenset[str]:
+    """Ids, names and spellings of all engines, in lower case without punctuation."""
     own = [one for one in all_engines().values() if type(one).__module__.startswith("bedplate.")]
     words = {re.sub(r"[^a-z0-9]", "", word.lower()) for one in own for word in (one.id, one.name, *one.spellings)}
     return frozenset(words - SHARED_WORDS)
 
 
-def engines_named(text: str, words: frozenset[str]) -> list[str]:
-    """The engines that a text names as whole words: also within a path, an image's name or a metric's."""
+def find_engine_names(text: str, words: frozenset[str]) -> list[str]:
+    """The engines that a text names as whole words, also in a path, an image name or a metric name."""
     found = []
     for word in re.findall(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", text):
         parts = re.split(r"[._-]", word.lower())
@@ -277,8 +279,8 @@ def engines_named(text: str, words: frozenset[str]) -> list[str]:
     return found
 
 
-def string_constants(path: Path) -> list[tuple[int, str]]:
-    """The strings of a file with their lines, without docstrings and the examples of the command line's help."""
+def list_string_constants(path: Path) -> list[tuple[int, str]]:
+    """The strings of a file with their lines, without docstrings and the examples in help texts."""
     tree = parse(path.read_text())
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
@@ -289,19 +291,19 @@ def string_constants(path: Path) -> list[tuple[int, str]]:
     ]
 
 
-def test_an_engine_is_named_in_any_usual_spelling_and_as_a_whole_word() -> None:
-    words = engine_words()
-    assert engines_named("vllm:num_requests_running", words) == ["vllm"]
-    assert engines_named("ghcr.io/ggml-org/llama.cpp:server", words) == ["llamacpp"]
-    assert engines_named("TensorRT-LLM and text-generation-inference", words) == [
+def test_engine_names_are_found_in_any_spelling_as_whole_words() -> None:
+    words = list_engine_words()
+    assert find_engine_names("vllm:num_requests_running", words) == ["vllm"]
+    assert find_engine_names("ghcr.io/ggml-org/llama.cpp:server", words) == ["llamacpp"]
+    assert find_engine_names("TensorRT-LLM and text-generation-inference", words) == [
         "tensorrtllm",
         "textgenerationinference",
     ]
-    assert engines_named("collama, vllms, import", words) == []
+    assert find_engine_names("collama, vllms, import", words) == []
 
 
 def test_facts_about_an_engine_are_in_its_own_file() -> None:
-    words = engine_words()
+    words = list_engine_words()
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
@@ -310,8 +312,8 @@ def test_facts_about_an_engine_are_in_its_own_file() -> None:
         known = words - {"mlx"} if name in FORMATS else words - {"pytorch"} if name in OVERLAYS else words
         found += [
             f"{name}:{line}: {engine} in {text[:60]!r}"
-            for line, text in string_constants(path)
-            for engine in engines_named(text, known)
+            for line, text in list_string_constants(path)
+            for engine in find_engine_names(text, known)
         ]
     print("\n".join(found))
     assert len(found) <= ENGINES_NAMED_OUTSIDE

@@ -1,4 +1,4 @@
-"""benchmarks/card/measure.py: its commands are commands of this version, and a call goes on where one was cut short."""
+"""benchmarks/card/measure.py: its commands exist in this version, and a later call continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*words: str, home: Path) -> str:
     return done.stdout
 
 
-def test_every_command_is_one_of_this_version(tmp_path: Path, program: ModuleType) -> None:
+def test_every_command_exists_in_this_version(tmp_path: Path, program: ModuleType) -> None:
     names = ",".join(step.name for step in program.STEPS)
     said = run("--out", str(tmp_path / "out"), "--steps", names, "--dry-run", home=tmp_path / "home")
     lines = [shlex.split(line) for line in said.splitlines() if " -m bedplate " in line]
@@ -48,7 +48,7 @@ def test_every_command_is_one_of_this_version(tmp_path: Path, program: ModuleTyp
         if words[3] == "--version":
             continue
         verb = command.commands[words[3]]  # type: ignore[attr-defined]
-        # Raises where an option or a value is not one of the command's.
+        # Raises if an option or a value is not valid for the command.
         assert verb.make_context(words[3], words[4:]) is not None
 
 
@@ -58,7 +58,7 @@ def call(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> i
     return code
 
 
-def test_a_later_call_takes_what_an_earlier_one_did_not(
+def test_a_later_call_runs_the_remaining_steps(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
@@ -94,10 +94,10 @@ def test_a_later_call_takes_what_an_earlier_one_did_not(
     assert taken == ["first", "second", "third", "second", "third", "first"]
 
 
-def test_a_command_that_outlasts_the_budget_is_ended_with_all_that_it_started(
+def test_a_command_over_budget_is_stopped_with_its_children(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked first, so that it can write what it has."""
+    """It gets SIGINT first, so that it can write its results."""
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     held = f"import time; held = open({str(tmp_path / 'alive')!r}, 'w'); time.sleep(600)"
@@ -116,7 +116,7 @@ def test_a_command_that_outlasts_the_budget_is_ended_with_all_that_it_started(
     assert call(program, monkeypatch, "--out", str(out), "--steps", "slow", "--budget", "3s") == 1
     assert json.loads((out / "state.json").read_text())["slow"]["state"] == "cut short"
     assert (tmp_path / "kept").exists()
-    # The last writer is gone when the other end of the pipe is at its end; until then, reading waits.
+    # Reading ends when the last writer has closed the pipe.
     os.set_blocking(alive, True)
     assert os.read(alive, 1) == b""
     os.close(alive)

@@ -24,7 +24,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
     )
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert run("--version").stdout == f"bedplate {bedplate.__version__}\n"
 
 
@@ -32,7 +32,7 @@ def test_no_arguments_show_the_help() -> None:
     assert "Usage: bedplate" in run().stdout + run().stderr
 
 
-def test_an_unknown_verb_is_a_wrong_question() -> None:
+def test_an_unknown_verb_is_a_usage_error() -> None:
     assert run("frobnicate").returncode == 2
 
 
@@ -61,7 +61,7 @@ def test_plan_needs_no_download(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_pages_say_what_matters(builtin_gguf: Path) -> None:
+def test_pages_contain_the_main_facts(builtin_gguf: Path) -> None:
     page = run("plan", str(builtin_gguf)).stdout
     for word in ("llama.cpp", "hardware.cpu", "needs an NVIDIA GPU", "--threads", "Expect"):
         assert word in page
@@ -69,16 +69,14 @@ def test_pages_say_what_matters(builtin_gguf: Path) -> None:
     assert "cores allowed" in run("probe").stdout
 
 
-def test_pipes_get_no_colours(builtin_gguf: Path) -> None:
+def test_output_to_a_pipe_has_no_colours(builtin_gguf: Path) -> None:
     assert "\x1b[" not in run("plan", str(builtin_gguf)).stdout + run("inspect", "nothing.gguf").stderr
 
 
 @pytest.mark.parametrize(
     ("module", "where", "name"), [("bedplate", "bedplate.cli", "main"), ("bedplate.cli.background", "json", "decode")]
 )
-def test_an_interrupt_that_was_caught_is_not_what_it_ends_by(
-    module: str, where: str, name: str, tmp_path: Path
-) -> None:
+def test_a_caught_interrupt_keeps_the_exit_code(module: str, where: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "around.py").write_text(f"""
 import runpy, sys
 import bedplate.cli, bedplate.cli.background
@@ -104,7 +102,7 @@ PLAN = ("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090")
 @pytest.mark.parametrize(
     "arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",), ("models", "--search", "qwen3-8b")]
 )
-def test_a_full_disk_is_somebody_elses_fault(arguments: tuple[str, ...], unbuffered: str) -> None:
+def test_a_full_disk_is_an_external_failure(arguments: tuple[str, ...], unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "bedplate", *arguments],
@@ -116,7 +114,7 @@ def test_a_full_disk_is_somebody_elses_fault(arguments: tuple[str, ...], unbuffe
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",)])
-def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...], unbuffered: str) -> None:
+def test_a_closed_pipe_prints_no_error(arguments: tuple[str, ...], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -135,26 +133,26 @@ def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...], unbuffer
         {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
-def test_terminals_that_know_few_letters_get_the_page_all_the_same(env: dict[str, str]) -> None:
+def test_unsupported_characters_are_replaced(env: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-m", "bedplate", *PLAN], capture_output=True, env={**os.environ, **env})
     assert done.returncode == 0 and not done.stderr
     assert b"512 + 256 tokens ? " in done.stdout, "the arrow is replaced"
 
 
-def environments(printed: str) -> list[str]:
+def list_environments(printed: str) -> list[str]:
     return [there["engine"] for engine in json.loads(printed)["engines"] for there in engine["installed"]]
 
 
-def test_engines_lists_what_is_installed_and_removes_it(llama_environment: Environment, tmp_path: Path) -> None:
-    assert environments(run("engines", "--json").stdout) == ["llama.cpp"]
+def test_engines_lists_installed_environments_and_removes_them(llama_environment: Environment, tmp_path: Path) -> None:
+    assert list_environments(run("engines", "--json").stdout) == ["llama.cpp"]
     assert "installed" in run("engines").stdout
     elsewhere = {"BEDPLATE_HOME": str(tmp_path)}
-    assert environments(run("engines", "--json", env=elsewhere).stdout) == []
+    assert list_environments(run("engines", "--json", env=elsewhere).stdout) == []
     removed = run("engines", "remove", "llama.cpp", env=elsewhere)
     assert removed.returncode == 2 and "not installed" in removed.stderr
 
 
-def test_the_face_of_the_package_lists_functions() -> None:
+def test_the_package_exports_its_public_functions() -> None:
     import bedplate.decide.memory
 
     assert bedplate.__all__ == sorted(bedplate.__all__)

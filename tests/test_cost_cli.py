@@ -1,4 +1,4 @@
-"""What a million tokens cost, as every verb that shows it shows it: the same names, units and figures."""
+"""Cost per million tokens has the same names, units and figures in every verb."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PRICE = Price(price_per_hour=3.6, watts=100, electricity_price=0.5)
 """At 100 tokens a second a million take 10,000 s: 10 for the machine, 0.278 kWh."""
 
 
-def with_energy(cell: Cell, joules: float) -> Cell:
+def add_energy(cell: Cell, joules: float) -> Cell:
     repeats = [replaced(one, use=replaced(one.use, energy_j=joules, energy_source="rapl")) for one in cell.repeats]
     return replaced(cell, repeats=tuple(repeats))
 
 
-def priced(price: Price | None, *cells: Cell) -> Run:
+def make_priced_run(price: Price | None, *cells: Cell) -> Run:
     run = made_run(cells or [made_cell("llama.cpp", 4, 100), made_cell("pytorch", 4, 40)])
     return replaced(run, environment=replaced(run.environment, price=price))
 
 
-def page(run: Run) -> str:
+def render_page(run: Run) -> str:
     out = Console(file=io.StringIO(), width=220)
     out.print(render_run(run))
     text: str = out.file.getvalue()  # type: ignore[attr-defined]
     return text
 
 
-def test_the_table_of_bench_shows_cost_where_a_price_is_said_and_only_there() -> None:
-    assert "cost per M" not in page(priced(None))
-    shown = page(priced(PRICE))
+def test_bench_table_shows_cost_only_with_a_price() -> None:
+    assert "cost per M" not in render_page(make_priced_run(None))
+    shown = render_page(make_priced_run(PRICE))
     assert "cost per M" in shown and "kWh per M" in shown
     line = next(one for one in shown.splitlines() if "llama.cpp" in one).split()
     assert "10.1" in line and "0.278" in line
@@ -54,8 +54,8 @@ def test_the_table_of_bench_shows_cost_where_a_price_is_said_and_only_there() ->
     assert "25.3" in slower and "0.694" in slower
 
 
-def test_lines_for_logs_have_the_same_columns() -> None:
-    run, out = priced(PRICE), Console(file=io.StringIO(), width=220)
+def test_log_lines_have_the_same_columns() -> None:
+    run, out = make_priced_run(PRICE), Console(file=io.StringIO(), width=220)
     teller = LineView(out, lambda run: {})
     teller.begun(run, [cell.subject for cell in run.cells], 1.0)
     teller.done(replaced(run.cells[0], halt="narrow"))
@@ -63,8 +63,8 @@ def test_lines_for_logs_have_the_same_columns() -> None:
     assert head.index("cost per M") + len("cost per M") == line.index("10.1") + len("10.1")
 
 
-def test_energy_that_was_measured_is_what_counts() -> None:
-    cell = with_energy(made_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
+def test_measured_energy_takes_precedence() -> None:
+    cell = add_energy(made_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
     found = spent(cell, PRICE)
     assert found.kwh_per_million_tokens == pytest.approx(10.0, rel=0.01)
     assert found.cost_per_million_tokens == pytest.approx(10.0 + 5.0, rel=0.01)
@@ -72,22 +72,22 @@ def test_energy_that_was_measured_is_what_counts() -> None:
     assert spent(cell, None).cost_per_million_tokens is None
 
 
-def test_cards_are_counted_where_it_computes_on_cards() -> None:
+def test_the_price_is_multiplied_by_the_cards() -> None:
     cell = made_cell("vllm", 4, 100)
     on_four = replaced(cell, subject=replaced(cell.subject, device="cuda", parallelism=Parallelism(tensor=2, data=2)))
     one, four = (row(each, price=Price(price_per_hour=3.6)).cost_per_million_tokens for each in (cell, on_four))
     assert one is not None and four == pytest.approx(4 * one)
 
 
-def test_rows_carry_both_figures() -> None:
-    rows = list(csv.DictReader(io.StringIO(written(priced(PRICE), "csv"))))
+def test_csv_rows_have_cost_and_energy() -> None:
+    rows = list(csv.DictReader(io.StringIO(written(make_priced_run(PRICE), "csv"))))
     assert float(rows[0]["cost_per_million_tokens"]) == pytest.approx(10.139, rel=0.01)
     assert float(rows[0]["kwh_per_million_tokens"]) == pytest.approx(0.2778, rel=0.01)
-    bare = list(csv.DictReader(io.StringIO(written(priced(None), "csv"))))
+    bare = list(csv.DictReader(io.StringIO(written(make_priced_run(None), "csv"))))
     assert bare[0]["cost_per_million_tokens"] == ""
 
 
-def test_a_run_that_is_measured_keeps_the_price_that_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stores_its_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     asked = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "1", "--no-quality")
     with serve_null(first_ms=10, interval_ms=1, tokens=8) as null:
@@ -103,12 +103,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     made = []
     for engine, rate in (("llama.cpp", 100), ("pytorch", 40)):
         path = tmp_path / f"{engine}.json"
-        path.write_text(to_json(priced(PRICE, made_cell(engine, 4, rate))))
+        path.write_text(to_json(make_priced_run(PRICE, made_cell(engine, 4, rate))))
         made.append(str(path))
     return made[0], made[1]
 
 
-def test_compare_puts_what_it_costs_beside_the_effect(files: tuple[str, str]) -> None:
+def test_compare_shows_the_cost_of_both_sides(files: tuple[str, str]) -> None:
     done = invoke("compare", *files, "--json")
     assert done.code in (0, 10, 20), done.err
     (one,) = json.loads(done.out)["spent"]
@@ -118,17 +118,17 @@ def test_compare_puts_what_it_costs_beside_the_effect(files: tuple[str, str]) ->
     assert "cost per M A" in shown and "25.3" in shown
 
 
-def test_a_price_that_is_said_now_goes_before_the_one_that_was_kept(files: tuple[str, str]) -> None:
+def test_a_price_option_takes_precedence_over_the_stored_price(files: tuple[str, str]) -> None:
     done = invoke("compare", *files, "--json", "--price-per-hour", "36")
     (one,) = json.loads(done.out)["spent"]
     assert one["a"]["cost_per_million_tokens"] == pytest.approx(100.139, rel=0.01)
 
 
-def test_report_has_the_columns_of_what_is_known(files: tuple[str, str], tmp_path: Path) -> None:
+def test_report_has_columns_only_for_known_costs(files: tuple[str, str], tmp_path: Path) -> None:
     shown = invoke("report", files[0], "--md").out
     assert "cost per M" in shown and "| 10.1 |" in shown
     bare = tmp_path / "bare.json"
-    bare.write_text(to_json(priced(None)))
+    bare.write_text(to_json(make_priced_run(None)))
     assert "per M" not in invoke("report", str(bare), "--md").out
     with_price = invoke("report", str(bare), "--md", "--price-per-hour", "3.6").out
     assert "cost per M" in with_price and "kWh per M" not in with_price
@@ -136,7 +136,7 @@ def test_report_has_the_columns_of_what_is_known(files: tuple[str, str], tmp_pat
     assert head.count("|") == last.count("|")
 
 
-def test_the_price_is_what_the_options_say_then_the_intent(tmp_path: Path) -> None:
+def test_price_options_take_precedence_over_the_intent(tmp_path: Path) -> None:
     file = tmp_path / "bedplate.yaml"
     file.write_text("operations: {price_per_hour: 2.5, watts: 700, electricity_price: 0.3}\n")
     assert price_from(file, None, None) == Price(price_per_hour=2.5, watts=700, electricity_price=0.3)
@@ -158,7 +158,7 @@ def test_plan_adds_electricity_to_the_price() -> None:
     assert two["cost_per_million_tokens"]["low"] < two["cost_per_million_tokens"]["high"]
 
 
-def test_simulate_counts_the_same_parts(tmp_path: Path) -> None:
+def test_simulate_includes_electricity_in_the_cost(tmp_path: Path) -> None:
     file = tmp_path / "bedplate.yaml"
     intent = (
         "hardware: {accelerator: NVIDIA H100 SXM 80GB, count: 1, ram_gb: 512, os: linux}\n"

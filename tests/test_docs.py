@@ -1,4 +1,4 @@
-"""The pages say what is so: links, commands, options, exit codes, rules, paths and metrics are those of the source."""
+"""The docs match the source: links, commands, options, exit codes, rules, paths and metrics."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def without_fences(text: str) -> str:
+def remove_fences(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def rows(text: str, section: str | None = None) -> list[list[str]]:
-    """The cells of all table rows, heads left out; with `section`, of the part under that heading."""
+def read_rows(text: str, section: str | None = None) -> list[list[str]]:
+    """The cells of all table rows without headings; with `section`, only below that heading."""
     if section is not None:
         found = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
         assert found, f"no section is called {section}"
         text = found[1]
     found_rows: list[list[str]] = []
-    for line in without_fences(text).splitlines():
+    for line in remove_fences(text).splitlines():
         if re.match(r"\|[\s|:-]+\|$", line):
             found_rows.pop()  # what stands above the line is the head
         elif line.startswith("|"):
@@ -47,41 +47,43 @@ def rows(text: str, section: str | None = None) -> list[list[str]]:
     return found_rows
 
 
-def first_codes(table: list[list[str]], column: int = 0) -> list[str]:
-    """What stands in backquotes at the beginning of a column's cells."""
+def read_first_codes(table: list[list[str]], column: int = 0) -> list[str]:
+    """The code at the beginning of each cell of a column."""
     return [found[1] for row in table if len(row) > column and (found := re.match(r"`([^`]+)`", row[column]))]
 
 
 # links
 
 
-def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
-    titles = re.findall(r"^#+ (.+)$", without_fences(page.read_text(encoding="utf-8")), re.MULTILINE)
+def list_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings on GitHub."""
+    titles = re.findall(r"^#+ (.+)$", remove_fences(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def broken_links(text: str, page: Path) -> list[str]:
+def find_broken_links(text: str, page: Path) -> list[str]:
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_fences(text)):
+    for target in re.findall(r"\]\(([^)\s]+)\)", remove_fences(text)):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
-        if not there.exists() or (anchor and anchor not in anchors(there)):
+        if not there.exists() or (anchor and anchor not in list_anchors(there)):
             broken.append(target)
     return broken
 
 
 @every_page
 def test_every_relative_link_resolves(page: Path) -> None:
-    assert not broken_links(page.read_text(encoding="utf-8"), page)
+    assert not find_broken_links(page.read_text(encoding="utf-8"), page)
 
 
-def test_a_broken_link_would_be_seen() -> None:
+def test_a_broken_link_is_found() -> None:
     page = ROOT / "README.md"
-    assert broken_links("[a](docs/nowhere.md) [b](LICENSE) [c](https://example.org/x)", page) == ["docs/nowhere.md"]
-    assert broken_links("[a](docs/serve.md#metrics) [b](docs/serve.md#nothing)", page) == ["docs/serve.md#nothing"]
+    assert find_broken_links("[a](docs/nowhere.md) [b](LICENSE) [c](https://example.org/x)", page) == [
+        "docs/nowhere.md"
+    ]
+    assert find_broken_links("[a](docs/serve.md#metrics) [b](docs/serve.md#nothing)", page) == ["docs/serve.md#nothing"]
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -93,33 +95,33 @@ def test_every_page_is_in_the_index() -> None:
 # commands
 
 
-def command_line() -> Any:
+def build_command_line() -> Any:
     """The real command, with its verbs, as typer builds it."""
     return typer.main.get_command(app)
 
 
-def options_of(command: Any) -> set[str]:
+def list_options(command: Any) -> set[str]:
     found = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return {option for option in found if option.startswith("-")} | {"--help", "-h"}
 
 
-def shell_lines(text: str) -> Iterator[str]:
-    """What a person would type: command lines in blocks, and code in running text."""
+def list_shell_lines(text: str) -> Iterator[str]:
+    """Command lines in code blocks and in running text."""
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             line = line.strip().removeprefix("$ ")
             if re.match(r"(?:[A-Z_]+=\S* )*(?:bedplate [a-z-]|make )", line):
                 yield line
-    for code in re.findall(r"`([^`\n]+)`", without_fences(text)):
+    for code in re.findall(r"`([^`\n]+)`", remove_fences(text)):
         if re.match(r"(?:[A-Z_]+=\S* )*(?:bedplate|make) ", code):
             yield code
 
 
-def wrong_commands(text: str) -> list[str]:
+def find_wrong_commands(text: str) -> list[str]:
     """Lines that name a verb or an option that does not exist."""
-    root = command_line()
+    root = build_command_line()
     wrong = []
-    for line in shell_lines(text):
+    for line in list_shell_lines(text):
         words = shlex.split(re.split(r" [|>#] | && ", line)[0])
         while re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -134,7 +136,7 @@ def wrong_commands(text: str) -> list[str]:
                 break
             verbs = getattr(command, "commands", None)
             if word.startswith("-"):
-                if word.partition("=")[0] not in options_of(command):
+                if word.partition("=")[0] not in list_options(command):
                     wrong.append(line)
             elif verbs is not None:
                 if word not in verbs:
@@ -146,7 +148,7 @@ def wrong_commands(text: str) -> list[str]:
 
 @every_page
 def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
-    assert not wrong_commands(page.read_text(encoding="utf-8"))
+    assert not find_wrong_commands(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -160,65 +162,65 @@ def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
         "BEDPLATE_API_KEY=a bedplate serve --kee",
     ],
 )
-def test_a_command_that_does_not_exist_would_be_seen(line: str) -> None:
-    assert wrong_commands(f"Say `{line}`.") == [line]
-    assert wrong_commands(f"```console\n$ {line}\n```\n") == [line]
+def test_a_nonexistent_command_is_found(line: str) -> None:
+    assert find_wrong_commands(f"Say `{line}`.") == [line]
+    assert find_wrong_commands(f"```console\n$ {line}\n```\n") == [line]
 
 
-def test_commands_are_looked_for_at_all() -> None:
-    lines = [line for page in PAGES for line in shell_lines(page.read_text(encoding="utf-8"))]
+def test_commands_are_found_on_the_pages() -> None:
+    lines = [line for page in PAGES for line in list_shell_lines(page.read_text(encoding="utf-8"))]
     assert len(lines) > 40 and "bedplate engines remove ID" in lines
 
 
-def verbs_with_a_page() -> dict[str, Path]:
+def list_verb_pages() -> dict[str, Path]:
     titles = ((page.read_text(encoding="utf-8").splitlines()[0], page) for page in DOCS.glob("*.md"))
     return {title.removeprefix("# bedplate "): page for title, page in titles if title.startswith("# bedplate ")}
 
 
-def test_every_verb_has_a_page_and_every_such_page_a_verb() -> None:
-    verbs = set(command_line().commands)
-    assert set(verbs_with_a_page()) == verbs
-    assert {page.stem for page in verbs_with_a_page().values()} == verbs
-    listed = first_codes(rows((ROOT / "README.md").read_text(encoding="utf-8"), "Verbs"))
+def test_every_verb_has_exactly_one_page() -> None:
+    verbs = set(build_command_line().commands)
+    assert set(list_verb_pages()) == verbs
+    assert {page.stem for page in list_verb_pages().values()} == verbs
+    listed = read_first_codes(read_rows((ROOT / "README.md").read_text(encoding="utf-8"), "Verbs"))
     assert {cell.split()[1] for cell in listed} == verbs
 
 
-@pytest.mark.parametrize("verb", sorted(command_line().commands))
-def test_a_verbs_page_lists_its_options_and_no_others(verb: str) -> None:
-    table = rows(verbs_with_a_page()[verb].read_text(encoding="utf-8"))
+@pytest.mark.parametrize("verb", sorted(build_command_line().commands))
+def test_the_page_of_a_verb_lists_exactly_its_options(verb: str) -> None:
+    table = read_rows(list_verb_pages()[verb].read_text(encoding="utf-8"))
     listed = {code for row in table if row[0].startswith("`-") for code in re.findall(r"`(-[^`]+)`", row[0])}
-    assert sorted(listed) == sorted(options_of(command_line().commands[verb]) - {"--help", "-h"})
+    assert sorted(listed) == sorted(list_options(build_command_line().commands[verb]) - {"--help", "-h"})
 
 
 # exit codes
 
 
-def exit_codes(kind: type[BedplateError] = BedplateError) -> set[int]:
-    return {kind.exit_code}.union(*(exit_codes(below) for below in kind.__subclasses__()))
+def list_exit_codes(kind: type[BedplateError] = BedplateError) -> set[int]:
+    return {kind.exit_code}.union(*(list_exit_codes(below) for below in kind.__subclasses__()))
 
 
-def test_the_exit_codes_are_those_of_the_errors() -> None:
-    table = rows((ROOT / "README.md").read_text(encoding="utf-8"), "Exit codes")
-    assert [int(row[0]) for row in table] == sorted({0} | exit_codes())
+def test_readme_lists_the_exit_codes_of_the_errors() -> None:
+    table = read_rows((ROOT / "README.md").read_text(encoding="utf-8"), "Exit codes")
+    assert [int(row[0]) for row in table] == sorted({0} | list_exit_codes())
 
 
 # rules
 
 
-def source_of(*rooms: str) -> Iterator[str]:
-    for room in rooms:
-        for path in sorted((SOURCE / room).glob("*.py")):
+def read_sources(*packages: str) -> Iterator[str]:
+    for package in packages:
+        for path in sorted((SOURCE / package).glob("*.py")):
             yield path.read_text(encoding="utf-8")
 
 
-def test_the_rules_page_is_made_of_the_rules() -> None:
+def test_the_rules_page_is_generated_from_the_rules() -> None:
     assert (DOCS / "rules.md").read_text(encoding="utf-8") == rules_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize(
-    "text", source_of("decide"), ids=[path.name for path in sorted((SOURCE / "decide").glob("*.py"))]
+    "text", read_sources("decide"), ids=[path.name for path in sorted((SOURCE / "decide").glob("*.py"))]
 )
-def test_a_source_that_names_a_page_of_ours_names_one_that_is_there(text: str) -> None:
+def test_doc_pages_named_in_rules_exist(text: str) -> None:
     for page in re.findall(r"\bdocs/[\w-]+\.md", text):
         assert (ROOT / page).exists(), page
 
@@ -226,22 +228,22 @@ def test_a_source_that_names_a_page_of_ours_names_one_that_is_there(text: str) -
 # the endpoint
 
 
-def test_the_paths_are_those_of_the_gateway() -> None:
-    table = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Paths"))
+def test_serve_page_lists_the_paths_of_the_gateway() -> None:
+    table = read_first_codes(read_rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Paths"))
     listed = {(method, path) for method, path in (cell.split() for cell in table)}
     there = {("POST", path.decode()) for path in APIS} | {("GET", path) for path in (*OWN_PAGES, MODEL_PAGE)}
     assert listed == there
 
 
-def test_the_metrics_are_those_of_the_gateway() -> None:
-    listed = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Metrics"))
+def test_serve_page_lists_the_metrics_of_the_gateway() -> None:
+    listed = read_first_codes(read_rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Metrics"))
     there = {family.name + ("_total" if family.type == "counter" else "") for family in Meters().registry.collect()}
     assert sorted(listed) == sorted(there)
 
 
-def test_every_error_code_on_the_page_is_one_of_the_gateways() -> None:
+def test_serve_page_lists_error_codes_of_the_gateway() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "run" / "gateway").glob("*.py"))
-    listed = set(first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Errors"), column=1))
+    listed = set(read_first_codes(read_rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Errors"), column=1))
     there = {code for code in listed if f'"{code}"' in source}
     there |= {f"engine_{state}" for state in get_args(BackendState)}
     assert len(listed) > 10 and listed <= there
@@ -250,7 +252,7 @@ def test_every_error_code_on_the_page_is_one_of_the_gateways() -> None:
 # the skeleton of an engine
 
 
-def test_the_engine_skeleton_is_an_engine_as_the_interface_has_it() -> None:
+def test_the_engine_skeleton_implements_the_interface() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "add-an-engine.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
     made: dict[str, Any] = {"__name__": "skeleton"}
@@ -260,16 +262,16 @@ def test_the_engine_skeleton_is_an_engine_as_the_interface_has_it() -> None:
     for name, member in vars(type(one)).items():
         if inspect.isfunction(member):
             assert inspect.signature(member) == inspect.signature(getattr(Engine, name)), name
-    required = {name for name, member in vars(Engine).items() if "NotImplementedError" in _source(member)}
+    required = {name for name, member in vars(Engine).items() if "NotImplementedError" in _read_source(member)}
     assert required and required <= vars(type(one)).keys()
 
 
-def _source(member: object) -> str:
+def _read_source(member: object) -> str:
     return inspect.getsource(member) if inspect.isfunction(member) else ""
 
 
 def test_the_engine_page_lists_every_member_of_the_interface() -> None:
-    cells = [row[0] for row in rows((DOCS / "add-an-engine.md").read_text(encoding="utf-8"), "The interface")]
+    cells = [row[0] for row in read_rows((DOCS / "add-an-engine.md").read_text(encoding="utf-8"), "The interface")]
     listed = {name for cell in cells for name in re.findall(r"`(\w+)(?:\(\))?`", cell)}
     there = {name for name in (*vars(Engine), *Engine.__annotations__) if not name.startswith("_")}
     assert listed == there - {"refusal"}  # which helps to write an engine, and is not for it to write

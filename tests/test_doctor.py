@@ -1,4 +1,4 @@
-"""bedplate doctor: what it gathers, what it finds wrong, and above all what it leaves out."""
+"""`bedplate doctor`: what it collects, the problems it finds, and the private data it leaves out."""
 
 from __future__ import annotations
 
@@ -58,35 +58,43 @@ HEALTHY = Report(
 )
 
 
-def found(**changes: Any) -> list[Problem]:
+def find_problems_after(**changes: Any) -> list[Problem]:
     return list(problems(replaced(HEALTHY, **changes)))
 
 
-def hardware(**changes: Any) -> dict[str, Any]:
+def make_hardware(**changes: Any) -> dict[str, Any]:
     return {"hardware": replaced(MACHINE, **changes)}
 
 
 class TestProblems:
-    def test_a_healthy_machine_has_none(self) -> None:
-        assert found() == []
+    def test_a_healthy_machine_has_no_problems(self) -> None:
+        assert find_problems_after() == []
         assert HEALTHY.healthy
 
     @pytest.mark.parametrize(
         ("changes", "says", "hint"),
         [
-            (hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=10**9)), "nearly full: 1 GB", "larger disk"),
             (
-                hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=4 * 10**10)),
+                make_hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=10**9)),
+                "nearly full: 1 GB",
+                "larger disk",
+            ),
+            (
+                make_hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=4 * 10**10)),
                 "nearly full: 40 GB",
                 "BEDPLATE_HOME",
             ),
             ({"swap_used_bytes": 3 * GIB}, "3 GiB of memory is swapped out", "free memory"),
             ({"uv": None}, "uv is missing", "pip install uv"),
             ({"home_writable": False}, "is not writable", "BEDPLATE_HOME"),
-            (hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)), "only 512 MiB", "smaller model"),
-            (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
             (
-                hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
+                make_hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)),
+                "only 512 MiB",
+                "smaller model",
+            ),
+            (make_hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
+            (
+                make_hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
                 "library is missing",
                 None,
             ),
@@ -97,8 +105,8 @@ class TestProblems:
             ),
         ],
     )
-    def test_each_is_named_with_what_to_do(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
-        (problem,) = found(**changes)
+    def test_each_problem_has_a_hint(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
+        (problem,) = find_problems_after(**changes)
         assert problem.kind == "problem"
         assert says in problem.what
         assert problem.hint is None if hint is None else hint in (problem.hint or "")
@@ -108,15 +116,15 @@ class TestProblems:
         ("changes", "says"),
         [
             (
-                hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=3 * GIB, limit_bytes=4 * GIB)),
+                make_hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=3 * GIB, limit_bytes=4 * GIB)),
                 "4 GiB of the",
             ),
-            (hardware(notes=("CUDA_VISIBLE_DEVICES=0 hides 1 of 2 NVIDIA GPUs",)), "hides 1 of 2"),
+            (make_hardware(notes=("CUDA_VISIBLE_DEVICES=0 hides 1 of 2 NVIDIA GPUs",)), "hides 1 of 2"),
             ({"port_free": False}, "port 8080"),
         ],
     )
-    def test_what_may_be_meant_so_is_only_remarked(self, changes: dict[str, Any], says: str) -> None:
-        (remark,) = found(**changes)
+    def test_possibly_intended_settings_are_remarks(self, changes: dict[str, Any], says: str) -> None:
+        (remark,) = find_problems_after(**changes)
         assert (remark.kind, says in remark.what) == ("remark", True)
         assert replaced(HEALTHY, problems=(remark,)).healthy
 
@@ -148,10 +156,10 @@ class TestSecrets:
             ("HF_HOME", "", "(empty)"),
         ],
     )
-    def test_values_are_shown_only_as_far_as_they_hold_none(self, name: str, value: str, shown: str) -> None:
+    def test_values_are_shown_without_secrets(self, name: str, value: str, shown: str) -> None:
         assert harmless(name, value) == shown
 
-    def test_only_settings_that_matter_are_named(self) -> None:
+    def test_only_relevant_settings_are_listed(self) -> None:
         environment = {
             "UV_OFFLINE": "1",
             "PATH": "/bin",
@@ -161,21 +169,21 @@ class TestSecrets:
         assert [one.name for one in settings(environment)] == ["UV_OFFLINE", "https_proxy"]
 
     @given(st.sampled_from(["user", "u", ""]), st.from_regex(r"[A-Za-z0-9_@:!/,?#-]{3,30}", fullmatch=True))
-    def test_no_password_in_an_address_survives(self, user: str, password: str) -> None:
+    def test_passwords_are_removed_from_urls(self, user: str, password: str) -> None:
         shown = harmless("UV_DEFAULT_INDEX", f"https://{user}:{password}@host.example/simple/")
         assert shown == "https://…@host.example/…"
 
     @given(st.text())
-    def test_no_text_makes_it_raise(self, text: str) -> None:
+    def test_any_text_is_redacted_without_error(self, text: str) -> None:
         redacted(text)
         harmless("HF_HOME", text)
 
-    def test_a_persons_name_is_not_in_their_paths(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_paths_contain_no_user_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
         assert harmless("HF_HOME", "/home/ann/models") == "~/models"
         assert anonymous(MACHINE).disk == replaced(MACHINE.disk, path="~/.cache/bedplate")  # type: ignore[type-var]
 
-    def test_cards_lose_what_names_them_and_who_uses_them(self) -> None:
+    def test_cards_are_shown_without_ids_and_processes(self) -> None:
         card = Accelerator(
             name="NVIDIA H200",
             vendor="nvidia",
@@ -188,7 +196,7 @@ class TestSecrets:
 
 
 class TestLogs:
-    def test_the_newest_ends_without_what_was_asked(self, tmp_path: Path) -> None:
+    def test_log_tails_omit_prompts(self, tmp_path: Path) -> None:
         for age, name in enumerate(("new.log", "old.log", "oldest.log")):
             (tmp_path / name).write_text(
                 f"{name} begins\n"
@@ -215,19 +223,19 @@ class TestLogs:
         assert tail.lines[-1] == "line 99999"
         assert len(tail.lines) == doctor.LOG_LINES
 
-    def test_no_folder_no_logs(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_has_no_logs(self, tmp_path: Path) -> None:
         assert list(log_tails(tmp_path / "nowhere")) == []
 
 
 class TestReading:
-    def test_swap(self, tmp_path: Path) -> None:
+    def test_used_swap_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\nSwapFree:        5242876 kB\n")
         assert swap_used(tmp_path) == 3145728 * 1024
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\n")
         assert swap_used(tmp_path) is None
 
-    def test_a_port_that_somebody_listens_on_is_taken(self) -> None:
+    def test_a_port_with_a_listener_is_not_free(self) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
@@ -235,7 +243,7 @@ class TestReading:
             assert not port_is_free(port)
         assert port_is_free(port)
 
-    def test_a_home_that_is_not_made_yet_can_be_made(self, tmp_path: Path) -> None:
+    def test_a_home_that_can_be_created_is_writable(self, tmp_path: Path) -> None:
         assert is_writable(tmp_path / "not/yet")
         assert not (tmp_path / "not").exists()
         (tmp_path / "file").write_text("")
@@ -281,7 +289,7 @@ class TestCommand:
         assert "hunter2" not in done.stdout and "secretsecret" not in done.stdout
         assert {"BEDPLATE_API_KEY", "BEDPLATE_HOME", "HF_TOKEN"} <= {setting.name for setting in report.settings}
 
-    def test_an_environment_whose_python_is_gone_is_a_problem(self, tmp_path: Path) -> None:
+    def test_an_environment_without_python_is_a_problem(self, tmp_path: Path) -> None:
         folder = tmp_path / "engines/llama.cpp/2026.1-0123456789"
         folder.mkdir(parents=True)
         (folder / "bedplate.json").write_text(json.dumps({"engine": "llama.cpp"}))

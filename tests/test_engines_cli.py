@@ -1,4 +1,4 @@
-"""`bedplate engines`: the map, one engine's page, and columns that say TBD until this machine has measured them."""
+"""`bedplate engines`: the map, the page of one engine, and columns that are TBD until they are measured."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
 }
 
 
-def machine(name: str) -> Hardware:
+def read_machine(name: str) -> Hardware:
     return simulated(EVERYWHERE[name])
 
 
-def result(engine: str, **fields: Any) -> Result:
+def make_result(engine: str, **fields: Any) -> Result:
     given: dict[str, Any] = {
         "at": "2026-11-15T10:00:00Z", "machine": "m", "engine": engine, "model": "SmolLM2-135M-Instruct",
         "quantization": "Q4_1", "concurrency": 1, "prompt_tokens": 512, "output_tokens": 128, "ttft_ms": 210.5,
@@ -63,7 +63,7 @@ def result(engine: str, **fields: Any) -> Result:
 # the cheat sheet
 
 
-def test_the_cheat_sheet_names_every_engine_and_rules_that_are_there() -> None:
+def test_the_cheat_sheet_names_every_engine_and_existing_rules() -> None:
     named = {engine for line in CHEAT_SHEET for engine in line.engines}
     assert named == {*all_engines(), *ORCHESTRATORS}
     there = {rule.id for rules in (PICKS, ORCHESTRATION) for rule in rules}
@@ -80,27 +80,27 @@ def test_the_cheat_sheet_names_every_engine_and_rules_that_are_there() -> None:
         ("amd", "vllm", "vllm"),
     ],
 )
-def test_the_line_that_this_machine_is_is_marked(name: str, one: str, many: str) -> None:
-    marked = {who: line.engines for line in cheat_sheet(machine(name)) for who in line.here}
+def test_the_line_for_this_machine_is_marked(name: str, one: str, many: str) -> None:
+    marked = {who: line.engines for line in cheat_sheet(read_machine(name)) for who in line.here}
     assert one in marked["one user"] and many in marked["many users"]
 
 
-# what each says of a machine
+# support of a machine
 
 
 def test_every_engine_says_whether_it_runs_here() -> None:
     for name in EVERYWHERE:
         for engine in all_engines().values():
-            said = row(engine, machine(name), None).here
+            said = row(engine, read_machine(name), None).here
             assert said.runs == (said.device is not None) == (said.why is None)
 
 
-def test_an_engine_that_cannot_run_says_why_and_doubts_are_told_apart() -> None:
-    said = row(all_engines()["exllamav3"], machine("amd"), None).here
+def test_refusals_and_doubts_are_distinguished() -> None:
+    said = row(all_engines()["exllamav3"], read_machine("amd"), None).here
     assert not said.runs and said.why == "needs an NVIDIA GPU"
-    few = row(all_engines()["vllm"], machine("cpu"), None).here
+    few = row(all_engines()["vllm"], read_machine("cpu"), None).here
     assert few.doubt and few.doubt_for_many is None
-    crowd = row(all_engines()["llama.cpp"], machine("rtx"), None).here
+    crowd = row(all_engines()["llama.cpp"], read_machine("rtx"), None).here
     assert crowd.doubt is None and crowd.doubt_for_many
 
 
@@ -137,9 +137,13 @@ def test_a_pick_names_only_engines_whose_page_has_the_rule(path: Path) -> None:
 # measurements
 
 
-def test_engines_are_shown_on_work_that_most_of_them_share() -> None:
-    alone = result("llama.cpp", concurrency=16, at="2026-11-15T12:00:00Z")
-    shared = [result("llama.cpp"), result("vllm"), result("llama.cpp", output_tok_s=1.0, at="2026-11-14T10:00:00Z")]
+def test_results_are_shown_for_the_most_common_workload() -> None:
+    alone = make_result("llama.cpp", concurrency=16, at="2026-11-15T12:00:00Z")
+    shared = [
+        make_result("llama.cpp"),
+        make_result("vllm"),
+        make_result("llama.cpp", output_tok_s=1.0, at="2026-11-14T10:00:00Z"),
+    ]
     found = measured_alike([alone, *shared])
     assert found == {"llama.cpp": shared[0], "vllm": shared[1]}
     assert measured_alike([]) == {}
@@ -154,8 +158,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) -> None:
     before = invoke("engines")
     assert before.code == 0 and before.out.count("TBD") >= 4 * len(all_engines()) and PROVERB in before.out
-    store.add(result("llama.cpp", machine=store.fingerprint(probe())))
-    store.add(result("vllm", machine="another machine", output_tok_s=99999.0))
+    store.add(make_result("llama.cpp", machine=store.fingerprint(probe())))
+    store.add(make_result("vllm", machine="another machine", output_tok_s=99999.0))
     after = invoke("engines").out
     for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 in flight, 512 + 128 tokens"):
         assert figure in after
@@ -190,7 +194,7 @@ def test_one_engine_has_a_page(engine: str) -> None:
     ("said", "engine"),
     [("vLLM", "vllm"), ("TRT-LLM", "tensorrt-llm"), ("llama cpp", "llama.cpp"), ("ORT", "onnxruntime")],
 )
-def test_an_engine_goes_by_every_usual_spelling(said: str, engine: str) -> None:
+def test_engines_show_accepts_every_spelling(said: str, engine: str) -> None:
     printed = json.loads(invoke("engines", "show", said, "--hardware", "RTX 4090", "--json").out)
     assert printed["engine"] == engine
 
@@ -203,19 +207,19 @@ def test_an_engine_goes_by_every_usual_spelling(said: str, engine: str) -> None:
         "simulate -f none.yaml --engine {}", "bench -f none.yaml --engines llama.cpp,{}",
     ],
 )  # fmt: skip
-def test_every_verb_that_names_an_engine_knows_its_spellings(words: str, own_home: Path) -> None:
+def test_every_verb_accepts_every_spelling_of_an_engine(words: str, own_home: Path) -> None:
     wrong = invoke(*words.format("vLLLM").split())
     assert wrong.code == 2 and "no engine is called 'vLLLM'" in wrong.err and "did you mean vllm" in wrong.err
-    # What else is wrong is only seen once the engine is known.
+    # Other errors are only found after the engine is known.
     assert "no engine" not in invoke(*words.format("vLLM").split()).err
 
 
-def test_an_unknown_engine_is_a_wrong_question() -> None:
+def test_an_unknown_engine_is_a_usage_error() -> None:
     assert invoke("engines", "show", "frobnicate").code == 2
     assert invoke("engines", "--hardware", "RTX 99999").code == 2
 
 
-# pages, from values that are made here so that they stay as they are
+# pages, from fixed values
 
 
 FEATURES = Features(
@@ -262,7 +266,7 @@ def made(engine: str, **fields: Any) -> Row:
 
 
 ROWS = (
-    made("alpha", here=Here(runs=True, device="cpu"), measured=result("alpha")),
+    made("alpha", here=Here(runs=True, device="cpu"), measured=make_result("alpha")),
     made("tensor-beta", features=None, packages=(), download_bytes=None, disk_bytes=None),
     made("gamma", here=Here(runs=True, device="cuda", doubt="not built for one", doubt_for_many=None)),
 )
@@ -278,13 +282,13 @@ THERE = [
 ]  # fmt: skip
 
 
-def drawn(shown: RenderableType, width: int) -> str:
+def render_text(shown: RenderableType, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def test_a_program_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_registers_an_installed_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     program = tmp_path / "llama-server"
     program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)'\n")
@@ -299,27 +303,27 @@ def test_a_program_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert invoke("engines", "use", "llama.cpp", *wrong).code == 2
 
 
-def test_what_is_not_built() -> None:
+def test_engines_without_a_native_build_are_rejected() -> None:
     assert invoke("engines", "build", "vllm").code == 2
     assert invoke("serve", "--build", "sideways").code == 2
 
 
 @pytest.mark.parametrize("width", [80, 120, 250])
-def test_the_map(width: int, snapshot: SnapshotAssertion) -> None:
-    page = drawn(render_map(machine("cpu"), cheat_sheet(machine("cpu")), ROWS, THERE), width)
+def test_map_page(width: int, snapshot: SnapshotAssertion) -> None:
+    page = render_text(render_map(read_machine("cpu"), cheat_sheet(read_machine("cpu")), ROWS, THERE), width)
     assert max(map(len, page.splitlines())) <= width
     assert page == snapshot
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page_of_one(width: int, snapshot: SnapshotAssertion) -> None:
-    page = drawn(render_engine(machine("cpu"), ROWS[0], THERE), width)
+def test_engine_page(width: int, snapshot: SnapshotAssertion) -> None:
+    page = render_text(render_engine(read_machine("cpu"), ROWS[0], THERE), width)
     assert max(map(len, page.splitlines())) <= width
     assert page == snapshot
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
-def test_columns_go_on_below_and_none_is_lost(width: int) -> None:
+def test_columns_that_do_not_fit_continue_below(width: int) -> None:
     columns = Columns(
         Column.of("id", ["a", "b"]), tuple(Column.of(f"column {n}", ["word " * n, "x"]) for n in range(1, 8))
     )
@@ -327,5 +331,5 @@ def test_columns_go_on_below_and_none_is_lost(width: int) -> None:
     assert [column.name for part in parts for column in part] == [f"column {n}" for n in range(1, 8)]
     if width >= 200:
         assert len(parts) == 1
-    page = drawn(columns, width)
+    page = render_text(columns, width)
     assert page.count(" a ") >= len(parts) and max(map(len, page.splitlines())) <= width

@@ -1,4 +1,4 @@
-"""bedplate estimate: a table in, a table out, and what it says when it cannot."""
+"""`bedplate estimate`: input and output tables, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str | Path, stdin: bytes | None = None) -> subprocess.Comple
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_each_row_gets_a_number_or_a_reason(tmp_path: Path) -> None:
+def test_each_row_has_a_prediction_or_a_reason(tmp_path: Path) -> None:
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_text(HEAD + GOOD + BAD)
     done = run("--rows", source, "--out", target)
@@ -32,20 +32,20 @@ def test_each_row_gets_a_number_or_a_reason(tmp_path: Path) -> None:
     assert second["row_id"] == "b" and second["predicted"] == "" and "unknown chip" in second["refused"]
 
 
-def test_standard_streams_work_too() -> None:
+def test_rows_are_read_from_standard_input() -> None:
     done = run("--rows", "-", stdin=(HEAD + GOOD).encode())
     assert done.returncode == 0
     assert next(csv.DictReader(io.StringIO(done.stdout)))["row_id"] == "a"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     marked = b"\xef\xbb\xbf" + (HEAD + GOOD).encode()
     (tmp_path / "marked.csv").write_bytes(marked)
     for done in (run("--rows", "-", stdin=marked), run("--rows", tmp_path / "marked.csv")):
         assert next(csv.DictReader(io.StringIO(done.stdout)))["row_id"] == "a"
 
 
-def test_what_is_no_table_is_the_wrong_question(tmp_path: Path) -> None:
+def test_an_invalid_table_is_a_usage_error(tmp_path: Path) -> None:
     missing = run("--rows", tmp_path / "none.csv")
     assert missing.returncode == 2 and "cannot read" in missing.stderr
     (tmp_path / "odd.csv").write_text("x,y\n1,2\n")
@@ -56,6 +56,6 @@ def test_what_is_no_table_is_the_wrong_question(tmp_path: Path) -> None:
     assert run().returncode == 2
 
 
-def test_a_place_that_cannot_be_written_is_somebody_elses_fault(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_an_external_failure(tmp_path: Path) -> None:
     done = run("--rows", "-", "--out", tmp_path / "no" / "such" / "out.csv", stdin=(HEAD + GOOD).encode())
     assert done.returncode == 3 and "cannot write" in done.stderr

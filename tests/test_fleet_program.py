@@ -1,4 +1,4 @@
-"""The fleet's program without its engines: whose turn it is, when time is up, what table and exit status say."""
+"""The fleet program without engines: order, time budget, table and exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OK = Mark(state="ok")
 ROOT = Path(__file__).parents[1]
 
 
-def row(engine: str = "llama.cpp", **marks: Mark) -> Row:
+def make_row(engine: str = "llama.cpp", **marks: Mark) -> Row:
     return Row(engine=engine, version="1", weights="Q4_1", marks={**dict.fromkeys(CHECKS, OK), **marks})
 
 
@@ -60,21 +60,21 @@ class Clock:
 
 
 class TestOrder:
-    def test_quick_ones_first_and_vllm_last(self) -> None:
+    def test_fast_engines_run_first_and_vllm_last(self) -> None:
         assert sort_engines(["vllm", "onnxruntime", "llama.cpp", "sglang", "mlx"]) == [
             "llama.cpp", "mlx", "onnxruntime", "sglang", "vllm",
         ]  # fmt: skip
 
     @given(names=st.permutations([*ORDER, "somebody's", "another"]))
-    def test_the_unknown_come_before_the_slow_whatever_order_they_are_named_in(self, names: list[str]) -> None:
+    def test_unknown_engines_run_before_the_slow_ones(self, names: list[str]) -> None:
         assert sort_engines(names) == [*ORDER[:-2], "another", "somebody's", *ORDER[-2:]]
 
-    def test_each_that_is_named_is_an_engine_with_an_expected_time(self) -> None:
+    def test_every_ordered_engine_exists_and_has_an_expected_time(self) -> None:
         assert set(ORDER) == set(EXPECTED_S) and set(ORDER) <= set(all_engines())
 
 
 class TestBudget:
-    def test_an_engine_has_its_turn_as_long_as_it_can_be_expected_to_end(self) -> None:
+    def test_an_engine_runs_if_it_can_finish_in_time(self) -> None:
         clock = Clock()
         budget = Budget(EXPECTED_S["vllm"] + 100, clock)
         assert budget.why_not("vllm") is None
@@ -83,7 +83,7 @@ class TestBudget:
         clock.now += 1
         assert str(budget.why_not("vllm")).startswith("no time left: about ")
 
-    def test_a_slow_machine_is_known_by_the_turns_before(self) -> None:
+    def test_expected_times_grow_with_slow_engines(self) -> None:
         clock = Clock()
         budget = Budget(10_000, clock)
         budget.took("llama.cpp", 3 * EXPECTED_S["llama.cpp"])
@@ -91,7 +91,7 @@ class TestBudget:
         clock.now += 10_000 - 2 * EXPECTED_S["vllm"]
         assert budget.why_not("vllm") is not None
 
-    def test_a_quick_machine_makes_nobody_bold(self) -> None:
+    def test_expected_times_do_not_shrink_with_fast_engines(self) -> None:
         budget = Budget(1000)
         budget.took("llama.cpp", 1)
         assert budget.expects_s("vllm") == EXPECTED_S["vllm"] and budget.expects_s("somebody's") == USUAL_S
@@ -99,31 +99,35 @@ class TestBudget:
 
 class TestTable:
     def test_every_engine_has_a_line_and_every_check_a_mark(self) -> None:
-        found = table([row(), row("mlx", schema=Mark(state="none"), agreement=Mark(state="ok", shown="301 of 560"))])
+        found = table(
+            [make_row(), make_row("mlx", schema=Mark(state="none"), agreement=Mark(state="ok", shown="301 of 560"))]
+        )
         head, first, second = found.splitlines()
         assert all(name in head for name in CHECKS)
         assert first.split()[:3] == ["llama.cpp", "1", "Q4_1"] and first.count("ok") == len(CHECKS)
         assert "301 of 560" in second and "–" in second and second.count("ok") == len(CHECKS) - 2
 
-    def test_columns_stand_under_their_heads(self) -> None:
-        head, first = table([row(restart=Mark(state="failed"))]).splitlines()
+    def test_columns_are_aligned_with_their_headings(self) -> None:
+        head, first = table([make_row(restart=Mark(state="failed"))]).splitlines()
         assert head.index("restart") == first.index("FAILED")
 
-    def test_one_without_a_turn_says_why(self) -> None:
-        found = table([row(), Row(engine="vllm", not_run="no time left: about 6 min are needed")])
+    def test_an_engine_that_did_not_run_has_a_reason(self) -> None:
+        found = table([make_row(), Row(engine="vllm", not_run="no time left: about 6 min are needed")])
         assert found.splitlines()[-1] == "vllm  not run: no time left: about 6 min are needed"
 
-    def test_a_check_that_was_not_reached_is_no_success(self) -> None:
+    def test_an_unreached_check_is_not_a_success(self) -> None:
         assert table([Row(engine="mlx", marks={"answer": Mark(state="failed")})]).count("not run") == len(CHECKS) - 1
 
-    def test_what_is_not_known_is_not_made_up(self) -> None:
-        first = table([row()]).splitlines()[1]
+    def test_unknown_figures_are_question_marks(self) -> None:
+        first = table([make_row()]).splitlines()[1]
         assert first.count("?") == 6
 
-    def test_footnotes_tell_what_a_mark_cannot(self) -> None:
+    def test_footnotes_explain_failed_and_incomplete_checks(self) -> None:
         rows = [
-            row("mlx", schema=Mark(state="none", why="it has none"), cancel=Mark(state="failed", why="it went on")),
-            row("vllm", agreement=Mark(state="cut short", shown="80 of 80", why="no time left for 480 prefixes")),
+            make_row(
+                "mlx", schema=Mark(state="none", why="it has none"), cancel=Mark(state="failed", why="it went on")
+            ),
+            make_row("vllm", agreement=Mark(state="cut short", shown="80 of 80", why="no time left for 480 prefixes")),
         ]
         assert list_footnotes(rows) == [
             "mlx: cancel: it went on",
@@ -132,19 +136,19 @@ class TestTable:
 
 
 class TestExitCode:
-    def test_a_failed_check_of_any_engine_is_a_no(self) -> None:
-        assert exit_code([row(), row("mlx", stop=Mark(state="failed"))]) == 1
+    def test_any_failed_check_gives_exit_code_1(self) -> None:
+        assert exit_code([make_row(), make_row("mlx", stop=Mark(state="failed"))]) == 1
 
-    def test_no_time_near_ties_and_what_an_engine_does_not_have_are_no_failures(self) -> None:
+    def test_missing_features_near_ties_and_lack_of_time_are_not_failures(self) -> None:
         rows = [
-            row(schema=Mark(state="none")),
-            row("mlx", **{"4 at once": Mark(state="near tie"), "agreement": Mark(state="cut short")}),
+            make_row(schema=Mark(state="none")),
+            make_row("mlx", **{"4 at once": Mark(state="near tie"), "agreement": Mark(state="cut short")}),
             Row(engine="vllm", not_run="no time left"),
         ]
         assert exit_code(rows) == exit_code([]) == 0
 
     def test_the_evidence_of_a_failure_is_printed(self) -> None:
-        failed = row(answer=Mark(state="failed", why="it said 'Rome'"))
+        failed = make_row(answer=Mark(state="failed", why="it said 'Rome'"))
         failed.evidence = "the last words of its log"
         fleet = Fleet(machine="a machine", rows=[failed], cannot_run={"tgi": "needs a GPU"}, seconds=121.0)
         shown = program.render(fleet)
@@ -152,24 +156,24 @@ class TestExitCode:
         assert "tgi cannot run here: needs a GPU" in shown and "2 min 01 s in all" in shown
 
 
-class TestWhoCanRun:
-    def test_every_engine_has_a_turn_or_a_reason(self) -> None:
+class TestCandidates:
+    def test_every_engine_runs_or_has_a_reason(self) -> None:
         able, unable = program.list_candidates(probe(), None)
         assert set(able) | set(unable) == set(all_engines()) and not set(able) & set(unable)
         assert "llama.cpp" in able and all(unable.values())
 
-    def test_a_machine_without_a_gpu_runs_what_needs_none(self) -> None:
+    def test_a_machine_without_a_gpu_runs_cpu_engines(self) -> None:
         bare = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
         able, unable = program.list_candidates(bare, None)
         assert {"llama.cpp", "mistral.rs", "mlx", "pytorch", "onnxruntime", "vllm"} <= set(able)
         assert unable["exllamav3"] == "needs an NVIDIA GPU" and "tensorrt-llm" in unable
 
-    def test_an_engine_that_nobody_knows_is_a_wrong_question(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_unknown_engine_is_a_usage_error(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert program.main(["--engines", "llama.ccp"]) == 2
         assert "did you mean llama.cpp?" in capsys.readouterr().err
 
 
-class TestATurn:
+class TestTurn:
     @pytest.fixture
     def clock(self) -> Clock:
         return Clock()
@@ -178,30 +182,30 @@ class TestATurn:
     def turn(self, clock: Clock) -> program.EngineRun:
         return program.EngineRun(plan(), Budget(100, clock), None, lambda line: None)
 
-    def failing(self, error: Exception) -> Callable[[], None]:
+    def make_failing_check(self, error: Exception) -> Callable[[], None]:
         def check() -> None:
             raise error
 
         return check
 
     @pytest.mark.parametrize("error", [Wrong("it said no"), OSError("no such port"), KeyError("choices")])
-    def test_whatever_goes_wrong_is_a_failure_with_its_reason(self, turn: program.EngineRun, error: Exception) -> None:
-        assert not turn.check("usage", self.failing(error))
+    def test_any_error_is_a_failure_with_its_reason(self, turn: program.EngineRun, error: Exception) -> None:
+        assert not turn.check("usage", self.make_failing_check(error))
         mark = turn.row.marks["usage"]
         assert mark.state == "failed" and str(error.args[0]) in str(mark.why) and mark.seconds is not None
         assert exit_code([turn.row]) == 1
 
-    def test_a_near_tie_and_a_cut_are_none(self, turn: program.EngineRun) -> None:
-        assert turn.check("4 at once", self.failing(NearTie("0.1 apart")))
-        assert not turn.check("answer", self.failing(OutOfTime()))
+    def test_a_near_tie_and_lack_of_time_are_not_failures(self, turn: program.EngineRun) -> None:
+        assert turn.check("4 at once", self.make_failing_check(NearTie("0.1 apart")))
+        assert not turn.check("answer", self.make_failing_check(OutOfTime()))
         assert [turn.row.marks[name].state for name in ("4 at once", "answer")] == ["near tie", "cut short"]
         assert exit_code([turn.row]) == 0
 
-    def test_a_check_may_say_more_than_yes(self, turn: program.EngineRun) -> None:
+    def test_a_check_may_return_a_mark(self, turn: program.EngineRun) -> None:
         assert turn.check("agreement", lambda: Mark(state="ok", shown="3 of 3")) and turn.check("usage", lambda: "x")
         assert turn.row.marks["agreement"].shown == "3 of 3" and turn.row.marks["usage"].state == "ok"
 
-    def test_when_time_is_over_only_what_must_be_is_done(self, turn: program.EngineRun, clock: Clock) -> None:
+    def test_only_the_stop_check_runs_after_the_time_limit(self, turn: program.EngineRun, clock: Clock) -> None:
         clock.now += 101
         assert not turn.check("schema", lambda: None) and turn.check("stop", lambda: None)
         turn._second_start()
@@ -216,27 +220,27 @@ class TestDisk:
         monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
         return tmp_path
 
-    def made(self, name: str, program: str) -> Path:
+    def make_prepared(self, name: str, program: str) -> Path:
         folder = prepared_dir() / name
         folder.mkdir(parents=True)
         (folder / "bedplate.json").write_text(json.dumps({"argv": [program], "seconds": 1.5, "disk_bytes": 7}))
         return folder
 
-    def test_a_turn_gives_back_all_but_what_others_share(self, home: Path) -> None:
+    def test_clean_up_keeps_shared_weights_until_the_last_engine(self, home: Path) -> None:
         (home / "engines" / "mlx").mkdir(parents=True)
-        shared, own = self.made("a", "gguf-to-folder"), self.made("b", "mlx_lm.convert")
+        shared, own = self.make_prepared("a", "gguf-to-folder"), self.make_prepared("b", "mlx_lm.convert")
         program.clean_up(home, last=False)
         assert shared.exists() and not own.exists() and not (home / "engines").exists()
         program.clean_up(home, last=True)
         assert not shared.exists()
 
-    def test_links_count_once(self, tmp_path: Path) -> None:
+    def test_hard_links_count_once(self, tmp_path: Path) -> None:
         (tmp_path / "one").write_bytes(b"x" * 100_000)
         once = program.disk_bytes(tmp_path)
         os.link(tmp_path / "one", tmp_path / "two")
         assert 100_000 <= once == program.disk_bytes(tmp_path)
 
-    def test_the_home_is_fresh_and_gone_afterwards(self) -> None:
+    def test_the_home_is_empty_and_removed_afterwards(self) -> None:
         before = os.environ["BEDPLATE_HOME"]
         with program.fresh_home(keep=False) as home:
             assert os.environ["BEDPLATE_HOME"] == str(home) and not list(home.iterdir())
@@ -244,7 +248,7 @@ class TestDisk:
 
 
 class Scripted(Endpoint):
-    """An endpoint that answers from a list, the last answer again and again."""
+    """An endpoint that answers from a list and repeats the last answer."""
 
     def __init__(self, *texts: str, gap: float | None = None) -> None:
         super().__init__("", "m", None)  # type: ignore[arg-type]
@@ -262,7 +266,7 @@ class Scripted(Endpoint):
         return argparse.Namespace(choices=[argparse.Namespace(message=message, logprobs=told)])
 
 
-def test_what_is_asked_first_tells_the_most_and_is_soon_read() -> None:
+def test_the_first_prefixes_are_distinctive_and_short() -> None:
     (reference,) = shipped_references()
     pairs = checks.choose_prefixes(reference)
     assert len(set(pairs)) == len(pairs) == len(reference.answers) > 1000
@@ -271,40 +275,40 @@ def test_what_is_asked_first_tells_the_most_and_is_soon_read() -> None:
     assert sum(known.tokens for _, known in pairs[: program.LEAST_PREFIXES]) < 3500
 
 
-class TestTheChecks:
-    def test_another_capital_is_wrong(self) -> None:
+class TestChecks:
+    def test_a_wrong_capital_fails(self) -> None:
         assert checks.knows_the_capital(Scripted("It is Paris.")) == "It is Paris."
         with pytest.raises(Wrong, match="Rome"):
             checks.knows_the_capital(Scripted("It is Rome."))
 
-    def test_the_same_alone_and_together_is_right(self) -> None:
+    def test_equal_answers_alone_and_under_load_pass(self) -> None:
         checks.answers_four_at_once(Scripted("yes"), ["a?", "b?"])
 
-    def test_another_answer_under_load_is_wrong_where_the_engine_was_sure(self) -> None:
+    def test_a_different_answer_with_a_clear_gap_fails(self) -> None:
         with pytest.raises(Wrong, match=r"3\.00 less likely"):
             checks.answers_four_at_once(Scripted("yes", "yet", "yes", gap=3.0), ["a?"])
 
-    def test_or_where_it_does_not_tell_how_sure_it_was(self) -> None:
-        with pytest.raises(Wrong, match="is unknown"):
+    def test_a_different_answer_without_logprobs_fails(self) -> None:
+        with pytest.raises(Wrong, match="not told"):
             checks.answers_four_at_once(Scripted("yes", "yet", "yes"), ["a?"])
 
-    def test_a_near_tie_is_told_with_its_evidence(self) -> None:
+    def test_a_near_tie_is_reported_with_its_evidence(self) -> None:
         with pytest.raises(NearTie, match=r"'yes'.*'yet'.*0\.05"):
             checks.answers_four_at_once(Scripted("yes", "yet", "yes", gap=0.05), ["a?"])
 
-    def test_an_empty_answer_is_wrong(self) -> None:
+    def test_an_empty_answer_fails(self) -> None:
         with pytest.raises(Wrong, match="empty"):
             checks.answers_four_at_once(Scripted(" "), ["a?"])
 
     @pytest.mark.parametrize("text", ["no JSON", "[]", '{"city": "Berlin"}', '"Paris"'])
-    def test_what_does_not_fit_a_schema_is_wrong(self, text: str) -> None:
+    def test_an_answer_that_violates_the_schema_fails(self, text: str) -> None:
         with pytest.raises(Wrong, match="the answer is"):
             checks.fits_a_schema(Scripted(text))
         checks.fits_a_schema(Scripted('{"city": "Paris"}'))
 
 
 class Stub(Serving):
-    """A Serving around a program of the test's own."""
+    """A Serving around a program that the test defines."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -333,16 +337,16 @@ LEAVES = (
 
 class TestStopping:
     @pytest.mark.parametrize("stub", [CLEAN], indirect=True)
-    def test_a_clean_end(self, stub: Stub) -> None:
+    def test_exit_code_0_passes(self, stub: Stub) -> None:
         stub.stop()
 
     @pytest.mark.parametrize("stub", [UNCLEAN], indirect=True)
-    def test_another_status_than_0_is_wrong(self, stub: Stub) -> None:
+    def test_another_exit_code_fails(self, stub: Stub) -> None:
         with pytest.raises(Wrong, match=f"status -{int(signal.SIGTERM)}"):
             stub.stop()
 
     @pytest.mark.parametrize("stub", [LEAVES], indirect=True)
-    def test_processes_that_are_left_are_named_and_ended(self, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_leftover_processes_fail_and_are_killed(self, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.fleet.serving.LEFT_LIMIT_S", 0.5)
         below = stub.descendants()
         with pytest.raises(Wrong, match="left processes behind"):

@@ -27,14 +27,14 @@ def test_every_parameter_has_help(name: str) -> None:
     assert undescribed == []
 
 
-def help_of(name: str) -> str:
+def read_help(name: str) -> str:
     return COMMANDS[name].get_help(click.Context(COMMANDS[name], info_name=name, terminal_width=80))
 
 
 @every_command
 def test_help_lists_arguments_once(name: str) -> None:
     has_arguments = any(parameter.param_type_name == "argument" for parameter in COMMANDS[name].params)
-    titles = re.findall(r"^(.*arguments):$", help_of(name), re.MULTILINE | re.IGNORECASE)
+    titles = re.findall(r"^(.*arguments):$", read_help(name), re.MULTILINE | re.IGNORECASE)
     assert titles == ["Arguments"] * has_arguments
 
 
@@ -42,16 +42,16 @@ def test_help_lists_arguments_once(name: str) -> None:
 def test_help_has_a_summary_and_examples(name: str) -> None:
     words = [] if name == "bedplate" else name.split()
     assert (COMMANDS[name].help or "").splitlines()[0].endswith(".")
-    shown = help_of(name)
+    shown = read_help(name)
     lines = re.findall(r"^ +(?:[A-Z_]+=\S+ )?(bedplate .*)$", shown.partition("Examples:")[2], re.MULTILINE)
     calls = [line.partition("  ")[0].removesuffix("\\") for line in lines]  # what follows two spaces explains it
     examples = [example for call in calls for example in re.findall(r"bedplate ([^;|>]*)", call)]
     assert any(example.split()[: len(words)] == words for example in examples)
     for example in examples:
-        assert not unknown_options(shlex.split(example)), example
+        assert not find_unknown_options(shlex.split(example)), example
 
 
-def unknown_options(words: list[str]) -> set[str]:
+def find_unknown_options(words: list[str]) -> set[str]:
     """Options that the named command does not have."""
     command = COMMANDS.get(" ".join(words[:2])) or COMMANDS[words[0]]
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -59,7 +59,7 @@ def unknown_options(words: list[str]) -> set[str]:
 
 
 def test_help_groups_the_verbs() -> None:
-    shown = help_of("bedplate")
+    shown = read_help("bedplate")
     titles = ["Run", "Decide", "Measure", "Change", "Scale out", "Administer"]
     assert list(PANELS) == titles
     found = re.findall(r"^([A-Z][a-z ]+):\n((?:  \S.*\n)+)", shown, re.MULTILINE)
@@ -72,4 +72,4 @@ def test_help_groups_the_verbs() -> None:
 
 
 def test_every_summary_of_the_overview_fits_on_its_line() -> None:
-    assert "..." not in help_of("bedplate").partition("Run:")[2]
+    assert "..." not in read_help("bedplate").partition("Run:")[2]

@@ -1,4 +1,4 @@
-"""`bedplate keys` and `bedplate usage`: making, changing and taking back keys; what was used."""
+"""`bedplate keys` and `bedplate usage`: create, change and revoke keys, and show usage."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def test_without_keys_the_list_says_so_and_makes_no_store() -> None:
+def test_an_empty_list_creates_no_store() -> None:
     assert "no keys" in invoke("keys").out
     assert json.loads(invoke("keys", "list", "--json").out) == {"schema": "tenants/1", "tenants": []}
     assert not store.store_path().exists()
 
 
-def test_a_key_is_printed_once_and_its_hash_is_kept() -> None:
+def test_a_key_is_printed_once_and_only_its_hash_is_stored() -> None:
     added = invoke("keys", "add", "alice", "--weight", "2", "--requests-per-minute", "60", "--expires", "30d")
     key = added.out.strip()
     assert added.code == 0 and key.startswith("bp-") and len(key) > 40
@@ -43,7 +43,7 @@ def test_a_key_is_printed_once_and_its_hash_is_kept() -> None:
     assert "alice" in invoke("keys").out and "until" in invoke("keys").out
 
 
-def test_a_tenant_may_have_several_keys_and_each_can_be_taken_back() -> None:
+def test_each_key_of_a_tenant_can_be_revoked() -> None:
     first, second = (invoke("keys", "add", "alice", "--json").out for _ in range(2))
     ids = [json.loads(one)["tenant"]["keys"][-1]["id"] for one in (first, second)]
     assert json.loads(first)["key"] != json.loads(second)["key"]
@@ -53,7 +53,7 @@ def test_a_tenant_may_have_several_keys_and_each_can_be_taken_back() -> None:
     assert store.tenants() == ()
 
 
-def test_limits_can_be_changed_and_taken_away() -> None:
+def test_limits_can_be_changed_and_removed() -> None:
     invoke("keys", "add", "alice", "--in-flight", "4", "--tokens-per-minute", "100,000")
     assert store.tenants()[0].tokens_per_minute == 100_000
     page = invoke("keys", "set", "alice", "--in-flight", "none", "--weight", "0.5").out
@@ -63,7 +63,7 @@ def test_limits_can_be_changed_and_taken_away() -> None:
     assert len(tenant.keys) == 1
 
 
-def test_an_admin_may_see_what_all_use_until_that_is_taken_back() -> None:
+def test_admin_rights_can_be_granted_and_removed() -> None:
     assert invoke("keys", "add", "ops", "--admin").code == 0
     assert store.tenants()[0].admin and "ops (admin)" in invoke("keys").out
     invoke("keys", "set", "ops", "--weight", "2")
@@ -96,7 +96,7 @@ def test_the_default_tenant_can_be_limited_without_a_key() -> None:
         (("revoke", "nobody"), "no tenant"),
     ],
 )
-def test_a_wrong_question_is_told_and_changes_nothing(words: tuple[str, ...], said: str) -> None:
+def test_a_usage_error_changes_nothing(words: tuple[str, ...], said: str) -> None:
     answer = invoke("keys", *words)
     assert answer.code == 2 and said in answer.err
     assert store.tenants() == ()
@@ -105,7 +105,7 @@ def test_a_wrong_question_is_told_and_changes_nothing(words: tuple[str, ...], sa
 # usage
 
 
-def used(**more: object) -> ServedRequest:
+def make_request(**more: object) -> ServedRequest:
     fields = {
         "at_s": time.time() - 60, "tenant": "alice", "model": "small", "engine": "llama.cpp", "api": "chat",
         "outcome": "ok", "status": 200, "body_bytes": 100, "duration_ms": 5.0, "prompt_tokens": 1000,
@@ -114,18 +114,18 @@ def used(**more: object) -> ServedRequest:
     return ServedRequest(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def test_nothing_used_says_so() -> None:
+def test_usage_without_requests() -> None:
     assert "no requests since" in invoke("usage").out
     assert "no requests" in invoke("usage", "--since", "all").out
 
 
-def test_usage_is_shown_by_what_is_asked() -> None:
+def test_usage_is_grouped_and_filtered() -> None:
     store.add_requests(
         [
-            used(),
-            used(tenant="bob", model="large", outcome="failed", prompt_tokens=None, completion_tokens=None),
-            used(tenant="bob", outcome="turned_away", engine=None, prompt_tokens=None, completion_tokens=None),
-            used(at_s=time.time() - 100_000),
+            make_request(),
+            make_request(tenant="bob", model="large", outcome="failed", prompt_tokens=None, completion_tokens=None),
+            make_request(tenant="bob", outcome="turned_away", engine=None, prompt_tokens=None, completion_tokens=None),
+            make_request(at_s=time.time() - 100_000),
         ]
     )
     report = from_json(UsageReport, invoke("usage", "--json").out)
@@ -144,5 +144,5 @@ def test_usage_is_shown_by_what_is_asked() -> None:
 
 
 @pytest.mark.parametrize("words", [("--since", "yesterday"), ("--csv", "--json"), ("--by", "moon")])
-def test_a_wrong_question_about_usage_is_told(words: tuple[str, ...]) -> None:
+def test_invalid_usage_options_are_usage_errors(words: tuple[str, ...]) -> None:
     assert invoke("usage", *words).code == 2

@@ -85,7 +85,7 @@ def test_undecided_tests_fail_the_run_on_request(
     assert run_tests(tmp_path, options, **tests)[0] == code
 
 
-def test_waiting_for_a_quiet_machine_ends_with_the_first_quiet_sample_or_at_the_limit() -> None:
+def test_waiting_ends_with_a_quiet_sample_or_at_the_limit() -> None:
     shares, now = iter([0.9, 0.2, 0.01, 0.9]), iter([0.0, 10.0, 20.0])
     assert wait_until_quiet(lambda: next(shares), limit_s=60, clock=lambda: next(now))
     assert next(shares) == 0.9
@@ -93,7 +93,7 @@ def test_waiting_for_a_quiet_machine_ends_with_the_first_quiet_sample_or_at_the_
     assert not wait_until_quiet(lambda: 0.9, limit_s=60, clock=lambda: next(now))
 
 
-def test_stolen_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stolen_cpu_time_counts_as_load(monkeypatch: pytest.MonkeyPatch) -> None:
     times = psutil.cpu_times()._replace(steal=100.0) if hasattr(psutil.cpu_times(), "steal") else None
     if times is None:
         pytest.skip("this system does not report stolen CPU time")
@@ -107,7 +107,7 @@ def test_stolen_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 SPINS = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
-def test_a_process_that_ran_before_counts() -> None:
+def test_a_process_started_earlier_counts_as_load() -> None:
     """`setsid --fork` leaves a process that is nobody's child."""
     command = ["setsid", "--fork", sys.executable, "-c", SPINS]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as starter:
@@ -122,7 +122,7 @@ def test_a_process_that_ran_before_counts() -> None:
             other.kill()
 
 
-def test_own_children_do_not_count() -> None:
+def test_child_processes_do_not_count_as_load() -> None:
     with subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.DEVNULL) as child:
         try:
             assert psutil.Process(child.pid) not in OtherLoad()._before

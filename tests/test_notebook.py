@@ -1,4 +1,4 @@
-"""The companion notebook: its table starts as TBD cells, and running it fills them with what this machine does."""
+"""The companion notebook: its table starts with TBD cells, and running it fills them with measurements."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ QUICK = {
 }
 
 
-def cell(notebook: Any, tag: str) -> Any:
+def find_cell(notebook: Any, tag: str) -> Any:
     return next(one for one in notebook.cells if tag in one.metadata.get("tags", []))
 
 
-def table(one: Any) -> list[dict[str, str]]:
+def read_table(one: Any) -> list[dict[str, str]]:
     (output,) = one.outputs
     lines = re.findall(r"<tr>(.*?)</tr>", output["data"]["text/html"], re.DOTALL)
     head = re.findall(r"<th>(.*?)</th>", lines[0])
     return [dict(zip(head, re.findall(r"<td>(.*?)</td>", line, re.DOTALL), strict=True)) for line in lines[1:]]
 
 
-def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
+def test_the_stored_notebook_has_tbd_cells() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
-    rows = table(cell(notebook, "empty-table"))
+    rows = read_table(find_cell(notebook, "empty-table"))
     assert len(rows) == 8
     assert all(row[name] == "TBD" for row in rows for name in ("ttft_ms", "tok_per_s", "peak_mem_gb", "version"))
-    assert not any(one.get("outputs") for one in notebook.cells if one is not cell(notebook, "empty-table"))
+    assert not any(one.get("outputs") for one in notebook.cells if one is not find_cell(notebook, "empty-table"))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_running_it_fills_the_table(builtin_gguf: Path) -> None:
+def test_running_the_notebook_fills_the_table(builtin_gguf: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
-    parameters = cell(notebook, "parameters")
+    parameters = find_cell(notebook, "parameters")
     for usual, quick in QUICK.items():
         assert usual in parameters.source
         parameters.source = parameters.source.replace(usual, quick)
     NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
-    rows = table(cell(notebook, "filled-table"))
+    rows = read_table(find_cell(notebook, "filled-table"))
     assert [(row["engine"], row["concurrency"]) for row in rows] == [("llama.cpp", "1"), ("llama.cpp", "2")]
     assert all(float(row[name].replace(",", "")) > 0 for row in rows for name in ("ttft_ms", "tok_per_s"))
     assert all(row["model"] == "SmolLM2-135M-Instruct" and row["quantization"] == "Q4_1" for row in rows)

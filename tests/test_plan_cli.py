@@ -1,4 +1,4 @@
-"""`bedplate plan`: why not, what if, procure, scripts, and questions that are wrong."""
+"""`bedplate plan`: --why-not, --what-if, --procure, --emit and usage errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bash_reads(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class TestWork:
+class TestWorkload:
     @pytest.mark.parametrize(
         ("asked", "shown"),
         [
@@ -36,61 +36,61 @@ class TestWork:
             (("--users", "7", "--set", "requests_per_s=2", "--concurrency", "4"), "7 users · 512 + 256 tokens"),
         ],
     )
-    def test_whose_work_it_is(self, asked: tuple[str, ...], shown: str) -> None:
+    def test_the_page_shows_the_workload(self, asked: tuple[str, ...], shown: str) -> None:
         assert shown in " ".join(invoke(*CARD, *asked).out.split())
 
 
 class TestEngine:
-    def test_one_that_can(self) -> None:
+    def test_a_requested_engine_is_planned(self) -> None:
         answer = invoke(*CARD, "--engine", "llama.cpp", "--json")
         decision = from_json(Decision, answer.out)
         assert answer.code == 0 and decision.engine == "llama.cpp"
         assert decision.reasons[0].rule == "operations.asked"
 
-    def test_one_that_cannot_says_why_and_exits_with_one(self) -> None:
+    def test_a_requested_engine_that_cannot_run_exits_with_1(self) -> None:
         asked = ("plan", "Qwen/Qwen3-8B", "--hardware", "Radeon RX 7900 XTX", "--engine", "exllamav3")
         answer = invoke(*asked)
         assert answer.code == 1 and "Not possible: exllamav3 needs an NVIDIA GPU" in answer.out
         decision = from_json(Decision, invoke(*asked, "--json").out)
         assert decision.engine is None and decision.refused[0].engine == "exllamav3" and decision.launch is None
 
-    def test_one_that_nobody_knows(self) -> None:
+    def test_an_unknown_engine_is_a_usage_error(self) -> None:
         answer = invoke(*CARD, "--engine", "vlm")
         assert answer.code == 2 and "did you mean vllm" in answer.err
 
     @pytest.mark.parametrize(
         ("said", "engine"), [("vLLM", "vllm"), ("llama-cpp", "llama.cpp"), ("ExLlama v3", "exllamav3")]
     )
-    def test_every_usual_spelling(self, said: str, engine: str) -> None:
+    def test_every_spelling_of_an_engine_is_accepted(self, said: str, engine: str) -> None:
         assert from_json(Decision, invoke(*CARD, "--engine", said, "--json").out).engine == engine
 
 
 class TestWhyNot:
-    def test_every_engine_has_an_answer(self) -> None:
+    def test_every_engine_has_a_reason(self) -> None:
         for name in all_engines():
             answer = invoke(*SERVERS, "--why-not", name)
             assert answer.code == 0 and name in answer.out and len(answer.out.strip()) > 30
 
-    def test_a_refusal_names_what_was_chosen_instead(self) -> None:
+    def test_a_refusal_names_the_chosen_engine(self) -> None:
         page = " ".join(invoke(*SERVERS, "--why-not", "llama.cpp").out.split())
         assert "not designed for" in page and "Chosen instead: vllm" in page
         value = json.loads(invoke(*SERVERS, "--why-not", "llama.cpp", "--json").out)
         assert value["engine"] == "llama.cpp" and value["kind"] == "unsuitable" and value["hint"]
 
-    def test_a_challenger_and_the_choice_itself(self) -> None:
+    def test_a_challenger_and_the_choice_are_reported(self) -> None:
         assert "worth measuring" in invoke(*SERVERS, "--why-not", "sglang").out
         assert "is the choice" in invoke(*SERVERS, "--why-not", "vllm").out
 
-    def test_a_name_that_no_engine_has(self) -> None:
+    def test_an_unknown_name_is_a_usage_error(self) -> None:
         assert invoke(*SERVERS, "--why-not", "cuda").code == 2
         assert "did you mean" in invoke(*SERVERS, "--why-not", "tensorrt-lm").err
 
-    def test_every_usual_spelling(self) -> None:
+    def test_every_spelling_of_an_engine_is_accepted(self) -> None:
         assert json.loads(invoke(*SERVERS, "--why-not", "TRT-LLM", "--json").out)["engine"] == "tensorrt-llm"
 
 
 class TestWhatIf:
-    def test_what_changes(self) -> None:
+    def test_changes_are_listed(self) -> None:
         answer = invoke(*CARD, "--what-if", "users=50,count=2", "--json")
         value = json.loads(answer.out)
         assert answer.code == 0
@@ -99,14 +99,14 @@ class TestWhatIf:
         page = invoke(*CARD, "--what-if", "users=50,count=2").out
         assert "exllamav3" in page and "vllm" in page and "serve.default" in page
 
-    def test_a_count_in_the_machines_name_is_changed_too(self) -> None:
+    def test_count_replaces_the_count_in_the_machine_name(self) -> None:
         found = json.loads(invoke(*SERVERS, "--what-if", "count=2", "--json").out)
         cards = [found[side]["memory"]["devices"][0]["count"] for side in ("before", "after")]
         assert cards == [8, 2]
-        # A person who names no count, or a chip that nobody knows, is answered as before.
+        # A name without a count, or of an unknown chip, is handled as before.
         assert invoke("plan", "Qwen/Qwen3-8B", "--hardware", "4x H900", "--what-if", "count=2").code == 2
 
-    def test_nothing_changes(self) -> None:
+    def test_no_change_is_reported(self) -> None:
         assert "nothing changes" in invoke(*CARD, "--what-if", "accelerator=4090").out
 
     @pytest.mark.parametrize(
@@ -118,17 +118,17 @@ class TestWhatIf:
             ("ttft_ms=60000", "latency targets", "within"),
         ],
     )
-    def test_money_energy_and_latency_are_compared_too(self, asked: str, what: str, after: str) -> None:
+    def test_cost_energy_and_latency_are_compared(self, asked: str, what: str, after: str) -> None:
         (change,) = json.loads(invoke(*CARD, "--what-if", asked, "--json").out)["changes"]
         assert change["what"] == what and after in change["after"]
         assert change["before"] in ("none", "unknown")
 
-    def test_what_would_no_longer_fit_exits_with_one(self) -> None:
+    def test_a_change_that_does_not_fit_exits_with_1(self) -> None:
         answer = invoke(*CARD, "--what-if", "model=meta-llama/Meta-Llama-3.1-405B,ram_gb=16")
         assert answer.code == 1 and "nothing fits" in answer.out and "more free memory" in answer.out
 
     @pytest.mark.parametrize("asked", ["user=50", "users=none", "users", "=3", "accelerator=H900", "users=-1"])
-    def test_wrong_fields(self, asked: str) -> None:
+    def test_invalid_fields_are_usage_errors(self, asked: str) -> None:
         answer = invoke(*CARD, "--what-if", asked)
         assert answer.code == 2 and not answer.out
 
@@ -141,7 +141,7 @@ class TestProcure:
         chips = tuple(find_chip(name).chip for name in self.CHIPS)
         monkeypatch.setattr(questions, "purchasable", lambda: chips)
 
-    def test_machines_that_would_serve(self) -> None:
+    def test_machines_that_meet_the_workload_are_listed(self) -> None:
         asked = ("plan", "Qwen/Qwen3-32B", "--concurrency", "8", "--procure")
         offers = json.loads(invoke(*asked, "--json").out)
         assert offers and all(offer["count"] in questions.COUNTS for offer in offers)
@@ -158,19 +158,19 @@ class TestProcure:
             (("--set", "price_per_hour=2,watts=400"), ["cost per M", "kWh per M"]),
         ],
     )
-    def test_money_and_energy_where_the_intent_says_them(self, said: tuple[str, ...], columns: list[str]) -> None:
+    def test_cost_and_energy_columns_need_their_prices(self, said: tuple[str, ...], columns: list[str]) -> None:
         asked = ("plan", "Qwen/Qwen3-8B", "--procure", *said)
         head = next(line for line in invoke(*asked).out.splitlines() if line.startswith("cards"))
         assert [name for name in ("cost per M", "kWh per M") if name in head] == columns
 
-    def test_none_would(self) -> None:
+    def test_no_suitable_machine_exits_with_1(self) -> None:
         answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--procure", "--set", "tpot_ms=0.01")
         assert answer.code == 1 and "None of 4" in answer.out
 
 
 class TestEmit:
     @pytest.mark.parametrize("name", sorted(all_engines()))
-    def test_a_script_that_bash_reads_for_every_engine(self, name: str, tmp_path: Path) -> None:
+    def test_the_script_of_every_engine_is_valid_bash(self, name: str, tmp_path: Path) -> None:
         hardware = "Apple M3 Max 40-core" if name == "mlx" else "RTX 4090"
         arguments = [
             "plan",
@@ -196,7 +196,7 @@ class TestEmit:
         for variable, value in decision.launch.env.items():
             assert f"export {variable}={shlex.quote(value)}" in text
 
-    def test_the_built_in_model_as_a_process(self, tmp_path: Path, builtin_gguf: Path) -> None:
+    def test_the_script_of_the_built_in_model_is_executable(self, tmp_path: Path, builtin_gguf: Path) -> None:
         printed = run("plan", "--emit", "command")
         assert printed.code == 0 and printed.out.startswith("#!/usr/bin/env bash\n")
         path = tmp_path / "serve.sh"
@@ -205,7 +205,7 @@ class TestEmit:
         bash_reads(path)
         assert "exec llama-server" in printed.out and "--ctx-size" in printed.out and "--port 8080" in printed.out
 
-    def test_a_conversion_brings_the_environment_that_it_needs(self, tmp_path: Path) -> None:
+    def test_a_script_with_a_conversion_creates_its_environment(self, tmp_path: Path) -> None:
         path = tmp_path / "serve.sh"
         assert invoke("plan", "--engine", "mlx", "--emit", "command", "-o", str(path)).code == 0
         bash_reads(path)
@@ -214,23 +214,23 @@ class TestEmit:
         unpack = next(line for line in text.splitlines() if '"$pytorch/bin/gguf-to-folder" ' in line)
         assert text.index('chmod +x "$pytorch/bin/gguf-to-folder"') < text.index(unpack) < text.index("mlx_lm.convert")
 
-    def test_what_is_not_decided_is_not_emitted(self, tmp_path: Path) -> None:
+    def test_nothing_is_emitted_without_a_decision(self, tmp_path: Path) -> None:
         path = tmp_path / "serve.sh"
         answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--hardware", "RTX 3070", "--set", "ram_gb=16",
                         "--emit", "command", "-o", str(path))  # fmt: skip
         assert answer.code == 1 and "more free memory" in answer.err and not path.exists()
 
-    def test_a_target_that_nothing_is_written_for(self) -> None:
+    def test_an_unknown_target_is_a_usage_error(self) -> None:
         answer = invoke(*CARD, "--emit", "terraform")
         assert answer.code == 2 and "unknown target" in answer.err
 
-    def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
+    def test_an_unwritable_path_is_an_external_failure(self, tmp_path: Path) -> None:
         answer = invoke(*CARD, "--emit", "command", "-o", str(tmp_path / "nowhere" / "serve.sh"))
         assert answer.code == 3 and "serve.sh" in answer.err
 
 
-class TestQuestionsThatAreNotAnswered:
-    """Nothing that was said is left out in silence; and it is refused before anything is looked at."""
+class TestUsageErrors:
+    """No option is ignored silently, and errors come before anything is read."""
 
     @pytest.mark.parametrize(
         "options",
@@ -250,7 +250,7 @@ class TestQuestionsThatAreNotAnswered:
             ("--what-if", "users=5", "-o", "changes.txt"),
         ],
     )
-    def test_options_that_exclude_each_other(self, options: tuple[str, ...]) -> None:
+    def test_incompatible_options_are_rejected(self, options: tuple[str, ...]) -> None:
         answer = invoke("plan", "no/such-model-at-all", *options)
         assert answer.code == 2 and not answer.out and "no/such-model-at-all" not in answer.err
         assert [option for option in options if option.startswith("-")][-1] in answer.err
@@ -260,20 +260,22 @@ class TestQuestionsThatAreNotAnswered:
         "options", [("--procure",), ("--what-if", "users=5"), ("--why-not", "vllm"), ("--engine", "vllm")]
     )
     @pytest.mark.parametrize("pools", ["", "pools: [{name: a, accelerator: H100 SXM, count: 8}]\n"])
-    def test_services_are_planned_together(self, options: tuple[str, ...], pools: str, tmp_path: Path) -> None:
+    def test_options_for_one_model_are_rejected_with_services(
+        self, options: tuple[str, ...], pools: str, tmp_path: Path
+    ) -> None:
         path = tmp_path / "bedplate.yaml"
         path.write_text(f"{pools}services: [{{model: no/such-model-at-all}}]\n")
         answer = invoke("plan", "-f", str(path), *options)
         assert answer.code == 2 and options[0] in answer.err and "1 service" in answer.err and not answer.out
 
     @pytest.mark.parametrize("services", ["", "services: []\n"])
-    def test_pools_without_services(self, services: str, tmp_path: Path) -> None:
+    def test_pools_without_services_are_rejected(self, services: str, tmp_path: Path) -> None:
         path = tmp_path / "bedplate.yaml"
         path.write_text(f"pools: [{{name: a, accelerator: H100 SXM, count: 8}}]\n{services}")
         answer = run("plan", "-f", str(path))
         assert answer.code == 2 and "error: services:" in answer.err and "hint: " in answer.err and not answer.out
 
-    def test_json_of_every_question_is_written_where_it_should_be(self, tmp_path: Path) -> None:
+    def test_json_of_every_question_is_written_to_the_file(self, tmp_path: Path) -> None:
         services = tmp_path / "services.yaml"
         services.write_text("hardware: RTX 4090\nservices: [{model: Qwen/Qwen3-8B}]\n")
         asked: tuple[tuple[str, ...], ...] = (
@@ -312,42 +314,41 @@ class TestFields:
             ("hardware: {accelerator: RTX 4090", "not YAML"),
         ],
     )
-    def test_a_wrong_file_is_told_by_its_field(self, text: str, named: str, tmp_path: Path) -> None:
+    def test_an_invalid_file_names_the_field(self, text: str, named: str, tmp_path: Path) -> None:
         path = tmp_path / "bedplate.yaml"
         path.write_text(text)
         answer = invoke("plan", "-f", str(path), "--json")
         assert answer.code == 2 and named in answer.err and not answer.out
 
-    def test_no_such_file(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_a_usage_error(self, tmp_path: Path) -> None:
         answer = run("plan", "-f", str(tmp_path / "none.yaml"))
         assert answer.code == 2 and "none.yaml" in answer.err and "Traceback" not in answer.err
 
     @pytest.mark.parametrize("field", ["volume", "volume=huge", "nothing=3", "users=1.5"])
-    def test_wrong_options(self, field: str) -> None:
+    def test_invalid_options_are_usage_errors(self, field: str) -> None:
         assert invoke(*CARD, "--set", field).code == 2
 
 
-def test_work_that_writes_nothing_has_no_time_between_tokens() -> None:
-    """Whatever else the model could do."""
+def test_embedding_has_no_time_per_output_token() -> None:
     decision = from_json(Decision, invoke(*CARD, "--set", "task=embed", "--json").out)
     assert decision.fits and decision.estimate.tpot_ms is None and decision.estimate.output_tok_s is None
 
 
-def test_a_number_is_the_name_of_a_chip(tmp_path: Path) -> None:
+def test_a_chip_may_be_named_by_a_number(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     path.write_text("hardware: {accelerator: 4090}\nmodel: Qwen/Qwen3-8B\n")
     assert "RTX 4090" in invoke("plan", "-f", str(path)).out
     assert invoke("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 3090", "--what-if", "accelerator=4090").code == 0
 
 
-def test_the_page_says_all_of_it() -> None:
+def test_the_page_shows_reasons_cost_and_launch_command() -> None:
     page = " ".join(invoke(*SERVERS, "--set", "price_per_hour=2.5").out.split())
     for words in ("vllm", "serve.default", "The source of each rule: docs/rules.md", "FP8", "sglang", "worth measuring",
                   "concurrent requests of 768 tokens", "Cost", "Launch", "--tensor-parallel-size"):  # fmt: skip
         assert words in page, words
 
 
-def test_a_machine_file_from_probe(tmp_path: Path) -> None:
+def test_a_machine_file_from_probe_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(run("probe", "--json").out)
     decision = from_json(Decision, invoke("plan", "--hardware", str(path), "--json").out)

@@ -1,4 +1,4 @@
-"""`bedplate prepared`: the list, its JSON, and removing."""
+"""`bedplate prepared`: the list, its JSON, and removal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def test_an_empty_list_says_so() -> None:
+def test_an_empty_list_is_reported() -> None:
     assert "no prepared weights" in invoke("prepared").out
     assert json.loads(invoke("prepared", "--json").out) == {"schema": "prepared/1", "prepared": []}
 
 
-def test_the_list_has_size_maker_last_use_and_what_is_stale() -> None:
+def test_the_list_shows_size_engine_last_use_and_stale_entries() -> None:
     put("a" * 20)
     page = invoke("prepared").out
     assert "aaaaaaaa" in page and "to 4 bits" in page and "maker" in page and "stale" in page and "days ago" in page
@@ -33,7 +33,7 @@ def test_the_list_has_size_maker_last_use_and_what_is_stale() -> None:
     assert one["id"] == "a" * 20 and one["stale"] == "this version of bedplate knows no engine maker"
 
 
-def test_removing_says_what_was_freed() -> None:
+def test_remove_prints_the_freed_bytes() -> None:
     put("a" * 20, data=b"x" * 5_000_000)
     put("b" * 20)
     answer = invoke("prepared", "remove", "aaaa")
@@ -43,7 +43,7 @@ def test_removing_says_what_was_freed() -> None:
     assert not [path for path in prepared_dir().iterdir() if path.is_dir()]
 
 
-def test_what_is_in_use_stays_and_the_answer_is_no() -> None:
+def test_weights_in_use_are_kept_and_remove_exits_with_1() -> None:
     hold(put("a" * 20))
     answer = invoke("prepared", "remove", "aaaa")
     assert (
@@ -54,7 +54,7 @@ def test_what_is_in_use_stays_and_the_answer_is_no() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("zzz",)])
-def test_naming_nothing_is_a_wrong_question(words: tuple[str, ...]) -> None:
+def test_remove_without_a_valid_id_is_a_usage_error(words: tuple[str, ...]) -> None:
     answer = invoke("prepared", "remove", *words)
     assert answer.code == 2 and "bedplate prepared" in answer.err
 
@@ -63,7 +63,7 @@ def test_naming_nothing_is_a_wrong_question(words: tuple[str, ...]) -> None:
     ("seconds", "words"),
     [(5, "just now"), (600, "10 min ago"), (3 * 3600, "3 h ago"), (3 * 86400, "3 days ago")],
 )
-def test_times_are_told_as_people_do(seconds: int, words: str) -> None:
+def test_ages_are_formatted(seconds: int, words: str) -> None:
     now = dt.datetime(2026, 11, 15, 12, tzinfo=dt.UTC)
     assert ago((now - dt.timedelta(seconds=seconds)).isoformat(), now) == words
     assert ago(None, now) == "never"

@@ -1,4 +1,4 @@
-"""bedplate report, as a person calls it."""
+"""`bedplate report` on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_page_is_written_and_said(run_file: Path, tmp_path: Path) -> None:
+def test_a_page_is_written_and_its_path_printed(run_file: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = invoke("report", str(run_file), "-o", str(page))
     assert done.code == 0 and "Deploy llama.cpp Q4_1." in done.out and str(page) in done.out.replace("\n", "")
@@ -33,19 +33,19 @@ def test_markdown_goes_to_standard_output(run_file: Path) -> None:
     assert done.code == 0 and done.out.startswith("# Deploy llama.cpp Q4_1.")
 
 
-def test_an_incumbent_is_weighed_against_the_choice(run_file: Path) -> None:
+def test_an_incumbent_is_compared_with_the_choice(run_file: Path) -> None:
     done = invoke("report", str(run_file), "--md", "--incumbent", "pytorch")
     assert done.code == 0 and "**migrate**" in done.out
     nobody = invoke("report", str(run_file), "--md", "--incumbent", "sglang")
     assert nobody.code == 2 and "was not measured in these runs" in nobody.err
 
 
-def test_without_a_run_it_says_what_measures(tmp_path: Path) -> None:
+def test_without_a_run_the_error_suggests_bench(tmp_path: Path) -> None:
     done = run("report", env={"BEDPLATE_HOME": str(tmp_path)})
     assert done.code == 2 and "bedplate bench" in done.err
 
 
-def test_a_file_that_is_none_and_a_folder_that_is_none(run_file: Path, tmp_path: Path) -> None:
+def test_invalid_input_and_output_paths_are_rejected(run_file: Path, tmp_path: Path) -> None:
     garbled = tmp_path / "garbled.json"
     garbled.write_text("{}")
     assert invoke("report", str(garbled)).code == 2

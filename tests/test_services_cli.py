@@ -1,4 +1,4 @@
-"""ps, status, logs and stop where there is little to see, and what they show where there is."""
+"""`ps`, `status`, `logs` and `stop` with and without running services."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def engine(number: int, **more: object) -> EngineStatus:
+def make_engine(number: int, **more: object) -> EngineStatus:
     given: dict[str, object] = {
         "id": f"llama.cpp-{number}", "engine": "llama.cpp", "version": "1.2", "state": "ready", "device": "cpu",
         "threads": 2, "slots": 4, "share": 1.0, "in_flight": 3, "restarts": 1, "uptime_s": 90.0,
@@ -40,7 +40,7 @@ STATUS = HostStatus(
             model="small", state="ready", why=("no GPU, one user (hardware.cpu)",), quantization="Q4_1",
             context_tokens=8192, replicas=2, planned_bytes=1 << 30, workload=Workload(origin="default"),
             drift="312 requests in the last day had 3,000 prompt tokens and not 512",
-            engines=(engine(1), engine(2, state="restarting", reason="it crashed (SIGSEGV)", uptime_s=None)),
+            engines=(make_engine(1), make_engine(2, state="restarting", reason="it crashed (SIGSEGV)", uptime_s=None)),
         ),
         ModelStatus(
             model="other", state="unloaded", quantization="Q8_0", context_tokens=4096, replicas=1, ttl_s=600,
@@ -50,14 +50,14 @@ STATUS = HostStatus(
 )  # fmt: skip
 
 
-def text_of(what: object) -> str:
+def render_text(what: object) -> str:
     out = console()
     with out.capture() as captured:
         out.print(what)
     return captured.get()
 
 
-def test_nothing_runs() -> None:
+def test_commands_without_a_running_service() -> None:
     assert "no service is running" in invoke("ps").out
     assert json.loads(invoke("ps", "--json").out) == []
     for verb in ("status", "stop", "logs"):
@@ -70,8 +70,8 @@ def test_nothing_runs() -> None:
     assert invoke("stop", "chat", "--all").code == 2
 
 
-def test_a_service_that_is_still_starting() -> None:
-    """Its process is there, and nobody listens yet."""
+def test_a_starting_service_is_listed() -> None:
+    """Its process runs and does not listen yet."""
     records.claimed("chat", "unused")
     listed = invoke("ps")
     assert "chat" in listed.out and "starting" in listed.out and str(os.getpid()) in listed.out
@@ -80,15 +80,15 @@ def test_a_service_that_is_still_starting() -> None:
     assert answer.code == 3 and "still starting" in answer.err
 
 
-def test_the_list() -> None:
+def test_ps_page() -> None:
     record = records.claimed("chat", "unused")
-    shown = text_of(render_list([(record, STATUS), (record, None)]))
+    shown = render_text(render_list([(record, STATUS), (record, None)]))
     for word in ("http://127.0.0.1:8080/v1", "small, other", "llama.cpp", "256 MiB", "2 h 5 min", "starting"):
         assert word in shown, shown
 
 
-def test_one_in_full() -> None:
-    shown = text_of(render_status(STATUS))
+def test_status_page() -> None:
+    shown = render_text(render_status(STATUS))
     for word in (
         "in the background", "requires an API key", "2 replicas", "3 in flight", "256 MiB (planned: up to 512 MiB)",
         "1 restart", "it crashed (SIGSEGV)", "no GPU, one user", "planned for 1 user, 512 + 256 tokens (default)",
@@ -101,11 +101,11 @@ def test_one_in_full() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"), [(5, "5 s"), (600, "10 min"), (3600, "1 h"), (3700, "1 h 1 min"), (200_000, "2 d 7 h")]
 )
-def test_long_times(seconds: float, words: str) -> None:
+def test_durations_are_formatted(seconds: float, words: str) -> None:
     assert lasting(seconds) == words
 
 
-def test_logs_of_one_that_has_ended(own_home: Path) -> None:
+def test_logs_of_an_ended_service(own_home: Path) -> None:
     (own_home / "logs").mkdir(parents=True)
     (own_home / "logs" / "chat.log").write_text("one\ntwo\n")
     assert invoke("logs", "chat", "-n", "1").out == "two\n"
@@ -113,7 +113,7 @@ def test_logs_of_one_that_has_ended(own_home: Path) -> None:
     assert invoke("logs", "chat").out == "==> chat <==\none\ntwo\n\n==> chat@llama.cpp-1 <==\nthree\n"
 
 
-def test_serve_refuses_what_cannot_be() -> None:
+def test_serve_rejects_invalid_options() -> None:
     for arguments, word in (
         (("--ttl", "soon"), "--ttl"),
         (("--memory-budget", "much"), "--memory-budget"),

@@ -1,4 +1,4 @@
-"""bedplate simulate: the page, the JSON, the exit codes, and what it says to wrong questions."""
+"""`bedplate simulate`: the page, the JSON, the exit codes and usage errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def intent(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_page_says_what_the_fleet_delivers_and_costs(intent: str) -> None:
+def test_the_page_shows_performance_and_cost(intent: str) -> None:
     answer = invoke("simulate", "-f", intent, "--requests", "500", "--rate", "40", "--replicas", "4")
     assert answer.code == 0
     for words in (
@@ -41,7 +41,7 @@ def test_the_page_says_what_the_fleet_delivers_and_costs(intent: str) -> None:
         assert words in " ".join(answer.out.split()), words
 
 
-def test_a_range_finds_the_cheapest_and_shows_what_was_tried(intent: str) -> None:
+def test_a_range_finds_the_cheapest_fleet_and_lists_the_tried_ones(intent: str) -> None:
     answer = invoke("simulate", "-f", intent, "--requests", "600", "--rate", "80", "--replicas", "1..64", "--json")
     found = from_json(Simulation, answer.out)
     assert answer.code == 0
@@ -52,7 +52,7 @@ def test_a_range_finds_the_cheapest_and_shows_what_was_tried(intent: str) -> Non
     assert "prefill +" in page.out and "tried" in page.out
 
 
-def test_the_same_seed_prints_the_same(intent: str) -> None:
+def test_the_same_seed_gives_the_same_output(intent: str) -> None:
     asked = (
         "simulate",
         "-f",
@@ -71,7 +71,7 @@ def test_the_same_seed_prints_the_same(intent: str) -> None:
     assert invoke(*asked, "--seed", "1").out != invoke(*asked, "--seed", "2").out
 
 
-def test_a_trace_is_simulated_as_it_was(intent: str) -> None:
+def test_a_trace_is_replayed(intent: str) -> None:
     trace = CAPTURES / "mooncake-conversation.jsonl"
     answer = invoke(
         "simulate", "-f", intent, "--trace", str(trace), "--replicas", "2", "--router", "prefix", "--json"
@@ -83,7 +83,7 @@ def test_a_trace_is_simulated_as_it_was(intent: str) -> None:
     assert found.answer.requests == found.traffic.requests
 
 
-def test_targets_that_nothing_meets_are_a_no(intent: str) -> None:
+def test_unmet_targets_exit_with_1(intent: str) -> None:
     asked = ("simulate", "-f", intent, "--requests", "200", "--rate", "20", "--slo", "ttft_ms=0.5")
     answer = invoke(*asked, "--replicas", "1..4")
     assert answer.code == 1
@@ -91,7 +91,7 @@ def test_targets_that_nothing_meets_are_a_no(intent: str) -> None:
     assert invoke(*asked, "--replicas", "2").code == 1
 
 
-def test_without_a_target_one_layout_is_shown_and_a_range_is_refused(tmp_path: Path) -> None:
+def test_a_range_without_a_target_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "plain.yaml"
     path.write_text(
         INTENT.replace("  latency: {ttft_ms: 400, tpot_ms: 15}\n", "").replace("operations", "# operations")
@@ -118,13 +118,13 @@ def test_without_a_target_one_layout_is_shown_and_a_range_is_refused(tmp_path: P
         (("--trace", "nowhere.jsonl"), "cannot read"),
     ],
 )
-def test_wrong_questions_are_named(intent: str, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_options_are_usage_errors(intent: str, arguments: tuple[str, ...], words: str) -> None:
     answer = invoke("simulate", "-f", intent, "--requests", "50", "--rate", "10", *arguments)
     assert answer.code == 2
     assert words in answer.err
 
 
-def test_nobody_says_how_many_requests_come(tmp_path: Path) -> None:
+def test_a_missing_request_rate_is_a_usage_error(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     path.write_text("hardware: {accelerator: NVIDIA H100 SXM 80GB}\nmodel: meta-llama/Llama-3.1-8B-Instruct\n")
     answer = invoke("simulate", "-f", str(path), "--replicas", "1")

@@ -1,4 +1,4 @@
-"""The store: what was measured comes back, and a file that is not ours is refused without harm."""
+"""The store returns what was added, and rejects other files without changing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bedplate.values import replaced
 from bedplate.values.result import Result
 
 
-def result(
+def make_result(
     engine: str = "vllm", at: str = "2026-11-01T10:00:00Z", machine: str = "m1", model: str = "a model"
 ) -> Result:
     return Result(
@@ -33,15 +33,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_results_are_returned_newest_first(path: Path) -> None:
-    older, newer = result(at="2026-11-01T10:00:00Z"), result("sglang", at="2026-11-02T10:00:00Z")
+    older, newer = make_result(at="2026-11-01T10:00:00Z"), make_result("sglang", at="2026-11-02T10:00:00Z")
     store.add(newer, path)
     store.add(older, path)
     assert store.results("m1", path=path) == (newer, older)
 
 
 def test_results_are_filtered_by_machine_and_model(path: Path) -> None:
-    mine, other = result(), result(machine="m2")
-    third = result(model="another model")
+    mine, other = make_result(), make_result(machine="m2")
+    third = make_result(model="another model")
     for one in (mine, other, third):
         store.add(one, path)
     assert store.results("m2", path=path) == (other,)
@@ -59,11 +59,11 @@ def test_the_store_is_under_bedplate_home(bedplate_home: Path) -> None:
 
 
 def test_a_store_of_a_newer_bedplate_is_rejected_unchanged(path: Path) -> None:
-    store.add(result(), path)
+    store.add(make_result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version={store.VERSION + 1}")
     connection.close()
-    for use in (lambda: store.results("m1", path=path), lambda: store.add(result(), path)):
+    for use in (lambda: store.results("m1", path=path), lambda: store.add(make_result(), path)):
         with pytest.raises(OutsideFailed, match="newer bedplate") as refused:
             use()
         assert refused.value.hint and refused.value.exit_code == 3
@@ -76,7 +76,7 @@ def test_a_store_of_a_newer_bedplate_is_rejected_unchanged(path: Path) -> None:
 def test_a_corrupt_file_is_reported(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
-    for use in (lambda: store.results("m1", path=path), lambda: store.add(result(), path)):
+    for use in (lambda: store.results("m1", path=path), lambda: store.add(make_result(), path)):
         with pytest.raises(OutsideFailed) as failed:
             use()
         assert str(path) in failed.value.message and failed.value.cause and failed.value.hint
@@ -85,7 +85,7 @@ def test_a_corrupt_file_is_reported(path: Path, content: bytes) -> None:
 
 def test_a_truncated_file_is_reported(path: Path) -> None:
     for number in range(20):
-        store.add(result(at=f"2026-11-01T10:00:{number:02}Z", model="a long name " * 500), path)
+        store.add(make_result(at=f"2026-11-01T10:00:{number:02}Z", model="a long name " * 500), path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(OutsideFailed):
@@ -93,7 +93,7 @@ def test_a_truncated_file_is_reported(path: Path) -> None:
 
 
 def test_an_unreadable_row_raises_an_external_failure(path: Path) -> None:
-    store.add(result(), path)
+    store.add(make_result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute('UPDATE results SET body = \'{"schema": "result/99"}\'')
     connection.close()
@@ -106,18 +106,18 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(OutsideFailed):
-        store.add(result(), blocker / "store.sqlite")
+        store.add(make_result(), blocker / "store.sqlite")
 
 
 @pytest.mark.parametrize("attempt", range(8))
-def test_several_threads_create_a_store_and_write_at_once(path: Path, attempt: int) -> None:
-    """Who makes the tables is a race; it was lost once in a few dozen times."""
+def test_several_threads_create_a_store_and_write_concurrently(path: Path, attempt: int) -> None:
+    """A race to create the tables failed once in a few dozen runs."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: store.add(result(model=f"model {number}"), path), range(40)))
+        list(pool.map(lambda number: store.add(make_result(model=f"model {number}"), path), range(40)))
     assert {one.model for one in store.results("m1", path=path)} == {f"model {number}" for number in range(40)}
 
 
-def test_several_processes_write_at_once(path: Path) -> None:
+def test_several_processes_write_concurrently(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from bedplate import store; from bedplate.values.result import Result\n"
         "for n in range(10):\n"

@@ -1,4 +1,4 @@
-"""Runs and their cells are kept one by one; an older store gets the tables and loses nothing."""
+"""Runs and cells are stored one by one, and an older store gets the new tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tune` as people call it: what can be turned, files in and out, wrong questions; nothing is run here."""
+"""`tune` on the command line: tunable settings, export and import, usage errors. No engine runs here."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def kept_here(**changes: object) -> Tuned:
+def store_tuning(**changes: object) -> Tuned:
     machine = store.fingerprint(probe())
     tuned = replaced(tuned_for(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
     store.add_tuning(tuned)
     return tuned
 
 
-def test_the_list_says_what_each_knob_does_and_runs_nothing() -> None:
+def test_list_describes_each_setting() -> None:
     found = invoke("tune", "--list", "--engine", "llama.cpp")
     assert found.code == 0 and "ubatch" in found.out and "prefill chunk size in tokens" in found.out
     knobs = json.loads(invoke("tune", "--list", "--engine", "vllm", "--json").out)
@@ -36,8 +36,8 @@ def test_the_list_says_what_each_knob_does_and_runs_nothing() -> None:
     assert all(knob["source"] and knob["meaning"] for knob in knobs)
 
 
-def test_a_file_goes_out_small_and_comes_back_whole(tmp_path: Path) -> None:
-    tuned = kept_here()
+def test_export_omits_trials_and_import_restores_the_settings(tmp_path: Path) -> None:
+    tuned = store_tuning()
     file = tmp_path / "tuned.json"
     assert invoke("tune", "--export", str(file)).code == 0
     written = from_json(Tuned, file.read_bytes())
@@ -46,11 +46,11 @@ def test_a_file_goes_out_small_and_comes_back_whole(tmp_path: Path) -> None:
     assert store.tunings(tuned.machine)[0].source == "tuned.json"
 
 
-def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_usage_error(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     file.write_text('{"schema": "tuning/1", "engine": 3}')
     found = invoke("tune", "--import", str(file))
-    assert found.code == 2 and "not a valid Tuned" in found.err
+    assert found.code == 2 and f"not a valid {Tuned.__name__}" in found.err
     assert invoke("tune", "--import", str(tmp_path / "none.json")).code == 2
 
 
@@ -65,23 +65,23 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
         (("--engine", "nobody"), "no engine is called"),
     ],
 )
-def test_wrong_questions_are_said_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_rejected_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
     found = invoke("tune", *arguments)
     assert found.code == 2 and message in found.err
 
 
-def test_a_knob_that_there_is_not_is_said(builtin_gguf: Path) -> None:
+def test_an_unknown_setting_is_a_usage_error(builtin_gguf: Path) -> None:
     fetch_builtin()
     found = invoke("tune", "--engine", "llama.cpp", "--knobs", "luck")
     assert found.code == 2 and "no tunable setting 'luck'" in found.err and "ubatch" in found.err
 
 
-def test_one_that_has_ended_is_not_gone_on_with() -> None:
-    tuned = kept_here()
+def test_a_finished_tuning_cannot_be_resumed() -> None:
+    tuned = store_tuning()
     assert "is already finished" in invoke("tune", "--resume", tuned.id).err
 
 
-def test_the_plan_uses_what_was_found_unless_told_otherwise() -> None:
+def test_plan_uses_tuned_settings_unless_untuned() -> None:
     from tests.decide.test_tuned import MODEL, WORK
 
     from bedplate.decide import decide
@@ -103,8 +103,8 @@ def test_the_plan_uses_what_was_found_unless_told_otherwise() -> None:
     assert "tuned.measured" not in [reason["rule"] for reason in plain["reasons"]]
 
 
-def test_the_store_keeps_the_last_word_on_a_tuning_and_all_refusals() -> None:
-    first = kept_here(finished=False)
+def test_the_store_keeps_the_latest_tuning_and_all_refusals() -> None:
+    first = store_tuning(finished=False)
     store.add_tuning(replaced(first, measurements=7))
     assert [one.measurements for one in store.tunings(first.machine)] == [7]
     assert store.tunings("elsewhere") == () and len(store.tunings(None)) == 1

@@ -1,4 +1,4 @@
-"""bedplate workload: the page, the JSON, the file that it writes, and what it says when it cannot."""
+"""`bedplate workload`: the page, the JSON, the written file and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*arguments: str | Path, stdin: bytes | None = None) -> subprocess.Comple
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_the_page_says_what_matters() -> None:
+def test_the_page_shows_the_summary() -> None:
     page = run(CAPTURES / "mooncake-synthetic.jsonl").stdout
     for words in (
         "66 requests in", "Mooncake trace", "p99", "In flight", "estimate, assuming 500 ms", "requests/s",
@@ -41,13 +41,13 @@ def test_json_is_a_summary() -> None:
     assert summary == summarise(CAPTURES / "azure-2023-conv.csv")
 
 
-def test_assumed_times_can_be_said() -> None:
+def test_assumed_latencies_can_be_specified() -> None:
     done = run(CAPTURES / "azure-2023-conv.csv", "--json", "--ttft-ms", "0", "--tpot-ms", "10")
     flight = from_json(TraceSummary, done.stdout).in_flight
     assert flight is not None and flight.assumption == "0 ms to the first token and 10 ms for each one"
 
 
-def test_it_writes_the_intents_part_and_never_over_another(tmp_path: Path) -> None:
+def test_the_intent_is_written_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     done = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
     assert done.returncode == 0 and f"written: {path}" in done.stdout
@@ -57,7 +57,7 @@ def test_it_writes_the_intents_part_and_never_over_another(tmp_path: Path) -> No
     assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").returncode == 3
 
 
-def test_standard_input_and_gzip() -> None:
+def test_standard_input_may_be_gzip() -> None:
     packed = gzip.compress((CAPTURES / "azure-2024.csv").read_bytes())
     assert "10 requests in 7.0 days" in run("-", stdin=packed).stdout
 
@@ -70,7 +70,7 @@ def test_bad_rows_are_shown_with_their_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("absent.csv",), (__file__,), (__file__, "--format", "azure"), ()])
-def test_a_wrong_question_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stderr and not done.stdout
 
@@ -79,7 +79,7 @@ def test_help_has_examples() -> None:
     assert "bedplate workload conversation_trace.jsonl.gz" in run("--help").stdout
 
 
-def test_thin_ends_of_a_histogram_are_folded_and_none_is_lost() -> None:
+def test_small_outer_bins_are_merged() -> None:
     bins = [(1, 1), (2, 0), (4, 500), (8, 400), (16, 99), (32, 1)]
     lengths = Lengths(
         spread=Spread(mean=1, p50=1, p90=1, p99=1, max=1), total_tokens=1, basis="reported",
@@ -93,7 +93,7 @@ def test_thin_ends_of_a_histogram_are_folded_and_none_is_lost() -> None:
     assert bars(lengths)[0][1] == "█" * 18
 
 
-def test_sparklines_show_nothing_as_nothing() -> None:
+def test_sparklines_of_zeros_are_flat() -> None:
     assert sparkline((0.0, 1.0, 8.0)) == " ▂█" and sparkline((0.0, 0.0)) == "▁▁" and sparkline(()) == ""
 
 
@@ -108,7 +108,7 @@ def test_sparklines_show_nothing_as_nothing() -> None:
         (None, "unknown, too few arrivals"),
     ],
 )
-def test_bursts_in_words(gap_cv: float | None, words: str) -> None:
+def test_bursts_are_described(gap_cv: float | None, words: str) -> None:
     arrivals = Arrivals(
         span_s=100, requests_per_s=1, gap_cv=gap_cv, peak_to_mean_1s=3, peak_to_mean_10s=2, peak_to_mean_60s=None,
         same_moment=0, series=(),
@@ -129,7 +129,7 @@ def test_bursts_in_words(gap_cv: float | None, words: str) -> None:
         (0.05, 0.05, "brings little"),
     ],
 )
-def test_what_sharing_means_in_words(ever: float, near: float, words: str) -> None:
+def test_prefix_sharing_is_described(ever: float, near: float, words: str) -> None:
     reuse = PrefixReuse(
         saved_share=ever, by_cache=(CacheSize(tokens=10**6, saved_share=near),), sharing_requests=0.5,
         typical_tokens=512, saved_tokens_per_request=9, basis="measured", how="hashes",

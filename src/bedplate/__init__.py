@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing the room bedplate.decide would put it in the place of the function of the same name.
+        # Importing the package bedplate.decide would replace the function of the same name.
         if not (name in _FACE and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

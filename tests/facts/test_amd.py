@@ -32,13 +32,13 @@ from bedplate.values import Accelerator, GpuProcess, Pcie
 CAPTURES = Path(__file__).parent.parent / "captures" / "amd"
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
-def topology(root: Path, name: str) -> Path:
-    """Lays a captured KFD tree out as files; `== path` begins each of them."""
-    for part in capture(name).split("== ")[1:]:
+def write_topology(root: Path, name: str) -> Path:
+    """Write a captured KFD tree as files. Each file begins with `== path`."""
+    for part in read_capture(name).split("== ")[1:]:
         path, _, text = part.partition("\n")
         file = root / amd.KFD_NODES / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def topology(root: Path, name: str) -> Path:
     return root
 
 
-def card(root: Path, number: int, files: dict[str, str], vendor: str = "0x1002") -> Path:
+def write_card(root: Path, number: int, files: dict[str, str], vendor: str = "0x1002") -> Path:
     device = root / f"sys/class/drm/card{number}/device"
     for name, text in {"vendor": vendor, **files}.items():
         path = device / name
@@ -55,7 +55,7 @@ def card(root: Path, number: int, files: dict[str, str], vendor: str = "0x1002")
     return device
 
 
-def silent(argv: Sequence[str]) -> str | None:
+def answer_nothing(argv: Sequence[str]) -> str | None:
     return None
 
 
@@ -67,8 +67,8 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestTopology:
-    def test_mi210_with_xgmi(self, tmp_path: Path) -> None:
-        nodes = read_kfd(topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
+    def test_an_mi210_has_xgmi_links(self, tmp_path: Path) -> None:
+        nodes = read_kfd(write_topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
         assert [node.number for node in nodes] == [2, 3, 4, 5], "the CPU's node is none"
         assert {(node.target, node.compute_units, node.device_id) for node in nodes} == {("gfx90a", 104, 0x740F)}
         assert nodes[0].pci_address == "0000:63:00.0"
@@ -81,22 +81,24 @@ class TestTopology:
         assert figure is not None and (figure.value, figure.basis) == (50e9, "reported")
 
     def test_each_part_of_a_partitioned_card_is_an_accelerator(self, tmp_path: Path) -> None:
-        root = topology(tmp_path, "kfd-mi308-cpx-first-5.txt")
+        root = write_topology(tmp_path, "kfd-mi308-cpx-first-5.txt")
         nodes = read_kfd(root)
         assert [node.pci_address for node in nodes[:2]] == ["0000:0a:00.0", "0000:0a:00.1"]
         whole = {"mem_info_vram_total": "206158430208", "mem_info_vram_used": "1073741824"}
-        device = card(root, 1, {"uevent": "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:0a:00.0", "device": "0x74a2", **whole})
+        device = write_card(
+            root, 1, {"uevent": "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:0a:00.0", "device": "0x74a2", **whole}
+        )
         first, second = conclude([device], nodes, ()).accelerators[:2]
         assert (first.name, second.name) == ("AMD GPU 0x74a2", "AMD GPU 0x74a2")
         assert (first.architecture, first.compute_units) == ("gfx942", 20)
         assert (first.memory_bytes, first.free_bytes) == (48 << 30, None), "the card's own figures are not a part's"
 
     def test_an_old_kernel_names_no_target(self, tmp_path: Path) -> None:
-        (node,) = read_kfd(topology(tmp_path, "kfd-vega10.txt"))
+        (node,) = read_kfd(write_topology(tmp_path, "kfd-vega10.txt"))
         assert (node.target, node.compute_units, node.memory_bytes) == (None, 64, 17163091968)
         assert (node.pci_address, node.max_memory_clock_mhz) == ("0000:19:00.0", 945)
 
-    def test_targets_and_addresses(self) -> None:
+    def test_targets_and_addresses_are_formatted(self) -> None:
         versions = (90402, 90010, 110501, 100300, 80003, 0, 7, 10**9)
         names = ["gfx942", "gfx90a", "gfx1151", "gfx1030", "gfx803", None, None, None]
         assert [gfx_target(version) for version in versions] == names
@@ -112,28 +114,28 @@ class TestTopology:
 
 
 class TestPrograms:
-    def test_rocm_smi(self) -> None:
-        (card,) = parse_rocm_smi(capture("rocm-smi-rx-7900-xt.json"))
+    def test_rocm_smi_is_parsed(self) -> None:
+        (card,) = parse_rocm_smi(read_capture("rocm-smi-rx-7900-xt.json"))
         assert card == AmdFacts(
             name="Radeon RX 7900 XT", target="gfx1100", total_bytes=21458059264, used_bytes=27856896
         )
 
-    def test_rocm_smi_of_other_versions(self) -> None:
-        (card,) = parse_rocm_smi(capture("rocm-smi-radeon-780m-excerpt.json"))
+    def test_other_versions_of_rocm_smi_are_parsed(self) -> None:
+        (card,) = parse_rocm_smi(read_capture("rocm-smi-radeon-780m-excerpt.json"))
         assert (card.name, card.pci_address) == ("Phoenix3", "0000:c4:00.0")
-        assert parse_rocm_smi(capture("rocm-smi-rx-6800-x2.json")) == (AmdFacts(), AmdFacts())
+        assert parse_rocm_smi(read_capture("rocm-smi-rx-6800-x2.json")) == (AmdFacts(), AmdFacts())
 
-    def test_rocm_smi_warns_before_it_answers(self) -> None:
-        text = "WARNING: AMD GPU device(s) is/are in a low-power state.\n\n" + capture("rocm-smi-rx-7900-xt.json")
+    def test_warnings_before_the_json_are_skipped(self) -> None:
+        text = "WARNING: AMD GPU device(s) is/are in a low-power state.\n\n" + read_capture("rocm-smi-rx-7900-xt.json")
         assert parse_rocm_smi(text)[0].name == "Radeon RX 7900 XT"
         assert parse_rocm_smi("WARNING: No JSON data to report\n") == ()
 
-    def test_amd_smi(self) -> None:
-        (card,) = parse_amd_smi(capture("amd-smi-static-mi210.json"))
+    def test_amd_smi_is_parsed(self) -> None:
+        (card,) = parse_amd_smi(read_capture("amd-smi-static-mi210.json"))
         assert (card.name, card.target, card.compute_units) == ("AMD Instinct MI210", "gfx90a", 104)
         assert (card.total_bytes, card.power_limit_w) == (65520 << 20, 300.0)
         assert card.pcie == Pcie(max_generation=4, max_width=16)
-        wrapped = json.loads(capture("amd-smi-static-mi210.json"))
+        wrapped = json.loads(read_capture("amd-smi-static-mi210.json"))
         assert parse_amd_smi(json.dumps(wrapped["gpu_data"])) == (card,), "older versions print a bare list"
 
     @given(
@@ -151,17 +153,17 @@ class TestPrograms:
         parse_amd_smi(json.dumps(said))
         parse_rocm_smi(json.dumps(said))
 
-    def test_clock_levels(self) -> None:
+    def test_clock_levels_are_parsed(self) -> None:
         assert parse_clock_levels("0: 500Mhz\n1: 142Mhz *\n2: 2100Mhz\n") == (142, 2100)
         assert parse_clock_levels("S: 30Mhz *\n0: 889Mhz\n") == (30, 889)
         assert parse_clock_levels(None) == (None, None)
 
 
 class TestCards:
-    def test_from_sysfs_alone(self, tmp_path: Path) -> None:
+    def test_a_card_is_read_from_sysfs_alone(self, tmp_path: Path) -> None:
         """Files as amdgpu names them; the figures are those of a 24 GB card."""
-        card(tmp_path, 0, {}, vendor="0x8086")
-        card(
+        write_card(tmp_path, 0, {}, vendor="0x8086")
+        write_card(
             tmp_path,
             1,
             {
@@ -176,11 +178,11 @@ class TestCards:
                 "uevent": "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:03:00.0",
             },
         )
-        card(tmp_path, 10, {"product_name": "AMD Instinct MI210"})
+        write_card(tmp_path, 10, {"product_name": "AMD Instinct MI210"})
         (tmp_path / "sys/class/drm/card1-DP-1/device").mkdir(parents=True)
         (tmp_path / "sys/module/amdgpu").mkdir(parents=True)
         (tmp_path / "sys/module/amdgpu/version").write_text("6.10.5\n")
-        found = read_amd(tmp_path, silent)
+        found = read_amd(tmp_path, answer_nothing)
         first, second = found.accelerators
         assert first == Accelerator(
             name="AMD GPU 0x744c",
@@ -205,13 +207,15 @@ class TestCards:
         assert read_amd(tmp_path, ask) == Found()
 
     def test_a_program_gives_the_name(self, tmp_path: Path) -> None:
-        root = topology(tmp_path, "kfd-vega10.txt")
-        card(root, 0, {"device": "0x6860", "mem_info_vram_total": "17163091968", "mem_info_vram_used": "14102528"})
+        root = write_topology(tmp_path, "kfd-vega10.txt")
+        write_card(
+            root, 0, {"device": "0x6860", "mem_info_vram_total": "17163091968", "mem_info_vram_used": "14102528"}
+        )
         asked = []
 
         def ask(argv: Sequence[str]) -> str | None:
             asked.append(argv[0])
-            return capture("rocm-smi-rx-7900-xt.json") if argv[0] == "rocm-smi" else None
+            return read_capture("rocm-smi-rx-7900-xt.json") if argv[0] == "rocm-smi" else None
 
         (found,) = read_amd(root, ask).accelerators
         assert asked == ["amd-smi", "rocm-smi"]
@@ -219,9 +223,9 @@ class TestCards:
         assert (found.memory_bytes, found.compute_units) == (17163091968, 64), "the kernel knows better"
 
     def test_an_apu_has_the_machines_memory(self, tmp_path: Path) -> None:
-        """Strix Halo with 512 MB set aside and the rest borrowed; figures constructed."""
+        """Strix Halo with 512 MB of dedicated memory and the rest shared; constructed figures."""
         sizes = {"vram_total": 512 << 20, "vram_used": 100 << 20, "gtt_total": 60 << 30, "gtt_used": 1 << 30}
-        device = card(tmp_path, 0, {f"mem_info_{name}": str(size) for name, size in sizes.items()})
+        device = write_card(tmp_path, 0, {f"mem_info_{name}": str(size) for name, size in sizes.items()})
         node = amd.kfd_node(1, {"simd_count": 80, "simd_per_cu": 2, "gfx_target_version": 110501}, [], [])
         assert node is not None
         (found,) = conclude([device], [node], ()).accelerators
@@ -229,8 +233,8 @@ class TestCards:
         assert found.memory_bytes == (60 << 30) + (512 << 20)
         assert found.free_bytes == (59 << 30) + (412 << 20)
 
-    def test_visible_devices_are_honoured_in_both_layers(self, tmp_path: Path) -> None:
-        nodes = read_kfd(topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
+    def test_visible_devices_of_rocr_and_hip_are_applied(self, tmp_path: Path) -> None:
+        nodes = read_kfd(write_topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
         found = conclude((), nodes, (), environment={"ROCR_VISIBLE_DEVICES": "3,1,0", "HIP_VISIBLE_DEVICES": "0,1"})
         assert [card.index for card in found.accelerators] == [3, 1]
         assert [(link.a, link.b) for link in found.links] == [("1", "3")]
@@ -241,12 +245,12 @@ class TestCards:
 
 
 class TestLibrary:
-    """AMD's bindings as a scripted object, with the answers that their documentation shows."""
+    """A fake of AMD's bindings with the answers in their documentation."""
 
     class Error(Exception):
         pass
 
-    def library(self, **changes: Any) -> Any:
+    def make_library(self, **changes: Any) -> Any:
         answers: dict[str, Any] = {
             "amdsmi_init": lambda: None,
             "amdsmi_shut_down": lambda: None,
@@ -267,7 +271,7 @@ class TestLibrary:
         return SimpleNamespace(AmdSmiException=self.Error, **{**answers, **changes})
 
     def test_the_library_is_asked_first_if_installed(self) -> None:
-        (card,) = ask_amdsmi(self.library())
+        (card,) = ask_amdsmi(self.make_library())
         assert (card.name, card.compute_units, card.power_limit_w) == ("AMD Instinct MI300X", 304, 750.0)
         assert (card.total_bytes, card.used_bytes) == (206141652992, None)
         assert card.processes == (GpuProcess(pid=99, name="vllm", bytes=1 << 30),)
@@ -276,9 +280,9 @@ class TestLibrary:
         def refuse(*about: Any) -> Any:
             raise self.Error
 
-        (card,) = ask_amdsmi(self.library(amdsmi_get_gpu_asic_info=refuse, amdsmi_get_gpu_process_list=refuse))
+        (card,) = ask_amdsmi(self.make_library(amdsmi_get_gpu_asic_info=refuse, amdsmi_get_gpu_process_list=refuse))
         assert (card.name, card.pci_address, card.processes) == (None, "0000:83:00.0", ())
-        assert ask_amdsmi(self.library(amdsmi_init=refuse)) == ()
+        assert ask_amdsmi(self.make_library(amdsmi_init=refuse)) == ()
 
 
 def test_this_machine_is_read_without_raising() -> None:

@@ -1,4 +1,4 @@
-"""Apple chips, from the text of real Macs (tests/captures says whose)."""
+"""Apple chips, from captured output of real Macs (see tests/captures)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CAPTURES = Path(__file__).parent.parent / "captures"
 GIB = 1 << 30
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
 class TestProfiler:
-    def test_chip_and_gpu_together(self) -> None:
-        assert parse_profiler(capture("apple/profiler-hardware-displays-m2-pro.json")) == MacProfile(
+    def test_chip_and_gpu_are_parsed(self) -> None:
+        assert parse_profiler(read_capture("apple/profiler-hardware-displays-m2-pro.json")) == MacProfile(
             chip="Apple M2 Pro",
             memory_bytes=16 * GIB,
             performance_cores=8,
@@ -44,15 +44,15 @@ class TestProfiler:
             gpu_cores=19,
         )
 
-    def test_either_half_alone(self) -> None:
-        ultra = parse_profiler(capture("apple/profiler-hardware-m2-ultra.json"))
+    def test_either_half_is_parsed_alone(self) -> None:
+        ultra = parse_profiler(read_capture("apple/profiler-hardware-m2-ultra.json"))
         assert (ultra.chip, ultra.memory_bytes, ultra.performance_cores) == ("Apple M2 Ultra", 64 * GIB, 16)
-        screen = parse_profiler(capture("apple/profiler-displays-m2-max.json"))
+        screen = parse_profiler(read_capture("apple/profiler-displays-m2-max.json"))
         assert (screen.chip, screen.gpu_cores, screen.metal) == ("Apple M2 Max", 30, "Metal 4")
         assert parse_profiler(None) == parse_profiler("") == parse_profiler("{}") == MacProfile()
 
     def test_a_card_of_another_vendor_is_ignored(self) -> None:
-        """A Mac Pro's or an Intel Mac's; constructed."""
+        """The card of a Mac Pro or an Intel Mac; constructed."""
         other = {"SPDisplaysDataType": [{"_name": "AMD Radeon Pro 5500M", "spdisplays_vendor": "sppci_vendor_amd"}]}
         assert parse_profiler(json.dumps(other)) == MacProfile()
 
@@ -69,11 +69,11 @@ class TestProfiler:
             (None, (None, None)),
         ],
     )
-    def test_kinds_of_cores(self, text: object, kinds: tuple[int | None, int | None]) -> None:
+    def test_core_kinds_are_parsed(self, text: object, kinds: tuple[int | None, int | None]) -> None:
         assert parse_core_kinds(text) == kinds
 
-    def test_gpu_cores_from_the_registry(self) -> None:
-        assert parse_gpu_cores(capture("apple/ioreg-m4.txt")) == 10
+    def test_gpu_cores_are_read_from_the_registry(self) -> None:
+        assert parse_gpu_cores(read_capture("apple/ioreg-m4.txt")) == 10
         assert parse_gpu_cores("") is None
         assert parse_gpu_cores(None) is None
 
@@ -136,37 +136,37 @@ class TestWiredLimit:
 
 class TestAccelerator:
     def test_an_m2_shares_its_memory(self) -> None:
-        sysctl = parse_sysctl(capture("sysctl/apple-m2.txt"))
+        sysctl = parse_sysctl(read_capture("sysctl/apple-m2.txt"))
         found = apple_accelerator(sysctl, MacProfile(), 12 * GIB, gpu_cores=10)
         assert found is not None
         assert (found.name, found.vendor, found.compute_units) == ("Apple M2", "apple", 10)
         assert (found.memory_bytes, found.free_bytes, found.unified_memory) == (24 * GIB, 12 * GIB, True)
 
     def test_free_memory_never_exceeds_the_gpu_limit(self) -> None:
-        sysctl = parse_sysctl(capture("sysctl/apple-m2.txt")) | {"iogpu.wired_limit_mb": "8192"}
+        sysctl = parse_sysctl(read_capture("sysctl/apple-m2.txt")) | {"iogpu.wired_limit_mb": "8192"}
         found = apple_accelerator(sysctl, MacProfile(), 20 * GIB)
         assert found is not None and found.free_bytes == 8 * GIB
 
     def test_system_profiler_replaces_a_missing_sysctl(self) -> None:
-        profile = parse_profiler(capture("apple/profiler-hardware-m2.json"))
+        profile = parse_profiler(read_capture("apple/profiler-hardware-m2.json"))
         found = apple_accelerator({}, profile, 10 * GIB)
         assert found is not None
         assert (found.name, found.memory_bytes) == ("Apple M2", 16 * GIB)
 
-    def test_an_intel_mac_has_none(self) -> None:
-        assert apple_accelerator(parse_sysctl(capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
+    def test_an_intel_mac_has_no_accelerator(self) -> None:
+        assert apple_accelerator(parse_sysctl(read_capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
 
 
 class TestReading:
     def test_system_profiler_runs_only_if_the_fast_sources_are_incomplete(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(apple, "read_sysctl", lambda: parse_sysctl(capture("sysctl/apple-m2.txt")))
+        monkeypatch.setattr(apple, "read_sysctl", lambda: parse_sysctl(read_capture("sysctl/apple-m2.txt")))
         asked = []
 
         def ask(argv: Sequence[str]) -> str | None:
             asked.append(argv[0])
-            return capture("apple/ioreg-m4.txt")
+            return read_capture("apple/ioreg-m4.txt")
 
         assert read_apple(GIB, ask).accelerators[0].compute_units == 10
         assert asked == ["ioreg"]

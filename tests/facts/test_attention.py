@@ -1,4 +1,4 @@
-"""What each kind of layer keeps of what it has read, against arithmetic done by hand and published figures."""
+"""The cache of each kind of layer, compared with manual calculations and published figures."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def read(**changes: Any) -> Model:
     return read_config({**LLAMA, **changes}, name="made-up")
 
 
-def kinds(model: Model) -> dict[str, int]:
+def count_kinds(model: Model) -> dict[str, int]:
     return {group.kind: group.count for group in model.layers}
 
 
-def of_kind(model: Model, kind: str) -> LayerGroup:
+def find_group(model: Model, kind: str) -> LayerGroup:
     return next(group for group in model.layers if group.kind == kind)
 
 
 class TestPlain:
-    def test_grouped_queries(self) -> None:
+    def test_grouped_queries_share_kv_heads(self) -> None:
         assert read().kv_bytes_per_token == 32 * 8 * (128 + 128) * 2
 
     def test_multi_head_attention_has_a_kv_head_per_head(self) -> None:
@@ -51,10 +51,10 @@ class TestPlain:
 class TestLatent:
     """MLA keeps one latent and the rotated part for all heads: (512 + 64) values, not 128 heads of 320."""
 
-    def test_deepseek_v3(self) -> None:
+    def test_deepseek_v3_keeps_one_latent_per_layer(self) -> None:
         model = find_model("DeepSeek-V3")
         assert model.kv_bytes_per_token == 61 * (512 + 64) * 2 == 70_272
-        assert kinds(model) == {"latent attention": 61}
+        assert count_kinds(model) == {"latent attention": 61}
 
     def test_the_indexer_of_v32_keeps_a_key_of_its_own(self) -> None:
         assert find_model("deepseek-ai/DeepSeek-V3.2").kv_bytes_per_token == 61 * (512 + 64 + 128) * 2
@@ -72,7 +72,7 @@ class TestLatent:
 
 class TestCompressed:
     def test_deepseek_v4_pro_holds_a_tenth_of_v32_at_a_million_tokens(self) -> None:
-        """The technical report: 10 % of the cache of V3.2; a reader of it counted 9.62 GiB in 16 bits."""
+        """The technical report states 10 % of the cache of V3.2; a reader of the report counted 9.62 GiB in 16 bits."""
         pro, before = find_model("deepseek-ai/DeepSeek-V4-Pro"), find_model("deepseek-ai/DeepSeek-V3.2")
         tokens = 1 << 20
         assert pro.kv_bytes(tokens) / 2**30 == pytest.approx(9.62, rel=0.01)
@@ -91,7 +91,7 @@ class TestCompressed:
 class TestWindows:
     def test_gemma_3_sees_everything_in_every_sixth_layer_only(self) -> None:
         model = find_model("google/gemma-3-27b-it")
-        assert kinds(model) == {"windowed attention": 52, "full attention": 10}
+        assert count_kinds(model) == {"windowed attention": 52, "full attention": 10}
         assert model.kv_bytes_per_token == 10 * 16 * 256 * 2
         assert model.kv_bytes_window == 52 * 16 * 256 * 2 * 1024
 
@@ -102,11 +102,11 @@ class TestWindows:
 
     def test_later_layers_of_gemma_4_e4b_read_the_cache_of_earlier_ones(self) -> None:
         model = find_model("gemma-4-E4B-it")
-        assert kinds(model) == {"windowed attention": 20, "full attention": 4, "shares another layer's cache": 18}
+        assert count_kinds(model) == {"windowed attention": 20, "full attention": 4, "shares another layer's cache": 18}
         assert model.kv_bytes_per_token == 4 * 2 * 1024 * 2
         assert model.kv_bytes_window == 20 * 2 * 512 * 2 * 512
 
-    def test_gpt_oss_alternates(self) -> None:
+    def test_gpt_oss_alternates_windowed_and_full_layers(self) -> None:
         model = find_model("gpt-oss-20b")
         assert model.kv_bytes_per_token == 12 * 8 * 128 * 2
         assert model.kv_bytes_window == 12 * 8 * 128 * 2 * 128
@@ -118,13 +118,15 @@ class TestWindows:
 
     def test_llama_4_looks_back_within_chunks_in_three_of_four_layers(self) -> None:
         model = find_model("Llama 4 Scout")
-        assert kinds(model) == {"chunked attention": 36, "full attention": 12}
+        assert count_kinds(model) == {"chunked attention": 36, "full attention": 12}
         assert model.kv_bytes_window == 36 * 8 * 256 * 2 * 8192
 
     def test_a_disabled_window_is_ignored(self) -> None:
         qwen = read(model_type="qwen2", sliding_window=4096, use_sliding_window=False, max_window_layers=4)
         assert qwen.kv_bytes_window == 0
-        assert kinds(read(model_type="qwen2", sliding_window=4096, use_sliding_window=True, max_window_layers=4)) == {
+        assert count_kinds(
+            read(model_type="qwen2", sliding_window=4096, use_sliding_window=True, max_window_layers=4)
+        ) == {
             "full attention": 4,
             "windowed attention": 28,
         }
@@ -144,42 +146,42 @@ class TestStates:
 
     def test_nemotron_h_has_layers_that_keep_nothing(self) -> None:
         model = find_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
-        assert kinds(model) == {"state space": 23, "no cache": 23, "full attention": 6}
+        assert count_kinds(model) == {"state space": 23, "no cache": 23, "full attention": 6}
         assert model.kv_bytes_per_token == 6 * 2 * 256 * 2
         assert model.state_bytes == 23 * (64 * 64 * 128 * 4 + 3 * (64 * 64 + 2 * 8 * 128) * 2)
 
     def test_jamba_attends_in_every_eighth_layer(self) -> None:
         model = find_model("AI21-Jamba-1.5-Mini")
-        assert kinds(model) == {"state space": 28, "full attention": 4}
+        assert count_kinds(model) == {"state space": 28, "full attention": 4}
         assert model.state_bytes == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
 
-    def test_falcon_h1_does_both_in_each_layer(self) -> None:
+    def test_falcon_h1_has_attention_and_state_in_each_layer(self) -> None:
         model = find_model("Falcon-H1-7B-Instruct")
-        assert kinds(model) == {"attention and state space": 44}
+        assert count_kinds(model) == {"attention and state space": 44}
         assert model.kv_bytes_per_token == 44 * 2 * 256 * 2
         assert model.state_bytes == 44 * (3072 * 256 * 4 + 3 * (3072 + 2 * 256) * 2)
 
     def test_lfm2_convolves_over_three_tokens(self) -> None:
         model = find_model("LFM2-1.2B")
-        assert kinds(model) == {"short convolution": 10, "full attention": 6}
+        assert count_kinds(model) == {"short convolution": 10, "full attention": 6}
         assert model.state_bytes == 10 * 2 * 2048 * 2
 
     def test_minimax_text_01_has_lightning_in_seven_of_eight(self) -> None:
         model = find_model("MiniMax-Text-01")
-        assert of_kind(model, "linear attention").count == 70
+        assert find_group(model, "linear attention").count == 70
         assert model.state_bytes == 70 * 64 * 128 * 128 * 4
         assert model.kv_bytes_per_token == 10 * 8 * 256 * 2
 
-    def test_kimi_linear(self) -> None:
+    def test_kimi_linear_mixes_states_and_latents(self) -> None:
         model = find_model("Kimi-Linear-48B-A3B-Instruct")
         assert model.kv_bytes_per_token == 7 * 576 * 2
-        assert of_kind(model, "linear attention").count == 20
+        assert find_group(model, "linear attention").count == 20
 
 
 class TestOthers:
     def test_nemotron_super_has_attention_in_49_of_80_layers(self) -> None:
         model = find_model("nvidia/Llama-3_3-Nemotron-Super-49B-v1")
-        assert kinds(model) == {"full attention": 49, "no cache": 31}
+        assert count_kinds(model) == {"full attention": 49, "no cache": 31}
         assert model.kv_bytes_per_token == 49 * 8 * 256 * 2
 
     def test_cross_attention_keeps_the_keys_of_a_picture_once(self) -> None:
@@ -193,7 +195,7 @@ class TestOthers:
         model = read_config(
             {"model_type": "mllama", "text_config": text, "vision_config": vision}, name="Llama 3.2 Vision"
         )
-        assert kinds(model) == {"full attention": 32, "cross attention": 8}
+        assert count_kinds(model) == {"full attention": 32, "cross attention": 8}
         assert model.kv_bytes_per_token == 32 * 8 * 256 * 2
         assert model.kv_bytes_window == 8 * 8 * 256 * 2 * (40 * 40 + 1) * 4
 

@@ -1,4 +1,4 @@
-"""Limits of control groups: v1, v2 and both at once, as files in a folder that stands for /."""
+"""cgroup limits: v1, v2 and hybrid, from files in a folder that is used as /."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ GIB = 1 << 30
 V1_NO_LIMIT = "9223372036854771712"
 
 
-def tree(root: Path, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path:
-    """Writes what a process would see under /."""
+def write_tree(root: Path, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path:
+    """Write the files that a process sees under /."""
     everything = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mountinfo, **files}
     for name, text in everything.items():
         path = root / name
@@ -41,7 +41,7 @@ def tree(root: Path, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path
     return root
 
 
-def captured(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
@@ -49,16 +49,16 @@ V2_HOST = "29 22 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 
 
 
 def test_a_hybrid_machine_without_limits(tmp_path: Path) -> None:
-    """A virtual machine with each v1 controller mounted apart, and an empty v2 hierarchy beside them."""
+    """A virtual machine with separately mounted v1 controllers and an empty v2 hierarchy."""
     group = "sys/fs/cgroup/memory/agent/0123456789abcdef0123456789abcdef"
-    root = tree(
+    root = write_tree(
         tmp_path,
-        captured("v1-hybrid-vm.cgroup"),
-        captured("v1-hybrid-vm.mountinfo"),
+        read_capture("v1-hybrid-vm.cgroup"),
+        read_capture("v1-hybrid-vm.mountinfo"),
         {
             f"{group}/memory.limit_in_bytes": V1_NO_LIMIT,
             f"{group}/memory.usage_in_bytes": "3698688",
-            f"{group}/memory.stat": captured("v1-hybrid-vm.memory.stat"),
+            f"{group}/memory.stat": read_capture("v1-hybrid-vm.memory.stat"),
             "sys/fs/cgroup/memory/memory.limit_in_bytes": V1_NO_LIMIT,
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
@@ -71,10 +71,10 @@ def test_a_hybrid_machine_without_limits(tmp_path: Path) -> None:
 
 def test_v1_limits_with_page_cache_taken_off(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/memory/agent/0123456789abcdef0123456789abcdef"
-    root = tree(
+    root = write_tree(
         tmp_path,
-        captured("v1-hybrid-vm.cgroup"),
-        captured("v1-hybrid-vm.mountinfo"),
+        read_capture("v1-hybrid-vm.cgroup"),
+        read_capture("v1-hybrid-vm.mountinfo"),
         {
             f"{group}/memory.limit_in_bytes": str(4 * GIB),
             f"{group}/memory.usage_in_bytes": str(3 * GIB),
@@ -91,7 +91,7 @@ def test_v1_limits_with_page_cache_taken_off(tmp_path: Path) -> None:
 
 
 def test_v1_reports_a_tighter_limit_of_a_hidden_ancestor(tmp_path: Path) -> None:
-    root = tree(
+    root = write_tree(
         tmp_path,
         "4:memory:/docker/abc\n",
         "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro,relatime master:15 - cgroup cgroup rw,memory\n",
@@ -108,7 +108,7 @@ def test_v1_reports_a_tighter_limit_of_a_hidden_ancestor(tmp_path: Path) -> None
 def test_a_v1_container_whose_path_is_the_hosts_reads_its_own_mount(tmp_path: Path) -> None:
     """Without a cgroup namespace the path is the host's; the mount's own root may or may not be that group."""
     for mounted in ("/", "/docker/abc", "/../.."):
-        root = tree(
+        root = write_tree(
             tmp_path / mounted.replace("/", "_"),
             "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n",
             f"35 31 0:32 {mounted} /sys/fs/cgroup/memory ro,relatime - cgroup cgroup rw,memory\n"
@@ -124,9 +124,9 @@ def test_a_v1_container_whose_path_is_the_hosts_reads_its_own_mount(tmp_path: Pa
 
 
 def test_v2_takes_the_tightest_of_all_levels(tmp_path: Path) -> None:
-    """A parent's limit binds too, and what its other children use is gone for us."""
+    """The limit of a parent also applies, and memory used by its other children is not available."""
     top = "sys/fs/cgroup"
-    root = tree(
+    root = write_tree(
         tmp_path,
         "0::/user.slice/job.scope\n",
         V2_HOST,
@@ -153,10 +153,10 @@ def test_v2_takes_the_tightest_of_all_levels(tmp_path: Path) -> None:
 
 
 def test_memory_high_bounds_a_plan_as_memory_max_does(tmp_path: Path) -> None:
-    root = tree(
+    root = write_tree(
         tmp_path,
         "0::/\n",
-        captured("v2-docker-desktop.mountinfo"),
+        read_capture("v2-docker-desktop.mountinfo"),
         {
             "sys/fs/cgroup/memory.max": "max\n",
             "sys/fs/cgroup/memory.high": str(2 * GIB),
@@ -169,17 +169,17 @@ def test_memory_high_bounds_a_plan_as_memory_max_does(tmp_path: Path) -> None:
 
 def test_usage_above_the_limit_leaves_zero_headroom(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": str(GIB), "sys/fs/cgroup/memory.current": str(3 * GIB)}
-    assert read_limits(tree(tmp_path, "0::/\n", V2_HOST, files)).memory_headroom_bytes == 0
+    assert read_limits(write_tree(tmp_path, "0::/\n", V2_HOST, files)).memory_headroom_bytes == 0
 
 
-def test_absent_files_are_no_limits(tmp_path: Path) -> None:
+def test_absent_files_mean_no_limits(tmp_path: Path) -> None:
     assert read_limits(tmp_path) == CgroupLimits()
-    assert read_limits(tree(tmp_path, "0::/gone\n", V2_HOST, {})) == CgroupLimits()
+    assert read_limits(write_tree(tmp_path, "0::/gone\n", V2_HOST, {})) == CgroupLimits()
 
 
-def test_garbled_files_are_no_limits(tmp_path: Path) -> None:
+def test_garbled_files_mean_no_limits(tmp_path: Path) -> None:
     files = {f"sys/fs/cgroup/{name}": "\x00 ∞ -7 \n" for name in ("memory.max", "cpu.max", "cpuset.cpus.effective")}
-    assert read_limits(tree(tmp_path, f"0::/{'x' * 5000}\nnonsense\n", V2_HOST + "x - cgroup2\n", files)) == (
+    assert read_limits(write_tree(tmp_path, f"0::/{'x' * 5000}\nnonsense\n", V2_HOST + "x - cgroup2\n", files)) == (
         CgroupLimits()
     )
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\xfe\n")
@@ -190,10 +190,10 @@ def test_mounts_are_read_with_their_escapes() -> None:
     assert parse_mounts(r"1 2 0:3 /a\040b /mnt/c\011d rw shared:1 master:2 - cgroup2 none rw") == (
         CgroupMount(version=2, controllers=(), root="/a b", mount_point="/mnt/c\td"),
     )
-    assert {mount.version for mount in parse_mounts(captured("v1-hybrid-vm.mountinfo"))} == {1, 2}
+    assert {mount.version for mount in parse_mounts(read_capture("v1-hybrid-vm.mountinfo"))} == {1, 2}
 
 
-def test_a_path_may_hold_colons() -> None:
+def test_a_path_may_contain_colons() -> None:
     (member,) = parse_memberships("5:cpu,cpuacct:/system.slice/a:b\n")
     assert (member.controllers, member.path) == (("cpu", "cpuacct"), "/system.slice/a:b")
 
@@ -201,11 +201,11 @@ def test_a_path_may_hold_colons() -> None:
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("50000 100000", 0.5), ("250000", 2.5), ("0 0", None), ("", None)]
 )
-def test_cpu_max(text: str, cores: float | None) -> None:
+def test_cpu_max_is_parsed(text: str, cores: float | None) -> None:
     assert parse_cpu_max(text) == cores
 
 
-def test_small_parsers() -> None:
+def test_numbers_and_lists_are_parsed() -> None:
     assert parse_cfs("-1", "100000") is None
     assert parse_cfs("400000", "100000") == 4.0
     assert parse_bytes(V1_NO_LIMIT) is None
@@ -238,8 +238,8 @@ def test_no_membership_makes_the_reader_raise(
     assert read_limits(root).memory_limit_bytes is None
 
 
-def _own_v1_memory_group() -> Path | None:
-    """A new child of the v1 memory hierarchy's top, where this machine lets us make one."""
+def _create_v1_memory_group() -> Path | None:
+    """Create a child of the top v1 memory group, if this machine allows it."""
     for mount in parse_mounts(Path("/proc/self/mountinfo").read_text()):
         if mount.version == 1 and "memory" in mount.controllers:
             group = Path(mount.mount_point) / f"bedplate-test-{os.getpid()}"
@@ -250,9 +250,9 @@ def _own_v1_memory_group() -> Path | None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="control groups are Linux's")
-def test_a_real_group_with_a_limit() -> None:
-    """A child process in a group of 512 MiB finds that limit, and less than it to use."""
-    group = _own_v1_memory_group()
+def test_the_limit_of_a_real_group_is_read() -> None:
+    """A child process in a group of 512 MiB reads that limit and a smaller headroom."""
+    group = _create_v1_memory_group()
     if group is None:
         pytest.skip("this machine does not let us make a v1 memory group")
     try:

@@ -1,4 +1,4 @@
-"""The chips' figures hang together, and every name that drivers report or people type leads to its chip."""
+"""The figures of each chip are consistent, and every driver name and common name finds its chip."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = tuple(chips().values())
 CUDA = tuple(chip for chip in ALL if chip.capability is not None)
 
 
-def capability(chip: Chip) -> tuple[int, int]:
+def parse_capability(chip: Chip) -> tuple[int, int]:
     major, minor = (chip.capability or "").split(".")
     return int(major), int(minor)
 
@@ -44,7 +44,7 @@ def test_reading_all_chips_takes_less_than_15_ms() -> None:
     assert min(cpu_seconds() for _ in range(5)) < 0.015
 
 
-def test_names_are_unique_and_the_order_of_the_file_is_kept() -> None:
+def test_names_are_unique_and_in_file_order() -> None:
     text = (ROOT / "src/bedplate/facts/data/chips.json").read_text(encoding="utf-8")
     assert re.findall(r'\{"name": "([^"]+)"', text) == list(chips())
 
@@ -89,7 +89,7 @@ def test_bandwidth_is_plausible_for_the_kind_of_memory() -> None:
             assert 10 <= chip.bandwidth_gb_s <= 850, chip.name
 
 
-def test_what_the_driver_reports_is_a_little_less_than_the_nominal_size() -> None:
+def test_reported_memory_is_slightly_below_the_nominal_size() -> None:
     for chip in ALL:
         if chip.reported_mib is not None:
             assert chip.memory_gib is not None, chip.name
@@ -97,12 +97,12 @@ def test_what_the_driver_reports_is_a_little_less_than_the_nominal_size() -> Non
 
 
 def test_rate_ratios_match_the_architecture() -> None:
-    """Dense rates: a sparse figure that slipped in would be twice what these allow."""
+    """Dense rates. A sparse figure would be twice the allowed ratio."""
     for chip in CUDA:
         rate = chip.dense_tera_ops
         if "fp16" in rate and "fp32" in rate:
             assert 1.95 <= rate["fp16"] / rate["fp32"] <= 40, chip.name
-        if capability(chip) >= (8, 0) and "fp16" in rate:
+        if parse_capability(chip) >= (8, 0) and "fp16" in rate:
             assert rate["bf16"] == rate["fp16"], chip.name
         if "tf32" in rate:
             assert rate["fp16"] == pytest.approx(2 * rate["tf32"], rel=0.02), chip.name
@@ -158,7 +158,7 @@ def test_features_follow_from_the_architecture(name: str, features: set[str]) ->
         ("Intel Data Center GPU Max 1550", 128, 3276.8, 839, None),
     ],
 )
-def test_figures_are_those_of_the_datasheets(
+def test_figures_match_the_data_sheets(
     name: str, gib: float, gb_s: float, fp16: float, link_gb_s: float | None
 ) -> None:
     chip = chips()[name]
@@ -181,7 +181,7 @@ def test_an_unknown_rate_is_none() -> None:
 # names
 
 
-def test_every_name_leads_to_its_chip() -> None:
+def test_every_name_finds_its_chip() -> None:
     for chip in ALL:
         match = find_chip(chip.name)
         assert match.chip == chip
@@ -189,7 +189,7 @@ def test_every_name_leads_to_its_chip() -> None:
         assert not match.guessed
 
 
-def test_every_driver_name_leads_to_one_chip_that_reports_it() -> None:
+def test_every_driver_name_finds_a_chip_that_reports_it() -> None:
     for chip in ALL:
         for name in chip.driver_names:
             for text in (name, name.upper(), f"  {name} "):
@@ -410,7 +410,7 @@ def test_case_and_punctuation_make_no_difference(chip: Chip, gap: str, upper: bo
     assert find_chip(text.upper() if upper else text.lower()).chip == chip
 
 
-# against what others have written down
+# compared with published tables
 
 
 # the chip of an accelerator
@@ -428,7 +428,7 @@ def test_case_and_punctuation_make_no_difference(chip: Chip, gap: str, upper: bo
         (Accelerator(name="H100", vendor="nvidia"), "NVIDIA H100 SXM 80GB", "datacenter"),
     ],
 )  # fmt: skip
-def test_an_accelerator_leads_to_its_chip(card: Accelerator, name: str, kind: str) -> None:
+def test_an_accelerator_has_its_chip(card: Accelerator, name: str, kind: str) -> None:
     chip = chip_of(card)
     assert chip is not None
     assert (chip.name, chip.kind) == (name, kind)
@@ -440,7 +440,7 @@ def test_hypothetical_hardware_has_its_chips() -> None:
     assert chip.ops_s("fp4") and chip.features >= {"fp8", "fp4", "bf16"}
 
 
-def test_a_slice_has_its_part_of_the_card() -> None:
+def test_a_slice_has_its_share_of_the_card() -> None:
     """3g.40gb of an A100: three of seven parts of the multiprocessors, four of eight of the memory (MIG User Guide)."""
     card = find_chip("NVIDIA A100-SXM4-80GB").chip
     part = chip_of(Accelerator(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", vendor="nvidia", index=8, parent=0))
@@ -457,7 +457,7 @@ def test_chip_of_never_raises(name: str, memory_bytes: int | None) -> None:
     assert chip_of(Accelerator(name="Voodoo 2", vendor="other")) is None
 
 
-def spellings() -> Iterator[tuple[str, str]]:
+def read_spellings() -> Iterator[tuple[str, str]]:
     for path in sorted(TRUTH.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -467,7 +467,7 @@ def spellings() -> Iterator[tuple[str, str]]:
 def test_every_spelling_of_the_public_measurements_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     if not TRUTH.is_dir():
         pytest.skip("shared/truth is not here: no published spellings to try")
-    rows = list(spellings())
+    rows = list(read_spellings())
     found: dict[str, str] = {}
     for _, text in rows:
         if text not in found:
@@ -504,7 +504,7 @@ def test_figures_agree_with_the_public_table() -> None:
 PAGE_RATES: tuple[DataType, ...] = ("fp16", "fp8", "fp4")
 
 
-def page_rows() -> list[str]:
+def read_page_rows() -> list[str]:
     lines = []
     for chip in ALL:
         sizes = chip.memory_options_gib or (() if chip.memory_gib is None else (chip.memory_gib,))
@@ -523,7 +523,7 @@ def page_rows() -> list[str]:
 
 def test_the_page_lists_every_chip_with_its_figures() -> None:
     listed = set((ROOT / "docs/chips.md").read_text(encoding="utf-8").splitlines())
-    missing = [line for line in page_rows() if line not in listed]
+    missing = [line for line in read_page_rows() if line not in listed]
     assert not missing, "docs/chips.md lacks these lines:\n" + "\n".join(missing)
 
 

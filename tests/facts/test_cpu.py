@@ -1,4 +1,4 @@
-"""CPU facts, on the text of real machines (tests/captures says whose) and in real processes."""
+"""CPU facts, from captured text of real machines (see tests/captures) and in real processes."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ CAPTURES = Path(__file__).parent.parent / "captures"
 NOWHERE = Path("/nonexistent")
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
-def described(
+def describe_cpu(
     name: str, arch: str, affinity: set[int] | None = None, limits: CgroupLimits | None = None, root: Path = NOWHERE
 ) -> Cpu:
-    cpu = linux_cpu(capture(f"cpuinfo/{name}.txt"), arch, affinity or set(), limits or CgroupLimits(), root)
+    cpu = linux_cpu(read_capture(f"cpuinfo/{name}.txt"), arch, affinity or set(), limits or CgroupLimits(), root)
     assert cpu is not None
     return cpu
 
 
 def test_a_virtual_xeon_has_amx() -> None:
-    cpu = described("x86_64-xeon-sapphire-rapids-vm", "x86_64", {0, 1})
+    cpu = describe_cpu("x86_64-xeon-sapphire-rapids-vm", "x86_64", {0, 1})
     assert (cpu.name, cpu.vendor, cpu.arch) == ("Intel(R) Xeon(R) Processor", "intel", "x86_64")
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores) == (1, 2, 2)
     assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (2.0, 2)
@@ -65,17 +65,17 @@ def test_a_virtual_xeon_has_amx() -> None:
 
 
 def test_hyperthreads_share_a_core() -> None:
-    whole = described("x86_64-core-i7-1165g7", "x86_64", set(range(8)))
+    whole = describe_cpu("x86_64-core-i7-1165g7", "x86_64", set(range(8)))
     assert (whole.sockets, whole.physical_cores, whole.logical_cores, whole.allowed_physical_cores) == (1, 4, 8, 4)
     assert summarise(whole.instruction_sets) == "AVX-512"
     # CPUs 0 and 4 are the two threads of core 0.
-    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_physical_cores == 1
-    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 1}).allowed_physical_cores == 2
-    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_cores == 2.0
+    assert describe_cpu("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_physical_cores == 1
+    assert describe_cpu("x86_64-core-i7-1165g7", "x86_64", {0, 1}).allowed_physical_cores == 2
+    assert describe_cpu("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_cores == 2.0
 
 
 def test_the_same_core_number_in_two_sockets_is_two_cores() -> None:
-    cpu = described("x86_64-epyc-7451-excerpt", "x86_64", {0, 24, 48, 72})
+    cpu = describe_cpu("x86_64-epyc-7451-excerpt", "x86_64", {0, 24, 48, 72})
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores) == (2, 4, 8)
     assert cpu.allowed_physical_cores == 2
     assert cpu.vendor == "amd"
@@ -83,7 +83,7 @@ def test_the_same_core_number_in_two_sockets_is_two_cores() -> None:
 
 
 def test_a_virtual_ryzen_has_the_instruction_sets_of_its_host() -> None:
-    cpu = described("x86_64-ryzen-2700x-vm", "x86_64", {0})
+    cpu = describe_cpu("x86_64-ryzen-2700x-vm", "x86_64", {0})
     assert (cpu.name, cpu.vendor) == ("AMD Ryzen 7 2700X Eight-Core Processor", "amd")
     assert cpu.instruction_sets == ("sse4_2", "avx", "avx2")
 
@@ -102,7 +102,7 @@ def test_a_virtual_ryzen_has_the_instruction_sets_of_its_host() -> None:
 def test_arm_cores_are_named_by_their_part_numbers(
     capture_name: str, name: str, cores: int, sets: tuple[str, ...]
 ) -> None:
-    cpu = described(f"aarch64-{capture_name}", "aarch64", set(range(cores)))
+    cpu = describe_cpu(f"aarch64-{capture_name}", "aarch64", set(range(cores)))
     assert cpu.name == name
     assert (cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (cores, cores, cores)
     assert cpu.sockets is None
@@ -126,7 +126,7 @@ def test_an_unlisted_arm_part_is_named_by_its_number() -> None:
 def test_other_architectures_are_named_without_instruction_sets(
     capture_name: str, name: str, vendor: str | None, processors: int
 ) -> None:
-    info = parse_cpuinfo(capture(f"cpuinfo/{capture_name}.txt"))
+    info = parse_cpuinfo(read_capture(f"cpuinfo/{capture_name}.txt"))
     assert (info.name, info.vendor, len(info.processors)) == (name, vendor, processors)
     assert instruction_sets(info.flags) == ()
 
@@ -137,7 +137,7 @@ def test_threads_of_a_core_come_from_sysfs_where_cpuinfo_names_no_cores(tmp_path
         folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{first}-{first + 3}\n")
-    cpu = described("ppc64-power7", "ppc64", {0, 1, 2, 3, 4}, root=tmp_path)
+    cpu = describe_cpu("ppc64-power7", "ppc64", {0, 1, 2, 3, 4}, root=tmp_path)
     assert (cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (4, 16, 2)
     assert read_siblings(NOWHERE) == {}
 
@@ -145,12 +145,12 @@ def test_threads_of_a_core_come_from_sysfs_where_cpuinfo_names_no_cores(tmp_path
 def test_the_device_tree_names_the_board_where_cpuinfo_does_not(tmp_path: Path) -> None:
     (tmp_path / "proc/device-tree").mkdir(parents=True)
     (tmp_path / "proc/device-tree/model").write_bytes(b"Radxa ROCK 5B\0")
-    assert described("aarch64-rk3588", "aarch64", root=tmp_path).name == "Cortex-A55 + Cortex-A76 (Radxa ROCK 5B)"
+    assert describe_cpu("aarch64-rk3588", "aarch64", root=tmp_path).name == "Cortex-A55 + Cortex-A76 (Radxa ROCK 5B)"
 
 
 def test_a_container_that_renumbers_cpus_keeps_its_share() -> None:
     """lxcfs lists CPUs 0 to 7 while the affinity mask has the host's numbers."""
-    cpu = described("x86_64-core-i7-1165g7", "x86_64", {40, 41, 42, 43})
+    cpu = describe_cpu("x86_64-core-i7-1165g7", "x86_64", {40, 41, 42, 43})
     assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (4.0, 4)
     siblings = {40: frozenset({40, 41}), 41: frozenset({40, 41}), 42: frozenset({42, 43}), 43: frozenset({42, 43})}
     processors = [Processor(number=number) for number in range(4)]
@@ -162,20 +162,22 @@ def test_a_container_that_renumbers_cpus_keeps_its_share() -> None:
 )
 def test_a_quota_caps_the_threads_that_can_really_run(quota: float | None, time: float, cores: int) -> None:
     limits = CgroupLimits(cpu_quota_cores=quota)
-    cpu = described("x86_64-core-i7-1165g7", "x86_64", set(range(8)), limits)
+    cpu = describe_cpu("x86_64-core-i7-1165g7", "x86_64", set(range(8)), limits)
     assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (time, cores)
 
 
 def test_a_cpuset_narrows_the_mask_but_never_to_nothing() -> None:
     everything = set(range(8))
-    narrowed = described("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({1, 2})))
+    narrowed = describe_cpu("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({1, 2})))
     assert narrowed.allowed_cores == 2.0
-    foreign = described("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({90})))
+    foreign = describe_cpu("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({90})))
     assert foreign.allowed_cores == 8.0
 
 
-def test_an_apple_chip_by_sysctl() -> None:
-    cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/apple-m2.txt")), "x86_64")  # as a translated Python would say
+def test_an_apple_chip_is_read_from_sysctl() -> None:
+    cpu = cpu_from_sysctl(
+        parse_sysctl(read_capture("sysctl/apple-m2.txt")), "x86_64"
+    )  # as a translated Python would say
     assert cpu is not None
     assert (cpu.name, cpu.vendor, cpu.arch) == ("Apple M2", "apple", "arm64")
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (1, 8, 8, 8)
@@ -184,8 +186,8 @@ def test_an_apple_chip_by_sysctl() -> None:
     assert summarise(cpu.instruction_sets) == "NEON I8MM"
 
 
-def test_an_intel_mac_by_sysctl() -> None:
-    cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/intel-mac.txt")), "x86_64")
+def test_an_intel_mac_is_read_from_sysctl() -> None:
+    cpu = cpu_from_sysctl(parse_sysctl(read_capture("sysctl/intel-mac.txt")), "x86_64")
     assert cpu is not None
     assert (cpu.name, cpu.vendor) == ("Intel(R) Core(TM) i5-4440 CPU @ 3.10GHz", "intel")
     assert (cpu.arch, cpu.physical_cores, cpu.logical_cores) == ("x86_64", 4, 4)
@@ -203,7 +205,7 @@ def test_instruction_sets_keep_one_order_and_have_names() -> None:
     assert all(name and name.strip() == name for name in INSTRUCTION_SETS.values())
 
 
-def test_absent_and_partial_text_gives_no_cpu_rather_than_a_wrong_one() -> None:
+def test_absent_and_partial_text_gives_no_cpu() -> None:
     assert linux_cpu("", "x86_64", {0}, CgroupLimits()) is None
     assert cpu_from_sysctl({}, "arm64") is None
     partial = linux_cpu("processor\t: 0\nprocessor\t: 1\nmodel na", "x86_64", {0, 1}, CgroupLimits(), NOWHERE)
@@ -232,8 +234,8 @@ def test_no_text_makes_the_parsers_raise(text: str, affinity: set[int]) -> None:
 
 
 class TestCaches:
-    def tree(self, root: Path, cpus: int, caches: dict[str, tuple[str, str, str, int]]) -> Path:
-        """Files as sysfs has them: for each index its level, type, size and how many CPUs in a row share one."""
+    def write_tree(self, root: Path, cpus: int, caches: dict[str, tuple[str, str, str, int]]) -> Path:
+        """Write sysfs files: for each index its level, type, size and how many adjacent CPUs share it."""
         for cpu in range(cpus):
             for index, (level, kind, size, shared) in caches.items():
                 folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/{index}"
@@ -246,7 +248,7 @@ class TestCaches:
 
     def test_identical_caches_are_counted_together(self, tmp_path: Path) -> None:
         """The sizes are those of the Sapphire Rapids VM in tests/captures, with 16 CPUs."""
-        root = self.tree(
+        root = self.write_tree(
             tmp_path,
             16,
             {
@@ -263,20 +265,20 @@ class TestCaches:
             Cache(level=3, kind="unified", bytes=300 << 20, count=1, shared_by=16),
         )
 
-    def test_several_last_levels_and_threads_that_share_the_first(self, tmp_path: Path) -> None:
-        root = self.tree(tmp_path, 16, {"index0": ("1", "Data", "32K", 2), "index3": ("3", "Unified", "32M", 8)})
+    def test_cache_levels_with_shared_threads_are_counted(self, tmp_path: Path) -> None:
+        root = self.write_tree(tmp_path, 16, {"index0": ("1", "Data", "32K", 2), "index3": ("3", "Unified", "32M", 8)})
         assert read_caches(root) == (
             Cache(level=1, kind="data", bytes=32 << 10, count=8, shared_by=2),
             Cache(level=3, kind="unified", bytes=32 << 20, count=2, shared_by=8),
         )
 
-    def test_none_where_a_virtual_machine_hides_them(self, tmp_path: Path) -> None:
+    def test_a_virtual_machine_that_hides_caches_has_none(self, tmp_path: Path) -> None:
         assert read_caches(tmp_path) == ()
-        broken = self.tree(tmp_path, 2, {"index0": ("x", "Data", "48K", 1), "index1": ("1", "Odd", "48K", 1)})
+        broken = self.write_tree(tmp_path, 2, {"index0": ("x", "Data", "48K", 1), "index1": ("1", "Odd", "48K", 1)})
         assert read_caches(broken) == ()
 
-    def test_those_of_an_apple_chip(self) -> None:
-        values = parse_sysctl(capture("sysctl/apple-m2.txt"))
+    def test_caches_of_an_apple_chip_are_read(self) -> None:
+        values = parse_sysctl(read_capture("sysctl/apple-m2.txt"))
         assert core_kinds(values) == (4, 4)
         assert sysctl_caches(values) == (
             Cache(level=1, kind="data", bytes=128 << 10, count=4, shared_by=1),
@@ -315,7 +317,7 @@ def test_a_quota_never_leaves_less_than_one_core_nor_adds_any(cores: int, quota:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinity masks and /proc are Linux's")
 class TestThisMachine:
-    def test_agrees_with_the_affinity_mask(self) -> None:
+    def test_allowed_cores_match_the_affinity_mask(self) -> None:
         cpu, notes = read_cpu()
         assert notes == ()
         assert cpu.allowed_cores == float(len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Models with two sides, to the last weight; the configurations are written down from their model cards."""
+"""Encoder-decoder models are counted exactly. The configurations come from the model cards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(fields: dict[str, Any]) -> Model:
 @pytest.mark.parametrize(
     ("fields", "parameters"),
     [
-        # The hub's count of the safetensors files, or the sum over model.parameters() where it shows none.
+        # The hub's count of the safetensors files; if it shows none, the sum over model.parameters().
         pytest.param(T5, 222_903_552, id="t5-base"),
         pytest.param(FLAN | {"d_ff": 2048}, 247_577_856, id="flan-t5-base"),
         pytest.param(
@@ -88,7 +88,7 @@ def test_every_weight_of_both_sides_is_counted(fields: dict[str, Any], parameter
 
 
 def test_input_and_output_tokens_take_the_same_cache() -> None:
-    """12 layers of the decoder, 12 heads of 64, keys and values, 16 bits: the encoder keeps nothing."""
+    """12 decoder layers, 12 heads of 64, keys and values, 16 bits. The encoder has no cache."""
     model = read(T5)
     assert model.kv_bytes_per_token == 12 * 12 * 64 * 2 * 2
     assert model.kv_bytes_window == 0

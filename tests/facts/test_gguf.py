@@ -100,7 +100,7 @@ def header(tensors: int = 0, fields: int = 0, body: bytes = b"", version: int = 
 ARCHITECTURE = string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
 
 
-class TestTheRealFile:
+class TestRealFile:
     def test_agrees_with_the_reference_gguf_reader(self, builtin_gguf: Path) -> None:
         theirs = GGUFReader(builtin_gguf)
         ours = read_header(builtin_gguf)
@@ -157,7 +157,7 @@ class TestTheRealFile:
         assert "is cut short: its header alone needs" in refused(path).message
 
     @pytest.mark.measures
-    def test_a_vocabulary_of_150_thousand_is_stepped_over_quickly(self, tmp_path: Path) -> None:
+    def test_a_vocabulary_of_150_thousand_is_skipped_quickly(self, tmp_path: Path) -> None:
         words = b"".join(string(b"some token %d" % number) for number in range(150_000))
         body = ARCHITECTURE + string(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 150_000) + words
         path = tmp_path / "vocabulary.gguf"
@@ -173,13 +173,13 @@ class TestTheRealFile:
 
 
 class TestTypes:
-    def test_the_table_is_ggmls(self) -> None:
+    def test_the_type_table_matches_ggml(self) -> None:
         assert {number: (name, block, size) for number, (name, block, size) in gguf.GGML_TYPES.items()} | {
             # Newer in llama.cpp than in the package on the index.
             42: ("Q2_0", 64, 18)
         } == {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()} | {42: ("Q2_0", 64, 18)}
 
-    def test_the_recipes_are_llama_cpps(self) -> None:
+    def test_the_recipes_match_llama_cpp(self) -> None:
         theirs = {int(kind): kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
         theirs.pop(int(LlamaFileType.GUESSED))
         assert {k: v for k, v in gguf._FILE_TYPES.items() if k != 41} == theirs | {38: "MXFP4"}
@@ -283,10 +283,10 @@ class TestCache:
         model = read_gguf(make(arch, fields=DENSE | named))
         return model.kv_bytes_per_token, model.kv_bytes_window, model.state_bytes
 
-    def test_grouped_heads(self, make: Make) -> None:
+    def test_grouped_heads_share_the_cache(self, make: Make) -> None:
         assert self.cache(make, "llama") == (4 * 2 * (8 + 8) * 2, 0, 0)
 
-    def test_key_and_value_lengths_of_their_own(self, make: Make) -> None:
+    def test_key_and_value_lengths_may_differ(self, make: Make) -> None:
         lengths = {"attention__key_length": 24, "attention__value_length": 16}
         assert self.cache(make, "llama", **lengths) == (4 * 2 * (24 + 16) * 2, 0, 0)
 
@@ -294,7 +294,7 @@ class TestCache:
         fields = {key: value for key, value in DENSE.items() if key != "attention.head_count_kv"}
         assert read_gguf(make(fields=fields)).kv_bytes_per_token == 4 * 8 * (8 + 8) * 2
 
-    def test_heads_that_differ_by_layer(self, make: Make) -> None:
+    def test_heads_may_differ_by_layer(self, make: Make) -> None:
         per_layer = {"attention__head_count": [8, 8, 4, 8], "attention__head_count_kv": [2, 0, 1, 4]}
         assert self.cache(make, "deci", **per_layer) == ((2 + 0 + 1 + 4) * (8 + 8) * 2, 0, 0)
 
@@ -323,7 +323,7 @@ class TestCache:
         ("arch", "layers", "windowed"),
         [("gemma2", 6, 3), ("gemma3", 12, 10), ("gpt-oss", 6, 3), ("cohere2", 8, 6), ("olmo2", 8, 6), ("plamo3", 8, 7)],
     )
-    def test_windows_by_architecture(self, make: Make, arch: str, layers: int, windowed: int) -> None:
+    def test_windows_depend_on_the_architecture(self, make: Make, arch: str, layers: int, windowed: int) -> None:
         token = 2 * (8 + 8) * 2
         found = self.cache(make, arch, block_count=layers, attention__sliding_window=128)
         assert found == ((layers - windowed) * token, windowed * token * 128, 0)
@@ -383,7 +383,7 @@ class TestCache:
         ssm |= {"attention__head_count": 0, "attention__head_count_kv": 0}
         assert self.cache(make, "mamba", **ssm) == (0, 0, 4 * 4 * (3 * 128 + 128 * 16))
 
-    def test_hybrids_have_both_each_in_its_layers(self, make: Make) -> None:
+    def test_hybrids_have_states_and_caches(self, make: Make) -> None:
         ssm = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 16, "ssm__group_count": 2}
         state, token = 4 * (3 * (128 + 2 * 2 * 16) + 128 * 16), 2 * (8 + 8) * 2
         layers = {"attention__head_count_kv": [0, 0, 2, 0]}
@@ -395,21 +395,21 @@ class TestCache:
         widths = {"feed_forward_length": [0, 256, 0, 0]}
         assert self.cache(make, "nemotron_h", **ssm, **layers, **widths) == (token, 0, 2 * state)
 
-    def test_short_convolutions(self, make: Make) -> None:
+    def test_short_convolutions_have_a_state(self, make: Make) -> None:
         fields = {"shortconv__l_cache": 3, "attention__head_count_kv": [0, 2, 0, 0]}
         assert self.cache(make, "lfm2", **fields) == (2 * (8 + 8) * 2, 0, 3 * 4 * 64 * 2)
 
-    def test_receptance_models(self, make: Make) -> None:
+    def test_rwkv_models_have_a_state(self, make: Make) -> None:
         fields = {"wkv__head_size": 8, "attention__head_count": 0, "attention__head_count_kv": 0}
         assert self.cache(make, "rwkv7", **fields) == (0, 0, 4 * 4 * (2 * 64 + 64 * 8))
 
-    def test_encoders_have_none(self, make: Make) -> None:
+    def test_encoders_have_no_cache(self, make: Make) -> None:
         assert self.cache(make, "bert") == (0, 0, 0)
 
 
 class TestTask:
     @pytest.mark.parametrize("arch", ["bert", "nomic-bert", "jina-bert-v2", "gemma-embedding", "t5encoder"])
-    def test_embedding_architectures(self, make: Make, arch: str) -> None:
+    def test_embedding_architectures_have_the_embed_task(self, make: Make, arch: str) -> None:
         assert read_gguf(make(arch)).task == "embed"
 
     @pytest.mark.parametrize(("pooling", "task"), [(0, "generate"), (1, "embed"), (3, "embed"), (4, "classify")])
@@ -436,10 +436,10 @@ class TestName:
             ("phi-4.IQ3_XXS.gguf", "phi-4"),
         ],
     )
-    def test_is_the_file_name_without_the_quantization(self, make: Make, file: str, name: str) -> None:
+    def test_name_is_the_file_name_without_the_quantization(self, make: Make, file: str, name: str) -> None:
         assert read_gguf(make(name=file, general={"general.name": "Something Else"})).name == name
 
-    def test_comes_from_the_header_if_the_file_name_is_generic(self, make: Make) -> None:
+    def test_name_comes_from_the_header_if_the_file_name_is_generic(self, make: Make) -> None:
         general = {"general.basename": "Qwen3", "general.size_label": "8B", "general.finetune": "Instruct"}
         assert read_gguf(make(name="model.gguf", general=general)).name == "Qwen3-8B-Instruct"
         assert read_gguf(make(name="ggml-model-q4_0.gguf", general={"general.name": "My Model"})).name == "My Model"
@@ -538,12 +538,12 @@ class TestNotAModel:
         os.mkfifo(tmp_path / "pipe.gguf")
         assert "not a regular file" in refused(tmp_path / "pipe.gguf").message
 
-    def test_version_1(self, tmp_path: Path) -> None:
+    def test_version_1_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "first.gguf"
         path.write_bytes(b"GGUF" + struct.pack("<III", 1, 0, 0))
         assert "version 1" in refused(path).message
 
-    def test_a_version_from_the_future(self, tmp_path: Path) -> None:
+    def test_a_newer_version_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "future.gguf"
         path.write_bytes(header(version=9))
         error = refused(path)
@@ -555,12 +555,12 @@ class TestNotAModel:
         assert "vision or audio encoder" in refused(make("clip", fields={"vision.block_count": 2})).message
         assert "LoRA adapter" in refused(make(general={"general.type": "adapter"})).message
 
-    def test_a_vocabulary_alone(self, tmp_path: Path) -> None:
+    def test_a_vocabulary_alone_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "ggml-vocab.gguf"
         path.write_bytes(header(0, 1, ARCHITECTURE))
         assert "no weights" in refused(path).message
 
-    def test_a_model_without_architecture(self, tmp_path: Path) -> None:
+    def test_a_model_without_architecture_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "bare.gguf"
         info = string(b"a") + struct.pack("<IQIQ", 1, 1, 0, 0)
         path.write_bytes((header(1, 0, info) + b"\0" * 64)[:200])
@@ -685,7 +685,7 @@ def test_a_malicious_header_is_rejected_quickly_without_memory(tmp_path: Path, w
 
 
 @pytest.mark.measures
-def test_a_large_file_of_tiny_strings_is_not_walked_to_its_end(tmp_path: Path) -> None:
+def test_a_large_file_of_tiny_strings_is_rejected_early(tmp_path: Path) -> None:
     path = tmp_path / "sparse.gguf"
     path.write_bytes(header(0, 1, field(b"a.b", 9, struct.pack("<IQ", 8, 2**30))))
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""The whole probe, its smaller readers on files in a folder that stands for /, and how it is shown."""
+"""The probe, its readers on files in a folder that is used as /, and its page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def put(root: Path, files: dict[str, str]) -> Path:
 
 
 class TestProbe:
-    def test_agrees_with_the_operating_system(self) -> None:
+    def test_probe_agrees_with_the_operating_system(self) -> None:
         hardware = probe()
         virtual = psutil.virtual_memory()
         assert hardware.os == operating_system()
@@ -80,20 +80,20 @@ class TestProbe:
         assert 0 < hardware.disk.free_bytes <= hardware.disk.total_bytes
 
     @on_linux
-    def test_agrees_with_the_affinity_mask(self) -> None:
+    def test_probe_agrees_with_the_affinity_mask(self) -> None:
         cpu = probe().cpu
         mask = len(os.sched_getaffinity(0))
         assert cpu.allowed_cores <= mask
         assert 1 <= cpu.allowed_physical_cores <= mask
         assert cpu.physical_cores == psutil.cpu_count(logical=False)
 
-    def test_round_trips_through_json(self) -> None:
+    def test_probe_survives_json(self) -> None:
         hardware = probe()
         assert from_json(Hardware, to_json(hardware)) == hardware
 
     @pytest.mark.measures
     @on_linux
-    def test_is_quick_and_starts_no_process(self) -> None:
+    def test_probe_is_fast_and_starts_no_process(self) -> None:
         probe()
         if probe().accelerators:
             pytest.skip("asking a GPU's driver takes longer")
@@ -107,7 +107,7 @@ class TestProbe:
         assert psutil.Process().children() == children
 
     @on_linux
-    def test_does_not_load_the_driver_bindings_where_there_is_no_driver(self) -> None:
+    def test_probe_does_not_load_driver_bindings_without_a_driver(self) -> None:
         program = (
             "import sys; from bedplate.facts.hardware import probe; found = probe()\n"
             "print(bool(found.accelerators or found.notes), 'pynvml' in sys.modules, 'torch' in sys.modules)"
@@ -123,38 +123,38 @@ class TestProbe:
 class TestMemory:
     MEMINFO = "MemTotal:       24682740 kB\nMemFree:        22347268 kB\nMemAvailable:   24314912 kB\n"
 
-    def test_is_what_meminfo_says(self, tmp_path: Path) -> None:
+    def test_memory_is_read_from_meminfo(self, tmp_path: Path) -> None:
         root = put(tmp_path, {"proc/meminfo": self.MEMINFO})
         assert read_memory(CgroupLimits(), root) == Memory(
             total_bytes=24682740 * 1024, available_bytes=24314912 * 1024, limit_bytes=None
         )
 
-    def test_is_bounded_by_what_the_group_has_left(self, tmp_path: Path) -> None:
+    def test_memory_is_bounded_by_the_cgroup_headroom(self, tmp_path: Path) -> None:
         root = put(tmp_path, {"proc/meminfo": self.MEMINFO})
         memory = read_memory(CgroupLimits(memory_limit_bytes=4 * GIB, memory_headroom_bytes=3 * GIB), root)
         assert (memory.available_bytes, memory.limit_bytes) == (3 * GIB, 4 * GIB)
 
-    def test_a_limit_above_the_machine_is_none(self, tmp_path: Path) -> None:
+    def test_a_limit_above_the_total_is_ignored(self, tmp_path: Path) -> None:
         root = put(tmp_path, {"proc/meminfo": self.MEMINFO})
         memory = read_memory(CgroupLimits(memory_limit_bytes=900 * GIB, memory_headroom_bytes=899 * GIB), root)
         assert (memory.available_bytes, memory.limit_bytes) == (24314912 * 1024, None)
 
-    def test_falls_back_where_there_is_no_meminfo(self, tmp_path: Path) -> None:
+    def test_memory_without_meminfo_is_read_from_psutil(self, tmp_path: Path) -> None:
         assert read_memory(CgroupLimits(), tmp_path).total_bytes == psutil.virtual_memory().total
 
     @given(st.one_of(st.text(), st.text(alphabet="MemTotalAvib: 0123456789k B\n")))
-    def test_no_text_makes_it_raise(self, text: str) -> None:
+    def test_any_meminfo_is_parsed_without_error(self, text: str) -> None:
         parse_meminfo(text)
         parse_os_release(text)
         root_is_disk(text)
 
 
 class TestSystem:
-    def test_name(self, tmp_path: Path) -> None:
+    def test_the_system_name_is_read(self, tmp_path: Path) -> None:
         put(tmp_path, {"etc/os-release": 'NAME="Debian GNU/Linux"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'})
         assert os_version("linux", tmp_path) == "Debian GNU/Linux 12 (bookworm)"
 
-    def test_name_without_a_pretty_one(self, tmp_path: Path) -> None:
+    def test_a_system_without_a_pretty_name_is_named(self, tmp_path: Path) -> None:
         put(tmp_path, {"usr/lib/os-release": "NAME=Void\nVERSION_ID='1'\n"})
         assert os_version("linux", tmp_path) == "Void 1"
         assert os_version("linux", tmp_path / "nowhere") is None
@@ -174,11 +174,11 @@ class TestSystem:
             ({"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"}, "wsl"),
         ],
     )
-    def test_containers_are_told_by_their_files(self, tmp_path: Path, files: dict[str, str], kind: str | None) -> None:
+    def test_containers_are_detected_by_files(self, tmp_path: Path, files: dict[str, str], kind: str | None) -> None:
         assert container_kind(put(tmp_path, files)) == kind
 
-    def test_a_disk_made_from_an_image_is_no_container(self, tmp_path: Path) -> None:
-        """Seen on virtual machines that boot a container image's files from a disk of their own."""
+    def test_a_disk_made_from_an_image_is_not_a_container(self, tmp_path: Path) -> None:
+        """Seen on virtual machines that boot the files of a container image from a separate disk."""
         root = put(
             tmp_path,
             {
@@ -226,7 +226,7 @@ class TestAccelerators:
         assert shared_memory(unknown, ram) == unknown
 
     @on_linux
-    def test_a_machine_without_any_has_none(self, tmp_path: Path) -> None:
+    def test_a_machine_without_accelerators_has_none(self, tmp_path: Path) -> None:
         assert read_accelerators("linux", Memory(total_bytes=GIB, available_bytes=GIB), tmp_path) == Found()
 
     def test_numa_nodes_with_missing_memory_are_noted(self) -> None:
@@ -239,38 +239,38 @@ class TestAccelerators:
 
 
 class TestSpec:
-    """What the data sheets add to what drivers say."""
+    """Data-sheet figures are added to what drivers report."""
 
-    def machine(self, *cards: Accelerator) -> Hardware:
+    def make_machine(self, *cards: Accelerator) -> Hardware:
         return replaced(TestShow.XEON, accelerators=cards)
 
-    def test_the_bandwidth_of_a_known_chip(self) -> None:
-        (card,) = with_spec(self.machine(TestShow.H200)).accelerators
+    def test_a_known_chip_has_its_bandwidth(self) -> None:
+        (card,) = with_spec(self.make_machine(TestShow.H200)).accelerators
         assert card.bandwidth_bytes_s is not None
         assert (card.bandwidth_bytes_s.value, card.bandwidth_bytes_s.basis) == (4.8e12, "spec")
         assert "NVIDIA" in (card.bandwidth_bytes_s.source or "")
 
     def test_an_unknown_chip_is_noted_and_has_no_bandwidth(self) -> None:
-        hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other")))
+        hardware = with_spec(self.make_machine(Accelerator(name="Voodoo 2", vendor="other")))
         assert hardware.accelerators[0].bandwidth_bytes_s is None
         assert hardware.notes == ("Voodoo 2 is not in the list of chips, so its memory bandwidth is unknown",)
 
     def test_the_drivers_bandwidth_is_kept_for_an_unlisted_chip(self) -> None:
         figure = Figure(value=1e12, low=1e12, high=1e12, basis="reported")
-        hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
+        hardware = with_spec(self.make_machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (figure, ())
 
     def test_a_slice_gets_its_part_of_its_cards_bandwidth(self) -> None:
         part = replaced(TestShow.H200, parent=0, name="NVIDIA H200 MIG 1g.18gb")
-        figure = with_spec(self.machine(part)).accelerators[0].bandwidth_bytes_s
+        figure = with_spec(self.make_machine(part)).accelerators[0].bandwidth_bytes_s
         assert figure is not None and (figure.value, figure.basis) == (4.8e12 / 8, "estimate")
 
     def test_a_slice_of_unknown_size_has_no_bandwidth(self) -> None:
         part = Accelerator(name="AMD Instinct MI300X", vendor="amd", index=1, parent=0, memory_bytes=24 * GIB)
-        hardware = with_spec(self.machine(part))
+        hardware = with_spec(self.make_machine(part))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (None, ())
 
-    def cpu(self, name: str, cores: int, sockets: int | None = 1) -> Hardware:
+    def make_cpu(self, name: str, cores: int, sockets: int | None = 1) -> Hardware:
         processor = replaced(TestShow.XEON.cpu, name=name, physical_cores=cores, sockets=sockets)
         return replaced(TestShow.XEON, cpu=processor)
 
@@ -286,18 +286,18 @@ class TestSpec:
     def test_a_cpus_bandwidth_range_covers_empty_channels(
         self, name: str, cores: int, sockets: int | None, gb_s: float
     ) -> None:
-        figure = with_spec(self.cpu(name, cores, sockets)).memory.bandwidth_bytes_s
+        figure = with_spec(self.make_cpu(name, cores, sockets)).memory.bandwidth_bytes_s
         assert figure is not None
         assert (figure.value, figure.high, figure.basis) == (gb_s * 1e9, gb_s * 1e9, "spec")
         assert figure.low == figure.value / 2
         assert "channels may be empty" in (figure.source or "")
 
     def test_soldered_memory_has_no_range(self) -> None:
-        figure = with_spec(self.cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
+        figure = with_spec(self.make_cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
         assert figure is not None and figure.low == figure.value == figure.high == pytest.approx(17.1e9)
 
     def test_a_virtual_machine_gets_no_more_than_its_part_of_the_socket(self) -> None:
-        figure = with_spec(self.cpu("AMD EPYC 7763 64-Core Processor", 2)).memory.bandwidth_bytes_s
+        figure = with_spec(self.make_cpu("AMD EPYC 7763 64-Core Processor", 2)).memory.bandwidth_bytes_s
         assert figure is not None
         assert figure.value == pytest.approx(204.8e9 / 32)
         assert figure.basis == "estimate"
@@ -306,12 +306,12 @@ class TestSpec:
     def test_an_unknown_cpu_has_no_bandwidth_unless_measured(self) -> None:
         assert with_spec(TestShow.XEON).memory.bandwidth_bytes_s is None
         measured = Figure(value=1e10, low=9e9, high=1.1e10, basis="measured")
-        machine = self.cpu("AMD EPYC 7763 64-Core Processor", 64)
+        machine = self.make_cpu("AMD EPYC 7763 64-Core Processor", 64)
         machine = replaced(machine, memory=replaced(machine.memory, bandwidth_bytes_s=measured))
         assert with_spec(machine).memory.bandwidth_bytes_s == measured
 
     def test_memory_comes_from_the_data_sheet_if_the_driver_is_silent(self) -> None:
-        hardware = with_spec(self.machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
+        hardware = with_spec(self.make_machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
         assert hardware.accelerators[0].memory_bytes == 24 * GIB
         assert "data sheet" in hardware.notes[0]
 
@@ -351,19 +351,19 @@ class TestShow:
         compute_capability="9.0",
     )
 
-    def page(self, hardware: Hardware) -> str:
+    def render_page(self, hardware: Hardware) -> str:
         console = Console(width=120, color_system=None)
         with console.capture() as captured:
             console.print(render_hardware(hardware))
         return captured.get()
 
-    def test_one_line(self) -> None:
+    def test_one_line_describes_the_machine(self) -> None:
         assert one_line(self.XEON) == ("Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU")
 
     def test_one_line_of_hypothetical_hardware_omits_unspecified_parts(self) -> None:
         assert one_line(simulated({"accelerator": "RTX 4090", "ram_gb": 64})).startswith("8 cores allowed (of 8) · ")
 
-    def test_one_line_with_cards(self) -> None:
+    def test_one_line_includes_cards(self) -> None:
         pair = replaced(self.XEON, accelerators=(self.H200, replaced(self.H200, index=1)))
         assert one_line(pair).endswith("· 2 × NVIDIA H200, 140 GiB free each")
         apple = Accelerator(name="Apple M2", vendor="apple", memory_bytes=24 * GIB, unified_memory=True)
@@ -384,11 +384,11 @@ class TestShow:
             ("Processor", "Processor"),
         ],
     )
-    def test_short_names(self, name: str, short: str) -> None:
+    def test_cpu_names_are_shortened(self, name: str, short: str) -> None:
         assert short_name(name) == short
 
     def test_the_page_shows_units_basis_and_unknowns(self) -> None:
-        page = self.page(
+        page = self.render_page(
             replaced(
                 self.XEON,
                 container="docker",
@@ -425,7 +425,7 @@ class TestShow:
         assert speed_limit(figure, None) == "each GB of weights read per token takes 1.07 ms"
         assert speed_limit(None, 1) is None
         ram = replaced(self.XEON.memory, bandwidth_bytes_s=replaced(figure, value=40e9))
-        assert "takes 25 ms" in self.page(replaced(self.XEON, memory=ram))
+        assert "takes 25 ms" in self.render_page(replaced(self.XEON, memory=ram))
 
     def test_the_page_groups_identical_cards(self) -> None:
         card = replaced(
@@ -441,7 +441,7 @@ class TestShow:
             nvlinks=18,
         )
         busy = replaced(card, index=1, processes=(GpuProcess(pid=403, name="python3", bytes=1713373184),))
-        page = self.page(replaced(self.XEON, accelerators=(card, busy)))
+        page = self.render_page(replaced(self.XEON, accelerators=(card, busy)))
         assert page.count("Hopper · driver 580.1 · CUDA 13.0") == 1
         assert "clock 345 of 1980 MHz · power limit 650 of 700 W · PCIe 1 x8 (of 5 x16) · 18 NVLinks" in page
         assert "python3 (pid 403) holds 1.6 GiB" in page
@@ -466,7 +466,7 @@ class TestShow:
                 NumaNode(index=1, cpus="4-7", memory_bytes=None),
             ),
         )
-        page = self.page(replaced(self.XEON, cpu=cpu, accelerators=(part, apple)))
+        page = self.render_page(replaced(self.XEON, cpu=cpu, accelerators=(part, apple)))
         for expected in (
             "a slice of GPU 3",
             "10 GPU cores",
@@ -496,7 +496,7 @@ class TestShow:
             ("xgmi GPU 0 – 3 · 1 hop · bandwidth unknown", ""),
         ]
 
-    def test_colours_are_only_for_terminals(self) -> None:
+    def test_only_terminals_get_colours(self) -> None:
         console = Console(width=120, force_terminal=False)
         with console.capture() as captured:
             console.print(render_hardware(self.XEON))
@@ -505,4 +505,4 @@ class TestShow:
     def test_this_machine_can_be_shown(self) -> None:
         hardware = probe()
         assert str(hardware.cpu.allowed_physical_cores) in one_line(hardware)
-        assert "Memory" in self.page(hardware)
+        assert "Memory" in self.render_page(hardware)

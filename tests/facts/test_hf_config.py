@@ -1,4 +1,4 @@
-"""Sizes computed from a configuration, against what the makers publish."""
+"""Sizes computed from configurations, compared with published figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Published(NamedTuple):
     hub_holds: str = ""
 
 
-# Where each figure was read. “Not read” is a figure that is commonly given for the page named, which was not at hand;
+# The source of each figure. “Not read”: the figure is commonly quoted for this page, which was not available;
 # a model that was made from another one has that one's figure. `hub` counts are as public repositories quote them.
 LLAMA_CARD = "github:meta-llama/llama-models MODEL_CARD.md"
 QWEN_CARD = (
@@ -55,7 +55,7 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3.1-8B": Published("8B", LLAMA_CARD, hub=8_030_261_248),
     "meta-llama/Meta-Llama-3.1-70B": Published("70B", LLAMA_CARD, hub=70_553_706_496),
     "meta-llama/Meta-Llama-3.1-405B": Published("405B", LLAMA_CARD, hub=405_853_388_800),
-    # Its card counts 109B with the vision tower, which this configuration leaves out.
+    # Its card counts 109B with the vision encoder, which this configuration leaves out.
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": Published(
         "107.77B", "llama-bench of its GGUF: 107,769,861,184", "17B"
     ),
@@ -123,7 +123,7 @@ PUBLISHED = {
     "MiniMaxAI/MiniMax-M2.7": Published("230B", M2, "10B", hub=228_689_764_864),
     "nvidia/MiniMax-M2.5-NVFP4": Published("230B", M2, "10B"),
     "nvidia/MiniMax-M2.7-NVFP4": Published("230B", M2, "10B"),
-    # The card's 428B and 23B hold the vision tower and leave something out of the active; 427B and 26B are vLLM's.
+    # The card's 428B and 23B include the vision encoder and leave something out of the active; 427B and 26B are vLLM's.
     "MiniMaxAI/MiniMax-M3": Published("427B", "github:vllm-project/recipes models/MiniMaxAI/MiniMax-M3.yaml", "26B"),
     "zai-org/GLM-5": Published("744B", GLM_README, "40B", hub=753_864_139_008, hub_holds="mtp"),
     "zai-org/GLM-5-FP8": Published("744B", GLM_README, "40B"),
@@ -161,14 +161,14 @@ PUBLISHED = {
 }
 
 
-def figure(text: str) -> tuple[float, float]:
-    """A published figure and what its rounding hides."""
+def parse_figure(text: str) -> tuple[float, float]:
+    """Parse a published figure. Returns its value and its rounding error."""
     value, unit = float(text[:-1]), {"B": 1e9, "T": 1e12}[text[-1]]
     digits = len(text[:-1].partition(".")[2])
     return value * unit, 0.5 * 10**-digits * unit
 
 
-def configs() -> list[Path]:
+def list_configs() -> list[Path]:
     return (
         sorted(path for path in CONFIGS.glob("*_config.json") if "hf_quant" not in path.name)
         if CONFIGS.is_dir()
@@ -176,7 +176,7 @@ def configs() -> list[Path]:
     )
 
 
-def name_of(path: Path) -> str:
+def make_name(path: Path) -> str:
     return path.name.removesuffix("_config.json").replace("--", "/", 1)
 
 
@@ -187,32 +187,32 @@ def with_parts(model: Model, holds: str) -> int:
 
 @needs_configs
 def test_every_configuration_has_its_published_count() -> None:
-    assert {name_of(path) for path in configs()} == set(PUBLISHED)
+    assert {make_name(path) for path in list_configs()} == set(PUBLISHED)
 
 
 @needs_configs
 @pytest.mark.parametrize("name", [name for name, published in PUBLISHED.items() if published.hub])
-def test_the_weights_are_counted_as_the_hub_counts_the_files(name: str) -> None:
-    """To one in ten thousand: what is left are scales of quantized weights and buffers."""
+def test_weights_match_the_counts_of_the_hub(name: str) -> None:
+    """Within 0.01 %. The remainder are scales of quantized weights and buffers."""
     model = read_config_file(CONFIGS / f"{name.replace('/', '--', 1)}_config.json")
     counted = with_parts(model, PUBLISHED[name].hub_holds)
     assert counted == pytest.approx(PUBLISHED[name].hub, rel=1e-4), f"{counted:,}"
 
 
 @needs_configs
-@pytest.mark.parametrize("path", configs(), ids=name_of)
-def test_parameters_match_what_is_published(path: Path) -> None:
+@pytest.mark.parametrize("path", list_configs(), ids=make_name)
+def test_parameters_match_published_counts(path: Path) -> None:
     """Within 1 %, or within the rounding of the published figure where that is coarser."""
     model = read_config_file(path)
-    assert model.name == name_of(path)
+    assert model.name == make_name(path)
     published = PUBLISHED[model.name]
-    total, rounding = figure(published.total)
+    total, rounding = parse_figure(published.total)
     counted = with_parts(model, published.holds)
     assert abs(counted - total) <= max(0.01 * total, rounding), (
         f"{counted:,} against {published.total}, {published.source}"
     )
     if published.active:
-        active, rounding = figure(published.active)
+        active, rounding = parse_figure(published.active)
         assert model.active_parameters is not None
         # Makers differ in whether the two ends of the vocabulary count as active.
         ends = sum(part.active_parameters for part in model.parts if part.name in ("embedding", "output"))
@@ -221,8 +221,8 @@ def test_parameters_match_what_is_published(path: Path) -> None:
 
 
 @needs_configs
-@pytest.mark.parametrize("path", configs(), ids=name_of)
-def test_every_configuration_gives_a_whole_model(path: Path) -> None:
+@pytest.mark.parametrize("path", list_configs(), ids=make_name)
+def test_every_configuration_gives_a_complete_model(path: Path) -> None:
     model = read_config_file(path)
     assert from_json(Model, to_json(model)) == model
     assert sum(part.parameters for part in model.parts if part.name not in ("vision", "mtp")) == model.parameters
@@ -247,7 +247,7 @@ def test_every_configuration_gives_a_whole_model(path: Path) -> None:
         ("deepseek-ai/DeepSeek-V4-Flash", 156, "hub: about 160 GB with its MTP layer"),
     ],
 )
-def test_bytes_under_a_quantization(name: str, gigabytes: float, source: str) -> None:
+def test_bytes_follow_the_quantization(name: str, gigabytes: float, source: str) -> None:
     model = read_config_file(CONFIGS / f"{name.replace('/', '--', 1)}_config.json")
     assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01), source
 
@@ -264,7 +264,7 @@ def read(**changes: Any) -> Model:
 
 
 class TestByHand:
-    def test_llama_3_8b_to_the_last_weight(self) -> None:
+    def test_llama_3_8b_is_counted_exactly(self) -> None:
         attention = 4096 * (4096 + 1024 + 1024 + 4096)
         layer = attention + 3 * 4096 * 14336 + 2 * 4096
         assert read().parameters == 32 * layer + 2 * 128256 * 4096 + 4096 == 8_030_261_248
@@ -334,7 +334,7 @@ class TestByHand:
             ("GPT2LMHeadModel", "generate"),
         ],
     )
-    def test_the_task(self, architecture: str, task: str) -> None:
+    def test_the_task_follows_from_the_architecture(self, architecture: str, task: str) -> None:
         assert read(architectures=[architecture]).task == task
 
     def test_auto_map_is_ignored(self) -> None:
@@ -417,7 +417,7 @@ def test_any_configuration_is_read_or_rejected(changes: dict[str, Any], kind: st
     assert from_json(Model, to_json(model)) == model
 
 
-def test_a_configuration_nested_without_end(tmp_path: Path) -> None:
+def test_a_deeply_nested_configuration_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(BadQuestion):
@@ -427,7 +427,7 @@ def test_a_configuration_nested_without_end(tmp_path: Path) -> None:
         read_config_file(path)
 
 
-def test_a_file_that_python_wrote_with_infinity_is_read(tmp_path: Path) -> None:
+def test_infinity_in_json_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "someone--model_config.json"
     path.write_text(json.dumps({**LLAMA, "time_step_limit": [0.0, float("inf")]}))
     assert read_config_file(path).name == "someone/model"

@@ -13,15 +13,15 @@ from bedplate.facts.intel import device_number, read_intel
 from bedplate.values import Accelerator, Pcie
 
 
-def card(root: Path, number: int, files: dict[str, str]) -> None:
+def write_card(root: Path, number: int, files: dict[str, str]) -> None:
     for name, text in {"vendor": "0x8086", **files}.items():
         path = root / f"sys/class/drm/card{number}/device/{name}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
 
 
-def test_an_arc_card_under_xe(tmp_path: Path) -> None:
-    card(
+def test_an_arc_card_is_read_under_xe(tmp_path: Path) -> None:
+    write_card(
         tmp_path,
         1,
         {
@@ -51,14 +51,14 @@ def test_an_arc_card_under_xe(tmp_path: Path) -> None:
     assert [(link.a, link.b, link.kind) for link in found.links] == [("0", "host", "pcie")]
 
 
-def test_the_tiles_of_a_data_centre_card_are_one_memory(tmp_path: Path) -> None:
+def test_the_tiles_of_a_data_center_card_are_summed(tmp_path: Path) -> None:
     tiles = {f"tile{tile}/physical_vram_size_bytes": str(64 << 30) for tile in range(2)}
-    card(tmp_path, 0, {"device": "0x0bd5", **tiles})
+    write_card(tmp_path, 0, {"device": "0x0bd5", **tiles})
     assert read_intel(tmp_path).accelerators[0].memory_bytes == 128 << 30
 
 
 def test_the_data_center_i915_reports_free_memory(tmp_path: Path) -> None:
-    card(
+    write_card(
         tmp_path,
         0,
         {"device": "0x56c0", "drm/card0/lmem_total_bytes": "100", "drm/card0/lmem_avail_bytes": "40"},
@@ -68,14 +68,14 @@ def test_the_data_center_i915_reports_free_memory(tmp_path: Path) -> None:
 
 
 def test_a_card_without_reported_memory_is_listed(tmp_path: Path) -> None:
-    card(tmp_path, 0, {"device": "0x56a0", "uevent": "DRIVER=i915"})
+    write_card(tmp_path, 0, {"device": "0x56a0", "uevent": "DRIVER=i915"})
     found = read_intel(tmp_path)
     assert (found.accelerators[0].name, found.accelerators[0].memory_bytes) == ("Intel Arc A770", None)
     assert "does not report its memory" in found.notes[0]
 
 
-def test_graphics_inside_a_processor_is_only_noted(tmp_path: Path) -> None:
-    card(tmp_path, 0, {"device": "0x9a49"})
+def test_integrated_graphics_is_only_noted(tmp_path: Path) -> None:
+    write_card(tmp_path, 0, {"device": "0x9a49"})
     found = read_intel(tmp_path)
     assert found.accelerators == ()
     assert found.notes == ("Intel graphics 0x9a49 is built into the CPU and does not count as a GPU",)

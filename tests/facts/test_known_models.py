@@ -1,4 +1,4 @@
-"""Well-known models by the names that people type."""
+"""Well-known models are found by their common names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIGS, TRUTH = SHARED / "model_configs", SHARED / "truth"
         ("unsloth/Qwen3-30B-A3B-bf16", "Qwen/Qwen3-30B-A3B", "BF16"),
     ],
 )
-def test_spellings(typed: str, base: str, label: str) -> None:
+def test_spellings_find_the_model(typed: str, base: str, label: str) -> None:
     model, plain = find_model(typed), find_model(base)
     assert model.parameters == plain.parameters
     assert model.num_layers == plain.num_layers
@@ -108,7 +108,7 @@ def test_a_quantization_determines_the_size() -> None:
         ("bge-base-en-v1.5", 109_482_240),
     ],
 )
-def test_parameters_to_the_last_weight(typed: str, parameters: int) -> None:
+def test_parameters_are_exact(typed: str, parameters: int) -> None:
     assert find_model(typed).parameters == parameters
 
 
@@ -132,7 +132,7 @@ def test_parameters_to_the_last_weight(typed: str, parameters: int) -> None:
         ("bge-m3", 0.568, "hub: 568M"),
     ],
 )
-def test_parameters_of_further_models(typed: str, billions: float, source: str) -> None:
+def test_parameters_of_further_models_match(typed: str, billions: float, source: str) -> None:
     assert find_model(typed).parameters / 1e9 == pytest.approx(billions, rel=0.01), source
 
 
@@ -147,7 +147,7 @@ def test_every_configuration_is_known_and_gives_the_same_facts() -> None:
         read = read_config_file(path)
         known = lookup(read.name)
         if known is not None and not read.vision_parameters:
-            # The shipped facts of Llama 4 have the tower that these configurations leave out.
+            # The built-in facts of Llama 4 include the vision encoder that these configurations leave out.
             known = replaced(known, weight_bytes=known.weight_bytes - known.vision_weight_bytes)
         figures = (
             "parameters",
@@ -187,7 +187,7 @@ def test_every_known_model_is_found_by_its_own_name() -> None:
 
 @pytest.mark.measures
 def test_the_first_lookup_is_fast() -> None:
-    """In a process of its own, without what importing the package takes."""
+    """In a separate process, without the time to import the package."""
     code = (
         "import time; from bedplate.facts import known_models as k; best = 9.0\n"
         "for _ in range(5):\n"
@@ -217,12 +217,12 @@ def test_no_text_makes_the_lookup_raise(text: str) -> None:
         ("Qwen3-0.6B", "generate"),
     ],
 )
-def test_the_task(typed: str, task: str) -> None:
+def test_the_task_follows_from_the_name(typed: str, task: str) -> None:
     assert find_model(typed).task == task
 
 
 class TestInline:
-    def test_an_embedder(self) -> None:
+    def test_facts_describe_an_embedding_model(self) -> None:
         model = model_from_facts({"task": "embed", "params_b": 0.11, "format": "onnx"})
         assert (model.task, model.format, model.parameters) == ("embed", "onnx", 110_000_000)
         assert (model.kv_bytes_per_token, model.weight_bytes, model.basis) == (0, 440_000_000, "estimate")
@@ -248,6 +248,6 @@ class TestInline:
             {"params_b": 8, "colour": 1},
         ],
     )
-    def test_bad_facts(self, fields: Any) -> None:
+    def test_invalid_facts_are_rejected(self, fields: Any) -> None:
         with pytest.raises(BadQuestion):
             model_from_facts(fields)

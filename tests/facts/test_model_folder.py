@@ -1,4 +1,4 @@
-"""Folders as Hugging Face, MLX, ExLlama and ONNX Runtime lay them out; all of them are made here, small."""
+"""Model folders of Hugging Face, MLX, ExLlama and ONNX Runtime, written here in small."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {"q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8), "o_proj": (8, 8)
 FEED = {"gate_proj": (16, 8), "up_proj": (16, 8), "down_proj": (8, 16)}
 
 
-def tensors(layers: int = 2) -> dict[str, tuple[int, ...]]:
+def list_tensors(layers: int = 2) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (32, 8),
         "lm_head.weight": (32, 8),
@@ -62,9 +62,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-class TestWhole:
-    def test_one_file(self, folder: Path) -> None:
-        size = write(folder / "model.safetensors", tensors(), metadata={"format": "pt"})
+class TestComplete:
+    def test_one_file_is_read(self, folder: Path) -> None:
+        size = write(folder / "model.safetensors", list_tensors(), metadata={"format": "pt"})
         model = read_folder(folder)
         assert (model.name, model.format, model.quantization) == ("tiny-llama", "safetensors", "BF16")
         assert model.weight_bytes == size == 2 * model.parameters
@@ -73,9 +73,9 @@ class TestWhole:
             "embedding": 512, "output": 512, "norms": 80, "attention": 2 * 2 * 192, "mlp": 2 * 2 * 384,
         }  # fmt: skip
 
-    def test_shards(self, folder: Path) -> None:
-        names = list(tensors())
-        half = {name: tensors()[name] for name in names[:7]}, {name: tensors()[name] for name in names[7:]}
+    def test_shards_are_read(self, folder: Path) -> None:
+        names = list(list_tensors())
+        half = {name: list_tensors()[name] for name in names[:7]}, {name: list_tensors()[name] for name in names[7:]}
         sizes = [write(folder / f"model-0000{n}-of-00002.safetensors", half[n - 1]) for n in (1, 2)]
         index = {name: f"model-0000{1 if name in half[0] else 2}-of-00002.safetensors" for name in names}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
@@ -91,21 +91,21 @@ class TestWhole:
 
     def test_mtp_heads_and_vision_encoders_are_counted_separately(self, folder: Path) -> None:
         extra = {"model.layers.2.mlp.up_proj.weight": (16, 8), "vision_tower.blocks.0.attn.weight": (8, 8)}
-        write(folder / "model.safetensors", {**tensors(), **extra})
+        write(folder / "model.safetensors", {**list_tensors(), **extra})
         model = read_folder(folder)
         assert (model.mtp_parameters, model.mtp_weight_bytes) == (128, 256)
         assert (model.vision_parameters, model.vision_weight_bytes) == (64, 128)
         assert model.weight_bytes == 2 * (model.parameters + 64)
 
     def test_files_override_the_count_of_an_unknown_architecture(self, folder: Path) -> None:
-        write(folder / "model.safetensors", {**tensors(), "model.layers.0.novelty.weight": (64, 64)})
+        write(folder / "model.safetensors", {**list_tensors(), "model.layers.0.novelty.weight": (64, 64)})
         assert (
             read_folder(folder).parameters
             == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
         )
 
-    def test_an_encoder_decoder_model(self, folder: Path) -> None:
-        """A whole T5 of two layers on each side, named as its files name it."""
+    def test_an_encoder_decoder_model_is_read(self, folder: Path) -> None:
+        """A complete T5 with two layers in encoder and decoder, with the tensor names of real files."""
         config = {
             "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True,
             "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32, "n_positions": 64,
@@ -131,8 +131,8 @@ class TestWhole:
         assert encoder.bytes == 2 * encoder.parameters
         assert encoder.active_parameters == 0
 
-    def test_the_chat_template(self, folder: Path) -> None:
-        write(folder / "model.safetensors", tensors())
+    def test_the_chat_template_is_read(self, folder: Path) -> None:
+        write(folder / "model.safetensors", list_tensors())
         assert not read_folder(folder).has_chat_template
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
         assert read_folder(folder).chat_template == "{{ messages }}"
@@ -147,7 +147,7 @@ class TestWhole:
 
 
 class TestQuantized:
-    def test_mlx(self, folder: Path) -> None:
+    def test_mlx_quantization_is_read(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**SMALL, "quantization": {"group_size": 64, "bits": 4}}))
         size = write(
             folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (16, 1)}, "U32", {"format": "mlx"}
@@ -156,11 +156,11 @@ class TestQuantized:
         assert (model.format, model.quantization, model.weight_bytes) == ("mlx", "4-bit", size)
 
     def test_mlx_without_quantization_is_known_by_its_header(self, folder: Path) -> None:
-        write(folder / "model.safetensors", tensors(), metadata={"format": "mlx"})
+        write(folder / "model.safetensors", list_tensors(), metadata={"format": "mlx"})
         assert read_folder(folder).format == "mlx"
 
     @pytest.mark.parametrize("method", ["exl2", "exl3"])
-    def test_exllama(self, folder: Path, method: str) -> None:
+    def test_exllama_quantization_is_read(self, folder: Path, method: str) -> None:
         (folder / "config.json").write_text(
             json.dumps({**SMALL, "quantization_config": {"quant_method": method, "bits": 4.25}})
         )
@@ -188,19 +188,19 @@ class TestQuantized:
 
 class TestRefused:
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
-    def test_pickles(self, folder: Path, name: str) -> None:
+    def test_pickles_are_rejected(self, folder: Path, name: str) -> None:
         (folder / name).write_bytes(b"\x80\x02")
         with pytest.raises(BadQuestion, match="never opens one") as caught:
             read_folder(folder)
         assert "safetensors" in str(caught.value.hint)
 
-    def test_weights_without_a_configuration(self, tmp_path: Path) -> None:
-        write(tmp_path / "model.safetensors", tensors())
+    def test_weights_without_a_configuration_are_rejected(self, tmp_path: Path) -> None:
+        write(tmp_path / "model.safetensors", list_tensors())
         with pytest.raises(BadQuestion, match=r"no config\.json"):
             read_folder(tmp_path)
 
-    def test_a_damaged_shard(self, folder: Path) -> None:
-        write(folder / "model.safetensors", tensors())
+    def test_a_damaged_shard_is_rejected(self, folder: Path) -> None:
+        write(folder / "model.safetensors", list_tensors())
         with (folder / "model.safetensors").open("r+b") as file:
             file.truncate(500)
         with pytest.raises(BadQuestion, match="cut short"):
@@ -230,11 +230,11 @@ class TestRefused:
         ("lm_head.weight", "output"),
     ],
 )
-def test_what_a_tensor_is_for(name: str, part: str) -> None:
+def test_tensors_are_assigned_to_parts(name: str, part: str) -> None:
     assert part_of(name, 40) == part
 
 
-def varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     out = bytearray()
     while number > 127:
         out.append(number & 127 | 128)
@@ -242,17 +242,17 @@ def varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def message(field: int, content: bytes) -> bytes:
-    return varint(field << 3 | 2) + varint(len(content)) + content
+def encode_message(field: int, content: bytes) -> bytes:
+    return encode_varint(field << 3 | 2) + encode_varint(len(content)) + content
 
 
-def onnx_tensor(name: str, kind: int, dims: list[int], raw: int) -> bytes:
+def encode_onnx_tensor(name: str, kind: int, dims: list[int], raw: int) -> bytes:
     return (
-        b"".join(varint(8) + varint(dim) for dim in dims)
-        + varint(16)
-        + varint(kind)
-        + message(8, name.encode())
-        + message(9, b"\0" * raw)
+        b"".join(encode_varint(8) + encode_varint(dim) for dim in dims)
+        + encode_varint(16)
+        + encode_varint(kind)
+        + encode_message(8, name.encode())
+        + encode_message(9, b"\0" * raw)
     )
 
 
@@ -265,13 +265,13 @@ class TestOnnx:
         }
     }  # fmt: skip
 
-    def graph(self, folder: Path) -> None:
-        weights = onnx_tensor("w_Q4", 2, [4, 8], 32) + b""
-        graph = message(5, weights) + message(5, onnx_tensor("scales", 10, [4], 8))
-        (folder / "model.onnx").write_bytes(varint(8) + varint(7) + message(7, graph))
+    def write_graph(self, folder: Path) -> None:
+        weights = encode_onnx_tensor("w_Q4", 2, [4, 8], 32) + b""
+        graph = encode_message(5, weights) + encode_message(5, encode_onnx_tensor("scales", 10, [4], 8))
+        (folder / "model.onnx").write_bytes(encode_varint(8) + encode_varint(7) + encode_message(7, graph))
 
-    def test_genai(self, tmp_path: Path) -> None:
-        self.graph(tmp_path)
+    def test_a_genai_folder_is_read(self, tmp_path: Path) -> None:
+        self.write_graph(tmp_path)
         (tmp_path / "model.onnx.data").write_bytes(b"\0" * 1000)
         (tmp_path / "genai_config.json").write_text(json.dumps(self.GENAI))
         model = read_folder(tmp_path, name="phi")
@@ -281,16 +281,22 @@ class TestOnnx:
         assert model.parameters == 64 + 4
         assert model.quantization == "INT4"
 
-    def test_with_a_configuration(self, folder: Path) -> None:
+    def test_an_onnx_folder_with_a_configuration_is_read(self, folder: Path) -> None:
         (folder / "onnx").mkdir()
-        self.graph(folder / "onnx")
+        self.write_graph(folder / "onnx")
         model = read_folder(folder)
         assert (model.format, model.num_layers) == ("onnx", 2)
 
     @pytest.mark.parametrize(
-        "content", [b"\xff" * 50, varint(7 << 3 | 2) + varint(2**60), varint(7 << 3 | 3), message(7, b"\x2a\x7f")]
+        "content",
+        [
+            b"\xff" * 50,
+            encode_varint(7 << 3 | 2) + encode_varint(2**60),
+            encode_varint(7 << 3 | 3),
+            encode_message(7, b"\x2a\x7f"),
+        ],
     )
-    def test_damaged(self, tmp_path: Path, content: bytes) -> None:
+    def test_damaged_graphs_are_rejected(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.onnx").write_bytes(content)
         with pytest.raises(BadQuestion, match="damaged"):
             read_onnx(tmp_path, None, name="x", origin=None)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: from NVML's answers and nvidia-smi's pages to accelerators and links. The H200's are a real card's."""
+"""NVIDIA GPUs, from NVML and nvidia-smi output. The H200's answers come from a real card."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ H200 = DeviceAnswers(
 )
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
-def cards(count: int, **answers: Any) -> tuple[DeviceAnswers, ...]:
+def make_cards(count: int, **answers: Any) -> tuple[DeviceAnswers, ...]:
     return tuple(
         DeviceAnswers(index=index, name="GPU", total_bytes=GIB, free_bytes=GIB, **answers) for index in range(count)
     )
@@ -95,7 +95,7 @@ class TestAnswers:
         found = accelerator(DeviceAnswers(index=1, name=b"Tesla P40"), b"535.54.03", None)
         assert (found.name, found.driver_version, found.index) == ("Tesla P40", "535.54.03", 1)
 
-    def test_a_card_that_answers_nothing_is_still_there(self) -> None:
+    def test_a_card_without_answers_is_listed(self) -> None:
         found = conclude(Answers(devices=(DeviceAnswers(index=0),)))
         assert found.accelerators == (Accelerator(name="NVIDIA GPU", vendor="nvidia", index=0),)
         assert found.notes == ("GPU 0: the driver does not report its memory",)
@@ -105,7 +105,7 @@ class TestAnswers:
         assert found.accelerators[0].unified_memory
         assert found.notes == ()
 
-    def test_versions_and_addresses_are_written_as_people_do(self) -> None:
+    def test_versions_and_addresses_are_normalized(self) -> None:
         assert [cuda_version(number) for number in (13000, 12080, 0, None)] == ["13.0", "12.8", None, None]
         assert pci_address(b"00000000:18:00.0") == "0000:18:00.0"
         assert pci_address("00000001:AE:00.0\0\0") == "0001:ae:00.0"
@@ -137,14 +137,14 @@ class TestSlices:
         index=0, name="NVIDIA A100-SXM4-80GB", uuid="GPU-1", total_bytes=80 * GIB, free_bytes=79 * GIB
     )
 
-    def test_each_is_an_accelerator_in_its_cards_place(self) -> None:
+    def test_each_slice_replaces_its_card(self) -> None:
         whole, large, small = conclude(Answers(devices=(self.WHOLE, self.SPLIT), driver_version="550")).accelerators
         assert (whole.index, whole.parent) == (0, None)
         assert (large.index, large.parent, large.memory_bytes, large.compute_units) == (2, 1, 40 * GIB, 42)
         assert (small.index, small.parent, small.memory_bytes, small.uuid) == (3, 1, 10 * GIB, "MIG-bb")
         assert (small.compute_capability, small.driver_version, small.mig) == ("8.0", "550", True)
 
-    def test_cuda_visible_devices_may_name_one(self) -> None:
+    def test_cuda_visible_devices_may_name_a_slice(self) -> None:
         found = conclude(Answers(devices=(self.WHOLE, self.SPLIT)), "MIG-bb")
         assert [card.uuid for card in found.accelerators] == ["MIG-bb"]
 
@@ -153,7 +153,7 @@ class TestSlices:
         assert found.accelerators[0].memory_bytes == 80 * GIB
         assert "GPU 1 is split by MIG" in found.notes[0]
 
-    def test_a_split_card_without_slices_runs_nothing(self) -> None:
+    def test_a_mig_card_without_slices_is_not_usable(self) -> None:
         found = conclude(Answers(devices=(replace(self.SPLIT, slices=()),)))
         assert found.accelerators == ()
         assert "MIG is on but has no slice" in found.notes[0]
@@ -161,7 +161,7 @@ class TestSlices:
 
 class TestLinks:
     def test_behind_a_switch_every_pair_has_all_links(self) -> None:
-        found = conclude(Answers(devices=cards(4, nvlinks=("switch",) * 18, compute_capability=(9, 0)))).links
+        found = conclude(Answers(devices=make_cards(4, nvlinks=("switch",) * 18, compute_capability=(9, 0)))).links
         assert len(found) == 6
         assert {(link.kind, link.count) for link in found} == {("nvlink", 18)}
         figure = found[0].bandwidth_bytes_s
@@ -177,11 +177,11 @@ class TestLinks:
         assert nvlink_counts(devices) == {(0, 1): 4, (2, 3): 4}
 
     def test_links_whose_end_a_virtual_machine_hides_lead_to_a_switch(self) -> None:
-        assert nvlink_counts(cards(2, nvlinks=(None,) * 12)) == {(0, 1): 12}
-        assert nvlink_counts(cards(1, nvlinks=(None,) * 12)) == {}
+        assert nvlink_counts(make_cards(2, nvlinks=(None,) * 12)) == {(0, 1): 12}
+        assert nvlink_counts(make_cards(1, nvlinks=(None,) * 12)) == {}
 
     def test_without_nvlink_the_pcie_path_is_named(self) -> None:
-        found = conclude(Answers(devices=cards(2), paths=((0, 1, "host-bridge"),))).links
+        found = conclude(Answers(devices=make_cards(2), paths=((0, 1, "host-bridge"),))).links
         assert found == (Link(kind="pcie", a="0", b="1", path="host-bridge"),)
 
     def test_each_card_has_a_link_to_the_host(self) -> None:
@@ -191,13 +191,13 @@ class TestLinks:
         assert link.bandwidth_bytes_s.value == pytest.approx(63e9, rel=0.01)
 
     def test_hidden_cards_have_no_links(self) -> None:
-        answers = Answers(devices=cards(3, nvlinks=("switch",) * 6))
+        answers = Answers(devices=make_cards(3, nvlinks=("switch",) * 6))
         assert [(link.a, link.b) for link in conclude(answers, "2,0").links] == [("0", "2")]
 
 
 class TestVisibleDevices:
-    def test_it_is_applied_and_noted(self) -> None:
-        answers = Answers(devices=cards(4))
+    def test_cuda_visible_devices_is_applied_and_noted(self) -> None:
+        answers = Answers(devices=make_cards(4))
         found = conclude(answers, "2,0")
         assert [card.index for card in found.accelerators] == [2, 0]
         assert found.notes == ("CUDA_VISIBLE_DEVICES=2,0 hides 2 of 4 NVIDIA GPUs",)
@@ -218,18 +218,18 @@ class TestVisibleDevices:
             ("junk", ()),
         ],
     )
-    def test_it_is_parsed_as_in_cuda(self, value: str | None, kept: tuple[int, ...]) -> None:
+    def test_cuda_visible_devices_is_parsed_as_in_cuda(self, value: str | None, kept: tuple[int, ...]) -> None:
         assert visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
 
     @given(st.text())
-    def test_no_value_makes_it_raise(self, value: str) -> None:
+    def test_any_value_is_parsed_without_error(self, value: str) -> None:
         assert set(visible(["GPU-aa", None], value)) <= {0, 1}
         conclude(Answers(devices=(H200, TestSlices.SPLIT)), value)
 
 
 class TestSmiLog:
-    def test_two_of_eight_h100(self) -> None:
-        answers = parse_smi_log(capture("smi-q-h100-sxm-x8-first-2.txt"))
+    def test_two_of_eight_h100_are_parsed(self) -> None:
+        answers = parse_smi_log(read_capture("smi-q-h100-sxm-x8-first-2.txt"))
         assert (answers.driver_version, answers.cuda_version, len(answers.devices)) == ("565.57.01", "12.7", 2)
         first, second = answers.devices
         assert (first.name, first.architecture, first.index) == ("NVIDIA H100 80GB HBM3", "Hopper", 0)
@@ -242,44 +242,44 @@ class TestSmiLog:
         assert (first.mig, first.slices, first.processes) == (False, None, ())
 
     def test_a_consumer_card_has_no_mig_and_slows_its_link_when_idle(self) -> None:
-        first, second = parse_smi_log(capture("smi-q-rtx-3090-x2.txt")).devices
+        first, second = parse_smi_log(read_capture("smi-q-rtx-3090-x2.txt")).devices
         assert (first.mig, second.index) == (None, 1)
         assert first.pcie == Pcie(generation=1, max_generation=4, width=16, max_width=16)
         assert (first.total_bytes, first.max_memory_clock_mhz) == (24 * GIB, 9751)
 
-    def test_a_card_in_a_narrow_slot(self) -> None:
-        (card,) = parse_smi_log(capture("smi-q-l4.txt")).devices
+    def test_a_narrow_slot_is_reported(self) -> None:
+        (card,) = parse_smi_log(read_capture("smi-q-l4.txt")).devices
         assert card.pcie == Pcie(generation=1, max_generation=4, width=8, max_width=16)
 
     def test_other_processes_are_named_without_their_folders(self) -> None:
-        (card,) = parse_smi_log(capture("smi-q-h200-busy.txt")).devices
+        (card,) = parse_smi_log(read_capture("smi-q-h200-busy.txt")).devices
         assert card.processes == (GpuProcess(pid=403, name="python3", bytes=1634 << 20),)
 
-    def test_it_agrees_with_nvml_about_the_same_card(self) -> None:
-        (card,) = parse_smi_log(capture("smi-q-h200-busy.txt")).devices
+    def test_the_log_agrees_with_nvml(self) -> None:
+        (card,) = parse_smi_log(read_capture("smi-q-h200-busy.txt")).devices
         for field in ("name", "pci_address", "architecture", "total_bytes", "power_limit_w", "pcie", "mig"):
             assert getattr(card, field) == getattr(H200, field), field
 
-    def test_slices(self) -> None:
-        (card,) = parse_smi_log(capture("smi-q-a100-mig-constructed.txt")).devices
+    def test_slices_are_parsed(self) -> None:
+        (card,) = parse_smi_log(read_capture("smi-q-a100-mig-constructed.txt")).devices
         assert card.mig is True
         assert card.slices == (
             SliceAnswers(total_bytes=20096 << 20, free_bytes=20083 << 20, multiprocessors=42),
             SliceAnswers(total_bytes=4864 << 20, free_bytes=4857 << 20, multiprocessors=14),
         )
 
-    def test_absent_and_partial_pages(self) -> None:
+    def test_absent_and_partial_pages_are_parsed(self) -> None:
         assert parse_smi_log("") == Answers()
         assert (
             parse_smi_log("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == Answers()
         )
-        whole = capture("smi-q-h100-sxm-x8-first-2.txt")
+        whole = read_capture("smi-q-h100-sxm-x8-first-2.txt")
         (card,) = parse_smi_log(whole[: whole.index("FB Memory Usage")]).devices
         assert (card.name, card.total_bytes) == ("NVIDIA H100 80GB HBM3", None)
 
     @given(st.data())
     def test_garbled_pages_never_raise(self, data: st.DataObject) -> None:
-        text = capture("smi-q-h200-busy.txt")
+        text = read_capture("smi-q-h200-busy.txt")
         cut = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(cut, len(text)))
         answers = parse_smi_log(text[:cut] + data.draw(st.text(max_size=20)) + text[end:])
@@ -289,41 +289,41 @@ class TestSmiLog:
 
 
 class TestSmiTopology:
-    def test_eight_cards_behind_switches(self) -> None:
-        answers = parse_smi_topology(capture("topo-h100-x8.txt"))
+    def test_eight_cards_behind_switches_are_parsed(self) -> None:
+        answers = parse_smi_topology(read_capture("topo-h100-x8.txt"))
         assert len(answers.nvlink_counts) == 28
         assert {count for _, _, count in answers.nvlink_counts} == {18}
         assert answers.paths == ()
 
-    def test_cards_without_nvlink(self) -> None:
-        assert parse_smi_topology(capture("topo-rtx-5090-x2.txt")).paths == ((0, 1, "host-bridge"),)
-        mixed = parse_smi_topology(capture("topo-pcie-x8-cut.txt")).paths
+    def test_cards_without_nvlink_are_parsed(self) -> None:
+        assert parse_smi_topology(read_capture("topo-rtx-5090-x2.txt")).paths == ((0, 1, "host-bridge"),)
+        mixed = parse_smi_topology(read_capture("topo-pcie-x8-cut.txt")).paths
         assert (0, 1, "switch") in mixed and (0, 2, "host-bridge") in mixed and (0, 7, "system") in mixed
 
-    def test_one_card_and_colours(self) -> None:
-        assert "\x1b[4m" in capture("topo-h200.txt")
-        assert parse_smi_topology(capture("topo-h200.txt")) == Answers()
+    def test_one_card_and_terminal_colours_are_parsed(self) -> None:
+        assert "\x1b[4m" in read_capture("topo-h200.txt")
+        assert parse_smi_topology(read_capture("topo-h200.txt")) == Answers()
 
     @given(st.one_of(st.text(), st.text(alphabet="GPU01XNV8SY \t\n")))
-    def test_no_text_makes_it_raise(self, text: str) -> None:
+    def test_any_text_is_parsed_without_error(self, text: str) -> None:
         parse_smi_topology(text)
 
 
 def test_slices_are_named_by_the_list() -> None:
-    listed = parse_smi_list(capture("smi-list-a100-mig-constructed.txt"))
+    listed = parse_smi_list(read_capture("smi-list-a100-mig-constructed.txt"))
     assert listed[0] == (
         SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", uuid="MIG-00000000-0000-0000-0000-000000000001"),
         SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-00000000-0000-0000-0000-000000000002"),
     )
 
 
-def test_compute_capabilities() -> None:
+def test_compute_capabilities_are_parsed() -> None:
     assert parse_compute_capabilities("9.0\n8.6\n") == ((9, 0), (8, 6))
     assert parse_compute_capabilities("[N/A]\n") == (None,)
     assert parse_compute_capabilities("") == ()
 
 
-class TestAskingTheProgram:
+class TestNvidiaSmi:
     PAGES = {  # noqa: RUF012
         ("nvidia-smi", "-q"): "smi-q-a100-mig-constructed.txt",
         ("nvidia-smi", "-L"): "smi-list-a100-mig-constructed.txt",
@@ -333,7 +333,7 @@ class TestAskingTheProgram:
     def ask(self, argv: Sequence[str]) -> str | None:
         if "--query-gpu=compute_cap" in argv:
             return "8.0\n"
-        return capture(self.PAGES[tuple(argv)])
+        return read_capture(self.PAGES[tuple(argv)])
 
     def test_the_outputs_are_merged(self) -> None:
         answers = ask_smi(self.ask)
@@ -342,7 +342,7 @@ class TestAskingTheProgram:
         assert (first.name, first.memory_bytes) == ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20096 << 20)
         assert (second.uuid, second.compute_capability) == ("MIG-00000000-0000-0000-0000-000000000002", "8.0")
 
-    def test_a_program_that_is_not_there_or_finds_nothing(self) -> None:
+    def test_a_missing_or_failing_program_gives_no_answer(self) -> None:
         assert ask_smi(lambda argv: None) is None
         assert ask_smi(lambda argv: "No devices were found\n") is None
 
@@ -359,12 +359,12 @@ class TestAskingTheProgram:
 
 
 class TestNvml:
-    """The bindings as a scripted object: its answers are those that an H200 gave, or refused."""
+    """A fake of the bindings with the answers of a real H200."""
 
     class Error(Exception):
         pass
 
-    def nvml(self, **changes: Any) -> Any:
+    def make_nvml(self, **changes: Any) -> Any:
         def refuse(*about: Any) -> Any:
             raise self.Error
 
@@ -386,7 +386,7 @@ class TestNvml:
         return SimpleNamespace(NVMLError=self.Error, **{**answers, **changes})
 
     def test_unsupported_questions_give_none(self, tmp_path: Path) -> None:
-        device = nvidia._ask_device(self.nvml(), 0, "handle", tmp_path)
+        device = nvidia._ask_device(self.make_nvml(), 0, "handle", tmp_path)
         assert (device.name, device.pci_address, device.architecture) == ("NVIDIA H200", "0000:00:06.0", "Hopper")
         assert (device.power_limit_w, device.max_power_limit_w) == (700.0, 700.0)
         assert (device.sm_clock_mhz, device.uuid, device.nvlinks, device.slices) == (None, None, None, None)
@@ -399,7 +399,7 @@ class TestNvml:
                 raise self.Error
             return SimpleNamespace(busId=b"00000000:2A:00.0")
 
-        nvml = self.nvml(
+        nvml = self.make_nvml(
             NVML_NVLINK_MAX_LINKS=5,
             NVML_NVLINK_DEVICE_TYPE_SWITCH=2,
             nvmlDeviceGetNvLinkState=lambda handle, link: int(link < 3),
@@ -414,7 +414,7 @@ class TestNvml:
                 raise self.Error
             return f"slice {number}"
 
-        nvml = self.nvml(
+        nvml = self.make_nvml(
             nvmlDeviceGetMigMode=lambda handle: (1, 1),
             nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
             nvmlDeviceGetMigDeviceHandleByIndex=place,

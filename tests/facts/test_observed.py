@@ -1,4 +1,4 @@
-"""The work that an endpoint had, as a workload to plan for."""
+"""Stored requests of an endpoint are summarized as a workload."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def asked(number: int, **more: object) -> ServedRequest:
-    """One of a hundred requests, two seconds apart, each of which takes four, after a system prompt of 2 KB."""
+def make_request(number: int, **more: object) -> ServedRequest:
+    """One of a hundred requests, sent every two seconds, each taking four, with a shared system prompt of 2 KB."""
     text = SYSTEM + str(number).encode() * 300
     fields = {
         "at_s": time.time() - 600 + 2 * number, "tenant": "alice", "model": "small", "engine": "llama.cpp",
@@ -40,26 +40,26 @@ def asked(number: int, **more: object) -> ServedRequest:
 
 
 def test_stored_requests_become_a_workload() -> None:
-    store.add_requests([asked(number) for number in range(100)])
+    store.add_requests([make_request(number) for number in range(100)])
     summary = observed(3600)
     work = to_workload(summary)
     assert summary.requests == 100 and summary.tenants == 1 and summary.models == ("small",)
     assert work.origin == "observed" and work.concurrency in (2, 3)
     assert work.requests_per_s == pytest.approx(0.5, rel=0.02)
     assert work.output_tokens == 100 and 600 < work.prompt_tokens < 800
-    # Four blocks of 512 bytes are in the system prompt, which all but the first find again.
+    # The system prompt has four blocks of 512 bytes. All requests but the first reuse them.
     assert work.shared_prefix_tokens == pytest.approx(4 * 128, rel=0.05)
 
 
 def test_other_models_old_requests_and_token_counts_are_excluded() -> None:
     store.add_requests(
         [
-            asked(1),
-            asked(2),
-            asked(3, model="large"),
-            asked(4, api="other"),
-            asked(5, at_s=time.time() - 9000),
-            asked(6, outcome="turned_away", engine=None),
+            make_request(1),
+            make_request(2),
+            make_request(3, model="large"),
+            make_request(4, api="other"),
+            make_request(5, at_s=time.time() - 9000),
+            make_request(6, outcome="turned_away", engine=None),
         ]
     )
     assert observed(3600, model="small").requests == 2
@@ -69,11 +69,13 @@ def test_other_models_old_requests_and_token_counts_are_excluded() -> None:
 
 
 def test_requests_without_an_end_are_noted() -> None:
-    lost = asked(2, outcome="cancelled", prompt_tokens=None, completion_tokens=None)
-    store.add_requests([asked(1), lost, asked(3, outcome="failed", prompt_tokens=None, completion_tokens=None)])
+    lost = make_request(2, outcome="cancelled", prompt_tokens=None, completion_tokens=None)
+    store.add_requests(
+        [make_request(1), lost, make_request(3, outcome="failed", prompt_tokens=None, completion_tokens=None)]
+    )
     summary = observed(3600)
     assert summary.outcomes == {"cancelled": 1, "error": 1}
-    assert summary.prompt.spread.max == asked(1).prompt_tokens
+    assert summary.prompt.spread.max == make_request(1).prompt_tokens
 
 
 def test_without_requests_it_is_an_error() -> None:
@@ -83,7 +85,7 @@ def test_without_requests_it_is_an_error() -> None:
 
 
 def test_the_command_writes_a_valid_intent(tmp_path: Path) -> None:
-    store.add_requests([asked(number) for number in range(20)])
+    store.add_requests([make_request(number) for number in range(20)])
     path = tmp_path / "bedplate.yaml"
     page = invoke("workload", "--observed", "24h", "--model", "small", "-o", str(path))
     assert page.code == 0 and "20 requests in" in page.out
@@ -94,5 +96,5 @@ def test_the_command_writes_a_valid_intent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [(), ("x.csv", "--observed", "24h"), ("x.csv", "--model", "m"), ("--observed", "now")]
 )
-def test_one_source_is_needed(words: tuple[str, ...]) -> None:
+def test_exactly_one_source_is_required(words: tuple[str, ...]) -> None:
     assert invoke("workload", *words).code == 2

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is right is read, and what is hostile ends quickly."""
+"""Headers of safetensors files: valid ones are read, and malicious ones are rejected quickly."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from bedplate.facts import safetensors
 from bedplate.facts.safetensors import MAX_HEADER_BYTES, header_length, parse_header, parse_index, read_header
 
 
-def header(tensors: dict[str, Any]) -> bytes:
+def encode_header(tensors: dict[str, Any]) -> bytes:
     text = json.dumps(tensors).encode()
     return struct.pack("<Q", len(text)) + text
 
 
-def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+def make_entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 def write(path: Path, tensors: dict[str, Any], size: int) -> Path:
-    path.write_bytes(header(tensors) + b"\0" * size)
+    path.write_bytes(encode_header(tensors) + b"\0" * size)
     return path
 
 
-def test_names_types_and_sizes(tmp_path: Path) -> None:
+def test_names_types_and_sizes_are_read(tmp_path: Path) -> None:
     tensors = {
         "__metadata__": {"format": "pt"},
-        "a": entry("BF16", [2, 3], 0, 12),
-        "b": entry("F8_E4M3", [5], 12, 17),
-        "c": entry("F4", [4], 17, 19),
+        "a": make_entry("BF16", [2, 3], 0, 12),
+        "b": make_entry("F8_E4M3", [5], 12, 17),
+        "c": make_entry("F4", [4], 17, 19),
     }
     found = read_header(write(tmp_path / "m.safetensors", tensors, 19))
     assert [(t.name, t.type, t.elements, t.bytes) for t in found.tensors] == [
@@ -47,9 +47,9 @@ def test_names_types_and_sizes(tmp_path: Path) -> None:
     assert found.metadata == {"format": "pt"}
 
 
-def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
+def test_a_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None:
     found = read_header(
-        write(tmp_path / "m.safetensors", {"a": entry("F32", [], 0, 4), "b": entry("F32", [0, 7], 4, 4)}, 4)
+        write(tmp_path / "m.safetensors", {"a": make_entry("F32", [], 0, 4), "b": make_entry("F32", [0, 7], 4, 4)}, 4)
     )
     assert sum(tensor.elements for tensor in found.tensors) == 1
 
@@ -58,7 +58,7 @@ def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
 def test_the_weights_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "big.safetensors"
     with path.open("wb") as file:
-        file.write(header({"a": entry("BF16", [1 << 20, 1 << 16], 0, 1 << 37)}))
+        file.write(encode_header({"a": make_entry("BF16", [1 << 20, 1 << 16], 0, 1 << 37)}))
         file.truncate(file.tell() + (1 << 37))
     began = time.process_time()
     assert read_header(path).tensors[0].bytes == 1 << 37
@@ -66,15 +66,15 @@ def test_the_weights_are_not_read(tmp_path: Path) -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("overlap", {"a": entry("I8", [4], 0, 4), "b": entry("I8", [4], 2, 6)}, "overlaps"),
-    ("hole", {"a": entry("I8", [4], 0, 4), "b": entry("I8", [4], 8, 12)}, "gap before"),
-    ("wrong length", {"a": entry("F32", [4], 0, 4)}, "needs 16 bytes"),
-    ("backwards", {"a": entry("I8", [4], 8, 4)}, "offsets"),
-    ("negative", {"a": entry("I8", [-4], 0, 4)}, "dimension of -4"),
-    ("absurd", {"a": entry("I8", [2**62, 2**62], 0, 4)}, "dimension of"),
-    ("product", {"a": entry("I8", [2**40, 2**40], 0, 4)}, "more weights"),
-    ("dimensions", {"a": entry("I8", [1] * 100, 0, 1)}, "dimensions"),
-    ("unknown type", {"a": entry("Q9", [1], 0, 1)}, "does not know"),
+    ("overlap", {"a": make_entry("I8", [4], 0, 4), "b": make_entry("I8", [4], 2, 6)}, "overlaps"),
+    ("hole", {"a": make_entry("I8", [4], 0, 4), "b": make_entry("I8", [4], 8, 12)}, "gap before"),
+    ("wrong length", {"a": make_entry("F32", [4], 0, 4)}, "needs 16 bytes"),
+    ("backwards", {"a": make_entry("I8", [4], 8, 4)}, "offsets"),
+    ("negative", {"a": make_entry("I8", [-4], 0, 4)}, "dimension of -4"),
+    ("absurd", {"a": make_entry("I8", [2**62, 2**62], 0, 4)}, "dimension of"),
+    ("product", {"a": make_entry("I8", [2**40, 2**40], 0, 4)}, "more weights"),
+    ("dimensions", {"a": make_entry("I8", [1] * 100, 0, 1)}, "dimensions"),
+    ("unknown type", {"a": make_entry("Q9", [1], 0, 1)}, "does not know"),
     ("no offsets", {"a": {"dtype": "I8", "shape": [1]}}, "not a safetensors header"),
     ("text shape", {"a": {"dtype": "I8", "shape": "1", "data_offsets": [0, 1]}}, "not a safetensors header"),
     ("a list", {"a": [1, 2]}, "not a safetensors header"),
@@ -108,7 +108,7 @@ def test_a_truncated_file_is_rejected(tmp_path: Path) -> None:
         (b"", "0 bytes"),
         (b"1234567", "7 bytes"),
         (struct.pack("<Q", 500) + b"{", "its header alone needs 508 bytes"),
-        (header({"a": entry("F32", [100], 0, 400)}) + b"\0" * 9, "requires"),
+        (encode_header({"a": make_entry("F32", [100], 0, 400)}) + b"\0" * 9, "requires"),
     ]:
         path.write_bytes(content)
         with pytest.raises(BadQuestion, match="cut short") as caught:
@@ -170,7 +170,7 @@ def test_any_header_is_read_or_rejected(tensors: dict[str, Any]) -> None:
     assert found.promised_bytes >= 8 + sum(tensor.bytes for tensor in found.tensors)
 
 
-def test_an_index() -> None:
+def test_an_index_is_parsed() -> None:
     index = {
         "metadata": {"total_size": 1e3},
         "weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-1.safetensors"},

@@ -1,4 +1,4 @@
-"""Machines on paper are full machines, and what is wrong with a description is said with the field's name."""
+"""Hypothetical hardware is a complete Hardware record, and an error names the wrong field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bedplate.values.record import from_json, to_json
 SHARED = Path(__file__).parents[2].parent / "shared"
 
 
-def links(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
+def list_bandwidths(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
     """One direction in GB/s."""
     return {
         (link.a, link.b): None if link.bandwidth_bytes_s is None else link.bandwidth_bytes_s.value / 1e9
@@ -29,7 +29,7 @@ def links(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
     }
 
 
-def test_eight_h100s_are_a_whole_machine() -> None:
+def test_eight_h100s_give_a_complete_machine() -> None:
     machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"})
     assert [card.index for card in machine.accelerators] == list(range(8))
     card = machine.accelerators[0]
@@ -43,10 +43,10 @@ def test_eight_h100s_are_a_whole_machine() -> None:
     assert card.basis == "spec"
     assert machine.memory.total_bytes == 2048 * GIB
     assert machine.memory.available_bytes < machine.memory.total_bytes
-    nvlink = links(machine, "nvlink")
+    nvlink = list_bandwidths(machine, "nvlink")
     assert len(nvlink) == 28
     assert set(nvlink.values()) == {450.0}
-    to_host = links(machine, "pcie")
+    to_host = list_bandwidths(machine, "pcie")
     assert set(to_host) == {(str(index), "host") for index in range(8)}
     assert to_host["0", "host"] == pytest.approx(63, rel=0.01)
 
@@ -66,31 +66,31 @@ def test_a_saved_machine_of_another_kind_is_refused() -> None:
 
 def test_an_optional_bridge_must_be_specified() -> None:
     described = {"accelerator": "RTX 3090", "count": 4, "ram_gb": 128}
-    assert not links(simulated(described), "nvlink")
-    assert len(links(simulated(described), "pcie")) == 4 + 6
-    bridged = links(simulated({**described, "link": "nvlink"}), "nvlink")
+    assert not list_bandwidths(simulated(described), "nvlink")
+    assert len(list_bandwidths(simulated(described), "pcie")) == 4 + 6
+    bridged = list_bandwidths(simulated({**described, "link": "nvlink"}), "nvlink")
     assert bridged == {("0", "1"): 56.25, ("2", "3"): 56.25}
 
 
 def test_a_mesh_divides_its_bandwidth_among_all_peers() -> None:
-    xgmi = links(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
+    xgmi = list_bandwidths(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
     assert len(xgmi) == 28
     assert set(xgmi.values()) == {64.0}
 
 
 def test_cards_can_be_limited_to_pcie() -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512, "link": "pcie"})
-    assert not links(machine, "nvlink")
-    assert ("0", "1") in links(machine, "pcie")
+    assert not list_bandwidths(machine, "nvlink")
+    assert ("0", "1") in list_bandwidths(machine, "pcie")
 
 
-def test_a_fleet_is_nodes_with_a_network_between_them() -> None:
+def test_a_fleet_has_a_network_between_nodes() -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"})
     assert len(machine.accelerators) == 128
-    nvlink = links(machine, "nvlink")
+    nvlink = list_bandwidths(machine, "nvlink")
     assert len(nvlink) == 16 * 28
     assert ("7", "8") not in nvlink
-    network = links(machine, "network")
+    network = list_bandwidths(machine, "network")
     assert len(network) == 15
     assert network["0", "8"] == 400
     assert any("16 nodes of 8" in note for note in machine.notes)
@@ -98,16 +98,16 @@ def test_a_fleet_is_nodes_with_a_network_between_them() -> None:
 
 def test_a_rack_is_one_domain() -> None:
     machine = simulated({"accelerator": "GB200", "count": 72, "ram_gb": 480})
-    assert len(links(machine, "nvlink")) == 72 * 71 // 2 + 72
-    assert links(machine, "nvlink")["0", "host"] == 450
+    assert len(list_bandwidths(machine, "nvlink")) == 72 * 71 // 2 + 72
+    assert list_bandwidths(machine, "nvlink")["0", "host"] == 450
     assert machine.cpu.name == "NVIDIA Grace"
     assert machine.cpu.arch == "aarch64"
 
 
 def test_nodes_have_the_specified_size() -> None:
     machine = simulated({"accelerator": "L40S", "count": 8, "gpus_per_node": 4, "ram_gb": 512, "network": "100 GbE"})
-    assert links(machine, "network") == {("0", "4"): 12.5}
-    assert ("3", "4") not in links(machine, "pcie")
+    assert list_bandwidths(machine, "network") == {("0", "4"): 12.5}
+    assert ("3", "4") not in list_bandwidths(machine, "pcie")
 
 
 def test_a_large_fleet_is_described_in_bounded_size() -> None:
@@ -131,9 +131,9 @@ def test_a_large_fleet_is_described_in_bounded_size() -> None:
         ("InfiniBand", None),
     ],
 )
-def test_networks_as_people_write_them(said: object, gb_s: float | None) -> None:
+def test_usual_network_names_are_understood(said: object, gb_s: float | None) -> None:
     machine = simulated({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
-    assert links(machine, "network") == {("0", "8"): gb_s}
+    assert list_bandwidths(machine, "network") == {("0", "8"): gb_s}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_mac_shares_its_memory_up_to_the_gpu_limit(name: str, ram_gb: int, wir
 
 def test_memory_comes_from_the_name_or_the_only_size() -> None:
     assert simulated({"accelerator": "M4 Max 64GB"}).memory.total_bytes == 64 * GIB
-    # Of 128 GB, firmware keeps a part: what is left is what its driver reports.
+    # The firmware reserves a part of 128 GB. The driver reports the rest.
     assert simulated({"accelerator": "DGX Spark"}).memory.total_bytes == 122572 << 20
     with pytest.raises(BadQuestion, match=r"hardware.ram_gb: specify the memory of the Apple M4 Pro"):
         simulated({"accelerator": "M4 Pro"})
@@ -172,7 +172,7 @@ def test_memory_comes_from_the_name_or_the_only_size() -> None:
         simulated({"accelerator": "M4 Max 64GB", "ram_gb": 32})
 
 
-def test_strix_halo_is_cpu_and_gpu_of_one_memory() -> None:
+def test_cpu_and_gpu_of_strix_halo_share_memory() -> None:
     machine = simulated({"accelerator": "Ryzen AI Max+ 395", "ram_gb": 128})
     assert machine.cpu.physical_cores == 16
     assert "avx512f" in machine.cpu.instruction_sets
@@ -180,7 +180,7 @@ def test_strix_halo_is_cpu_and_gpu_of_one_memory() -> None:
     assert machine.accelerators[0].free_bytes == 96 * GIB
 
 
-def test_a_cpu_alone() -> None:
+def test_a_cpu_without_accelerators_is_described() -> None:
     machine = simulated({"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128, "os": "linux"})
     assert machine.accelerators == ()
     assert machine.links == ()
@@ -190,7 +190,7 @@ def test_a_cpu_alone() -> None:
     assert machine.memory.bandwidth_bytes_s.value == pytest.approx(281.6e9)
 
 
-def test_two_sockets_have_twice_the_bandwidth_and_a_part_of_one_is_a_part() -> None:
+def test_bandwidth_is_proportional_to_the_sockets() -> None:
     both = simulated({"cpu": "EPYC 9654", "cores": 192, "ram_gb": 1536})
     assert both.cpu.sockets == 2
     assert both.memory.bandwidth_bytes_s is not None
@@ -239,12 +239,12 @@ def test_cards_with_several_devices_show_all_of_them() -> None:
     # Idle cards in tests/captures/nvidia, and an H200 without what a process held.
     [("RTX 3090", 24154), ("L4", 22479), ("A100 SXM 40GB", 40387), ("H100 SXM", 81106), ("H200 SXM", 143157)],
 )
-def test_an_idle_card_has_as_much_free_as_real_ones_had(name: str, free_mib: int) -> None:
+def test_free_memory_of_an_idle_card_matches_real_cards(name: str, free_mib: int) -> None:
     free = simulated({"accelerator": name, "ram_gb": 64}).accelerators[0].free_bytes
     assert free == pytest.approx(free_mib << 20, rel=0.006)
 
 
-def test_no_card_is_full_when_idle() -> None:
+def test_an_idle_card_has_free_memory() -> None:
     for chip in chips().values():
         if chip.reported_bytes is not None and not chip.unified:
             assert 0.89 * chip.reported_bytes < idle_free_bytes(chip.reported_bytes) < chip.reported_bytes, chip.name

@@ -1,4 +1,4 @@
-"""Tenstorrent's cards, from their driver's files and from real output of tt-smi."""
+"""Tenstorrent's cards, from sysfs files and from real output of tt-smi."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def put(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cards_from_sysfs(tmp_path: Path) -> None:
+def test_cards_are_read_from_sysfs(tmp_path: Path) -> None:
     """The names are those of tt-kmd's docs/sysfs-attributes.md."""
     put(
         tmp_path,
@@ -76,7 +76,7 @@ def test_the_second_chip_of_an_n300_is_not_on_the_bus() -> None:
     assert left.pcie is not None and (left.pcie.generation, left.pcie.width, right.pcie) == (4, 16, None)
 
 
-def test_output_that_was_cut_short_names_no_card() -> None:
+def test_truncated_output_names_no_card() -> None:
     assert parse_tt_smi((CAPTURES / "tt-smi-p150a-cut.json").read_text()) == ()
     assert parse_tt_smi(None) == parse_tt_smi("") == parse_tt_smi("[]") == ()
 

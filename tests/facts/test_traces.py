@@ -1,4 +1,4 @@
-"""Readers of traces: every published form is read, bad rows are told and not fatal, and damage ends in an error."""
+"""Trace readers: every published format is read, bad rows are counted, and damaged files are errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def parse(text: str | bytes, kind: TraceFormat) -> tuple[list[RequestShape], Bad
     return list(shapes_of(io.BufferedReader(io.BytesIO(raw)), kind, bad)), bad  # type: ignore[type-var,unused-ignore]
 
 
-def lengths(shapes: list[RequestShape]) -> list[tuple[int | None, int | None]]:
+def list_lengths(shapes: list[RequestShape]) -> list[tuple[int | None, int | None]]:
     return [(shape.prompt_tokens, shape.output_tokens) for shape in shapes]
 
 
-def times(shapes: list[RequestShape]) -> list[float]:
+def list_times(shapes: list[RequestShape]) -> list[float]:
     return [shape.started_s for shape in shapes if shape.started_s is not None]
 
 
@@ -61,32 +61,41 @@ def test_the_format_is_detected_from_the_beginning(name: str, kind: str) -> None
 
 
 class TestAzure:
-    def test_of_2023_with_seven_digits_and_crlf(self) -> None:
+    def test_the_trace_of_2023_has_seven_digits_and_crlf(self) -> None:
         shapes, _ = read(CAPTURES / "azure-2023-conv.csv")
-        assert len(shapes) == 40 and lengths(shapes)[:2] == [(374, 44), (396, 109)]
-        assert times(shapes)[0] == pytest.approx(1700158546.68059, abs=1e-6)
-        assert times(shapes)[1] - times(shapes)[0] == pytest.approx(4.314579, abs=1e-6)
-        assert times(shapes)[-1] - times(shapes)[0] == pytest.approx(24.146296, abs=1e-6)  # over a change of minute
+        assert len(shapes) == 40 and list_lengths(shapes)[:2] == [(374, 44), (396, 109)]
+        assert list_times(shapes)[0] == pytest.approx(1700158546.68059, abs=1e-6)
+        assert list_times(shapes)[1] - list_times(shapes)[0] == pytest.approx(4.314579, abs=1e-6)
+        assert list_times(shapes)[-1] - list_times(shapes)[0] == pytest.approx(
+            24.146296, abs=1e-6
+        )  # over a change of minute
 
-    def test_of_2024_with_a_zone(self) -> None:
+    def test_the_trace_of_2024_has_a_time_zone(self) -> None:
         shapes, _ = read(CAPTURES / "azure-2024.csv")
-        assert lengths(shapes)[4] == (7670, 8)
-        assert times(shapes)[-1] - times(shapes)[0] == pytest.approx(7 * 86400 - 0.070499 - 0.00993, abs=1e-5)
+        assert list_lengths(shapes)[4] == (7670, 8)
+        assert list_times(shapes)[-1] - list_times(shapes)[0] == pytest.approx(7 * 86400 - 0.070499 - 0.00993, abs=1e-5)
 
-    def test_of_2025_with_a_column_for_images(self) -> None:
+    def test_the_trace_of_2025_has_a_column_for_images(self) -> None:
         shapes, _ = read(CAPTURES / "azure-2025-multimodal.csv")
-        assert lengths(shapes)[:2] == [(770, 491), (949, 126)]
-        assert times(shapes)[1] - times(shapes)[0] == pytest.approx(5.55, abs=1e-6)
+        assert list_lengths(shapes)[:2] == [(770, 491), (949, 126)]
+        assert list_times(shapes)[1] - list_times(shapes)[0] == pytest.approx(5.55, abs=1e-6)
 
-    def test_whole_seconds_and_other_zones(self) -> None:
+    def test_whole_seconds_and_other_zones_are_parsed(self) -> None:
         rows = "2024-05-12 00:00:01+00:00,1,2\n2024-05-12 02:00:02+02:00,1,2\n2024-05-12 00:00:03,1,2\n"
         rows += "2024-05-12 00:00:04-00:00,1,2\n2024-05-11 19:00:05.5-05:00,1,2\n2024-05-12T00:00:06Z,1,2\n"
         shapes, bad = parse(rows, "azure")
-        assert [moment - times(shapes)[0] for moment in times(shapes)] == [0, 1, 2, 3, 4.5, 5] and not bad.count
+        assert [moment - list_times(shapes)[0] for moment in list_times(shapes)] == [
+            0,
+            1,
+            2,
+            3,
+            4.5,
+            5,
+        ] and not bad.count
 
-    def test_columns_in_another_order_quoted_and_with_a_byte_order_mark(self) -> None:
+    def test_columns_may_be_reordered_and_quoted(self) -> None:
         shapes, _ = parse('\ufeff"GeneratedTokens",ContextTokens,TIMESTAMP\r\n5,7,2024-05-12 00:00:01\r\n', "azure")
-        assert lengths(shapes) == [(7, 5)]
+        assert list_lengths(shapes) == [(7, 5)]
 
     @pytest.mark.parametrize(
         "row",
@@ -112,19 +121,19 @@ class TestAzure:
 
 
 class TestMooncake:
-    def test_milliseconds_lengths_and_blocks(self) -> None:
+    def test_milliseconds_lengths_and_blocks_are_read(self) -> None:
         shapes, _ = read(CAPTURES / "mooncake-synthetic.jsonl")
-        assert lengths(shapes)[0] == (40160, 6) and times(shapes)[2] == 0.04
+        assert list_lengths(shapes)[0] == (40160, 6) and list_times(shapes)[2] == 0.04
         assert shapes[0].prefix_hashes == tuple(range(79)) and shapes[0].prefix_block_tokens == 512
 
-    def test_fields_that_other_writers_add_and_blocks_that_they_leave_out(self) -> None:
+    def test_extra_fields_and_missing_blocks_are_accepted(self) -> None:
         shapes, bad = parse('{"timestamp":1.5,"input_length":3,"output_length":4,"type":"text"}\n', "mooncake")
-        assert lengths(shapes) == [(3, 4)] and shapes[0].prefix_hashes == () and not bad.count
+        assert list_lengths(shapes) == [(3, 4)] and shapes[0].prefix_hashes == () and not bad.count
 
     @pytest.mark.parametrize(
         "row", ["{", "[]", '{"timestamp":1}', '{"timestamp":1,"input_length":-1,"output_length":1}']
     )
-    def test_bad_rows(self, row: str) -> None:
+    def test_bad_rows_are_counted(self, row: str) -> None:
         good = '{"timestamp":1,"input_length":1,"output_length":1}\n'
         shapes, bad = parse(good + row + "\n" + good, "mooncake")
         assert len(shapes) == 2 and bad.count == 1 and bad.examples[0].startswith("line 2: ")
@@ -136,14 +145,14 @@ class TestShareGpt:
         assert len(shapes) == 4 and not bad.count
         first, second, other, late = shapes
         assert first.prompt_tokens == estimated_tokens("What does a bedplate do?") == 6 and first.cached_tokens == 0
-        # The second turn's prompt grows by the answer and the next question; all but the question was there before.
+        # The second prompt adds the answer and the next question. Everything but the question was in the cache.
         assert first.output_tokens is not None
         assert second.cached_tokens == first.prompt_tokens + first.output_tokens
         assert second.prompt_tokens == second.cached_tokens + estimated_tokens("And of what is it made?")
         assert other.prompt_tokens == 5 + estimated_tokens("水は何度で沸騰しますか？")
         assert late.cached_tokens == 0  # an answer to nothing is no request, and leaves nothing behind
 
-    def test_tokens_by_the_stated_rule(self) -> None:
+    def test_tokens_are_estimated_by_the_stated_rule(self) -> None:
         assert [estimated_tokens(text) for text in ("", "a", "four", "fiver", "百度")] == [0, 1, 1, 2, 2]
         assert estimated_tokens("\ud800") == 1  # half of a pair, as bad dumps have them
 
@@ -151,12 +160,12 @@ class TestShareGpt:
         one = {"messages": [{"role": "user", "content": "hello you"}, {"role": "assistant", "content": "hi"}]}
         for text in (json.dumps(one), json.dumps([one, one], indent=4), f"{json.dumps(one)}\n{json.dumps(one)}\n"):
             shapes, bad = parse(text, "sharegpt")
-            assert set(lengths(shapes)) == {(3, 1)} and not bad.count
+            assert set(list_lengths(shapes)) == {(3, 1)} and not bad.count
 
-    def test_a_conversation_longer_than_a_piece_of_the_file(self) -> None:
+    def test_a_conversation_may_exceed_the_read_buffer(self) -> None:
         turns = [{"from": "human", "value": "x" * 1_000_000}, {"from": "gpt", "value": "é" * 1_000_000}]
         shapes, _ = parse(json.dumps([{"conversations": turns}] * 3, ensure_ascii=False), "sharegpt")
-        assert lengths(shapes) == [(250_000, 500_000)] * 3
+        assert list_lengths(shapes) == [(250_000, 500_000)] * 3
 
     @pytest.mark.parametrize("value", ["3", '{"id": 1}', '{"conversations": [3]}', '{"conversations": [{"from": 1}]}'])
     def test_invalid_conversations_are_reported(self, value: str) -> None:
@@ -175,14 +184,14 @@ class TestShareGpt:
 
 
 class TestRequestLog:
-    def test_shapes_as_they_were_written(self) -> None:
+    def test_shapes_are_read_back_unchanged(self) -> None:
         shapes, _ = read(CAPTURES / "requests-constructed.jsonl")
         assert shapes[1].tenant == "blue" and shapes[1].duration_ms == 2000 and shapes[2].outcome == "cancelled"
 
     @pytest.mark.parametrize(
         "row", ['{"started_s": "x"}', '{"prompt": "secret"}', '{"started_s": 1e300}', '{"prompt_tokens": 1e10}']
     )
-    def test_bad_rows(self, row: str) -> None:
+    def test_bad_rows_are_counted(self, row: str) -> None:
         shapes, bad = parse('{"started_s":1}\n' + row + '\n{"started_s":2}\n', "bedplate")
         assert len(shapes) == 2 and bad.count == 1
 
@@ -199,7 +208,7 @@ class TestFiles:
         packed = gzip.compress(rows.encode())
         (tmp_path / "a.gz").write_bytes(packed[:-8])
         shapes, bad = read(tmp_path / "a.gz")
-        # All but what was on its way through the buffer.
+        # All rows but those in the decompression buffer.
         assert len(shapes) > 30_000 and bad.count == 1 and "cut short" in bad.examples[0]
 
     @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ class TestFiles:
             read(tmp_path / "x.zst")
         assert "zstd -d" in (bad.value.hint or "")
 
-    def test_absent_files_and_folders(self, tmp_path: Path) -> None:
+    def test_absent_files_and_folders_are_usage_errors(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "nothing", tmp_path / "a\0b"):
             with pytest.raises(BadQuestion, match="cannot read"):
                 read(path)

@@ -1,4 +1,4 @@
-"""What a trace says about the work: figures against sums by hand, against exact methods, and within bounded memory."""
+"""The workload of a trace, compared with manual sums and exact methods, in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
 ALL = sorted(path for path in CAPTURES.iterdir() if path.suffix in (".csv", ".json", ".jsonl"))
 
 
-def metered(shapes: Iterable[RequestShape], **options: float) -> TraceSummary:
+def measure_shapes(shapes: Iterable[RequestShape], **options: float) -> TraceSummary:
     meter = TraceMeter(**options)  # type: ignore[arg-type]
     meter.take(shapes)
     return meter.summary("made", "bedplate", BadRows("made"))
 
 
-def arrivals(moments: Iterable[float], lasts_s: float = 0.0) -> ArrivalMeter:
+def measure_arrivals(moments: Iterable[float], lasts_s: float = 0.0) -> ArrivalMeter:
     meter = ArrivalMeter()
     meter.add([(moment, lasts_s) for moment in moments])
     return meter
@@ -56,7 +56,7 @@ def test_a_summary_survives_json_and_makes_an_intent(path: Path) -> None:
 
 
 class TestPublishedTraces:
-    def test_azure_of_2023(self) -> None:
+    def test_the_azure_trace_of_2023_is_summarized(self) -> None:
         summary = summarise(CAPTURES / "azure-2023-conv.csv")
         assert summary.requests == 40 and summary.format == "azure" and summary.prefix is None
         prompts = sorted(int(row.split(",")[1]) for row in (CAPTURES / "azure-2023-conv.csv").read_text().split()[2::2])
@@ -72,7 +72,7 @@ class TestPublishedTraces:
         summary = summarise(CAPTURES / "mooncake-synthetic.jsonl")
         prefix = summary.prefix
         assert prefix is not None and prefix.basis == "measured" and prefix.block_tokens == 512
-        # By hand: three of the rows repeat 57, 5 and 28 blocks of one before.
+        # Counted manually: three rows repeat 57, 5 and 28 blocks of earlier rows.
         rows = [json.loads(line) for line in (CAPTURES / "mooncake-synthetic.jsonl").read_text().splitlines()]
         whole = sum(row["input_length"] for row in rows)
         assert prefix.saved_share == pytest.approx(512 * (57 + 5 + 28) / whole)
@@ -126,7 +126,7 @@ class TestLengths:
 
 class TestArrivals:
     def test_regular_arrivals_have_a_cv_of_zero(self) -> None:
-        found = arrivals(range(1000)).arrivals()
+        found = measure_arrivals(range(1000)).arrivals()
         assert found.requests_per_s == 1 and found.gap_cv == pytest.approx(0, abs=1e-6)
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.01) and max(found.series) < 1.2
 
@@ -136,12 +136,12 @@ class TestArrivals:
         for _ in range(20_000):
             now += chance.expovariate(5)
             moments.append(now)
-        found = arrivals(moments).arrivals()
+        found = measure_arrivals(moments).arrivals()
         assert found.gap_cv == pytest.approx(1, abs=0.03) and found.requests_per_s == pytest.approx(5, rel=0.03)
 
     def test_bursts_show_in_short_windows(self) -> None:
         moments = [minute * 60 + item / 1000 for minute in range(30) for item in range(60)]
-        found = arrivals(moments).arrivals()
+        found = measure_arrivals(moments).arrivals()
         assert found.gap_cv is not None and found.gap_cv > 5
         assert found.peak_to_mean_1s == pytest.approx(60 / (1800 / 1740.059), rel=1e-3)
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.05)
@@ -149,7 +149,7 @@ class TestArrivals:
     @given(st.permutations(range(200)))
     def test_a_log_sorted_by_end_gives_the_same_result(self, order: list[int]) -> None:
         moments = [number**1.5 for number in range(200)]
-        assert arrivals(moments[at] for at in order).arrivals() == arrivals(moments).arrivals()
+        assert measure_arrivals(moments[at] for at in order).arrivals() == measure_arrivals(moments).arrivals()
 
     def test_requests_far_out_of_order_are_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "HELD_BACK", 2)
@@ -158,28 +158,28 @@ class TestArrivals:
             meter.add([(float(moment), 0.0)])
         assert meter.arrivals().span_s == 15 and "far out of order" in meter.notes()[0]
 
-    def test_one_request_and_requests_at_one_moment(self) -> None:
+    def test_single_and_simultaneous_requests_are_summarized(self) -> None:
         for moments in ([5.0], [5.0] * 9):
-            found = arrivals(moments).arrivals()
+            found = measure_arrivals(moments).arrivals()
             assert found.span_s == 0 and found.requests_per_s is None and found.gap_cv is None and found.series == ()
-        assert metered([RequestShape(started_s=5, duration_ms=1)]).in_flight is None
+        assert measure_shapes([RequestShape(started_s=5, duration_ms=1)]).in_flight is None
 
     def test_a_coarse_clock_is_noted(self) -> None:
-        summary = metered(RequestShape(started_s=number // 10 * 3, output_tokens=1) for number in range(100))
+        summary = measure_shapes(RequestShape(started_s=number // 10 * 3, output_tokens=1) for number in range(100))
         assert any("clock is coarse" in note for note in summary.notes)
 
-    def test_years_of_seconds_are_counted_in_wider_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_traces_are_counted_in_wider_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "MAX_WINDOWS", 100)
-        found = arrivals(range(5000)).arrivals()
+        found = measure_arrivals(range(5000)).arrivals()
         assert found.peak_to_mean_1s is None and found.peak_to_mean_10s is None
         assert len(found.series) == 49 and found.requests_per_s == 1
 
 
 class TestInFlight:
-    def test_littles_law_holds_for_what_is_counted(self) -> None:
+    def test_littles_law_holds_for_the_counted_requests(self) -> None:
         chance = random.Random(3)
         shapes = [RequestShape(started_s=number / 10, duration_ms=chance.uniform(0, 8000)) for number in range(20_000)]
-        summary = metered(shapes)
+        summary = measure_shapes(shapes)
         assert summary.in_flight is not None and summary.arrivals is not None and summary.arrivals.requests_per_s
         by_law = summary.arrivals.requests_per_s * summary.in_flight.request_s
         assert summary.in_flight.spread.mean == pytest.approx(by_law, rel=0.01)
@@ -197,20 +197,20 @@ class TestInFlight:
 
     def test_assumptions_are_stated(self) -> None:
         shapes = [RequestShape(started_s=float(second), output_tokens=10) for second in range(100)]
-        flight = metered(shapes, ttft_ms=1000, tpot_ms=100).in_flight
+        flight = measure_shapes(shapes, ttft_ms=1000, tpot_ms=100).in_flight
         assert flight is not None and flight.request_s == 2 and flight.spread.p50 == 2
         assert flight.assumption == "1000 ms to the first token and 100 ms for each one"
-        some = metered([*shapes, RequestShape(started_s=100, duration_ms=5, output_tokens=1)]).in_flight
+        some = measure_shapes([*shapes, RequestShape(started_s=100, duration_ms=5, output_tokens=1)]).in_flight
         assert some is not None and "for the 99% without a duration" in (some.assumption or "")
 
 
 class TestPrefix:
-    def test_a_small_cache_evicts_the_oldest_and_ends_before_beginnings(self) -> None:
+    def test_a_small_cache_evicts_the_oldest_prompts_from_their_ends(self) -> None:
         meter = PrefixMeter((40,))
         for blocks in ((1, 2, 3), (4, 5), (1, 2, 3)):
             meter.add(blocks, 10 * len(blocks), 10)
         reuse = meter.reuse()
-        # Four blocks fit. After the second prompt 1 and 2 are left of the first, since its end went first.
+        # Four blocks fit. After the second prompt, blocks 1 and 2 of the first remain, since its end is evicted first.
         assert reuse.by_cache[0].saved_share == pytest.approx(20 / 80) and reuse.saved_share == pytest.approx(30 / 80)
 
     def test_a_short_last_block_counts_its_own_tokens(self) -> None:
@@ -256,7 +256,7 @@ class TestPrefix:
         assert len(sampled._seen) <= 2000 and "one in" in sampled.notes()[0] and not exact.notes()
 
     def test_cached_tokens_that_the_engine_counted_are_reported(self) -> None:
-        summary = metered([RequestShape(prompt_tokens=100, cached_tokens=cached) for cached in (0, 50, 500)])
+        summary = measure_shapes([RequestShape(prompt_tokens=100, cached_tokens=cached) for cached in (0, 50, 500)])
         assert summary.prefix is not None and summary.prefix.basis == "reported"
         assert summary.prefix.saved_share == 0.5 and summary.prefix.by_cache == ()
 
@@ -267,14 +267,14 @@ class TestToWorkload:
             RequestShape(started_s=number / 2, prompt_tokens=100 + number, output_tokens=50, duration_ms=10_000)
             for number in range(1000)
         ]
-        work = to_workload(metered(shapes))
+        work = to_workload(measure_shapes(shapes))
         assert (work.prompt_tokens, work.output_tokens) == (600, 50)  # means
         assert work.context_tokens == 100 + 989 + 50  # p99 of both together
         assert (work.concurrency, work.users) == (20, 20) and work.requests_per_s == 2
         assert work.origin == "observed" and work.task == "generate"
 
     def test_requests_without_output_are_embeddings(self) -> None:
-        assert to_workload(metered([RequestShape(prompt_tokens=9, output_tokens=0)])).task == "embed"
+        assert to_workload(measure_shapes([RequestShape(prompt_tokens=9, output_tokens=0)])).task == "embed"
 
     def test_the_yaml_gives_a_reason_for_each_figure(self) -> None:
         text = workload_yaml(summarise(CAPTURES / "mooncake-synthetic.jsonl"))
@@ -303,7 +303,7 @@ def test_mostly_bad_rows_are_a_usage_error(tmp_path: Path) -> None:
         summarise(path)
 
 
-def test_a_header_alone_holds_no_requests(tmp_path: Path) -> None:
+def test_a_header_alone_has_no_requests(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     with pytest.raises(BadQuestion, match="holds no requests"):
@@ -329,14 +329,14 @@ def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path, capsys: p
                     f"2024-05-{10 + day} {hour:02d}:{minute:02d}:{second:010.7f},{int(now * 7919) % 9000},200\r\n"
                 )
             file.write("".join(rows))
-    # In a process of its own, since memory that other tests once took would hide what this takes.
+    # In a separate process, because the peak memory of other tests would hide that of this one.
     code = """
 import sys, time
 from pathlib import Path
 from bedplate.facts.workload import summarise
 from bedplate.values import to_json
 def peak_kib():
-    # Not getrusage, which begins with what the parent had.
+    # Not getrusage, which starts at the peak of the parent.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0])
 before = peak_kib()

@@ -1,4 +1,4 @@
-"""The table of `bench`: what is not measured is TBD, what is wrong is said below it, and it fills in."""
+"""The table of `bench`: unmeasured figures are TBD, flags are footnotes, and rows fill in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bedplate.values.workload import LatencyTarget
 CELLS = [made_cell("vllm", 1, 50.0), made_cell("vllm", 4, 150.0), made_cell("llama.cpp", 1, 40.0)]
 
 
-def page(run: Run) -> str:
+def render_page(run: Run) -> str:
     out = io.StringIO()
     Console(file=out, width=150, highlight=False).print(render_run(run, 0.98, {CELLS[0].id: "bandwidth"}))
     return out.getvalue()
@@ -28,7 +28,7 @@ def test_a_row_has_the_figures_in_their_columns() -> None:
     assert 80 < float(row[4]) < 120 and float(row[6]) > 20
 
 
-def test_what_is_not_known_is_tbd() -> None:
+def test_unknown_figures_are_tbd() -> None:
     empty = replaced(CELLS[0], repeats=(), quality=Quality(note="no reference"))
     row = row_of(empty)
     assert row[4:9] == ("TBD",) * 5 and row[9] == "" and row[10:12] == ("TBD", "TBD")
@@ -38,33 +38,33 @@ def test_wrong_answers_are_marked() -> None:
     assert row_of(replaced(CELLS[0], quality=Quality(agreement=0.11, verdict="broken")))[11] == "0.11 !"
 
 
-def test_the_page_names_an_engine_once_and_says_what_is_wrong_below() -> None:
+def test_the_page_names_an_engine_once_and_lists_flags_below() -> None:
     busy = Flag(kind="busy", text="others took 40% of the machine's processors", invalid=True)
     cells = [replaced(CELLS[0], flags=(busy,)), replaced(CELLS[1], flags=(busy,)), CELLS[2]]
     run = replaced(made_run(cells), left_out=(Refusal(engine="mlx", kind="impossible", why="needs Apple Silicon"),))
-    text = page(run)
+    text = render_page(run)
     assert text.count("vllm  ") == 1 and text.count("others took 40%") == 1 and "✗ vllm, load 1, 4: others" in text
     assert "invalid" in text and "– mlx: needs Apple Silicon" in text and "bandwidth" not in text
     assert "client error ≤ 0.5 ms" in text and "idle 98%" in text and "512 in, 128 out" in text
     assert "fewer than 100 requests" in text and "made" in text
 
 
-def test_the_binding_limit_is_in_the_last_column() -> None:
-    assert "bandwidth" in page(made_run(CELLS))
+def test_the_bottleneck_is_in_the_last_column() -> None:
+    assert "bandwidth" in render_page(made_run(CELLS))
 
 
-def test_the_knee_is_said_for_each_engine() -> None:
+def test_the_capacity_of_each_engine_is_shown() -> None:
     run = made_run([made_cell("vllm", 1, 50.0), made_cell("vllm", 4, 150.0, ttft_ms=900), CELLS[2]])
     assert run.matrix is not None
     asked = replaced(run.matrix, target=LatencyTarget(ttft_ms=500, tpot_ms=50))
-    text = page(replaced(run, matrix=asked))
+    text = render_page(replaced(run, matrix=asked))
     assert "vllm: up to 1 in flight meet TTFT ≤ 500 ms and TPOT ≤ 50 ms" in text and "; 4 in flight do not" in text
     assert "llama.cpp: up to 1 in flight" in text and "higher loads were not tried" in text
     never = replaced(asked, target=LatencyTarget(ttft_ms=1))
-    assert "vllm: TTFT ≤ 1 ms is not met even with 1 in flight" in page(replaced(run, matrix=never))
+    assert "vllm: TTFT ≤ 1 ms is not met even with 1 in flight" in render_page(replaced(run, matrix=never))
 
 
-def test_the_title_names_lengths_and_what_is_shared() -> None:
+def test_the_title_names_lengths_and_shared_prefix() -> None:
     run = made_run([], loads=(1,))
     assert run.matrix is not None
     shared = replaced(run.matrix, loads=(Load(concurrency=1, shared_prefix_tokens=100),))
@@ -72,7 +72,7 @@ def test_the_title_names_lengths_and_what_is_shared() -> None:
     assert words.startswith("a model · 512 in, 128 out, 100 shared · a made-up machine")
 
 
-def test_in_a_pipe_each_cell_is_a_line_when_it_is_done() -> None:
+def test_each_finished_cell_is_a_line_in_a_pipe() -> None:
     out = io.StringIO()
     teller = teller_for(Console(file=out, width=200), lambda run: {CELLS[0].id: "bandwidth"})
     assert isinstance(teller, LineView)
@@ -93,7 +93,7 @@ def test_in_a_pipe_each_cell_is_a_line_when_it_is_done() -> None:
     assert heads.split()[0] == "engine" and lines[3].index("Q4_1") == heads.index("weights")
 
 
-def test_on_a_terminal_the_table_fills_in() -> None:
+def test_the_table_fills_in_on_a_terminal() -> None:
     out = io.StringIO()
     console = Console(file=out, width=150, force_terminal=True, highlight=False, color_system=None)
     teller = teller_for(console)

@@ -13,7 +13,7 @@ from bedplate.show.inspect import render_model
 from bedplate.values import Figure, Hardware, replaced
 
 
-def page(name: str, hardware: Hardware | None = None) -> str:
+def render_page(name: str, hardware: Hardware | None = None) -> str:
     out = io.StringIO()
     Console(file=out, width=130, highlight=False).print(render_model(find_model(name), hardware))
     return out.getvalue()
@@ -21,26 +21,26 @@ def page(name: str, hardware: Hardware | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def machine() -> Hardware:
-    """This machine, with a memory of 51 GB/s."""
+    """This machine, with a memory bandwidth of 51 GB/s."""
     real = probe()
     speed = Figure(value=51e9, low=50e9, high=52e9, basis="measured")
     return replaced(real, memory=replaced(real.memory, bandwidth_bytes_s=speed))
 
 
-def test_what_the_bytes_mean_at_this_machines_speed(machine: Hardware) -> None:
-    text = page("Llama 3.1 8B", machine)
+def test_the_speed_limit_is_shown_if_the_bandwidth_is_known(machine: Hardware) -> None:
+    text = render_page("Llama 3.1 8B", machine)
     assert "15.0 GB are read per token; at 51 GB/s, at most 3.4 tokens/s for one stream" in text
     assert "measured" in text
 
 
-def test_without_a_speed_the_bytes_alone() -> None:
-    text = page("Llama 3.1 8B", None)
+def test_without_a_bandwidth_only_the_bytes_are_shown() -> None:
+    text = render_page("Llama 3.1 8B", None)
     assert "15.0 GB are read per token" in text
     assert "tokens/s" not in text
 
 
-def test_layers_by_kind() -> None:
-    text = page("gemma-4-E4B-it")
+def test_layers_are_grouped_by_kind() -> None:
+    text = render_page("gemma-4-E4B-it")
     for words in (
         "20 windowed attention",
         "at most 20 MiB (window 512)",
@@ -52,21 +52,21 @@ def test_layers_by_kind() -> None:
 
 
 def test_experts_vision_encoder_and_prediction_heads_are_counted_separately() -> None:
-    text = page("Qwen/Qwen3.5-397B-A17B")
+    text = render_page("Qwen/Qwen3.5-397B-A17B")
     assert "396 B, of which 17.3 B active per token" in text
     assert "in a vision encoder" in text and "in multi-token-prediction heads" in text
     assert "512 experts, 10 active" in text
     assert "routed experts" in text
 
 
-def test_the_cache_of_conversations() -> None:
-    assert "1 GiB at 8k · 4 GiB at 32k · 16 GiB at 128k" in page("Llama 3.1 8B")
+def test_the_cache_is_shown_for_common_lengths() -> None:
+    assert "1 GiB at 8k · 4 GiB at 32k · 16 GiB at 128k" in render_page("Llama 3.1 8B")
 
 
-def test_an_estimate_says_so() -> None:
-    assert "sizes estimated" in page("Llama 3.1 8B Q4_K_M")
+def test_estimates_are_marked() -> None:
+    assert "sizes estimated" in render_page("Llama 3.1 8B Q4_K_M")
 
 
 def test_every_known_model_has_a_page() -> None:
     for name in known_names():
-        assert "Parameters" in page(name)
+        assert "Parameters" in render_page(name)

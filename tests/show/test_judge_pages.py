@@ -1,4 +1,4 @@
-"""The pages of `compare` and `diagnose`: the answer first, at any width, with what was not measured named as such."""
+"""The pages of `compare` and `diagnose`: the answer comes first, at any width, and unmeasured figures are marked."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ from bedplate.values.workload import LatencyTarget
 WIDTHS = [60, 80, 120, 200]
 
 
-def page(what: RenderableType, width: int = 120) -> str:
+def render_page(what: RenderableType, width: int = 120) -> str:
     text = io.StringIO()
     Console(file=text, width=width, highlight=False).print(what)
     return text.getvalue()
 
 
-def pair(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
+def make_sides(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
     return made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
 
 
-def verdict(gain: float = 1.3) -> Verdict:
-    return compare(*pair(gain))
+def make_verdict(gain: float = 1.3) -> Verdict:
+    return compare(*make_sides(gain))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_answer_comes_first_and_nothing_is_cut_off(width: int) -> None:
-    text = page(render_verdict(verdict()), width)
+def test_the_answer_comes_first_and_nothing_is_truncated(width: int) -> None:
+    text = render_page(render_verdict(make_verdict()), width)
     assert text.split()[0] == "Migrate" and "…" in text
     assert max(map(len, text.splitlines())) <= width
     for word in ("tok/s A", "TTFT ms A", "TPOT ms A", "interleaved", "Quality", "Costs", "8 in flight"):
         assert word in text
 
 
-def test_each_answer_has_its_words() -> None:
-    assert "Stay with one." in page(render_verdict(verdict(0.7)))
-    unchecked = compare(pair(1.3)[0], [replaced(cell, quality=Quality()) for cell in pair(1.3)[1]])
-    text = page(render_verdict(unchecked))
+def test_each_answer_has_its_headline() -> None:
+    assert "Stay with one." in render_page(render_verdict(make_verdict(0.7)))
+    unchecked = compare(make_sides(1.3)[0], [replaced(cell, quality=Quality()) for cell in make_sides(1.3)[1]])
+    text = render_page(render_verdict(unchecked))
     assert "Not proven." in text and "Stay with one." in text and "Evidence that would settle it" in text
     assert "not checked" in text
 
 
-def test_what_was_left_out_and_what_differs_is_on_the_page() -> None:
-    one, other = pair(1.3)
+def test_left_out_cells_and_differences_are_on_the_page() -> None:
+    one, other = make_sides(1.3)
     other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
-    text = page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
+    text = render_page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
     assert "seed: 0 and 5 (other prompts, of the same length)" in text and "[broken]" in text
     assert "of requests meet the target" in text
 
 
-def test_an_open_loop_has_times_instead_of_a_rate() -> None:
+def test_an_open_loop_comparison_shows_latencies_instead_of_throughput() -> None:
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
-    one, other = ([replaced(side[0], load=load)] for side in pair(1.3, (4,)))
-    text = page(render_verdict(compare(one, other)))
+    one, other = ([replaced(side[0], load=load)] for side in make_sides(1.3, (4,)))
+    text = render_page(render_verdict(compare(one, other)))
     assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests a second" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_diagnosis_names_the_limit_and_the_option(width: int) -> None:
+def test_a_diagnosis_names_the_bottleneck_and_the_option(width: int) -> None:
     engine = MadeEngine(slots=1, token_ms=0.05)
-    text = page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
+    text = render_page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
     assert "Scheduler binds" in " ".join(text.split()) and "--parallel" in text
     assert max(map(len, text.splitlines())) <= width
     assert "Evidence" in text and "Change" in text and "Expected" in text
 
 
-def test_a_diagnosis_that_cannot_tell_says_so() -> None:
-    text = page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Ground())])))
+def test_an_unknown_bottleneck_is_reported() -> None:
+    text = render_page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Ground())])))
     assert "unknown" in text and "not measured" in text and "probe --measure" in text

@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows, to whom, by which keys, at which width, and that it stays inside."""
+"""The live page in a real browser: contents, keys and tenants, keyboard, widths, and no external requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TOLD = "document.getElementById('told').textContent"
 SHOWN = "!document.getElementById('all').hidden"
 
 
-def test_the_page_is_small_and_has_everything_in_it() -> None:
+def test_the_page_is_small_and_self_contained() -> None:
     page = live_page()
     text = page.body.decode()
     assert len(page.body) < 60_000
@@ -80,7 +80,7 @@ def test_the_page_is_small_and_has_everything_in_it() -> None:
     assert page.headers["Content-Security-Policy"] == policy(text)
 
 
-def test_another_script_would_not_run() -> None:
+def test_the_policy_covers_the_script() -> None:
     text = live_page().body.decode()
     assert policy(text) != policy(text.replace('"use strict";', '"use strict"; alert(1);'))
 
@@ -103,8 +103,8 @@ async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, Liv
         await host.stop()
 
 
-def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
-    """Ten minutes in which something happened, up to now."""
+def add_history(figures: LiveFigures, models: tuple[str, ...]) -> None:
+    """Add ten minutes of history up to now."""
     now = time.time()
     figures.recorder._now = Second(int(now) - 600)
     figures.recorder._spell = Spell(int(now) - 600)
@@ -119,10 +119,12 @@ def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
         figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second, in_flight=in_flight)
 
 
-def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]) -> None:
+def run_in_browser(
+    tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]
+) -> None:
     async def main() -> None:
         async with serving(tmp_path, *models) as (host, figures):
-            a_past(figures, tuple(host.services))
+            add_history(figures, tuple(host.services))
             async with opened(tmp_path / "profile") as tab:
                 await then(tab, host, figures)
                 assert tab.complaints == []
@@ -132,7 +134,7 @@ def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, 
 
 
 @needs_browser
-def test_both_themes_at_two_widths_fit_and_are_drawn(tmp_path: Path) -> None:
+def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>"
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
@@ -152,16 +154,16 @@ def test_both_themes_at_two_widths_fit_and_are_drawn(tmp_path: Path) -> None:
             seen[width, "dark"] for width in (1280, 800, 360)
         }
         assert len(set(seen.values())) == 2
-        # Two models: the charts are those of the one that is chosen.
+        # With two models, the charts show the selected one.
         await tab.value("document.querySelector('input[value=beta]').click()")
         assert await tab.value("document.getElementById('title').textContent") == "beta"
         assert await tab.value("document.querySelectorAll('#engines tr').length") == 2
 
-    looking(tmp_path, ("alpha", "beta"), then)
+    run_in_browser(tmp_path, ("alpha", "beta"), then)
 
 
 @needs_browser
-def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
+def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")
         await tab.until(SHOWN)
@@ -171,15 +173,15 @@ def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
         await tab.press("Enter")
         await tab.until(f"{TOLD}.includes('200 tokens')")
         said = await tab.value(ANSWER)
-        # What the model says is text, whatever it looks like.
+        # The answer is shown as text, not as markup.
         assert said.startswith(SAID) and "<b>air</b>" in said
         told = await tab.value(TOLD)
         assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · token limit reached", told), told
-        # The endpoint's own figures know of it.
+        # The endpoint has counted the request.
         before = sum(600 // 3 * number for number in (1, 2)) * 11
         assert figures.recorder.used["default"].completion_tokens == before + 200
         await tab.until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
-        # A stream that is stopped ends, at the engine too.
+        # Stopping a stream also cancels it in the engine.
         await tab.value("document.getElementById('most').value = 5000")
         await tab.press("Enter")
         await tab.until(f"{TOLD}.startsWith('first token')")
@@ -194,7 +196,7 @@ def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
         await tab.press("Escape")
         assert (await tab.value(spoken)).startswith("now: ")
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 async def enter(tab: Tab, key: str) -> None:
@@ -204,7 +206,7 @@ async def enter(tab: Tab, key: str) -> None:
 
 
 @needs_browser
-def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) -> None:
+def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
     door, why = "!document.getElementById('door').hidden", "document.getElementById('doorwhy').textContent"
     names = "[...document.querySelectorAll('#tenants tr')].map(row => row.cells[0].textContent)"
     charts, own = (f"getComputedStyle(document.getElementById('{id}')).display" for id in ("charts", "ours"))
@@ -220,7 +222,7 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         await enter(tab, ANNS)
         assert await tab.until(names) == ["ann"]
         assert await tab.value(charts) == "none" and await tab.value(own) == "grid"
-        # Kept for this tab, and used for prompts as well.
+        # The key is stored for this tab and also used for prompts.
         await tab.open(host.url, 360, "dark")
         await tab.until(SHOWN)
         await tab.value("document.getElementById('prompt').focus()")
@@ -235,14 +237,14 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         await enter(tab, OPERATOR)
         assert sorted(await tab.until(names)) == ["ann", "default"]
         assert await tab.value(charts) == "grid" and await tab.value(own) == "none"
-        # The browser itself notes each refused request; nothing else may be there.
+        # The browser logs each rejected request. There are no other messages.
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser
-def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) -> None:
+def test_a_tenant_sees_its_history_and_remaining_limits(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         require_keys(host)
         found = host.gateway.tenants.member("ann")
@@ -269,11 +271,11 @@ def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) 
         assert "default" not in await tab.value("document.body.innerText")
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]  # before there was a key
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser
-def test_it_says_when_nobody_answers_any_more_and_finds_the_endpoint_again(tmp_path: Path) -> None:
+def test_the_page_reports_a_lost_endpoint_and_reconnects(tmp_path: Path) -> None:
     link = "document.getElementById('link').textContent"
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
@@ -285,4 +287,4 @@ def test_it_says_when_nobody_answers_any_more_and_finds_the_endpoint_again(tmp_p
         await tab.until(f"{link}.startsWith('up ')")
         tab.complaints[:] = [one for one in tab.complaints if "404" not in one]
 
-    looking(tmp_path, ("alpha",), then)
+    run_in_browser(tmp_path, ("alpha",), then)

@@ -1,4 +1,4 @@
-"""One page that opens offline: what it says, how it is drawn, and how a real browser shows it."""
+"""The report: a self-contained page, its text, its charts, and how a real browser shows it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WRONG = made_cell(
 )  # fmt: skip
 
 
-def run() -> Run:
+def make_report_run() -> Run:
     return made_run([*CELLS, WRONG], engines=["llama.cpp", "vllm", "mlx", "pytorch"])
 
 
-def page(one: Run | None = None) -> Page:
+def make_page(one: Run | None = None) -> Page:
     facts = builtin_facts()
-    return page_of([one or run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
+    return page_of([one or make_report_run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
 
 
 class Tags(HTMLParser):
@@ -47,56 +47,56 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_it_needs_nothing_from_outside() -> None:
+def test_the_report_loads_no_external_resource() -> None:
     tags = Tags()
-    tags.feed(html(page()))
+    tags.feed(html(make_page()))
     assert not [tag for tag, _ in tags.found if tag in ("script", "link", "img", "iframe", "object")]
     assert not [given for _, given in tags.found if "src" in given or "href" in given]
-    assert "url(" not in html(page()) and "@import" not in html(page())
+    assert "url(" not in html(make_page()) and "@import" not in html(make_page())
 
 
-def test_it_argues_and_shows_every_row() -> None:
-    text = html(page())
+def test_the_report_gives_reasons_and_shows_every_row() -> None:
+    text = html(make_page())
     assert "Deploy vLLM BF16." in text and "1.49 times" in text
     assert "answers disagree with the reference" in text
-    assert page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
-    chosen = [row.cells[0] for row in page().rows if row.chosen and row.first]
+    assert make_page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
+    chosen = [row.cells[0] for row in make_page().rows if row.chosen and row.first]
     assert chosen == ["vllm"]
-    assert len(page().plots) == 5
+    assert len(make_page().plots) == 5
 
 
-def test_names_are_text_and_never_markup() -> None:
+def test_names_are_escaped() -> None:
     cell = made_cell("<script>alert(1)</script>", 1, 10)
     cell = replaced(cell, subject=replaced(cell.subject, model='a"b<c'))
     text = html(page_of([made_run([cell])]))
     assert "<script" not in text and "a&#34;b&lt;c" in text
 
 
-def test_drawings_are_well_formed() -> None:
-    for plot in page().plots:
+def test_charts_are_well_formed() -> None:
+    for plot in make_page().plots:
         root = ET.fromstring(plot.svg)
         assert root.tag == "svg" and root.find("title") is not None
 
 
 def test_markdown_has_the_same_table() -> None:
-    lines = markdown(page()).splitlines()
+    lines = markdown(make_page()).splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + len(page().rows)
-    assert all(line.count("|") == len(page().columns) + 1 for line in table)
+    assert len(table) == 2 + len(make_page().rows)
+    assert all(line.count("|") == len(make_page().columns) + 1 for line in table)
 
 
-def test_a_run_without_cells_is_a_page_of_what_is_to_be_measured() -> None:
+def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
     text = html(page_of([made_run([], engines=["vllm"])]))
     assert "Nothing was measured yet" in text and "TBD" in text and "<svg" not in text
 
 
-def test_the_knee_is_where_waiting_begins_to_bring_less() -> None:
+def test_the_knee_has_the_best_throughput_per_latency() -> None:
     assert knee([(1.0, 60), (2.0, 140), (5.0, 170), (11.0, 175)]) == 1
     assert knee([(1.0, 60), (2.0, 140)]) is None
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e12), st.floats(1e-6, 1e12)), min_size=1, max_size=20))
-def test_whatever_the_values_they_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
+def test_all_values_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
     series = [plots.Series("one", tuple(plots.Point(x, y) for x, y in values), 0)]
     for svg in (plots.lines("t", series, "x", "y"), plots.roofline("t", series, 1e9, 1e12)):
         root = ET.fromstring(svg)
@@ -114,9 +114,9 @@ def test_axes_have_ticks(low: float, ratio: float) -> None:
 
 
 @pytest.mark.browser
-def test_a_browser_shows_it_in_both_themes_at_two_widths_and_on_one_sheet(tmp_path: Path) -> None:
+def test_a_browser_shows_the_report_in_both_themes_and_prints_one_page(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(html(page()), encoding="utf-8")
+    file.write_text(html(make_page()), encoding="utf-8")
 
     async def look(tab: Tab, width: int, theme: str) -> tuple[str, str]:
         await tab.open(file, width, theme)
@@ -131,13 +131,13 @@ def test_a_browser_shows_it_in_both_themes_at_two_widths_and_on_one_sheet(tmp_pa
             light = [await look(tab, width, "light") for width in (1200, 360)]
             dark = [await look(tab, width, "dark") for width in (1200, 360)]
             assert light[0] == light[1] and dark[0] == dark[1]
-            assert _brightness(light[0][0]) > 200 > 60 > _brightness(dark[0][0])
-            assert _brightness(dark[0][1]) > 180
+            assert _compute_brightness(light[0][0]) > 200 > 60 > _compute_brightness(dark[0][0])
+            assert _compute_brightness(dark[0][1]) > 180
             assert await tab.pdf_pages() == 1
             assert {address for address in tab.requested if not address.startswith("file:")} == set()
 
     asyncio.run(main())
 
 
-def _brightness(colour: str) -> float:
+def _compute_brightness(colour: str) -> float:
     return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3

@@ -1,4 +1,4 @@
-"""Times and sizes as people write them."""
+"""Durations and sizes are parsed and formatted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Money and energy of a million tokens: one sum for every verb."""
+"""Cost and energy of a million tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records are frozen, strict, and the same after a trip through JSON."""
+"""Records are frozen and strict, and survive JSON."""
 
 from __future__ import annotations
 

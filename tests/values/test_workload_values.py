@@ -1,4 +1,4 @@
-"""Workloads by Little's law, both ways; shapes, summaries and intents through JSON and back."""
+"""Workloads by Little's law and its inverse; request shapes, summaries and intents survive JSON."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_record_survives_json(record: Record) -> None:
     assert msgspec.to_builtins(record)["schema"].endswith("/1")
 
 
-def test_a_line_of_the_request_log_is_short_and_says_its_version() -> None:
+def test_a_line_of_the_request_log_is_short_and_has_its_version() -> None:
     shape = RequestShape(started_s=1.5, prompt_tokens=7)
     line = msgspec.json.encode(shape)
     assert msgspec.json.decode(line) == {"schema": "request/1", "started_s": 1.5, "prompt_tokens": 7}
@@ -102,7 +102,7 @@ def test_users_never_have_more_in_flight_than_there_are_users(users: int, think_
     assert in_flight - 1 <= work.arrivals_per_s(request_s) * request_s + 1e-6
 
 
-def test_whole_results_stay_whole() -> None:
+def test_integer_results_are_not_rounded_up() -> None:
     assert Workload(users=3, think_time_s=0.2).in_flight(request_s=0.1) == 1
 
 

@@ -1,4 +1,4 @@
-"""Are the answers right? Asked beside the clients, once an engine is ready."""
+"""Checks an engine's answers against a reference as soon as it is ready, while clients use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bedplate.values.agreement import Agreement
 
 
 async def check_answers(hardware: Hardware, plan: Plan, url: str, key: str | None) -> None:
-    """Compares a few answers with a reference, and says on stderr what came of it."""
+    """Compares a few answers with a reference, and prints the result on stderr."""
     from bedplate.measure.agreement import check_served
 
     await check_served(hardware, plan, url, key, _show)

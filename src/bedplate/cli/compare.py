@@ -97,8 +97,8 @@ def compare(
 
 def _price(side: Kept) -> Price | None:
     """The price that was given with the measurement; of several runs, the last one that has a price."""
-    said = [side.environments[cell.run].price for cell in side.cells if cell.run in side.environments]
-    return next((price for price in reversed(said) if price is not None), None)
+    prices = [side.environments[cell.run].price for cell in side.cells if cell.run in side.environments]
+    return next((price for price in reversed(prices) if price is not None), None)
 
 
 def _keep(verdict: Verdict) -> None:

@@ -65,5 +65,5 @@ def forget(engine: EngineName) -> None:
     from bedplate.engines import engine as engine_by_id
     from bedplate.run.environments import forget as forget_adopted
 
-    gone = forget_adopted(engine_by_id(engine))
-    typer.echo(f"{engine} no longer uses {gone.theirs}, which was not changed")
+    forgotten = forget_adopted(engine_by_id(engine))
+    typer.echo(f"{engine} no longer uses {forgotten.theirs}, which was not changed")

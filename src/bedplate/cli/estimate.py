@@ -52,8 +52,8 @@ def estimate(
     _written(out, found)
     refused = sum(1 for line in found if line[-1])
     if out != "-":
-        told = f" {len(found):,} rows: {len(found) - refused:,} predicted, {refused:,} refused; written: {out}"
-        console(sys.stderr).print(told, soft_wrap=True, markup=False)
+        summary = f" {len(found):,} rows: {len(found) - refused:,} predicted, {refused:,} refused; written: {out}"
+        console(sys.stderr).print(summary, soft_wrap=True, markup=False)
 
 
 def _reading(name: str) -> AbstractContextManager[TextIO]:

@@ -42,12 +42,12 @@ def limits_of(diagnosis: Diagnosis) -> dict[str, str]:
     return {load.cell: load.limit for one in diagnosis.bottlenecks for load in one.loads if load.limit is not None}
 
 
-def model_named(name: str, told: Sequence[Model] = ()) -> Model | None:
+def model_named(name: str, models: Sequence[Model] = ()) -> Model | None:
     """The model as a run describes it, else as it is known without network access."""
     from bedplate.errors import BedplateError
     from bedplate.run.models import known_model
 
-    if (one := next((model for model in told if model.name == name), None)) is not None:
+    if (one := next((model for model in models if model.name == name), None)) is not None:
         return one
     try:
         return known_model(name)

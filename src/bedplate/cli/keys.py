@@ -173,8 +173,8 @@ def revoke(
     """Revoke keys. Running requests are not interrupted."""
     from bedplate.hosting.tenants import revoke as revoke_keys
 
-    gone = revoke_keys(which)
-    typer.echo(f"revoked: {', '.join(gone) or 'the limits of a tenant without keys'}")
+    revoked = revoke_keys(which)
+    typer.echo(f"revoked: {', '.join(revoked) or 'the limits of a tenant without keys'}")
 
 
 def _changes(

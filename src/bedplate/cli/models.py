@@ -83,8 +83,8 @@ def models(
     if json:
         _print_json(found, limit)
     else:
-        said = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
-        plan = _next(found, intent, {**said, "--context": context}, fields or [])
+        given = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
+        plan = _next(found, intent, {**given, "--context": context}, fields or [])
         _print_page(found, intent, machine, limit or SHOWN, least, plan)
     sys.exit(0 if found.fitting else 1)
 
@@ -116,18 +116,18 @@ def _found(intent: Intent, machine: Hardware, search: str | None, least: float |
     return Catalogue(known=len(entries), fitting=fitting, models=kept)
 
 
-def _next(found: Catalogue, intent: Intent, said: dict[str, object], fields: list[str]) -> str:
+def _next(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:
     """The command that plans the first model for the same machine and workload."""
     import shlex
 
     from bedplate.decide.catalogue import everyday
 
-    if said["--context"] is None and intent.workload.context_tokens is None:
-        said["--context"] = everyday(intent.workload).context_tokens
+    if options["--context"] is None and intent.workload.context_tokens is None:
+        options["--context"] = everyday(intent.workload).context_tokens
     first = found.models[0] if found.models else None
-    if first is not None and first.max_context is not None and isinstance(said["--context"], int):
-        said["--context"] = min(said["--context"], first.max_context)
-    words = [part for option, value in said.items() if value is not None for part in (option, str(value))]
+    if first is not None and first.max_context is not None and isinstance(options["--context"], int):
+        options["--context"] = min(options["--context"], first.max_context)
+    words = [part for option, value in options.items() if value is not None for part in (option, str(value))]
     words += [part for field in fields for part in ("--set", field)]
     return shlex.join(["bedplate", "plan", first.name if first is not None else "MODEL", *words])
 

@@ -128,8 +128,8 @@ def price_from(
 
     price = known or Price()
     if file is not None:
-        said = read_intent(file).operations.price
-        price = replaced(price, **{name: one for name in said.__struct_fields__ if (one := getattr(said, name))})
+        stated = read_intent(file).operations.price
+        price = replaced(price, **{name: one for name in stated.__struct_fields__ if (one := getattr(stated, name))})
     given = {"price_per_hour": price_per_hour, "electricity_price": electricity_price}
     for name, value in given.items():
         if value is not None and not value > 0:

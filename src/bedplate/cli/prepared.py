@@ -68,8 +68,8 @@ def remove(
 
     if not ids and not stale and not unused:
         raise BadQuestion("no weights are named", hint="give an id from bedplate prepared, --stale or --unused")
-    gone, stay = remove_kept(chosen(ids or [], stale=stale, unused=unused))
-    typer.echo(f"removed {len(gone)}: {size(sum(one.disk_bytes for one in gone))} freed")
-    if stay:
-        names = ", ".join(one.id for one in stay)
+    removed, in_use = remove_kept(chosen(ids or [], stale=stale, unused=unused))
+    typer.echo(f"removed {len(removed)}: {size(sum(one.disk_bytes for one in removed))} freed")
+    if in_use:
+        names = ", ".join(one.id for one in in_use)
         raise AnswerIsNo(f"not removed, since a running bedplate uses them: {names}", hint="stop it first")

@@ -1,4 +1,4 @@
-"""Shares of requests as people write them."""
+"""Parses shares of requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bedplate.errors import BadQuestion
 
 
 def read_share(text: str) -> float:
-    """10%, or 0.1; a bare 10 is taken for percent."""
+    """Parse `10%` or `0.1`. Numbers above 1 without a unit are percentages."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     value = float(found[1]) if found is not None else 0.0
     share = value / 100 if found is not None and (found[2] or value > 1) else value
     if not 0 < share <= 1:
-        raise BadQuestion(f"--share {text!r} is no share", hint="such as 10%")
+        raise BadQuestion(f"--share {text!r} is not a share of requests", hint="for example 10%")
     return share

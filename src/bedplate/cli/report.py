@@ -72,11 +72,11 @@ def report(
     found = [_run(name) for name in runs] if runs else [_run(None)]
     found = [_priced(run, price_per_hour, electricity_price) for run in found]
     cells = [cell for run in found for cell in run.cells]
-    told = [model for run in found for model in run.models]
-    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe(), told) if cells else None
+    models = [model for run in found for model in run.models]
+    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe(), models) if cells else None
     choice = argument(found, diagnosis, target).choice
     verdict = _verdict(cells, incumbent, choice) if incumbent is not None else None
-    page = page_of(found, _facts(cells, told), diagnosis, verdict, target)
+    page = page_of(found, _facts(cells, models), diagnosis, verdict, target)
     if md and output is None:
         print(markdown(page), end="")  # noqa: T201
         return
@@ -103,14 +103,14 @@ def _priced(run: Run, price_per_hour: float | None, electricity_price: float | N
     return replaced(run, environment=replaced(run.environment, price=price))
 
 
-def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None], Model]:
+def _facts(cells: list[Cell], models: list[Model]) -> dict[tuple[str, str | None], Model]:
     """The facts of each measured model, with its weights as they were served."""
     from bedplate.cli.judging import model_named
     from bedplate.judge.ground import as_served
 
     found = {}
     for name, label in {(cell.subject.model, cell.subject.quantization) for cell in cells}:
-        if (model := model_named(name, told)) is not None:
+        if (model := model_named(name, models)) is not None:
             found[name, label] = as_served(model, label)
     return found
 

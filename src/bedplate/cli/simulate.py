@@ -143,8 +143,8 @@ def simulate(
     deployment = _deployment(intent, stream, engine, traced=trace is not None)
     if layout is LayoutChoice.aggregated and prefills is not None:
         raise BadQuestion("--prefills needs --layout disaggregated")
-    with telling(TerminalProgress()) as told:
-        question = Question(deployment, stream, target, router.value, seed, told)
+    with telling(TerminalProgress()) as progress:
+        question = Question(deployment, stream, target, router.value, seed, progress)
         if low == high or prefills is not None:
             wanted: LayoutName = layout.value if layout is not None else "disaggregated" if prefills else "aggregated"
             _check_split(wanted, high, prefills)

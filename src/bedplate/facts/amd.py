@@ -142,13 +142,13 @@ def kfd_address(domain: int, location: int | None) -> str | None:
 
 def parse_rocm_smi(text: str | None) -> tuple[AmdFacts, ...]:
     """Parse `rocm-smi … --json`. Its field names differ between versions."""
-    said = parse_json(text)
-    if not isinstance(said, dict):
+    answer = parse_json(text)
+    if not isinstance(answer, dict):
         return ()
-    system = said.get("system")
+    system = answer.get("system")
     driver = system.get("Driver version") if isinstance(system, dict) else None
     cards = [
-        (natural(key[4:]), card) for key, card in said.items() if key.startswith("card") and isinstance(card, dict)
+        (natural(key[4:]), card) for key, card in answer.items() if key.startswith("card") and isinstance(card, dict)
     ]
     found = []
     for _, card in sorted(((place, card) for place, card in cards if place is not None), key=lambda pair: pair[0]):
@@ -170,10 +170,10 @@ def parse_rocm_smi(text: str | None) -> tuple[AmdFacts, ...]:
 
 def parse_amd_smi(text: str | None) -> tuple[AmdFacts, ...]:
     """Parse `amd-smi static --json`: a list, which newer versions wrap in an object."""
-    said = parse_json(text)
-    if isinstance(said, dict):
-        said = said.get("gpu_data", [said] if "asic" in said else [])
-    gpus = [gpu for gpu in said if isinstance(gpu, dict)] if isinstance(said, list) else []
+    answer = parse_json(text)
+    if isinstance(answer, dict):
+        answer = answer.get("gpu_data", [answer] if "asic" in answer else [])
+    gpus = [gpu for gpu in answer if isinstance(gpu, dict)] if isinstance(answer, list) else []
     return tuple(_amd_smi_gpu(gpu) for gpu in gpus)
 
 
@@ -427,8 +427,8 @@ def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def _word(said: Mapping[str, Any], *names: str) -> str | None:
-    texts = (said.get(name) for name in names)
+def _word(fields: Mapping[str, Any], *names: str) -> str | None:
+    texts = (fields.get(name) for name in names)
     return next((text.strip() for text in texts if isinstance(text, str) and text.strip() not in ("", "N/A")), None)
 
 

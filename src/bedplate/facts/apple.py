@@ -34,8 +34,8 @@ class MacProfile:
 
 def parse_profiler(text: str | None) -> MacProfile:
     """Parse `system_profiler SPHardwareDataType SPDisplaysDataType -json`. Either part may be missing."""
-    said = parse_json(text)
-    hardware, display = _first(said, "SPHardwareDataType"), _apple_gpu(said)
+    answer = parse_json(text)
+    hardware, display = _first(answer, "SPHardwareDataType"), _apple_gpu(answer)
     performance, efficiency = parse_core_kinds(hardware.get("number_processors"))
     size = re.fullmatch(r"([0-9]{1,6}) (GB|TB)", str(hardware.get("physical_memory", "")))
     metal = re.fullmatch(r"spdisplays_metal([0-9]{1,2})", str(display.get("spdisplays_mtlgpufamilysupport", "")))
@@ -133,12 +133,12 @@ def read_apple(available_bytes: int, ask: Ask = ask_program) -> Found:
     return Found(accelerators=(found,) if found else (), notes=notes)
 
 
-def _first(said: Any, kind: str) -> dict[str, Any]:
-    listed = said.get(kind) if isinstance(said, dict) else None
+def _first(answer: Any, kind: str) -> dict[str, Any]:
+    listed = answer.get(kind) if isinstance(answer, dict) else None
     return next((item for item in listed if isinstance(item, dict)), {}) if isinstance(listed, list) else {}
 
 
-def _apple_gpu(said: Any) -> dict[str, Any]:
-    listed = said.get("SPDisplaysDataType") if isinstance(said, dict) else None
+def _apple_gpu(answer: Any) -> dict[str, Any]:
+    listed = answer.get("SPDisplaysDataType") if isinstance(answer, dict) else None
     gpus = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     return next((gpu for gpu in gpus if gpu.get("spdisplays_vendor") == "sppci_vendor_Apple"), {})

@@ -255,9 +255,9 @@ def _virtual_machine(root: Path) -> str | None:
     if not inside and platform.machine() in ("x86_64", "AMD64", "i686"):
         return None  # for example a bare-metal cloud instance, whose firmware has the same vendor name
     for place in (*firmware, root / "sys/hypervisor/type", clocks):
-        said = (read_text(place) or "").lower()
+        content = (read_text(place) or "").lower()
         for sign, kind in VIRTUAL_MACHINES:
-            if sign in said:
+            if sign in content:
                 return kind
     return "vm" if inside else None
 

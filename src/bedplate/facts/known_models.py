@@ -147,7 +147,7 @@ def understood(text: str) -> Asked:
 
 
 def _label(found: list[str]) -> str | None:
-    """The last word that names a quantization; `gptq` with its bits."""
+    """The quantization that the words name, by the rightmost match; `gptq` with its bits."""
     label = None
     for word in found:
         plain = word.upper().replace(" ", "-")

@@ -73,8 +73,8 @@ def read_config_file(path: Path) -> Model:
     fields = read_json(path)
     stem = path.name.removesuffix(".json").removesuffix("config").rstrip("_-.")
     name = stem.replace("--", "/", 1) if stem else _folder_name(path.parent)
-    beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
-    quant = read_json(beside) if beside != path and beside.is_file() else None
+    quant_path = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
+    quant = read_json(quant_path) if quant_path != path and quant_path.is_file() else None
     return by_name(read_config(fields, name=name, quant_file=quant, origin="a configuration, without weights"))
 
 

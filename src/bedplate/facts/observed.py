@@ -36,8 +36,8 @@ def observed(span_s: float, *, model: str | None = None) -> TraceSummary:
     meter.take(_shapes(rows, counts.block_tokens))
     summary = meter.summary(f"the endpoint, last {_span(span_s)}", "bedplate", BadRows("the store"))
     if counts.turned_away:
-        said = f"{counts.turned_away:,} rejected requests (429) are not counted"
-        summary = replaced(summary, notes=(*summary.notes, said))
+        note = f"{counts.turned_away:,} rejected requests (429) are not counted"
+        summary = replaced(summary, notes=(*summary.notes, note))
     return summary
 
 

@@ -135,8 +135,8 @@ def storage(config: Config, quant_file: Config | None = None) -> Storage:
         quantized = Config({**mlx.fields, "quant_method": "mlx"})
     if quantized is None:
         return Storage(None, plain_bytes, plain_label, lambda weight: None)
-    beside = quant_file.sub("quantization") if quant_file is not None else None
-    details, choose = _rules(quantized, beside, (text or config).text("expert_dtype"))
+    separate = quant_file.sub("quantization") if quant_file is not None else None
+    details, choose = _rules(quantized, separate, (text or config).text("expert_dtype"))
     return Storage(details, plain_bytes, plain_label, choose)
 
 
@@ -148,14 +148,14 @@ def _dtype(config: Config) -> str:
 
 
 def _rules(
-    config: Config, beside: Config | None, expert_dtype: str | None
+    config: Config, separate: Config | None, expert_dtype: str | None
 ) -> tuple[Quantization, Callable[[Weight], Scheme | None]]:
     method = (config.text("quant_method") or "").lower()
-    algorithm = (config.text("quant_algo") or (beside.text("quant_algo") if beside else None) or "").upper()
-    kv_cache = _kv_cache(config) or (_kv_cache(beside) if beside else None)
-    lists = [holder.get(key) for holder in (config, beside) if holder for key in _EXCLUDE_KEYS]
+    algorithm = (config.text("quant_algo") or (separate.text("quant_algo") if separate else None) or "").upper()
+    kv_cache = _kv_cache(config) or (_kv_cache(separate) if separate else None)
+    lists = [holder.get(key) for holder in (config, separate) if holder for key in _EXCLUDE_KEYS]
     skip = Names([name for listed in lists if isinstance(listed, list) for name in listed])
-    layers = config.get("quantized_layers") or (beside.get("quantized_layers") if beside else None)
+    layers = config.get("quantized_layers") or (separate.get("quantized_layers") if separate else None)
     if isinstance(layers, dict) and layers:
         return _by_layer(layers, method, kv_cache, skip)
     groups = config.get("config_groups")

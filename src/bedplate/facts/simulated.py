@@ -190,16 +190,16 @@ def _check_system(chip: Chip | None, system: OperatingSystem) -> None:
 
 def _count(asked: _Fields, card: Match | None) -> int:
     """The number of devices that the drivers of all nodes would list."""
-    said = asked.number("count", MOST_CARDS)
+    given = asked.number("count", MOST_CARDS)
     if card is None:
-        if said not in (None, 1):
+        if given not in (None, 1):
             raise BadQuestion(
                 "hardware.count: counts accelerators, but none is specified", hint="specify the accelerator"
             )
         return 0
-    if said is not None and card.counted and said != card.count:
-        raise BadQuestion(f"hardware.count: is {said}, but hardware.accelerator states {card.count}")
-    cards = said or card.count
+    if given is not None and card.counted and given != card.count:
+        raise BadQuestion(f"hardware.count: is {given}, but hardware.accelerator states {card.count}")
+    cards = given or card.count
     if cards > MOST_CARDS:
         raise BadQuestion(f"hardware.accelerator: at most {MOST_CARDS:,} accelerators are supported")
     if cards > 1 and card.chip.unified and card.chip.link is None and card.chip.network_gb_s is None:
@@ -211,13 +211,13 @@ def _count(asked: _Fields, card: Match | None) -> int:
 
 
 def _cards_per_node(asked: _Fields, chip: Chip | None, count: int) -> int:
-    said = asked.number("gpus_per_node", MOST_NODE_CARDS)
+    given = asked.number("gpus_per_node", MOST_NODE_CARDS)
     if chip is None:
-        if said is not None:
+        if given is not None:
             raise BadQuestion("hardware.gpus_per_node: no accelerator is specified", hint="specify the accelerator")
         return 1
-    if said is not None:
-        return said * chip.devices_per_card
+    if given is not None:
+        return given * chip.devices_per_card
     if chip.unified and chip.link is None:
         return 1
     switched = chip.link is not None and not chip.link.optional and chip.link.topology != "bridge"
@@ -286,12 +286,12 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
     arch = asked.one_of("arch", ARCHES, SAME_ARCH)
     cores = asked.number("cores", MOST_CORES)
     chip = named.chip if named is not None else _own_cpu(card)
-    said = asked.text("cpu")
+    given = asked.text("cpu")
     if chip is None:
-        name = said or UNNAMED_CPU
+        name = given or UNNAMED_CPU
         notes = (
-            [f"hardware.cpu: {said} is not a known chip, so its bandwidth and instruction sets are unknown"]
-            if said
+            [f"hardware.cpu: {given} is not a known chip, so its bandwidth and instruction sets are unknown"]
+            if given
             else []
         )
         default_arch = (card.arch if card is not None else None) or "x86_64"
@@ -448,13 +448,13 @@ def _pair(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int)
     )
 
 
-def _network(said: object, chip: Chip) -> Figure | None:
+def _network(given: object, chip: Chip) -> Figure | None:
     """The bandwidth from one node to others, one direction."""
-    if said is None:
+    if given is None:
         return None if chip.network_gb_s is None else _spec(chip.network_gb_s * 1e9, chip.source)
-    if isinstance(said, bool) or not isinstance(said, int | float | str):
-        raise BadQuestion(f"hardware.network: must be text such as “8x 400 Gbit/s”, not {said!r}")
-    text = str(said).strip()
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        raise BadQuestion(f"hardware.network: must be text such as “8x 400 Gbit/s”, not {given!r}")
+    text = str(given).strip()
     lowered = text.lower()
     if lowered in ("none", "ethernet", "infiniband", "roce"):
         return None

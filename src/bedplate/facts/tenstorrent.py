@@ -58,9 +58,9 @@ def sysfs_card(folder: Path, driver: str | None) -> Accelerator | None:
 
 def parse_tt_smi(text: str | None) -> tuple[Accelerator, ...]:
     """Parse `tt-smi -s`: one entry per chip. The second chip of an n300 is reached through its first."""
-    said = parse_json(text)
-    entries = said.get("device_info") if isinstance(said, dict) else None
-    host = said.get("host_info") if isinstance(said, dict) else None
+    answer = parse_json(text)
+    entries = answer.get("device_info") if isinstance(answer, dict) else None
+    host = answer.get("host_info") if isinstance(answer, dict) else None
     driver = host.get("Driver") if isinstance(host, dict) else None
     version = re.search(r"([0-9]+(?:\.[0-9]+)+)", driver) if isinstance(driver, str) else None
     found: list[Accelerator] = []

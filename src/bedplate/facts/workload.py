@@ -94,7 +94,7 @@ class TraceMeter:
             self._take_batch(batch)
 
     def _take_batch(self, batch: list[RequestShape]) -> None:
-        """Count many requests at once, which is several times faster than one by one."""
+        """Count a batch of requests, which is several times faster than one by one."""
         self._requests += len(batch)
         both = [(shape.prompt_tokens, shape.output_tokens) for shape in batch]
         self._prompt.add([prompt for prompt, _ in both if prompt is not None])

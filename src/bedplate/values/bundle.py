@@ -1,4 +1,4 @@
-"""Bundle: an engine, a model, a plan and bedplate itself, packed for a site that reaches nothing outside."""
+"""Bundle: an engine, a model, a plan and bedplate itself, packed for an air-gapped site."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TOP = "bedplate-bundle"
 
 class BundledFile(Record, frozen=True, kw_only=True):
     path: str
-    """From the top of the bundle, with slashes."""
+    """Relative to the top of the bundle, with slashes."""
     size_bytes: int = 0
     sha256: str = ""
     link: str | None = None
-    """It is a link to this, and has no content of its own."""
+    """Target of a symbolic link; `None`: a file with content."""
 
     @property
     def inside(self) -> bool:
-        """Whether it, and what it links to, stay within the bundle."""
+        """Whether the path and the link target are within the bundle."""
         path = PurePosixPath(self.path)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             return False
@@ -40,40 +40,40 @@ class BundledFile(Record, frozen=True, kw_only=True):
 
 
 class Site(Record, frozen=True, kw_only=True):
-    """What the wheels of a bundle need of the machine that they are installed on."""
+    """Requirements of the wheels in a bundle on the machine where they are installed."""
 
     python: str
-    """Its minor version: 3.12."""
+    """Minor version, such as 3.12."""
     platform: str
-    """As sysconfig has it: linux-x86_64."""
+    """Platform in sysconfig's notation, such as linux-x86_64."""
     glibc: str | None = None
-    """The least, by the names of the wheels; `None`: not Linux, or another libc."""
+    """Minimum version, from the tags of the wheels; `None`: not Linux, or another libc."""
 
 
 class Bundle(Record, frozen=True, kw_only=True):
-    """The manifest, which is written last."""
+    """The manifest of a bundle. It is written last."""
 
     schema: Literal["bundle/1"] = "bundle/1"
     bedplate: str
-    """Whose version made it."""
+    """Version of bedplate that made the bundle."""
     made_at: str
     site: Site
     wanted: Wanted
-    """As it was asked for; its model is the one in here."""
+    """The service as the user requested it. Its model is in the bundle."""
     hardware: Hardware
-    """That it was planned for."""
+    """The hardware that the plan is for."""
     plan: Plan
-    """Its model's files are paths within the bundle."""
+    """The paths of the model's files are relative to the bundle."""
     recipe: tuple[str, ...] = ()
-    """What the engine's environment is made of, as bedplate names it; nothing where an image runs it."""
+    """The recipe of the engine's environment; empty if an image runs the engine."""
     packages: tuple[str, ...] = ()
-    """What that resolved to, pinned."""
+    """Packages that the recipe resolved to, with versions."""
     own_packages: tuple[str, ...] = ()
-    """bedplate itself and what it needs, pinned."""
+    """bedplate and its dependencies, with versions."""
     image: str | None = None
-    """The container image that runs the engine, where no packages of it are in here."""
+    """The container image that runs the engine, if the bundle does not contain the engine's packages."""
     prepared: tuple[str, ...] = ()
-    """Converted weights in here, by the names of their folders."""
+    """Folder names of the converted weights in the bundle."""
     files: tuple[BundledFile, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ class Bundle(Record, frozen=True, kw_only=True):
 
 
 class Packed(Record, frozen=True, kw_only=True):
-    """What `bedplate bundle` made, and where."""
+    """What `bedplate bundle --json` prints."""
 
     schema: Literal["packed/1"] = "packed/1"
     path: str
@@ -91,43 +91,43 @@ class Packed(Record, frozen=True, kw_only=True):
 
 
 class BundleTarget(Record, frozen=True, kw_only=True):
-    """The machine that a bundle is for, and what it must have before anything is installed."""
+    """The machine that a bundle is for, and its requirements."""
 
     name: str
-    """linux-x86_64-cuda13."""
+    """Such as linux-x86_64-cuda13."""
     system: str
     machine: str
     device: Literal["cpu", "cuda"]
     python: str
-    """Its minor version: 3.12."""
+    """Minor version, such as 3.12."""
     glibc: str | None = None
-    """The least, by the tags of the wheels."""
+    """Minimum version, from the tags of the wheels."""
     cuda: str | None = None
     """Major version."""
     driver: str | None = None
-    """The least version of NVIDIA's driver."""
+    """Minimum version of NVIDIA's driver."""
     capability: str | None = None
-    """Compute capability: code for other GPUs is left out. `None`: nothing was left out."""
+    """Compute capability. Code for other GPUs is left out; `None`: nothing is left out."""
 
 
 class BundledEngine(Record, frozen=True, kw_only=True):
-    """An engine in a bundle for another machine: a tree of files, which becomes an environment there."""
+    """An engine in a bundle for another machine: files that become an environment when they are installed."""
 
     engine: str
     name: str
     version: str
     path: str
-    """In the archive."""
+    """Path in the archive."""
     place: str
-    """Below `BEDPLATE_HOME`."""
+    """Path below `BEDPLATE_HOME` on the target."""
     torch: str | None = None
-    """The version of PyTorch that the target brings; `None`: the bundle is complete."""
+    """Version of the target's own PyTorch; `None`: the bundle includes PyTorch."""
     packages: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    """Packages that were resolved and are not in the bundle."""
+    """Packages that the engine needs and the bundle does not contain."""
     environment: dict[str, str]
     check: str
-    """Python that must run in the finished environment."""
+    """Python code that must run without error in the installed environment."""
     libraries: tuple[str, ...] = ()
     """Shared libraries under borrowed/, for systems that lack them."""
 
@@ -144,23 +144,23 @@ class TargetBundle(Record, frozen=True, kw_only=True):
     schema: Literal["target-bundle/1"] = "target-bundle/1"
     id: str
     bedplate: str
-    """Whose version made it."""
+    """Version of bedplate that made the bundle."""
     made_at: str
     target: BundleTarget
     engines: tuple[BundledEngine, ...] = ()
     own_place: str | None = None
-    """Where bedplate goes below `BEDPLATE_HOME`; `None`: it is not in the bundle."""
+    """Path below `BEDPLATE_HOME` for bedplate itself; `None`: it is not in the bundle."""
     own_packages: tuple[str, ...] = ()
     model: str | None = None
     model_place: str | None = None
-    """Below `BEDPLATE_HOME`: the file or folder to serve."""
+    """Path below `BEDPLATE_HOME` of the file or folder to serve."""
     unpacked_bytes: int
     cleared_bytes: int = 0
-    """Code for other GPUs, which was overwritten with zeros."""
+    """Bytes of code for other GPUs that were overwritten with zeros."""
     pieces: tuple[BundlePiece, ...]
     """Parts of one tar archive, compressed with zstd."""
     decompressor: BundlePiece
-    """zstandard for the target's Python."""
+    """The zstandard package for the target's Python."""
 
     @property
     def size_bytes(self) -> int:
@@ -168,7 +168,7 @@ class TargetBundle(Record, frozen=True, kw_only=True):
 
 
 class PackedForTarget(Record, frozen=True, kw_only=True):
-    """What `bedplate bundle --for` made, and where."""
+    """What `bedplate bundle --for TARGET --json` prints."""
 
     schema: Literal["packed-for-target/1"] = "packed-for-target/1"
     path: str

@@ -169,7 +169,7 @@ class Service(Record, frozen=True, kw_only=True):
 
 
 class Tenant(Record, frozen=True, kw_only=True):
-    """Somebody who shares the platform."""
+    """A tenant of the platform."""
 
     name: Name
     """The name that services and keys refer to."""
@@ -222,6 +222,6 @@ class Intent(Record, frozen=True, kw_only=True):
     services: tuple[Service, ...] = ()
     """The models of a platform, instead of `model` and `workload`."""
     tenants: tuple[Tenant, ...] = ()
-    """Who shares the platform."""
+    """The tenants of the platform."""
     notes: tuple[str, ...] = ()
     """Remarks that bedplate adds about unusual values; not for people to write."""

@@ -45,7 +45,7 @@ class Choice(Record, frozen=True, kw_only=True):
     start_s: float = 0.0
     """Expected extra start-up time, before one was measured."""
     restless: bool = False
-    """Whether the engine keeps the CPU busy while idle, so that no other engine can be measured beside it."""
+    """Whether the engine keeps the CPU busy while idle, so that no other engine can be measured at the same time."""
 
 
 class Knob(Record, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A CUDA driver without a card: it keeps a clock of its own that every copy moves on by bytes over bandwidth."""
+"""A fake CUDA driver. Each copy advances its clock by bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -181,5 +181,5 @@ class FakeCuda:
 
     @property
     def left(self) -> list[object]:
-        """What was taken and not given back."""
+        """Resources that were not released."""
         return [*self.live, *self.contexts, *self._events, *self._host]

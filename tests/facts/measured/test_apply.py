@@ -1,4 +1,4 @@
-"""Measured figures in a probed machine, and on the page."""
+"""Measured figures are added to a probed machine and shown on the page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from bedplate.facts.measured import apply
 from bedplate.show.measured import operations, rate, render_measured
 from bedplate.values import Accelerator, Figure, Hardware, Measurements, estimate, from_json, replaced, to_json
 
-from .samples import HARDWARE, MEASURED, figure
+from .samples import HARDWARE, MEASURED, make_figure
 
 
 def test_the_read_bandwidth_is_used() -> None:
     found = apply(HARDWARE, MEASURED)
-    assert found.memory.bandwidth_bytes_s == figure(20e9)
-    assert [card.bandwidth_bytes_s for card in found.accelerators] == [figure(4.4e12), figure(4.1e12)]
+    assert found.memory.bandwidth_bytes_s == make_figure(20e9)
+    assert [card.bandwidth_bytes_s for card in found.accelerators] == [make_figure(4.4e12), make_figure(4.1e12)]
 
 
 def test_measurements_take_precedence_over_data_sheets() -> None:
@@ -37,11 +37,11 @@ def test_broken_instruction_sets_are_removed() -> None:
 def test_the_slower_direction_is_the_bandwidth_of_the_nvlink() -> None:
     pcie, nvlink, host = apply(HARDWARE, MEASURED).links
     assert (pcie.kind, pcie.bandwidth_bytes_s) == ("pcie", None)
-    assert (nvlink.kind, nvlink.count, nvlink.bandwidth_bytes_s) == ("nvlink", 18, figure(380e9))
-    assert (host.kind, host.a, host.b, host.bandwidth_bytes_s) == ("pcie", "0", "host", figure(55e9))
+    assert (nvlink.kind, nvlink.count, nvlink.bandwidth_bytes_s) == ("nvlink", 18, make_figure(380e9))
+    assert (host.kind, host.a, host.b, host.bandwidth_bytes_s) == ("pcie", "0", "host", make_figure(55e9))
 
 
-def test_another_vendors_card_of_the_same_number_is_left_alone() -> None:
+def test_a_card_of_another_vendor_is_not_changed() -> None:
     cards = (Accelerator(name="Radeon", vendor="amd", index=0),)
     (card,) = apply(replaced(HARDWARE, accelerators=cards), MEASURED).accelerators
     assert card.bandwidth_bytes_s is None
@@ -52,7 +52,7 @@ def test_a_machine_with_measurements_survives_json() -> None:
     assert from_json(Hardware, to_json(found)) == found
 
 
-def page(found: Measurements) -> str:
+def render_page(found: Measurements) -> str:
     console = Console(width=140, record=True, file=None)
     with console.capture() as captured:
         console.print(render_measured(found))
@@ -60,7 +60,7 @@ def page(found: Measurements) -> str:
 
 
 def test_the_page_has_every_figure_with_its_spread() -> None:
-    text = page(MEASURED)
+    text = render_page(MEASURED)
     for words in (
         "2026-11-15 04:20, in 4.2 s",
         "1 of 3 advertised instruction sets run",
@@ -82,10 +82,10 @@ def test_the_page_has_every_figure_with_its_spread() -> None:
 
 
 def test_an_empty_measurement_can_be_shown() -> None:
-    assert "Measured" in page(Measurements(when="", took_s=0.1, machine=MEASURED.machine))
+    assert "Measured" in render_page(Measurements(when="", took_s=0.1, machine=MEASURED.machine))
 
 
-def test_a_narrow_band_is_not_shown() -> None:
+def test_a_small_spread_is_not_shown() -> None:
     sure = Figure(value=20e9, low=19.95e9, high=20.05e9, basis="measured")
     assert rate(sure) == "20 GB/s" and operations(sure, "fp32") == "20 GFLOP/s"
     assert rate(Figure(value=0, low=0, high=0, basis="measured")) == "0 B/s"

@@ -1,4 +1,4 @@
-"""What was measured is remembered for this machine and driver, and for no other."""
+"""Measurements are stored for each machine and driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def other_card(driver: str) -> Hardware:
+def make_other_card(driver: str) -> Hardware:
     cards = tuple(replaced(card, driver_version=driver) for card in HARDWARE.accelerators)
     return replaced(HARDWARE, accelerators=cards)
 
@@ -48,7 +48,7 @@ def test_stored_measurements_are_added_to_a_probe(own_home: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        other_card("581.0"),
+        make_other_card("581.0"),
         replaced(HARDWARE, accelerators=HARDWARE.accelerators[:1]),
         replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, name="EPYC")),
         replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, allowed_cores=1.5)),
@@ -73,7 +73,7 @@ def test_free_memory_does_not_identify_a_machine() -> None:
 
 
 def test_machines_that_share_a_folder_keep_their_own_figures() -> None:
-    other = replaced(MEASURED, machine=machine_of(other_card("581.0")), took_s=9.0)
+    other = replaced(MEASURED, machine=machine_of(make_other_card("581.0")), took_s=9.0)
     remember(MEASURED)
     remember(other)
     newer = replaced(MEASURED, took_s=1.0)

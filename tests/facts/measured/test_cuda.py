@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bedplate.facts.measured import cuda
 from bedplate.facts.measured.cuda import (
     Card,
-    Request,
+    CudaRequest,
     buffer_bytes,
     durations,
     matched,
@@ -26,12 +26,12 @@ from .fake_cuda import GB, MIB, FakeCard, FakeCuda
 ONE = (Card(index=0, name="NVIDIA Fake"),)
 
 
-def asked(cards: tuple[Card, ...] = ONE) -> Request:
-    return Request(cards=cards, host_available_bytes=8 * 16 * MIB, when="2026-11-15")
+def make_request(cards: tuple[Card, ...] = ONE) -> CudaRequest:
+    return CudaRequest(cards=cards, host_available_bytes=8 * 16 * MIB, when="2026-11-15")
 
 
-def run(library: Any, cards: tuple[Card, ...] = ONE) -> cuda.Result:
-    return measure_cards(library, asked(cards), lambda share: None)
+def run(library: Any, cards: tuple[Card, ...] = ONE) -> cuda.CudaResult:
+    return measure_cards(library, make_request(cards), lambda share: None)
 
 
 def test_a_copy_counts_both_directions_and_a_read_one() -> None:
@@ -103,7 +103,7 @@ def test_any_failed_call_becomes_a_note_and_leaks_nothing(call: str) -> None:
         assert library.left == []
 
 
-def test_a_call_that_an_old_driver_does_not_have_is_a_note() -> None:
+def test_a_call_missing_in_an_old_driver_is_a_note() -> None:
     class Old:
         def __init__(self) -> None:
             self.library = FakeCuda()
@@ -129,18 +129,18 @@ def test_no_driver_library_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(cuda, "load", none)
-    assert "libcuda.so.1" in cuda.work(asked(), lambda share: None).notes[0]
+    assert "libcuda.so.1" in cuda.measure_gpus(make_request(), lambda share: None).notes[0]
 
 
 @pytest.mark.parametrize("code", [*EXPLANATIONS, 12345])
-def test_every_error_says_what_it_means_and_which_call_it_was(code: int) -> None:
+def test_every_error_names_its_call_and_meaning(code: int) -> None:
     with pytest.raises(CudaError) as caught:
         Driver(FakeCuda(refuse={"cuInit": code}))
     assert "cuInit" in str(caught.value) and "CUDA_ERROR_FAKE" in str(caught.value)
     assert EXPLANATIONS.get(code, "the driver reported an error") in str(caught.value)
 
 
-def test_cards_are_matched_by_uuid_whatever_cudas_order() -> None:
+def test_cards_are_matched_by_uuid_in_any_order() -> None:
     first, second = bytes(range(16)), bytes(range(16, 32))
     cards = (
         Card(index=0, name="a", uuid="GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"),
@@ -150,7 +150,7 @@ def test_cards_are_matched_by_uuid_whatever_cudas_order() -> None:
     assert [device for _, device in matched(cards, [(0, first.hex())])] == [0, None]
 
 
-def test_without_uuids_position_counts_only_where_the_numbers_agree() -> None:
+def test_cards_without_uuids_are_matched_by_position_if_the_counts_agree() -> None:
     cards = (Card(index=3, name="a"), Card(index=5, name="b"))
     assert [device for _, device in matched(cards, [(0, None), (1, None)])] == [0, 1]
     assert [device for _, device in matched(cards, [(0, None)])] == [None, None]
@@ -199,9 +199,9 @@ def test_a_stopped_clock_does_not_loop_forever() -> None:
     assert durations(lambda ask: 0.0, lambda: None) == [0.0] * cuda.SAMPLES
 
 
-def test_only_nvidias_cards_are_asked_for() -> None:
+def test_only_nvidia_cards_are_measured() -> None:
     cards = (
         Accelerator(name="a", vendor="amd", index=0),
         Accelerator(name="b", vendor="nvidia", index=0, uuid="GPU-1"),
     )
-    assert cuda.request(cards, 1, "today").cards == (Card(index=0, name="b", uuid="GPU-1"),)
+    assert cuda.make_request(cards, 1, "today").cards == (Card(index=0, name="b", uuid="GPU-1"),)

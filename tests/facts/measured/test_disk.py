@@ -1,4 +1,4 @@
-"""Disk reads past the cache: which file, nothing left behind, and refusals as notes."""
+"""Uncached disk reads: the choice of the file, clean-up, and failures as notes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from bedplate.facts.measured import disk
-from bedplate.facts.measured.disk import Request, file_system_of, largest, opened, read_blocks, uncached, work
+from bedplate.facts.measured.disk import (
+    DiskRequest,
+    file_system_of,
+    largest,
+    measure_disk,
+    opened,
+    read_blocks,
+    uncached,
+)
 
 CAPTURES = Path(__file__).parents[2] / "captures"
 MIB = 1 << 20
@@ -24,8 +32,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "LEAST_FILE_BYTES", 8 * MIB)
 
 
-def run(folder: Path) -> disk.Result:
-    return work(Request(folder=str(folder), when="2026-11-15"), lambda share: None)
+def run(folder: Path) -> disk.DiskResult:
+    return measure_disk(DiskRequest(folder=str(folder), when="2026-11-15"), lambda share: None)
 
 
 @here_only
@@ -39,7 +47,7 @@ def test_a_temporary_file_is_read_and_removed(tmp_path: Path, monkeypatch: pytes
 
 
 @here_only
-def test_a_model_is_read_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_file_is_read_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEMORY_FILE_SYSTEMS", ())
     model = tmp_path / "hub" / "model.gguf"
     model.parent.mkdir()

@@ -1,4 +1,4 @@
-"""A real card's figures: what this code measured on an H200 once must stay readable, and was right."""
+"""Measurements of a real H200, compared with another program. The file must stay readable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from bedplate.values import Measurements, from_json
 
 CAPTURE = Path(__file__).parents[2] / "captures" / "measured" / "h200.json"
-# What PyTorch 2.11 measured on the same machine within the same minute, in bytes and operations a second.
+# Measured with PyTorch 2.11 on the same machine in the same minute, in bytes and operations per second.
 TORCH = {
     "copy": 4.274e12,
     "sum": 4.342e12,
@@ -39,7 +39,7 @@ def test_reading_is_faster_than_a_reduction_and_slower_than_the_bus() -> None:
     assert TORCH["sum"] < gpu.read_bytes_s.value < gpu.theoretical_bytes_s
 
 
-def test_every_figure_is_measured_and_says_with_what() -> None:
+def test_every_figure_is_measured_and_names_its_source() -> None:
     found = from_json(Measurements, CAPTURE.read_text(encoding="utf-8"))
     assert found.ram_all_cores and found.ram_one_core and found.disk
     figures = [found.ram_all_cores.read_bytes_s, found.ram_one_core.copy_bytes_s, found.disk.read_bytes_s]

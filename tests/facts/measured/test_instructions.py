@@ -1,4 +1,4 @@
-"""Instructions that really run: real ones on this CPU, and ones that cannot run."""
+"""Instruction sets are checked by executing them, on this CPU and with code that cannot run."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_wrong_result_does_not_count_as_running() -> None:
 
 
 @on_x86_linux
-def test_tiles_need_the_kernels_permission() -> None:
-    """Without asking for it the same code is killed: the question to the kernel is what makes it run."""
+def test_amx_needs_permission_from_the_kernel() -> None:
+    """Without the request to the kernel, the same code is killed."""
     if "amx_tile" not in probe().cpu.instruction_sets or check("amx_tile", X86["amx_tile"]).result != "runs":
         pytest.skip("this CPU has no AMX, or does not let it run")
     assert check("amx_tile", replace(X86["amx_tile"], needs=None)).result == "does not run"
@@ -81,7 +81,7 @@ def test_every_set_that_the_probe_knows_has_code() -> None:
 
 
 @pytest.mark.parametrize(("name", "snippet"), [*X86.items(), *ARM.items()])
-def test_code_is_whole(name: str, snippet: Snippet) -> None:
+def test_code_contains_a_return(name: str, snippet: Snippet) -> None:
     code = bytes.fromhex(snippet.code)
     assert b"\xc3" in code if name in X86 else code.endswith(bytes.fromhex("c0035fd6"))
 
@@ -110,7 +110,7 @@ def test_the_result_follows_from_how_the_process_ended(code: int, printed: bytes
 
 @on_x86_linux
 def test_a_system_that_denies_executable_memory_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own ban (PR_SET_MDWE, since Linux 6.3), which children inherit: as SELinux does it by policy."""
+    """PR_SET_MDWE (since Linux 6.3) denies executable memory, as SELinux policies do. Children inherit it."""
     pr_set_mdwe, refuse_exec_gain = 65, 1
 
     def ban() -> None:

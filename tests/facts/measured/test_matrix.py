@@ -1,4 +1,4 @@
-"""Matrix products: the arithmetic, the data, and where libraries are looked for."""
+"""Matrix products: the operation count, the data, and the search for libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ import pytest
 
 from bedplate.facts.measured import matrix
 from bedplate.facts.measured.cuda import Card
-from bedplate.facts.measured.matrix import KINDS, Request, libraries, major_version, noise, open_first, operations, work
+from bedplate.facts.measured.matrix import (
+    KINDS,
+    MatrixRequest,
+    libraries,
+    major_version,
+    measure_matrix,
+    noise,
+    open_first,
+    operations,
+)
 from bedplate.values import Accelerator
 
 from .fake_cuda import FakeCuda
 
-NO_CARDS = Request(cards=(), threads=1, when="2026-11-15")
+NO_CARDS = MatrixRequest(cards=(), threads=1, when="2026-11-15")
 
 
 def test_a_product_is_a_multiplication_and_an_addition_for_each_term() -> None:
@@ -41,7 +50,7 @@ def test_the_data_is_random_finite_and_near_one(kind: matrix.Kind, monkeypatch: 
 
 def test_without_numpy_the_note_says_that_no_library_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
-    found = work(NO_CARDS, lambda share: None)
+    found = measure_matrix(NO_CARDS, lambda share: None)
     assert found.rates == ()
     assert found.notes == ("matrix products on the CPU are not measured: no library is available",)
 
@@ -49,7 +58,7 @@ def test_without_numpy_the_note_says_that_no_library_is_available(monkeypatch: p
 def test_with_numpy_the_cpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
     monkeypatch.setattr(matrix, "CPU_SIZE", 256)
-    (rate,) = work(NO_CARDS, lambda share: None).rates
+    (rate,) = measure_matrix(NO_CARDS, lambda share: None).rates
     assert (rate.device, rate.data_type, rate.size) == ("cpu", "fp32", 256)
     assert rate.operations_s.basis == "measured" and rate.operations_s.value > 1e7
 
@@ -78,7 +87,7 @@ def test_the_newest_supported_library_is_used(tmp_path: Path, monkeypatch: pytes
     ("name", "major"),
     [("libcublas.so.12", 12), ("libcublas.so.12.9.1.4", 12), ("cublas64_13.dll", 13), ("libcublas.so", None)],
 )
-def test_the_version_is_in_the_name(name: str, major: int | None) -> None:
+def test_the_version_is_parsed_from_the_file_name(name: str, major: int | None) -> None:
     assert major_version(Path(name)) == major
 
 
@@ -120,7 +129,9 @@ class FakeCublas:
         return 0
 
 
-def gpu_run(monkeypatch: pytest.MonkeyPatch, refuse: int | None = None) -> tuple[matrix.Result, FakeCuda, FakeCublas]:
+def run_on_gpu(
+    monkeypatch: pytest.MonkeyPatch, refuse: int | None = None
+) -> tuple[matrix.MatrixResult, FakeCuda, FakeCublas]:
     driver = FakeCuda()
     driver.cards[0].free_bytes = 4 << 30
     library = FakeCublas(driver, refuse)
@@ -129,13 +140,13 @@ def gpu_run(monkeypatch: pytest.MonkeyPatch, refuse: int | None = None) -> tuple
     monkeypatch.setattr(matrix, "noise", lambda kind: bytes(1 << 26))
     monkeypatch.setattr(matrix, "load", lambda: driver)
     monkeypatch.setattr(matrix, "open_first", lambda paths, major: (library, Path("libcublas.so.13")))
-    asked = matrix.request((Accelerator(name="b", vendor="nvidia", index=2),), 1, "2026-11-15")
+    asked = matrix.make_request((Accelerator(name="b", vendor="nvidia", index=2),), 1, "2026-11-15")
     assert asked.cards == (Card(index=2, name="b"),)
-    return work(asked, lambda share: None), driver, library
+    return measure_matrix(asked, lambda share: None), driver, library
 
 
 def test_each_data_type_is_timed_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, driver, library = gpu_run(monkeypatch)
+    found, driver, library = run_on_gpu(monkeypatch)
     assert [rate.data_type for rate in found.rates] == ["fp32", "tf32", "fp16", "bf16", "int8"]
     for rate in found.rates:
         assert rate.device == "2" and rate.operations_s.value == pytest.approx(1e14, rel=0.01)
@@ -143,7 +154,7 @@ def test_each_data_type_is_timed_on_the_card(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_data_type_that_the_card_lacks_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, driver, library = gpu_run(monkeypatch, refuse=matrix.R_16BF)
+    found, driver, library = run_on_gpu(monkeypatch, refuse=matrix.R_16BF)
     assert "bf16" not in [rate.data_type for rate in found.rates] and len(found.rates) == 4
     assert any("bf16 products are not measured: not supported" in note for note in found.notes)
     assert driver.left == [] and library.handles == 0
@@ -155,5 +166,5 @@ def test_too_little_memory_on_the_card_is_a_note(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matrix, "load", lambda: driver)
     monkeypatch.setattr(matrix, "open_first", lambda paths, major: (FakeCublas(driver), Path("libcublas.so.13")))
     driver.cards[0].free_bytes = 1 << 20
-    found = work(Request(cards=(Card(index=0, name="x"),), threads=1, when="x"), lambda share: None)
+    found = measure_matrix(MatrixRequest(cards=(Card(index=0, name="x"),), threads=1, when="x"), lambda share: None)
     assert found.rates == () and sum("not enough free memory" in note for note in found.notes) == len(KINDS)

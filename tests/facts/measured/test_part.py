@@ -1,4 +1,4 @@
-"""Parts run in processes of their own: answers, crashes, hangs and Ctrl-C."""
+"""Parts run in separate processes: results, crashes, hangs and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ import pytest
 from tests.conftest import HANG_S, wait_for
 
 from bedplate.errors import OutsideFailed
-from bedplate.facts.measured import cuda, disk
+from bedplate.facts.measured import cuda, disk, matrix, ram
 from bedplate.facts.measured.measuring import disturbances, measure
 from bedplate.facts.measured.part import run_part
 from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replaced
 from bedplate.values.measurements import GpuBandwidth
 
-from .samples import HARDWARE, figure
+from .samples import HARDWARE, make_figure
 
-ASKED = disk.Request(folder="/nowhere", when="2026-11-15")
+ASKED = disk.DiskRequest(folder="/nowhere", when="2026-11-15")
 NOTHING = "import sys; sys.stdin.read(); "
 
 
-def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.Result:
-    with started_by(sys.executable, "-c", NOTHING + code):
-        return run_part("disk", ASKED, disk.Result, seen.append if seen is not None else None, limit_s=limit_s)
+def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.DiskResult:
+    with replace_command(sys.executable, "-c", NOTHING + code):
+        return run_part("disk", ASKED, disk.DiskResult, seen.append if seen is not None else None, limit_s=limit_s)
 
 
 @contextlib.contextmanager
-def started_by(*command: str) -> Iterator[None]:
-    """Another program in the place of the worker."""
+def replace_command(*command: str) -> Iterator[None]:
+    """Run another program instead of the worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bedplate.facts.measured.part._command", lambda _: command)
         yield
 
 
-def test_progress_and_the_answer_come_back() -> None:
+def test_progress_and_result_are_returned() -> None:
     seen: list[int] = []
     answer = run("""print('progress 10\\nnoise\\nprogress x\\nprogress 80\\nresult {"notes": ["hello"]}')""", seen=seen)
     assert answer.notes == ("hello",) and seen == [10, 80]
@@ -91,17 +91,23 @@ def test_an_invalid_answer_becomes_a_note(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", garbled)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
-    assert sum("is not a valid Result" in note for note in measure(HARDWARE).notes) == 4
+    parts = (cuda.CudaResult, disk.DiskResult, matrix.MatrixResult, ram.RamResult)
+    notes = measure(HARDWARE).notes
+    for part in parts:
+        assert sum(f"is not a valid {part.__name__} " in note for note in notes) == 1
 
 
 def test_a_part_that_never_reads_its_request_is_handled() -> None:
-    with started_by(sys.executable, "-c", "raise SystemExit(3)"), pytest.raises(OutsideFailed, match="exit code 3"):
-        run_part("disk", ASKED, disk.Result)
+    with (
+        replace_command(sys.executable, "-c", "raise SystemExit(3)"),
+        pytest.raises(OutsideFailed, match="exit code 3"),
+    ):
+        run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_missing_interpreter_is_reported() -> None:
-    with started_by("/nowhere/python"), pytest.raises(OutsideFailed, match="could not start"):
-        run_part("disk", ASKED, disk.Result)
+    with replace_command("/nowhere/python"), pytest.raises(OutsideFailed, match="could not start"):
+        run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_failed_part_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,16 +131,16 @@ def test_other_processes_are_noted() -> None:
     assert disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
 
 
-def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_data_sheet_figure_is_kept_with_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answers(name: str, request: object, result: type[Record], update: object, **_: object) -> Record:
         gpus = (GpuBandwidth(index=0, name="a"), GpuBandwidth(index=1, name="b"))
-        return cuda.Result(gpus=gpus) if name == "cuda" else result()
+        return cuda.CudaResult(gpus=gpus) if name == "cuda" else result()
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", answers)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     sheet = Figure(value=4.8e12, low=4.8e12, high=4.8e12, basis="spec", source="a sheet")
     first, second = HARDWARE.accelerators
-    cards = (replaced(first, bandwidth_bytes_s=sheet), replaced(second, bandwidth_bytes_s=figure(4e12)))
+    cards = (replaced(first, bandwidth_bytes_s=sheet), replaced(second, bandwidth_bytes_s=make_figure(4e12)))
     found = measure(replaced(HARDWARE, accelerators=cards))
     assert [gpu.spec_bytes_s for gpu in found.gpus] == [sheet, None]
     amd = replaced(HARDWARE, accelerators=(Accelerator(name="Radeon", vendor="amd"),))
@@ -144,8 +150,8 @@ def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     process = start(tmp_path)
-    # The first children try instructions, then come the workers: one of these is what must not stay.
-    wait_for(lambda: _worker(process) or process.poll() is not None, "a worker")
+    # The first children check instruction sets. The workers come after them, and none may remain.
+    wait_for(lambda: _find_worker(process) or process.poll() is not None, "a worker")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=HANG_S)
@@ -164,7 +170,7 @@ def start(home: Path) -> subprocess.Popen[str]:
     )
 
 
-def _worker(process: subprocess.Popen[str]) -> bool:
+def _find_worker(process: subprocess.Popen[str]) -> bool:
     with contextlib.suppress(psutil.Error):
         return any("bedplate.facts.measured.worker" in one.cmdline() for one in psutil.Process(process.pid).children())
     return False
@@ -175,7 +181,7 @@ def _is_ours(process: psutil.Process, home: Path) -> bool:
 
 
 @pytest.mark.measures
-def test_the_whole_measurement_on_this_machine(tmp_path: Path) -> None:
+def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     process = start(tmp_path)
     out, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, errors

@@ -1,4 +1,4 @@
-"""RAM bandwidth: how large a buffer, which threads, and a small run of the real thing."""
+"""RAM bandwidth: buffer size, threads, and a small real measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from tests.conftest import HANG_S
 
 from bedplate.facts.measured import ram
-from bedplate.facts.measured.ram import Crew, Request, Slices, buffer_bytes, doubts, physical_cpus, request, work
+from bedplate.facts.measured.ram import (
+    Crew,
+    RamRequest,
+    Slices,
+    buffer_bytes,
+    doubts,
+    make_request,
+    measure_ram,
+    physical_cpus,
+)
 from bedplate.values import Cpu
 from bedplate.values.hardware import Cache
 
@@ -43,14 +52,14 @@ def test_the_cache_size_is_the_sum_of_the_last_level() -> None:
         Cache(level=3, kind="unified", bytes=32 * MIB, count=2, shared_by=4),
     )
     cpu = Cpu(**{field: getattr(CPU, field) for field in CPU.__struct_fields__ if field != "caches"}, caches=caches)
-    asked = request(cpu, GIB, "today")
+    asked = make_request(cpu, GIB, "today")
     assert (asked.threads, asked.cache_bytes, asked.one_cache_bytes) == (4, 64 * MIB, 32 * MIB)
-    assert request(CPU, GIB, "today").cache_bytes is None
+    assert make_request(CPU, GIB, "today").cache_bytes is None
 
 
 def test_too_little_memory_is_a_note_and_no_figure() -> None:
-    found = work(
-        Request(threads=2, available_bytes=32 * MIB, cache_bytes=None, one_cache_bytes=None, when="today"), print
+    found = measure_ram(
+        RamRequest(threads=2, available_bytes=32 * MIB, cache_bytes=None, one_cache_bytes=None, when="today"), print
     )
     assert found.all_cores is None and "too little memory" in found.notes[0]
 
@@ -60,8 +69,8 @@ def test_a_small_run_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ram, "BUDGET_S", 0.05)
     told: list[float] = []
     threads = len(physical_cpus()) or 1
-    asked = Request(threads=threads, available_bytes=GIB, cache_bytes=MIB, one_cache_bytes=MIB, when="today")
-    found = work(asked, told.append)
+    asked = RamRequest(threads=threads, available_bytes=GIB, cache_bytes=MIB, one_cache_bytes=MIB, when="today")
+    found = measure_ram(asked, told.append)
     assert found.all_cores is not None and found.one_core is not None and found.notes == ()
     assert (found.all_cores.threads, found.one_core.threads) == (threads, 1)
     for one in (found.all_cores, found.one_core):
@@ -71,7 +80,7 @@ def test_a_small_run_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) ->
     assert told == sorted(told) and told[-1] <= 1.0
 
 
-def test_every_part_is_filled_read_and_copied_whole() -> None:
+def test_every_part_is_filled_read_and_copied_completely() -> None:
     slices = Slices(8 * MIB, 3)
     assert slices.total % (2 * 3) == 0 and slices.part * 3 == slices.total <= 8 * MIB
     for part in range(3):

@@ -1,4 +1,4 @@
-"""One figure out of many timings."""
+"""Repeated timings are summarized in one figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_figure_is_the_median_with_the_extremes_as_range() -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1e15), min_size=1))
-def test_the_value_lies_in_its_band(found: list[float]) -> None:
+def test_the_value_is_within_its_range(found: list[float]) -> None:
     figure = measured(found, "x")
     assert figure.low <= figure.value <= figure.high
 
@@ -26,11 +26,11 @@ def test_a_duration_of_zero_gives_no_rate() -> None:
 
 
 def test_blocks_of_several_readers_are_rated_by_the_time_that_passed() -> None:
-    """Two readers finish 10 bytes each second: 20 bytes a second, though each block took one second."""
+    """Two readers finish 10 bytes each per second, so the rate is 20 bytes per second."""
     ends = [(1.0, 10), (1.0, 10), (2.0, 10), (2.0, 10), (3.0, 10), (3.0, 10)]
     assert windows(ends, began=0.0, count=3) == pytest.approx([20.0, 20.0, 20.0])
 
 
-def test_fewer_blocks_than_windows() -> None:
+def test_fewer_blocks_than_windows_give_fewer_rates() -> None:
     assert windows([(2.0, 10)], began=0.0, count=8) == [5.0]
     assert windows([], began=0.0, count=8) == []

@@ -113,40 +113,40 @@ class Card(Record, frozen=True, kw_only=True):
     uuid: str | None = None
 
 
-class Request(Record, frozen=True, kw_only=True):
+class CudaRequest(Record, frozen=True, kw_only=True):
     cards: tuple[Card, ...]
     host_available_bytes: int
     when: str
 
 
-class Result(Record, frozen=True, kw_only=True):
+class CudaResult(Record, frozen=True, kw_only=True):
     gpus: tuple[GpuBandwidth, ...] = ()
     peers: tuple[PeerBandwidth, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def request(accelerators: Sequence[Accelerator], host_available_bytes: int, when: str) -> Request:
+def make_request(accelerators: Sequence[Accelerator], host_available_bytes: int, when: str) -> CudaRequest:
     cards = tuple(
         Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia"
     )
-    return Request(cards=cards, host_available_bytes=host_available_bytes, when=when)
+    return CudaRequest(cards=cards, host_available_bytes=host_available_bytes, when=when)
 
 
-def work(asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_gpus(asked: CudaRequest, tell: Callable[[float], None]) -> CudaResult:
     try:
         library = load()
     except OSError as error:
-        return Result(notes=(f"GPU bandwidth is not measured: cannot load the driver's library ({error})",))
+        return CudaResult(notes=(f"GPU bandwidth is not measured: cannot load the driver's library ({error})",))
     return measure_cards(library, asked, tell)
 
 
-def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_cards(library: Any, asked: CudaRequest, tell: Callable[[float], None]) -> CudaResult:
     """Measure all cards one after the other, then the pairs. A card that fails becomes a note."""
     try:
         driver = Driver(library)
         pairs = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
     except CudaError as error:
-        return Result(notes=(f"GPU bandwidth is not measured: {error}",))
+        return CudaResult(notes=(f"GPU bandwidth is not measured: {error}",))
     gpus: list[GpuBandwidth] = []
     notes = [f"GPU {card.index} is not measured: CUDA does not show it" for card, device in pairs if device is None]
     there = [(card, device) for card, device in pairs if device is not None]
@@ -164,7 +164,7 @@ def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -
         notes.append(f"links between GPUs are not measured: {error}")
         peers = ()
     tell(1.0)
-    return Result(gpus=tuple(gpus), peers=peers, notes=tuple(notes))
+    return CudaResult(gpus=tuple(gpus), peers=peers, notes=tuple(notes))
 
 
 def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) -> list[tuple[Card, int | None]]:
@@ -217,7 +217,7 @@ def durations(
 class Bench:
     """One card."""
 
-    def __init__(self, driver: Driver, card: Card, device: int, asked: Request, notes: list[str]) -> None:
+    def __init__(self, driver: Driver, card: Card, device: int, asked: CudaRequest, notes: list[str]) -> None:
         self.driver, self.card, self.device, self.notes = driver, card, device, notes
         self.host_bytes = min(HOST_BUFFER_BYTES, asked.host_available_bytes // 8) // MIB * MIB
         self.source = f"CUDA driver {driver.version()}, {asked.when}"
@@ -341,7 +341,7 @@ def measure_peers(
 ) -> tuple[PeerBandwidth, ...]:
     """Copies between each pair with peer access, in both directions, one at a time."""
     found = []
-    apart = []
+    unconnected = []
     for source, source_device in cards:
         for target, target_device in cards:
             if source.index == target.index:
@@ -349,15 +349,15 @@ def measure_peers(
             pair = f"GPU {source.index} to GPU {target.index}"
             try:
                 if not driver.number("cuDeviceCanAccessPeer", target_device, source_device):
-                    apart.append(f"{source.index}–{target.index}")
+                    unconnected.append(f"{source.index}–{target.index}")
                     continue
                 figure = peer_figure(driver, source_device, target_device, when)
             except CudaError as error:
                 notes.append(f"{pair} is not measured: {error}")
                 continue
             found.append(PeerBandwidth(source=source.index, target=target.index, bytes_s=figure))
-    if apart:
-        notes.append(f"GPUs without peer access, whose traffic goes through the host: {', '.join(apart)}")
+    if unconnected:
+        notes.append(f"GPUs without peer access, whose traffic goes through the host: {', '.join(unconnected)}")
     return tuple(found)
 
 

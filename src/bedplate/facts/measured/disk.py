@@ -33,44 +33,44 @@ WINDOWS = 8
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 
-class Request(Record, frozen=True, kw_only=True):
+class DiskRequest(Record, frozen=True, kw_only=True):
     folder: str
     when: str
 
 
-class Result(Record, frozen=True, kw_only=True):
+class DiskResult(Record, frozen=True, kw_only=True):
     disk: DiskRead | None = None
     notes: tuple[str, ...] = ()
 
 
-def request(when: str) -> Request:
-    return Request(folder=str(models_dir()), when=when)
+def make_request(when: str) -> DiskRequest:
+    return DiskRequest(folder=str(models_dir()), when=when)
 
 
-def work(asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_disk(asked: DiskRequest, tell: Callable[[float], None]) -> DiskResult:
     folder = next(place for place in (Path(asked.folder), *Path(asked.folder).parents) if place.is_dir())
     if sys.platform == "win32":
-        return Result(notes=("disk speed is not measured on this operating system",))
+        return DiskResult(notes=("disk speed is not measured on this operating system",))
     kind = file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
-        return Result(notes=(f"disk speed is not measured: {folder} is in memory ({kind})",))
+        return DiskResult(notes=(f"disk speed is not measured: {folder} is in memory ({kind})",))
     try:
         with opened(folder) as (descriptor, file_bytes, what):
             how = uncached(descriptor)
             if how is None:
-                return Result(notes=(f"disk speed is not measured: the cache cannot be bypassed in {folder}",))
+                return DiskResult(notes=(f"disk speed is not measured: the cache cannot be bypassed in {folder}",))
             tell(0.3)
             began = time.perf_counter()
             ends = read_blocks(descriptor, file_bytes, lambda share: tell(0.3 + 0.7 * share))
     except OSError as error:
-        return Result(notes=(f"disk speed is not measured: {folder}: {error.strerror or error}",))
+        return DiskResult(notes=(f"disk speed is not measured: {folder}: {error.strerror or error}",))
     found = windows(ends, began, WINDOWS)
     found = found[1:] or found  # the first one includes the start of the readers and the disk's own cache
     if not found:
-        return Result(notes=("disk speed is not measured: nothing could be read",))
+        return DiskResult(notes=("disk speed is not measured: nothing could be read",))
     source = f"{what}, {how}, {READERS} readers of {size(BLOCK_BYTES)}, {asked.when}"
     read = DiskRead(path=asked.folder, read_bytes=sum(count for _, count in ends), read_bytes_s=measured(found, source))
-    return Result(disk=read)
+    return DiskResult(disk=read)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
     python -I -S execute.py HEX [amx]
 
-A process of its own, since an instruction that is not there ends the process that tries it. Exit code 3: it was not
-tried, and the last line of stderr says why.
+It runs in a separate process, because an unsupported instruction ends the process that executes it. Exit code 3: the
+code was not executed, and the last line of stderr says why.
 """
 
 from __future__ import annotations

@@ -130,13 +130,13 @@ def check(name: str, snippet: Snippet | None) -> InstructionSetCheck:
 
 def conclude(name: str, snippet: Snippet, code: int, printed: bytes, errors: bytes) -> InstructionSetCheck:
     """Judge how the process that ran the snippet ended."""
-    said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
+    last_line = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
     if code == NOT_TRIED:
-        return InstructionSetCheck(name=name, result="not tried", why=said)
+        return InstructionSetCheck(name=name, result="not tried", why=last_line)
     if code < 0:
         return InstructionSetCheck(name=name, result="does not run", why=f"{_signal(-code)} at {snippet.what}")
     if code > 0:
-        return InstructionSetCheck(name=name, result="does not run", why=said or f"exit code {code}")
+        return InstructionSetCheck(name=name, result="does not run", why=last_line or f"exit code {code}")
     value = printed.decode(errors="replace").strip()
     if value != str(snippet.expected):
         why = f"{snippet.what} gave {value or 'nothing'} instead of {snippet.expected}"

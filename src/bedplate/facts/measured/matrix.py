@@ -67,29 +67,29 @@ KINDS = (
 OUTPUT_BYTES = {R_32F: 4, R_32I: 4, R_16F: 2, R_16BF: 2}
 
 
-class Request(Record, frozen=True, kw_only=True):
+class MatrixRequest(Record, frozen=True, kw_only=True):
     cards: tuple[Card, ...]
     threads: int
     when: str
 
 
-class Result(Record, frozen=True, kw_only=True):
+class MatrixResult(Record, frozen=True, kw_only=True):
     rates: tuple[MatrixRate, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def request(accelerators: Sequence[Accelerator], threads: int, when: str) -> Request:
+def make_request(accelerators: Sequence[Accelerator], threads: int, when: str) -> MatrixRequest:
     cards = (Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia")
-    return Request(cards=tuple(cards), threads=threads, when=when)
+    return MatrixRequest(cards=tuple(cards), threads=threads, when=when)
 
 
-def work(asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_matrix(asked: MatrixRequest, tell: Callable[[float], None]) -> MatrixResult:
     notes: list[str] = []
     found = list(cpu_rates(asked, notes))
     tell(0.3)
     if asked.cards:
         found += gpu_rates(asked, notes, lambda share: tell(0.3 + 0.7 * share))
-    return Result(rates=tuple(found), notes=tuple(notes))
+    return MatrixResult(rates=tuple(found), notes=tuple(notes))
 
 
 def operations(size: int) -> int:
@@ -111,7 +111,7 @@ def noise(kind: Kind) -> bytes:
 # the CPU
 
 
-def cpu_rates(asked: Request, notes: list[str]) -> Iterator[MatrixRate]:
+def cpu_rates(asked: MatrixRequest, notes: list[str]) -> Iterator[MatrixRate]:
     # As many threads as may run at once. More would only wait for each other.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, str(asked.threads))
@@ -150,7 +150,7 @@ class CublasError(Exception):
         super().__init__(f"{CUBLAS_ERRORS.get(code, f'error {code}')} ({call})")
 
 
-def gpu_rates(asked: Request, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
+def gpu_rates(asked: MatrixRequest, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
     paths = list(libraries())
     try:
         driver = Driver(load())
@@ -179,17 +179,17 @@ def card_rates(
         try:
             version = c_int()
             library.cublasGetVersion_v2(handle, byref(version))
-            said = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
+            label = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
             for kind in KINDS:
                 try:
                     took = product(driver, library, handle, kind)
                 except (CudaError, CublasError) as error:
                     notes.append(f"GPU {card.index}: {kind.name} products are not measured: {error}")
                     continue
-                source = f"{said} ({name}), {kind.size}³, random data, {when}"
+                source = f"{label} ({name}), {kind.size}³, random data, {when}"
                 figure = measured(rates(operations(kind.size), took), source)
                 yield MatrixRate(
-                    device=str(card.index), data_type=kind.name, library=said, size=kind.size, operations_s=figure
+                    device=str(card.index), data_type=kind.name, library=label, size=kind.size, operations_s=figure
                 )
         finally:
             library.cublasDestroy_v2(handle)
@@ -247,10 +247,10 @@ def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
     """Load the newest library that this driver supports, after cublasLt from the same folder."""
     usable = [path for path in paths if (major_version(path) or cuda_major) <= cuda_major]
     for path in sorted(usable, key=lambda path: major_version(path) or 0, reverse=True):
-        beside = path.with_name(path.name.replace("cublas", "cublasLt"))
+        cublas_lt = path.with_name(path.name.replace("cublas", "cublasLt"))
         try:
-            if beside.exists():
-                ctypes.CDLL(str(beside), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
+            if cublas_lt.exists():
+                ctypes.CDLL(str(cublas_lt), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
             return typed(ctypes.CDLL(str(path))), path
         except (OSError, AttributeError):
             continue

@@ -37,20 +37,20 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
 
     with progress.step("checking instruction sets", max(1, len(cpu.instruction_sets))) as update:
         checks = check_instruction_sets(cpu.instruction_sets, cpu.arch, update)
-    memory = part("measuring RAM bandwidth", "ram", ram.request(cpu, free, when), ram.Result, ram.Result())
-    gpus = cuda.Result()
+    memory = part("measuring RAM bandwidth", "ram", ram.make_request(cpu, free, when), ram.RamResult, ram.RamResult())
+    gpus = cuda.CudaResult()
     if hardware.has("nvidia"):
-        asked = cuda.request(hardware.accelerators, free, when)
+        asked = cuda.make_request(hardware.accelerators, free, when)
         limit_s = 60.0 + 15 * len(asked.cards)
-        gpus = part("measuring GPU and link bandwidth", "cuda", asked, cuda.Result, gpus, limit_s)
+        gpus = part("measuring GPU and link bandwidth", "cuda", asked, cuda.CudaResult, gpus, limit_s)
     products = part(
         "measuring matrix products",
         "matrix",
-        matrix.request(hardware.accelerators, cpu.allowed_physical_cores, when),
-        matrix.Result,
-        matrix.Result(),
+        matrix.make_request(hardware.accelerators, cpu.allowed_physical_cores, when),
+        matrix.MatrixResult,
+        matrix.MatrixResult(),
     )
-    reads = part("measuring disk reads", "disk", disk.request(when), disk.Result, disk.Result())
+    reads = part("measuring disk reads", "disk", disk.make_request(when), disk.DiskResult, disk.DiskResult())
     found = Measurements(
         when=now.isoformat(timespec="seconds"),
         took_s=round(time.monotonic() - began, 1),

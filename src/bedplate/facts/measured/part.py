@@ -99,5 +99,5 @@ def _why(name: str, code: int, printed: bytes, limit_s: float | None) -> str:
     if limit_s is not None:
         return f"{name} was stopped after {limit_s:g} s"
     lines = printed.decode(errors="replace").strip().splitlines()
-    said = lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{name} failed: {said}"
+    reason = lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{name} failed: {reason}"

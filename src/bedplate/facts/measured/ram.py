@@ -32,7 +32,7 @@ ROUND_S = 0.05
 PRESENT, ABSENT = 0x01, 0xFF
 
 
-class Request(Record, frozen=True, kw_only=True):
+class RamRequest(Record, frozen=True, kw_only=True):
     threads: int
     available_bytes: int
     cache_bytes: int | None
@@ -42,17 +42,17 @@ class Request(Record, frozen=True, kw_only=True):
     when: str
 
 
-class Result(Record, frozen=True, kw_only=True):
+class RamResult(Record, frozen=True, kw_only=True):
     all_cores: RamBandwidth | None = None
     one_core: RamBandwidth | None = None
     notes: tuple[str, ...] = ()
 
 
-def request(cpu: Cpu, available_bytes: int, when: str) -> Request:
+def make_request(cpu: Cpu, available_bytes: int, when: str) -> RamRequest:
     """The measurement for this CPU."""
     deepest = max((cache.level for cache in cpu.caches), default=0)
     last = [cache for cache in cpu.caches if cache.level == deepest and cache.kind != "instruction"]
-    return Request(
+    return RamRequest(
         threads=cpu.allowed_physical_cores,
         available_bytes=available_bytes,
         cache_bytes=sum(cache.bytes * cache.count for cache in last) or None,
@@ -79,19 +79,19 @@ def doubts(buffer: int, cache_bytes: int | None) -> tuple[str, ...]:
     return ()
 
 
-def work(asked: Request, tell: Callable[[float], None]) -> Result:
+def measure_ram(asked: RamRequest, tell: Callable[[float], None]) -> RamResult:
     total = buffer_bytes(asked.cache_bytes, asked.available_bytes)
     if total < TOO_SMALL_BYTES:
-        return Result(notes=("RAM bandwidth is not measured: too little memory is free",))
+        return RamResult(notes=("RAM bandwidth is not measured: too little memory is free",))
     cpus = physical_cpus()
     pinned: Sequence[int | None] = cpus if len(cpus) == asked.threads else [None] * asked.threads
     every = bandwidth(pinned, total, asked.cache_bytes, asked.when, lambda share: tell(share / 2))
     notes = doubts(total, asked.cache_bytes)
     if asked.threads == 1:
-        return Result(all_cores=every, one_core=every, notes=notes)
+        return RamResult(all_cores=every, one_core=every, notes=notes)
     alone = buffer_bytes(asked.one_cache_bytes, asked.available_bytes)
     one = bandwidth(pinned[:1], alone, asked.one_cache_bytes, asked.when, lambda share: tell((1 + share) / 2))
-    return Result(all_cores=every, one_core=one, notes=notes)
+    return RamResult(all_cores=every, one_core=one, notes=notes)
 
 
 def bandwidth(

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
+from bedplate.facts.measured import cuda, disk, matrix, ram
 from bedplate.facts.measured.part import PROGRESS, RESULT
+from bedplate.values import Record
+
+PARTS: dict[str, tuple[type[Record], Callable[[Any, Callable[[float], None]], Record]]] = {
+    "cuda": (cuda.CudaRequest, cuda.measure_gpus),
+    "disk": (disk.DiskRequest, disk.measure_disk),
+    "matrix": (matrix.MatrixRequest, matrix.measure_matrix),
+    "ram": (ram.RamRequest, ram.measure_ram),
+}
 
 
 def main() -> None:
@@ -15,9 +24,9 @@ def main() -> None:
 
     _end_with_parent()
     _offer_to_the_oom_killer()
-    part: Any = import_module(f"bedplate.facts.measured.{sys.argv[1]}")
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=part.Request)
-    answer = part.work(request, lambda share: _say(f"{PROGRESS} {round(100 * share)}"))
+    kind, measure = PARTS[sys.argv[1]]
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+    answer = measure(request, lambda share: _say(f"{PROGRESS} {round(100 * share)}"))
     _say(f"{RESULT} {msgspec.json.encode(answer).decode()}")
 
 
