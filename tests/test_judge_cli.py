@@ -132,8 +132,8 @@ class TestDiagnose:
         engine = MadeEngine(slots=1, token_ms=0.05)
         kept(run_of(*engine.cells(1, 8), bandwidth=20e9))
         answer = invoke("diagnose")
-        assert answer.code == 0 and "Scheduler binds with 8 in flight" in answer.out
-        assert "--parallel 8" in answer.out and "GB/s as measured" in answer.out
+        assert answer.code == 0 and "Scheduler is the bottleneck with 8 in flight" in answer.out
+        assert "--parallel 8" in answer.out and "GB/s measured here" in answer.out
 
     def test_json_and_one_engine_of_a_file(self, tmp_path: Path) -> None:
         name = file_of(tmp_path / "a.json", *MadeEngine(slots=1, token_ms=0.05).cells(1, 8), *pair(1.0)[1])

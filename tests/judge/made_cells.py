@@ -1,4 +1,4 @@
-"""Cells that were made up, and say so: requests with known times, and repeats with a known kind of noise."""
+"""Constructed cells: requests with known times, and repeats with known noise."""
 
 from __future__ import annotations
 
@@ -57,26 +57,24 @@ def with_engine(cell: Cell, **series: object) -> Cell:
 
 
 class Noise:
-    """How a machine varies: from request to request, from repeat to repeat with heavy tails, and slowly."""
+    """Simulated variation of a machine: between requests, between repeats with heavy tails, and slow drift."""
 
     def __init__(self, seed: int, request: float = 0.06, repeat: float = 0.02, drift: float = 0.02) -> None:
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.request, self.repeat, self.drift = request, repeat, drift
         self.slow = 0.0
 
-    def heavy(self) -> float:
-        """Student's t with three degrees of freedom: one in fifty is more than three times the usual."""
-        spread = math.sqrt(sum(self.dice.gauss(0, 1) ** 2 for _ in range(3)) / 3)
-        return self.dice.gauss(0, 1) / spread
+    def draw_heavy_tailed(self) -> float:
+        """Student's t with three degrees of freedom."""
+        spread = math.sqrt(sum(self.rng.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+        return self.rng.gauss(0, 1) / spread
 
     def next_repeat(self, speed: float, second: float, concurrency: int, requests: int = 12) -> Repeat:
-        self.slow = 0.9 * self.slow + self.dice.gauss(0, self.drift)
-        slower = math.exp(-self.slow - self.repeat * self.heavy()) / speed
+        self.slow = 0.9 * self.slow + self.rng.gauss(0, self.drift)
+        slower = math.exp(-self.slow - self.repeat * self.draw_heavy_tailed()) / speed
         samples = []
         for number in range(requests):
-            took = (
-                400.0 * slower * math.exp(self.dice.gauss(0, self.request) + (0.3 if self.dice.random() < 0.03 else 0))
-            )
+            took = 400.0 * slower * math.exp(self.rng.gauss(0, self.request) + (0.3 if self.rng.random() < 0.03 else 0))
             samples.append(
                 Sample(at_s=number * 0.1, ttft_ms=0.25 * took, duration_ms=took, prompt_tokens=64, output_tokens=32)
             )
@@ -87,7 +85,7 @@ class Noise:
 def made_pair(
     noise: Noise, gain: float, repeats: int = 5, loads: Sequence[int] = (4,)
 ) -> tuple[list[Cell], list[Cell]]:
-    """Two engines that took turns, A B B A …; the second is `gain` times as fast."""
+    """Two engines in interleaved rounds, A B B A …; the second is `gain` times as fast."""
     sides: tuple[list[Cell], list[Cell]] = ([], [])
     second = 0.0
     for load in loads:

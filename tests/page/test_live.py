@@ -207,7 +207,7 @@ class TestBinding:
     def test_many_in_flight_for_few_slots_wait_for_the_scheduler(self) -> None:
         waited = [served(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
         found = self.judged(Standing(2, 18), waited, 2)
-        assert found.limit == "scheduler" and found.text.startswith("Scheduler binds with 20 in flight")
+        assert found.limit == "scheduler" and found.text.startswith("Scheduler is the bottleneck with 20 in flight")
         assert any("2 slots for 20 requests" in one for one in found.evidence)
         assert found.change
 

@@ -65,14 +65,14 @@ def test_an_open_loop_has_times_instead_of_a_rate() -> None:
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
     one, other = ([replaced(side[0], load=load)] for side in pair(1.3, (4,)))
     text = page(render_verdict(compare(one, other)))
-    assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests a second" in text
+    assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests per second" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_diagnosis_names_the_limit_and_the_option(width: int) -> None:
     engine = MadeEngine(slots=1, token_ms=0.05)
     text = page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
-    assert "Scheduler binds" in " ".join(text.split()) and "--parallel" in text
+    assert "Scheduler is the bottleneck" in " ".join(text.split()) and "--parallel" in text
     assert max(map(len, text.splitlines())) <= width
     assert "Evidence" in text and "Change" in text and "Expected" in text
 
