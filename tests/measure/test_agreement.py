@@ -16,7 +16,7 @@ from bedplate.measure.agreement import (
     QUICK,
     Answer,
     Failed,
-    Said,
+    Reply,
     chance,
     compare,
     floor_for,
@@ -78,9 +78,9 @@ class TestTheSameToken:
         assert not same(bare[0][0], Answer(text="other"), strips=True)
 
 
-def answered(right: int, wrong: int = 0, failed: int = 0) -> tuple[list[tuple[str, Known]], list[Said]]:
+def answered(right: int, wrong: int = 0, failed: int = 0) -> tuple[list[tuple[str, Known]], list[Reply]]:
     pairs = list(reference(right + wrong + failed).known())
-    said: list[Said] = [Answer(text=known.text, prompt_tokens=7) for _, known in pairs[:right]]
+    said: list[Reply] = [Answer(text=known.text, prompt_tokens=7) for _, known in pairs[:right]]
     said += [Answer(text=" nonsense", prompt_tokens=7)] * wrong + [Failed(why="HTTP 500: no")] * failed
     return pairs, said
 

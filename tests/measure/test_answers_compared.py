@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.changing.migrating import made
 
-from bedplate.measure.agreement import Answer, Failed, Said
+from bedplate.measure.agreement import Answer, Failed, Reply
 from bedplate.measure.answers import Basis, Where, against_incumbent, as_known, warmed
 from bedplate.values import Plan, replaced
 from bedplate.values.decision import Weights
@@ -34,14 +34,14 @@ def basis(plan: Plan, *, gap: float | None = 2.0, strips: bool = False, clear_kn
     return Basis(plan, pairs, clear_known, strips, None)
 
 
-def said(wrong: int = 0) -> list[Said]:
+def said(wrong: int = 0) -> list[Reply]:
     return [
         Answer(text=" wrong" if number < wrong else word(prefix), made_tokens=1)
         for number, prefix in enumerate(PREFIXES)
     ]
 
 
-def compared(plan: Plan, held: Basis, answers: Sequence[Said], stage: Stage) -> Checked:
+def compared(plan: Plan, held: Basis, answers: Sequence[Reply], stage: Stage) -> Checked:
     return against_incumbent(plan, held, held.pairs, answers, stage)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.measure.agreement import Answer, Failed, Said
+from bedplate.measure.agreement import Answer, Failed, Reply
 from bedplate.measure.builds import judged_build
 from bedplate.measure.reference import Known
 
@@ -16,7 +16,7 @@ PAIRS = [
 ]
 
 
-def answers(*wrong: int) -> list[Said]:
+def answers(*wrong: int) -> list[Reply]:
     return [
         Answer(text=" another" if number in wrong else known.text, prompt_tokens=4, made_tokens=1)
         for number, (_, known) in enumerate(PAIRS)
@@ -54,7 +54,7 @@ def test_without_a_ready_made_one_the_reference_decides() -> None:
 
 
 def test_what_does_not_answer_is_not_right() -> None:
-    failed: list[Said] = [Failed(why="HTTP 500: no")] * COUNT
+    failed: list[Reply] = [Failed(why="HTTP 500: no")] * COUNT
     found = judged_build(PAIRS, failed, answers(), 0.97)
     assert not found.right and "HTTP 500" in found.why
     assert judged_build(PAIRS, answers(), failed, 0.97).right  # the reference is enough
