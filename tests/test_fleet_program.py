@@ -34,7 +34,7 @@ from tests.fleet.table import (
     in_order,
     table,
 )
-from tests.measure.samples_of_agreement import plan
+from tests.measure.samples_of_agreement import make_plan
 
 from bedplate.engines import all_engines
 from bedplate.facts.hardware import probe
@@ -176,7 +176,7 @@ class TestATurn:
 
     @pytest.fixture
     def turn(self, clock: Clock) -> program.Turn:
-        return program.Turn(plan(), Budget(100, clock), None, lambda line: None)
+        return program.Turn(make_plan(), Budget(100, clock), None, lambda line: None)
 
     def failing(self, error: Exception) -> Callable[[], None]:
         def check() -> None:

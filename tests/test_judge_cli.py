@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke
-from tests.judge.made_cells import Noise, made_pair
+from tests.judge.made_cells import Noise, make_pair
 from tests.judge.made_engine import MadeEngine
 
 from bedplate import store
@@ -33,7 +33,7 @@ def run_of(*cells: Cell, id: str = "made", bandwidth: float | None = None) -> Ru
 
 
 def pair(gain: float, engines: tuple[str, str] = ("llama.cpp", "vllm")) -> tuple[list[Cell], list[Cell]]:
-    sides = made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, (1, 4))
+    sides = make_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, (1, 4))
     named = [[called(name, cell) for cell in side] for name, side in zip(engines, sides, strict=True)]
     return named[0], named[1]
 

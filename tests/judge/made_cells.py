@@ -14,7 +14,7 @@ GOOD = Quality(asked=200, agreement=0.98, verdict="ok")
 MODEL = "SmolLM2-135M-Instruct"
 
 
-def made_sample(
+def make_sample(
     at_s: float = 0.0, ttft_ms: float = 100.0, step_ms: float = 10.0, tokens: int = 32, **other: object
 ) -> Sample:
     gaps = tuple(step_ms for _ in range(tokens - 1))
@@ -30,14 +30,14 @@ def moment(second: float) -> str:
     return f"2026-11-15T09:{int(minutes) % 60:02d}:{seconds:06.3f}Z"
 
 
-def made_repeat(
+def make_repeat(
     samples: Sequence[Sample], second: float | None = None, seconds: float = 3.0, **other: object
 ) -> Repeat:
     at = None if second is None else moment(second)
     return replaced(Repeat(at=at, seconds=seconds, samples=tuple(samples), warmup=4), **other)
 
 
-def made_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **other: object) -> Cell:
+def make_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **other: object) -> Cell:
     subject = Subject(engine=engine, engine_version="1", model=MODEL, quantization="Q4_1", device="cpu")
     base = Cell(
         id=f"{engine}-{concurrency}", run="made", at="2026-11-15T09:00:00Z", machine="made-up", subject=subject,
@@ -79,10 +79,10 @@ class Noise:
                 Sample(at_s=number * 0.1, ttft_ms=0.25 * took, duration_ms=took, prompt_tokens=64, output_tokens=32)
             )
         made = concurrency * 32 * requests / sum(one.duration_ms for one in samples) * 1000
-        return made_repeat(samples, second, delivered_tokens=made * 3.0)
+        return make_repeat(samples, second, delivered_tokens=made * 3.0)
 
 
-def made_pair(
+def make_pair(
     noise: Noise, gain: float, repeats: int = 5, loads: Sequence[int] = (4,)
 ) -> tuple[list[Cell], list[Cell]]:
     """Two engines in interleaved rounds, A B B A …; the second is `gain` times as fast."""
@@ -95,5 +95,5 @@ def made_pair(
                 found[side].append(noise.next_repeat(gain if side else 1.0, second, load))
                 second += 4
         for side, name in enumerate(("one", "other")):
-            sides[side].append(made_cell(name, found[side], load))
+            sides[side].append(make_cell(name, found[side], load))
     return sides

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.judge.made_cells import MODEL, made_cell, made_repeat, with_engine, with_settings
+from tests.judge.made_cells import MODEL, make_cell, make_repeat, with_engine, with_settings
 
 from bedplate.decide.estimate.physics import Shape, shape_of, weights_read_bytes
 from bedplate.judge.ground import Ground
@@ -37,7 +37,7 @@ class MadeEngine:
     def cell(self, concurrency: int, requests: int = 60) -> Cell:
         samples, waiting, running = _Loop(self, concurrency).run(requests)
         load = Load(concurrency=concurrency, prompt_tokens=self.prompt, output_tokens=self.tokens)
-        cell = made_cell("llama.cpp", [made_repeat(samples, 0.0)], concurrency, load=load)
+        cell = make_cell("llama.cpp", [make_repeat(samples, 0.0)], concurrency, load=load)
         cell = with_settings(cell, slots=self.slots, threads=self.threads)
         if not self.tells:
             return replaced(cell, subject=replaced(cell.subject, settings=None))

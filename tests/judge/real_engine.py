@@ -54,7 +54,7 @@ def _make_cell(ready: Readied, load: Load, subject: Subject, repeats: Sequence[R
         subject=subject,
         load=load,
         repeats=tuple(repeats),
-        quality=Quality(note="not asked for"),
+        quality=Quality(note="not requested"),
     )
 
 

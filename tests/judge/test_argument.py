@@ -23,7 +23,7 @@ def test_prefers_the_simpler_engine_when_the_gain_is_small() -> None:
 
 
 def test_excludes_wrong_answers_and_invalid_measurements() -> None:
-    client = Flag(kind="client", text="the client was the limit", invalid=True)
+    client = Flag(kind="client", text="the client was the bottleneck", invalid=True)
     cells = [
         made_cell("llama.cpp", 4, 10),
         made_cell("mlx", 4, 1000, quality=WRONG),
@@ -35,7 +35,7 @@ def test_excludes_wrong_answers_and_invalid_measurements() -> None:
 
 
 def test_does_not_recommend_by_speed_alone() -> None:
-    unchecked = made_cell("vllm", 4, 1000, quality=Quality(note="not asked for"))
+    unchecked = made_cell("vllm", 4, 1000, quality=Quality(note="not requested"))
     assert argument([made_run([unchecked])]).headline == "Deploy vLLM Q4_1, after its answers have been checked."
     other = made_cell("pytorch", 4, 10)
     other = replaced(other, subject=replaced(other.subject, model="another-model"))

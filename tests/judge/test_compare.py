@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.judge.made_cells import GOOD, Noise, made_cell, made_pair, made_repeat, made_sample, with_settings
+from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample, with_settings
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.errors import BadQuestion
@@ -24,7 +24,7 @@ QUIET = {"request": 0.03, "repeat": 0.008, "drift": 0.01}
 
 
 def pair(gain: float, repeats: int = 5, loads: tuple[int, ...] = (4,), seed: int = 7) -> tuple[list[Cell], list[Cell]]:
-    return made_pair(Noise(seed, **QUIET), gain, repeats, loads)
+    return make_pair(Noise(seed, **QUIET), gain, repeats, loads)
 
 
 def change_cells(cells: list[Cell], **changes: object) -> list[Cell]:
@@ -48,7 +48,7 @@ class TestPower:
         self, gain: float, times: int, seed: int, loads: tuple[int, ...] = (4,)
     ) -> collections.Counter[str]:
         noise = Noise(seed, request=0.06, repeat=0.02, drift=0.02)
-        return collections.Counter(compare(*made_pair(noise, gain, 5, loads)).answer for _ in range(times))
+        return collections.Counter(compare(*make_pair(noise, gain, 5, loads)).answer for _ in range(times))
 
     def test_at_most_5_of_200_pairs_of_the_same_engine_say_migrate(self) -> None:
         assert self.count_answers(1.0, 200, seed=1)["migrate"] <= 5
@@ -65,7 +65,7 @@ class TestPower:
 
     def test_identical_requests_on_both_sides_rarely_say_migrate(self) -> None:
         noise = Noise(6, request=0.06, repeat=0.02, drift=0.02)
-        pairs = [made_pair(noise, 1.0, 3, (4,)) for _ in range(120)]
+        pairs = [make_pair(noise, 1.0, 3, (4,)) for _ in range(120)]
         assert sum(compare(a, b, least_gain=1.03, same_work=True).answer == "migrate" for a, b in pairs) <= 3
 
     def test_a_loss_of_15_percent_never_says_migrate(self) -> None:
@@ -96,7 +96,7 @@ class TestAnswers:
         assert (verdict.answer, verdict.constraint) == ("stay", "throughput") and "slower" in verdict.text
 
     def test_noise_says_not_proven_and_how_many_repeats_are_needed(self) -> None:
-        verdict = compare(*made_pair(Noise(3, repeat=0.12, drift=0.0), 1.12, 4))
+        verdict = compare(*make_pair(Noise(3, repeat=0.12, drift=0.0), 1.12, 4))
         assert (verdict.answer, verdict.constraint, verdict.exit_code) == ("not proven", "noise", 20)
         assert verdict.would_prove is not None and "repeats of each with 4 in flight" in verdict.would_prove
 
@@ -198,10 +198,10 @@ def make_timed_cell(engine: str, ttft_ms: float, step_ms: float = 10.0, late: in
     """Three repeats of forty requests; of each, `late` come after a second."""
     repeats: list[Repeat] = []
     for number in range(3):
-        samples = [made_sample(0.1 * place, ttft_ms * (1 + place / 400), step_ms) for place in range(40 - late)]
-        samples += [made_sample(9.0, 1000.0, step_ms) for _ in range(late)]
-        repeats.append(made_repeat(samples, 8.0 * number + (4 if engine == "other" else 0)))
-    return made_cell(engine, repeats, concurrency)
+        samples = [make_sample(0.1 * place, ttft_ms * (1 + place / 400), step_ms) for place in range(40 - late)]
+        samples += [make_sample(9.0, 1000.0, step_ms) for _ in range(late)]
+        repeats.append(make_repeat(samples, 8.0 * number + (4 if engine == "other" else 0)))
+    return make_cell(engine, repeats, concurrency)
 
 
 class TestTargets:
@@ -245,13 +245,13 @@ class TestTargets:
 class TestComparableCells:
     def test_invalid_cells_are_left_out_with_the_reason(self) -> None:
         one, other = pair(1.3, loads=(1, 4))
-        spoilt = replaced(other[1], flags=(Flag(kind="client", text="the client was the limit", invalid=True),))
+        spoilt = replaced(other[1], flags=(Flag(kind="client", text="the client was the bottleneck", invalid=True),))
         verdict = compare(one, [other[0], spoilt])
         assert [effect.load.concurrency for effect in verdict.effects if effect.metric == "output_tok_s"] == [1]
-        assert verdict.left_out == ("other, 4 in flight, 64 + 32 tokens: the client was the limit",)
+        assert verdict.left_out == ("other, 4 in flight, 64 + 32 tokens: the client was the bottleneck",)
         with pytest.raises(BadQuestion, match="B has no valid cell") as caught:
             compare(one[1:], [spoilt])
-        assert caught.value.cause is not None and "the client was the limit" in caught.value.cause
+        assert caught.value.cause is not None and "the client was the bottleneck" in caught.value.cause
 
     def test_rejects_another_model(self) -> None:
         one, other = pair(1.3)
@@ -382,7 +382,7 @@ class TestFigures:
 
     @given(st.floats(0.3, 3.0), st.integers(3, 6), st.integers(0, 1000))
     def test_swapping_the_sides_inverts_the_effect(self, gain: float, repeats: int, seed: int) -> None:
-        one, other = made_pair(Noise(seed, **QUIET), gain, repeats)
+        one, other = make_pair(Noise(seed, **QUIET), gain, repeats)
         forth, back = compare(one, other).effects[0].gain, compare(other, one).effects[0].gain
         assert forth.value == pytest.approx(1 / back.value, rel=1e-6)
         assert forth.low <= forth.value <= forth.high

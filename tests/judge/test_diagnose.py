@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.judge.made_cells import made_cell, made_repeat, made_sample
+from tests.judge.made_cells import make_cell, make_repeat, make_sample
 from tests.judge.made_engine import MadeEngine, exactly, the_shape
 
 import bedplate.engines
@@ -158,16 +158,16 @@ class TestUnknown:
         cell = MadeEngine().cell(4)
         busy = replaced(cell, repeats=(replaced(cell.repeats[0], client=Client(limit=True)),))
         found = bottleneck([busy], MadeEngine().ground())
-        assert found.limit is None and "the client was the limit" in found.text
+        assert found.limit is None and "the client was the bottleneck" in found.text
 
     @pytest.mark.parametrize(
         "cell",
         [
-            made_cell("x", []),
-            made_cell("x", [made_repeat([])]),
-            made_cell("x", [made_repeat([made_sample(output_tokens=None)] * 9)]),
-            made_cell("x", [made_repeat([made_sample(tokens=1)] * 9)]),
-            made_cell("x", [made_repeat([made_sample(outcome="error")] * 9)]),
+            make_cell("x", []),
+            make_cell("x", [make_repeat([])]),
+            make_cell("x", [make_repeat([make_sample(output_tokens=None)] * 9)]),
+            make_cell("x", [make_repeat([make_sample(tokens=1)] * 9)]),
+            make_cell("x", [make_repeat([make_sample(outcome="error")] * 9)]),
         ],
     )
     def test_reports_no_bottleneck_without_usable_requests(self, cell: Cell) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke
-from tests.judge.made_cells import GOOD, Noise, made_cell, made_pair, made_repeat, made_sample
+from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample
 
 from bedplate import store
 from bedplate.decide import decide
@@ -25,11 +25,11 @@ WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
 def make_repeats(*tok_s: float) -> list[Repeat]:
-    return [made_repeat([made_sample()], seconds=1.0, delivered_tokens=rate) for rate in tok_s]
+    return [make_repeat([make_sample()], seconds=1.0, delivered_tokens=rate) for rate in tok_s]
 
 
 def cell(engine: str, tok_s: float, at: str = "2026-11-15T09:00:00Z") -> Cell:
-    made = made_cell(engine, make_repeats(tok_s, 1.002 * tok_s, 0.998 * tok_s))
+    made = make_cell(engine, make_repeats(tok_s, 1.002 * tok_s, 0.998 * tok_s))
     return replaced(
         made,
         at=at,
@@ -67,7 +67,7 @@ def test_a_gain_that_is_not_significant_does_not_change_the_plan(tmp_path: Path)
     "spoilt",
     [
         {"quality": Quality(asked=100, agreement=0.99, verdict="broken")},
-        {"flags": (Flag(kind="client", text="the client was the limit", invalid=True),)},
+        {"flags": (Flag(kind="client", text="the client was the bottleneck", invalid=True),)},
     ],
 )
 def test_wrong_answers_and_invalid_cells_do_not_change_the_plan(tmp_path: Path, spoilt: dict[str, object]) -> None:
@@ -103,7 +103,7 @@ def make_cpu_cell(one: Cell, engine: str, **subject: object) -> Cell:
 
 def measure_pair(gain: float, challenger: str = "vllm", **subject: object) -> tuple[Cell, Cell]:
     """llama.cpp and a challenger, measured in interleaved rounds."""
-    one, other = made_pair(Noise(3, request=0.02, repeat=0.004, drift=0.004), gain, 5, (16,))
+    one, other = make_pair(Noise(3, request=0.02, repeat=0.004, drift=0.004), gain, 5, (16,))
     return make_cpu_cell(one[0], "llama.cpp"), make_cpu_cell(other[0], challenger, **subject)
 
 
@@ -144,7 +144,7 @@ def test_a_verdict_changes_the_plan() -> None:
 def test_a_gain_that_only_interleaved_rounds_show_counts_by_its_verdict() -> None:
     """With common drift the intervals of the two sides overlap; the interval of their ratio does not contain 1."""
     noise = Noise(2, request=0.01, repeat=0.002, drift=0.08)
-    one, other = made_pair(noise, 1.2, 8, (16,))
+    one, other = make_pair(noise, 1.2, 8, (16,))
     cells = make_cpu_cell(one[0], "llama.cpp"), make_cpu_cell(other[0], "vllm")
     assert plan_with(*cells).engine == "llama.cpp"
     assert plan_with(*cells, verdicts=(compare([cells[0]], [cells[1]]),)).engine == "vllm"

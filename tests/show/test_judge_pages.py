@@ -6,7 +6,7 @@ import io
 
 import pytest
 from rich.console import Console, RenderableType
-from tests.judge.made_cells import Noise, made_pair
+from tests.judge.made_cells import Noise, make_pair
 from tests.judge.made_engine import MadeEngine
 
 from bedplate.judge.compare import compare
@@ -28,7 +28,7 @@ def page(what: RenderableType, width: int = 120) -> str:
 
 
 def pair(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
-    return made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
+    return make_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
 
 
 def verdict(gain: float = 1.3) -> Verdict:
@@ -57,7 +57,7 @@ def test_what_was_left_out_and_what_differs_is_on_the_page() -> None:
     other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
     text = page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
-    assert "seed: 0 and 5 (other prompts, of the same length)" in text and "[broken]" in text
+    assert "seed: 0 and 5 (different prompts of the same length)" in text and "[broken]" in text
     assert "of requests meet the target" in text
 
 
