@@ -26,8 +26,6 @@ NOT_YET = {
     "src/bedplate/engines",
     "src/bedplate/facts",
     "src/bedplate/hosting",
-    "src/bedplate/judge",
-    "src/bedplate/measure",
     "src/bedplate/page",
     "src/bedplate/published",
     "src/bedplate/run",

@@ -409,7 +409,7 @@ class TestElsewhere:
         async def then(host: Host) -> None:
             await add(host, made(tmp_path, "one"))
             asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
-            with pytest.raises(OutsideFailed, match="cannot be reached"):
+            with pytest.raises(OutsideFailed, match="cannot connect to"):
                 await shadow(host, asked, tell)
             assert host.service().busy is None
 
