@@ -91,7 +91,7 @@ class TestCompare:
         pairs[0] = (pairs[0][0], Known(" word0", "text", 7, CLEAR_GAP / 2))
         pairs[-1] = (pairs[-1][0], Known(" other", "text", 7, CLEAR_GAP / 2))
         found = compare(pairs, replies)
-        assert (found.asked, found.make_answers, found.agreed) == (40, 40, 30)
+        assert (found.asked, found.answered, found.agreed) == (40, 40, 30)
         assert (found.clear, found.clear_agreed) == (38, 29)
 
     def test_evidence_is_limited_and_clearest_first(self) -> None:
@@ -114,7 +114,7 @@ class TestCompare:
 
     def test_failed_requests_are_not_answers(self) -> None:
         found = compare(*make_answers(10, 0, 5))
-        assert (found.asked, found.make_answers, found.agreed) == (15, 10, 10)
+        assert (found.asked, found.answered, found.agreed) == (15, 10, 10)
         assert found.failure == Failed(why="HTTP 500: no")
 
     def test_no_prefixes_are_unchecked(self) -> None:
