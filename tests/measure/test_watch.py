@@ -193,7 +193,7 @@ class Driver:
         self.processes: dict[str, list[Any]] = {"a": [], "b": []}
 
     def nvmlDeviceGetMemoryInfo(self, card: str) -> Any:
-        return SimpleNamespace(summarize_use=self.used[card])
+        return SimpleNamespace(used=self.used[card])
 
     def nvmlDeviceGetComputeRunningProcesses(self, card: str) -> Any:
         return self.processes[card]
