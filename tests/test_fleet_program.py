@@ -34,7 +34,7 @@ from tests.fleet.table import (
     sort_engines,
     table,
 )
-from tests.measure.samples_of_agreement import plan
+from tests.measure.samples_of_agreement import make_plan
 
 from bedplate.engines import all_engines
 from bedplate.facts.hardware import probe
@@ -180,7 +180,7 @@ class TestTurn:
 
     @pytest.fixture
     def turn(self, clock: Clock) -> program.EngineRun:
-        return program.EngineRun(plan(), Budget(100, clock), None, lambda line: None)
+        return program.EngineRun(make_plan(), Budget(100, clock), None, lambda line: None)
 
     def make_failing_check(self, error: Exception) -> Callable[[], None]:
         def check() -> None:

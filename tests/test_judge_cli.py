@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke
-from tests.judge.made_cells import Noise, made_pair
+from tests.judge.made_cells import Noise, make_pair
 from tests.judge.made_engine import MadeEngine
 
 from bedplate import store
@@ -33,7 +33,7 @@ def make_run(*cells: Cell, id: str = "made", bandwidth: float | None = None) -> 
 
 
 def make_sides(gain: float, engines: tuple[str, str] = ("llama.cpp", "vllm")) -> tuple[list[Cell], list[Cell]]:
-    sides = made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, (1, 4))
+    sides = make_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, (1, 4))
     named = [[rename_engine(name, cell) for cell in side] for name, side in zip(engines, sides, strict=True)]
     return named[0], named[1]
 
@@ -134,8 +134,8 @@ class TestDiagnose:
         engine = MadeEngine(slots=1, token_ms=0.05)
         store_run(make_run(*engine.cells(1, 8), bandwidth=20e9))
         answer = invoke("diagnose")
-        assert answer.code == 0 and "Scheduler binds with 8 in flight" in answer.out
-        assert "--parallel 8" in answer.out and "GB/s as measured" in answer.out
+        assert answer.code == 0 and "Scheduler is the bottleneck with 8 in flight" in answer.out
+        assert "--parallel 8" in answer.out and "GB/s measured here" in answer.out
 
     def test_engine_selects_one_engine_of_a_file(self, tmp_path: Path) -> None:
         name = write_run_file(tmp_path / "a.json", *MadeEngine(slots=1, token_ms=0.05).cells(1, 8), *make_sides(1.0)[1])

@@ -15,8 +15,6 @@ ROOT = Path(__file__).parents[1]
 PHRASES = ROOT / "tests" / "phrases.txt"
 
 NOT_YET = {
-    "src/bedplate/judge",
-    "src/bedplate/measure",
     "src/bedplate/run",
     "src/bedplate/serving",
 }

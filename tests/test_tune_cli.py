@@ -60,7 +60,7 @@ def test_a_damaged_file_is_a_usage_error(tmp_path: Path) -> None:
         (("--export", "x.json"), "no engine has been tuned on this machine"),
         (("--resume", "last"), "there is no unfinished tuning"),
         (("--budget", "soon"), "is not a duration"),
-        (("--slo", "fast"), "is no target"),
+        (("--slo", "fast"), "is not a latency target"),
         (("--build", "mine"), "is not one of packages and native"),
         (("--engine", "nobody"), "no engine is called"),
     ],

@@ -399,7 +399,7 @@ class TestRemoteChallenger:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
             asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
-            with pytest.raises(OutsideFailed, match="cannot be reached"):
+            with pytest.raises(OutsideFailed, match="cannot connect to"):
                 await shadow(host, asked, tell)
             assert host.service().busy is None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from bedplate.measure.agreement import Pairs, Said, ask, compare, judged, tells
+from bedplate.measure.agreement import Pairs, Reply, ask, compare, judged, tells
 from bedplate.measure.prefixes import short_prefixes
 from bedplate.measure.reference import Reference
 from bedplate.values import Plan
@@ -245,7 +245,7 @@ def compare_next_tokens(
     tell: Callable[[int], None] = lambda done: None,
 ) -> Agreement:
     """The comparison with PyTorch in float32, for as many prefixes as time allows."""
-    said: list[Said] = []
+    said: list[Reply] = []
     while len(said) < len(pairs) and may_go_on(len(said)):
         some = pairs[len(said) : len(said) + CHUNK]
         said += asyncio.run(ask(at.root, some, model=at.model, in_flight=in_flight, limit_s=REQUEST_LIMIT_S))

@@ -32,7 +32,7 @@ def native(bedplate_home: Path) -> Environment:
 
 def test_build_was_tested_and_compared(native: Environment) -> None:
     assert native.built and native.version == "0.3.36-native"
-    assert any("next tokens as the ready-made engine's" in note for note in native.notes)
+    assert any("greedy-token agreement with the packaged build" in note for note in native.notes)
 
 
 def test_only_programs_are_kept_and_each_runs(native: Environment) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from tests.judge.real_engine import measured_cells, ready_engine, with_settings
+from tests.judge.real_engine import measure_cells, ready_engine, with_settings
 
 from bedplate.facts.hardware import probe
 from bedplate.facts.measured import apply, measure
@@ -52,7 +52,7 @@ def loads(*in_flight: int, prompt: int = 32, output: int = 48) -> list[Load]:
 
 
 def cells_of(ready: Readied, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
-    return measured_cells(ready, loads(*in_flight, prompt=prompt, output=output), seconds=8.0, repeats=3)
+    return measure_cells(ready, loads(*in_flight, prompt=prompt, output=output), seconds=8.0, repeats=3)
 
 
 def predicted(found: Bottleneck, limit: Limit) -> float:

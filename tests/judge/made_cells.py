@@ -1,4 +1,4 @@
-"""Cells that were made up, and say so: requests with known times, and repeats with a known kind of noise."""
+"""Constructed cells: requests with known times, and repeats with known noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOOD = Quality(asked=200, agreement=0.98, verdict="ok")
 MODEL = "SmolLM2-135M-Instruct"
 
 
-def made_sample(
+def make_sample(
     at_s: float = 0.0, ttft_ms: float = 100.0, step_ms: float = 10.0, tokens: int = 32, **other: object
 ) -> Sample:
     gaps = tuple(step_ms for _ in range(tokens - 1))
@@ -30,14 +30,14 @@ def moment(second: float) -> str:
     return f"2026-11-15T09:{int(minutes) % 60:02d}:{seconds:06.3f}Z"
 
 
-def made_repeat(
+def make_repeat(
     samples: Sequence[Sample], second: float | None = None, seconds: float = 3.0, **other: object
 ) -> Repeat:
     at = None if second is None else moment(second)
     return replaced(Repeat(at=at, seconds=seconds, samples=tuple(samples), warmup=4), **other)
 
 
-def made_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **other: object) -> Cell:
+def make_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **other: object) -> Cell:
     subject = Subject(engine=engine, engine_version="1", model=MODEL, quantization="Q4_1", device="cpu")
     base = Cell(
         id=f"{engine}-{concurrency}", run="made", at="2026-11-15T09:00:00Z", machine="made-up", subject=subject,
@@ -57,37 +57,35 @@ def with_engine(cell: Cell, **series: object) -> Cell:
 
 
 class Noise:
-    """How a machine varies: from request to request, from repeat to repeat with heavy tails, and slowly."""
+    """Simulated variation of a machine: between requests, between repeats with heavy tails, and slow drift."""
 
     def __init__(self, seed: int, request: float = 0.06, repeat: float = 0.02, drift: float = 0.02) -> None:
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.request, self.repeat, self.drift = request, repeat, drift
         self.slow = 0.0
 
-    def heavy(self) -> float:
-        """Student's t with three degrees of freedom: one in fifty is more than three times the usual."""
-        spread = math.sqrt(sum(self.dice.gauss(0, 1) ** 2 for _ in range(3)) / 3)
-        return self.dice.gauss(0, 1) / spread
+    def draw_heavy_tailed(self) -> float:
+        """Student's t with three degrees of freedom."""
+        spread = math.sqrt(sum(self.rng.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+        return self.rng.gauss(0, 1) / spread
 
     def next_repeat(self, speed: float, second: float, concurrency: int, requests: int = 12) -> Repeat:
-        self.slow = 0.9 * self.slow + self.dice.gauss(0, self.drift)
-        slower = math.exp(-self.slow - self.repeat * self.heavy()) / speed
+        self.slow = 0.9 * self.slow + self.rng.gauss(0, self.drift)
+        slower = math.exp(-self.slow - self.repeat * self.draw_heavy_tailed()) / speed
         samples = []
         for number in range(requests):
-            took = (
-                400.0 * slower * math.exp(self.dice.gauss(0, self.request) + (0.3 if self.dice.random() < 0.03 else 0))
-            )
+            took = 400.0 * slower * math.exp(self.rng.gauss(0, self.request) + (0.3 if self.rng.random() < 0.03 else 0))
             samples.append(
                 Sample(at_s=number * 0.1, ttft_ms=0.25 * took, duration_ms=took, prompt_tokens=64, output_tokens=32)
             )
         made = concurrency * 32 * requests / sum(one.duration_ms for one in samples) * 1000
-        return made_repeat(samples, second, delivered_tokens=made * 3.0)
+        return make_repeat(samples, second, delivered_tokens=made * 3.0)
 
 
-def made_pair(
+def make_pair(
     noise: Noise, gain: float, repeats: int = 5, loads: Sequence[int] = (4,)
 ) -> tuple[list[Cell], list[Cell]]:
-    """Two engines that took turns, A B B A …; the second is `gain` times as fast."""
+    """Two engines in interleaved rounds, A B B A …; the second is `gain` times as fast."""
     sides: tuple[list[Cell], list[Cell]] = ([], [])
     second = 0.0
     for load in loads:
@@ -97,5 +95,5 @@ def made_pair(
                 found[side].append(noise.next_repeat(gain if side else 1.0, second, load))
                 second += 4
         for side, name in enumerate(("one", "other")):
-            sides[side].append(made_cell(name, found[side], load))
+            sides[side].append(make_cell(name, found[side], load))
     return sides

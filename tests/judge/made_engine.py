@@ -1,13 +1,13 @@
-"""An engine made of a few numbers: it batches continuously, computes one prompt at a time, and its limits are known.
+"""A simulated engine with known limits: it batches continuously and prefills one prompt at a time.
 
-What a diagnosis says of it can be checked, and so can what it predicts: change the number, and run it again.
+To check a predicted gain, change the parameter and simulate again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.judge.made_cells import MODEL, made_cell, made_repeat, with_engine, with_settings
+from tests.judge.made_cells import MODEL, make_cell, make_repeat, with_engine, with_settings
 
 from bedplate.decide.estimate.physics import Shape, shape_of, weights_read_bytes
 from bedplate.judge.ground import Ground
@@ -19,25 +19,25 @@ from bedplate.values.run import Cell, Load, Sample
 @dataclass(frozen=True)
 class MadeEngine:
     token_ms: float = 1.0
-    """One token of a prompt, and what a stream adds to a step."""
+    """Prefill time of one token, and what a stream adds to a step."""
     read_ms: float = 4.0
-    """Reading the weights, once in a step."""
+    """Time for reading the weights in each step."""
     own_ms: float = 0.5
-    """The runtime's own time, once in a step."""
+    """Runtime overhead of each step."""
     slots: int = 16
     cache_requests: int | None = None
-    """Requests that its cache has room for."""
+    """Requests that fit in its KV cache."""
     prompt: int = 64
     tokens: int = 32
     tells: bool = True
     threads: int = 2
     stream_ms: float | None = None
-    """What a stream adds to a step, where that is not what a token of a prompt takes."""
+    """What a stream adds to a step, if different from `token_ms`."""
 
     def cell(self, concurrency: int, requests: int = 60) -> Cell:
         samples, waiting, running = _Loop(self, concurrency).run(requests)
         load = Load(concurrency=concurrency, prompt_tokens=self.prompt, output_tokens=self.tokens)
-        cell = made_cell("llama.cpp", [made_repeat(samples, 0.0)], concurrency, load=load)
+        cell = make_cell("llama.cpp", [make_repeat(samples, 0.0)], concurrency, load=load)
         cell = with_settings(cell, slots=self.slots, threads=self.threads)
         if not self.tells:
             return replaced(cell, subject=replaced(cell.subject, settings=None))
@@ -59,7 +59,7 @@ class MadeEngine:
         return sum(one.ttft_ms or 0.0 for one in samples) / len(samples)
 
     def ground(self, cores: int = 2) -> Ground:
-        """A machine on which reading the weights takes just `read_ms`."""
+        """A machine on which reading the weights takes `read_ms`."""
         shape = the_shape()
         rate = weights_read_bytes(shape, 1) / (self.read_ms / 1000)
         return Ground(shape=shape, bandwidth=exactly(rate), operations=exactly(1e12), cores=cores)
@@ -74,7 +74,7 @@ class _Loop:
     running: list[_Request] = field(default_factory=list)
 
     def run(self, requests: int) -> tuple[list[Sample], float, float]:
-        """Samples after a warm-up, and how many waited and ran on average."""
+        """The samples after the warm-up, and the mean numbers of waiting and running requests."""
         engine = self.engine
         room = min(engine.slots, engine.cache_requests or engine.slots)
         stream = engine.token_ms if engine.stream_ms is None else engine.stream_ms

@@ -1,4 +1,4 @@
-"""A real engine in a chosen setting under real loads, as cells that a diagnosis can read."""
+"""Measure a real engine with chosen settings under real loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bedplate.values.service import Wanted
 
 
 def ready_engine(engine: str, workload: Workload, **settings: object) -> Readied:
-    """Planned and installed as `bench` does it, with settings that a plan would not choose."""
+    """Plans and installs an engine as `bench` does, with settings that a plan would not choose."""
     hardware = probe()
     facts = fetch_facts(None, hardware, Silent())
     chosen = plan_engine(Wanted(workload=workload, engine=engine, untuned=True), facts, hardware, Silent())
@@ -30,7 +30,7 @@ def with_settings(ready: Readied, **settings: object) -> Readied:
     return replace(ready, plan=plan)
 
 
-def measured_cells(ready: Readied, loads: Iterable[Load], *, seconds: float = 3.0, repeats: int = 1) -> list[Cell]:
+def measure_cells(ready: Readied, loads: Iterable[Load], *, seconds: float = 3.0, repeats: int = 1) -> list[Cell]:
     cells = []
     with running(ready.start(), Silent()) as started:
         meters = meters_of(started)
@@ -40,12 +40,12 @@ def measured_cells(ready: Readied, loads: Iterable[Load], *, seconds: float = 3.
             quantization=ready.plan.weights.label, device=ready.plan.settings.device, settings=ready.plan.settings,
         )  # fmt: skip
         for number, load in enumerate(loads):
-            found = [_repeat(target, load, meters, 100 * number + place, seconds) for place in range(repeats)]
-            cells.append(_cell(ready, load, subject, found))
+            found = [_measure_repeat(target, load, meters, 100 * number + place, seconds) for place in range(repeats)]
+            cells.append(_make_cell(ready, load, subject, found))
     return cells
 
 
-def _cell(ready: Readied, load: Load, subject: Subject, repeats: Sequence[Repeat]) -> Cell:
+def _make_cell(ready: Readied, load: Load, subject: Subject, repeats: Sequence[Repeat]) -> Cell:
     return Cell(
         id=f"{ready.plan.engine}-{load.concurrency}",
         run="real",
@@ -54,11 +54,11 @@ def _cell(ready: Readied, load: Load, subject: Subject, repeats: Sequence[Repeat
         subject=subject,
         load=load,
         repeats=tuple(repeats),
-        quality=Quality(note="not asked for"),
+        quality=Quality(note="not requested"),
     )
 
 
-def _repeat(target: Target, load: Load, meters: Meters, round: int, seconds: float) -> Repeat:
+def _measure_repeat(target: Target, load: Load, meters: Meters, round: int, seconds: float) -> Repeat:
     with Watcher(meters) as watcher:
         found = measure_apart(
             target, load, seconds=seconds, warmup_s=1.0, least_requests=2 * (load.concurrency or 1) + 2,

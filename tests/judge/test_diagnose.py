@@ -1,6 +1,6 @@
-"""Which limit binds, and what removing it brings: on an engine made of numbers, whose limits are known.
+"""The bottleneck and the predicted gain from removing it, on a simulated engine with known limits.
 
-These cells are constructed. Real engines with real limits are in test_real_limits.py.
+test_real_limits.py does the same with a real engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.judge.made_cells import made_cell, made_repeat, made_sample
+from tests.judge.made_cells import make_cell, make_repeat, make_sample
 from tests.judge.made_engine import MadeEngine, exactly, the_shape
 
 import bedplate.engines
@@ -26,61 +26,61 @@ from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Cell, Client, EngineSeries
 
 WITHIN = 0.3
-"""How far a prediction may be off from what the change really brings."""
+"""Allowed relative error of a predicted gain."""
 
 
-def told(engine: MadeEngine, *loads: int, cores: int = 2) -> Bottleneck:
+def find_bottleneck(engine: MadeEngine, *loads: int, cores: int = 2) -> Bottleneck:
     return bottleneck(engine.cells(*(loads or (1, 4, 8))), engine.ground(cores))
 
 
-def gain_of(found: Bottleneck) -> float:
+def find_gain(found: Bottleneck) -> float:
     return next(one.gain.value for one in found.predictions if one.metric == "output_tok_s")
 
 
 class TestEachLimit:
-    def test_reading_the_weights(self) -> None:
-        found = told(MadeEngine(token_ms=0.02, read_ms=20.0), 1, 4)
+    def test_slow_weight_reads_are_memory_bandwidth(self) -> None:
+        found = find_bottleneck(MadeEngine(token_ms=0.02, read_ms=20.0), 1, 4)
         assert found.limit == "memory bandwidth"
         assert found.loads[0].bandwidth_share == pytest.approx(0.97, abs=0.04)
         assert any(one.limit == "memory bandwidth" for one in found.evidence)
         assert found.changes[-1].kind == "hardware"
 
-    def test_long_prompts(self) -> None:
-        found = told(MadeEngine(prompt=1024, tokens=16))
+    def test_long_prompts_are_compute(self) -> None:
+        found = find_bottleneck(MadeEngine(prompt=1024, tokens=16))
         assert found.limit == "compute" and found.loads[0].limit == "compute" and found.loads[-1].clear
         assert "prompts" in found.changes[0].text
 
-    def test_a_batch_that_costs_what_its_tokens_cost(self) -> None:
-        found = told(MadeEngine(token_ms=3.0, prompt=8, tokens=64))
+    def test_steps_that_grow_with_the_batch_are_compute(self) -> None:
+        found = find_bottleneck(MadeEngine(token_ms=3.0, prompt=8, tokens=64))
         assert found.limit == "compute"
-        assert any("for each further one" in one.text and one.limit == "compute" for one in found.evidence)
+        assert any("for each added stream" in one.text and one.limit == "compute" for one in found.evidence)
 
-    def test_too_few_slots(self) -> None:
-        found = told(MadeEngine(slots=1, token_ms=0.05, prompt=32), 1, 8)
+    def test_too_few_slots_are_scheduler(self) -> None:
+        found = find_bottleneck(MadeEngine(slots=1, token_ms=0.05, prompt=32), 1, 8)
         assert found.limit == "scheduler" and found.changes[0].flag == "--parallel 8"
         assert any("1 slots for 8" in one.text for one in found.evidence)
 
-    def test_too_few_slots_of_an_engine_that_tells_nothing(self) -> None:
+    def test_too_few_slots_are_scheduler_without_engine_metrics(self) -> None:
         engine = MadeEngine(slots=1, token_ms=0.05, prompt=32, tells=False)
-        found = told(engine, 1, 16)
-        assert found.limit == "scheduler" and any("how many wait" in one for one in found.unknown)
+        found = find_bottleneck(engine, 1, 16)
+        assert found.limit == "scheduler" and any("report waiting requests" in one for one in found.unknown)
 
-    def test_too_small_a_cache(self) -> None:
-        found = told(MadeEngine(cache_requests=2, token_ms=0.05, prompt=32), 1, 8)
+    def test_a_small_cache_is_kv_cache(self) -> None:
+        found = find_bottleneck(MadeEngine(cache_requests=2, token_ms=0.05, prompt=32), 1, 8)
         assert found.limit == "KV cache" and found.changes[0].flag == "--ctx-size"
         assert any("preemptions" in one.text and one.limit == "KV cache" for one in found.evidence)
 
-    def test_a_slow_runtime(self) -> None:
-        found = told(MadeEngine(own_ms=40.0, token_ms=0.05))
+    def test_a_slow_runtime_is_runtime_overhead(self) -> None:
+        found = find_bottleneck(MadeEngine(own_ms=40.0, token_ms=0.05))
         assert found.limit == "runtime overhead" and found.changes[0].kind == "engine"
-        assert any("times its floor" in one.text and one.limit == "runtime overhead" for one in found.evidence)
+        assert any("times its lower bound" in one.text and one.limit == "runtime overhead" for one in found.evidence)
 
-    def test_too_many_threads(self) -> None:
-        found = told(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8))
+    def test_more_threads_than_cores_are_runtime_overhead(self) -> None:
+        found = find_bottleneck(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8))
         assert found.limit == "runtime overhead" and found.changes[0].flag == "--threads 2"
-        assert told(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8), cores=8).changes[0].kind == "engine"
+        assert find_bottleneck(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8), cores=8).changes[0].kind == "engine"
 
-    def test_slow_links(self) -> None:
+    def test_slow_links_are_interconnect(self) -> None:
         engine = MadeEngine(read_ms=1.0, own_ms=9.0, token_ms=0.05, prompt=8)
         cells = [
             replaced(cell, subject=replaced(cell.subject, device="cuda", parallelism=Parallelism(tensor=4)))
@@ -91,92 +91,92 @@ class TestEachLimit:
         assert found.limit == "interconnect" and "replicas" in found.changes[0].text
         assert any(one.limit == "interconnect" for one in found.evidence)
 
-    def test_a_cache_that_takes_longer_to_read_than_the_weights(self) -> None:
+    def test_a_cache_that_takes_longer_to_read_than_the_weights_is_kv_cache(self) -> None:
         engine = MadeEngine(prompt=7000, tokens=64, token_ms=0.0005, read_ms=2.0, own_ms=0.1, stream_ms=4.0)
-        found = told(engine, 1, 16)
-        assert found.limit == "KV cache" and any("8 bits" in one.text for one in found.changes)
+        found = find_bottleneck(engine, 1, 16)
+        assert found.limit == "KV cache" and any("8-bit" in one.text for one in found.changes)
 
 
 class TestPredictions:
-    """Removing the limit brings what was predicted, within a third."""
+    """The gain from removing the bottleneck matches the prediction."""
 
     @pytest.mark.parametrize("in_flight", [4, 8, 16])
     @pytest.mark.parametrize("slots", [1, 2])
     @pytest.mark.parametrize(("token_ms", "prompt"), [(0.05, 64), (1.0, 16), (0.5, 128)])
-    def test_more_slots(self, in_flight: int, slots: int, token_ms: float, prompt: int) -> None:
+    def test_gain_from_more_slots(self, in_flight: int, slots: int, token_ms: float, prompt: int) -> None:
         engine = MadeEngine(slots=slots, token_ms=token_ms, prompt=prompt)
-        found = told(engine, 1, in_flight)
+        found = find_bottleneck(engine, 1, in_flight)
         better = replace(engine, slots=16)
         assert found.limit == "scheduler"
-        assert gain_of(found) == pytest.approx(better.tok_s(in_flight) / engine.tok_s(in_flight), rel=WITHIN)
+        assert find_gain(found) == pytest.approx(better.tok_s(in_flight) / engine.tok_s(in_flight), rel=WITHIN)
         sooner = next(one.gain for one in found.predictions if one.metric == "ttft_ms")
         assert sooner.low <= engine.ttft_ms(in_flight) / better.ttft_ms(in_flight) <= sooner.high
 
-    def test_more_cache(self) -> None:
+    def test_gain_from_more_cache(self) -> None:
         engine = MadeEngine(cache_requests=2, token_ms=0.2, prompt=32)
         better = replace(engine, cache_requests=None)
-        assert gain_of(told(engine, 1, 8)) == pytest.approx(better.tok_s(8) / engine.tok_s(8), rel=WITHIN)
+        assert find_gain(find_bottleneck(engine, 1, 8)) == pytest.approx(better.tok_s(8) / engine.tok_s(8), rel=WITHIN)
 
-    def test_prompts_that_are_cached(self) -> None:
+    def test_gain_from_cached_prompts(self) -> None:
         engine = MadeEngine(prompt=512, token_ms=0.8)
         better = replace(engine, prompt=1)
         for load in (1, 4, 8):
-            found = told(engine, *sorted({1, load}))
-            assert gain_of(found) == pytest.approx(better.tok_s(load) / engine.tok_s(load), rel=WITHIN)
+            found = find_bottleneck(engine, *sorted({1, load}))
+            assert find_gain(found) == pytest.approx(better.tok_s(load) / engine.tok_s(load), rel=WITHIN)
 
-    def test_a_runtime_without_its_own_time_lies_within_the_band(self) -> None:
+    def test_gain_from_less_overhead_is_within_the_band(self) -> None:
         engine = MadeEngine(own_ms=40.0, token_ms=0.05)
         real = replace(engine, own_ms=1.0).tok_s(4) / engine.tok_s(4)
-        gain = told(engine, 1, 4).predictions[0].gain
+        gain = find_bottleneck(engine, 1, 4).predictions[0].gain
         assert gain.low < real < gain.high * 1.05
 
-    def test_fewer_bytes(self) -> None:
+    def test_gain_from_narrower_weights(self) -> None:
         engine = MadeEngine(token_ms=0.01, read_ms=20.0, prompt=16)
         wide = the_shape()._replace(dense_bytes=the_shape().dense_params * 2, bits=16.0)
         rate = wide.dense_bytes / (engine.read_ms / 1000)
         found = bottleneck(engine.cells(1), Ground(shape=wide, bandwidth=exactly(rate), cores=2))
         assert found.limit == "memory bandwidth" and found.changes[0].kind == "quantization"
         real = replace(engine, read_ms=20.0 * 8.5 / 16).tok_s(1) / engine.tok_s(1)
-        assert gain_of(found) == pytest.approx(real, rel=WITHIN)
+        assert find_gain(found) == pytest.approx(real, rel=WITHIN)
 
 
-class TestHonesty:
-    def test_without_a_bandwidth_it_says_that_it_cannot_tell(self) -> None:
+class TestUnknown:
+    def test_reports_that_the_bottleneck_is_unknown_without_a_bandwidth(self) -> None:
         engine = MadeEngine(own_ms=40.0, token_ms=0.05)
         found = bottleneck(engine.cells(1), Ground(shape=the_shape()))
-        assert found.limit is None and "Cannot tell" in found.text and "probe --measure" in found.text
+        assert found.limit is None and "cannot be determined" in found.text and "probe --measure" in found.text
         assert found.changes[0].kind == "measure"
 
-    def test_without_the_models_size_neither(self) -> None:
+    def test_reports_that_the_bottleneck_is_unknown_without_a_model_size(self) -> None:
         found = bottleneck(MadeEngine(own_ms=40.0).cells(1), Ground(bandwidth=exactly(1e9)))
-        assert found.limit is None and any("sizes of" in one for one in found.unknown)
+        assert found.limit is None and any("size of" in one for one in found.unknown)
 
-    def test_a_queue_is_seen_without_any_of_them(self) -> None:
+    def test_finds_a_queue_without_bandwidth_and_model_size(self) -> None:
         assert bottleneck(MadeEngine(slots=1, token_ms=0.05).cells(8), Ground()).limit == "scheduler"
 
-    def test_a_client_that_was_the_limit_says_nothing_of_the_engine(self) -> None:
+    def test_reports_no_bottleneck_if_the_client_was_the_limit(self) -> None:
         cell = MadeEngine().cell(4)
         busy = replaced(cell, repeats=(replaced(cell.repeats[0], client=Client(limit=True)),))
         found = bottleneck([busy], MadeEngine().ground())
-        assert found.limit is None and "the client was the limit" in found.text
+        assert found.limit is None and "the client was the bottleneck" in found.text
 
     @pytest.mark.parametrize(
         "cell",
         [
-            made_cell("x", []),
-            made_cell("x", [made_repeat([])]),
-            made_cell("x", [made_repeat([made_sample(output_tokens=None)] * 9)]),
-            made_cell("x", [made_repeat([made_sample(tokens=1)] * 9)]),
-            made_cell("x", [made_repeat([made_sample(outcome="error")] * 9)]),
+            make_cell("x", []),
+            make_cell("x", [make_repeat([])]),
+            make_cell("x", [make_repeat([make_sample(output_tokens=None)] * 9)]),
+            make_cell("x", [make_repeat([make_sample(tokens=1)] * 9)]),
+            make_cell("x", [make_repeat([make_sample(outcome="error")] * 9)]),
         ],
     )
-    def test_where_nothing_was_seen_nothing_is_said(self, cell: Cell) -> None:
+    def test_reports_no_bottleneck_without_usable_requests(self, cell: Cell) -> None:
         found = bottleneck([cell], MadeEngine().ground())
         assert found.limit is None and found.loads[0].why
 
-    def test_alone_was_not_measured(self) -> None:
-        found = told(MadeEngine(prompt=1024, tokens=16), 8)
-        assert found.limit == "compute" and any("alone" in one for one in found.unknown)
+    def test_reports_that_no_single_request_was_measured(self) -> None:
+        found = find_bottleneck(MadeEngine(prompt=1024, tokens=16), 8)
+        assert found.limit == "compute" and any("no single request was measured" in one for one in found.unknown)
 
     @given(
         st.builds(
@@ -185,7 +185,9 @@ class TestHonesty:
         ),
         st.sampled_from([(1,), (4,), (1, 4), (1, 2, 8)]),
     )  # fmt: skip
-    def test_the_parts_are_the_whole_and_it_round_trips(self, engine: MadeEngine, loads: tuple[int, ...]) -> None:
+    def test_parts_add_up_to_the_request_time_and_round_trip_as_json(
+        self, engine: MadeEngine, loads: tuple[int, ...]
+    ) -> None:
         cells = [engine.cell(load, requests=12) for load in loads]
         found = diagnose([(cells, engine.ground())])
         assert from_json(Diagnosis, to_json(found)) == found
@@ -194,12 +196,12 @@ class TestHonesty:
             assert sum(one.ms for one in load.spent) == pytest.approx(load.request_ms, rel=0.02)
             assert all(one.ms >= 0 for one in load.spent)
 
-    def test_cells_are_told_apart_by_their_settings(self) -> None:
+    def test_groups_cells_by_settings(self) -> None:
         one, other = MadeEngine(slots=4), MadeEngine(slots=8)
         groups = by_subject([*one.cells(4, 1), *other.cells(1)])
         assert [[cell.load.concurrency for cell in group] for group in groups] == [[1, 4], [1]]
 
-    def test_metrics_that_are_partly_missing(self) -> None:
+    def test_accepts_incomplete_engine_metrics(self) -> None:
         cell = MadeEngine(slots=2).cell(8)
         series = EngineSeries(scrapes=1, running_max=2.0)
         bare = replaced(cell, repeats=(replaced(cell.repeats[0], engine=series),))
@@ -208,7 +210,7 @@ class TestHonesty:
 
 class TestFlags:
     @pytest.mark.parametrize("engine", sorted(all_engines()))
-    def test_flags_are_those_of_the_launches(self, engine: str) -> None:
+    def test_advised_flags_are_used_by_the_engine(self, engine: str) -> None:
         """Each is used elsewhere in the engine's own file, or in the server shipped into its environment."""
         folder = Path(inspect.getfile(bedplate.engines)).parent
         shipped = "".join(path.read_text() for path in (folder / "shipped").glob("*.py"))
@@ -221,7 +223,7 @@ class TestFlags:
         flags = [flag for flag in msgspec.structs.astuple(all_engines()[engine].flags) if flag is not None]
         assert flags and [flag for flag in flags if flag.split()[0] not in used] == []
 
-    def test_what_an_engine_calls_otherwise_on_a_cpu(self) -> None:
+    def test_advised_flags_depend_on_the_device(self) -> None:
         vllm = all_engines()["vllm"]
         assert vllm.advice_flags("cpu").cache_memory == "--kv-cache-memory-bytes"
         assert vllm.advice_flags("cuda").cache_memory == "--gpu-memory-utilization"

@@ -1,4 +1,4 @@
-"""What was measured outranks rules: cells become results and verdicts, and those the next plan."""
+"""Measurements outrank rules: cells become results and verdicts, and those change the next plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke
-from tests.judge.made_cells import GOOD, Noise, made_cell, made_pair, made_repeat, made_sample
+from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample
 
 from bedplate import store
 from bedplate.decide import decide
@@ -24,12 +24,12 @@ MODEL = find_model("meta-llama/Meta-Llama-3.1-8B")
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
-def repeats(*tok_s: float) -> list[Repeat]:
-    return [made_repeat([made_sample()], seconds=1.0, delivered_tokens=rate) for rate in tok_s]
+def make_repeats(*tok_s: float) -> list[Repeat]:
+    return [make_repeat([make_sample()], seconds=1.0, delivered_tokens=rate) for rate in tok_s]
 
 
 def cell(engine: str, tok_s: float, at: str = "2026-11-15T09:00:00Z") -> Cell:
-    made = made_cell(engine, repeats(tok_s, 1.002 * tok_s, 0.998 * tok_s))
+    made = make_cell(engine, make_repeats(tok_s, 1.002 * tok_s, 0.998 * tok_s))
     return replaced(
         made,
         at=at,
@@ -39,7 +39,7 @@ def cell(engine: str, tok_s: float, at: str = "2026-11-15T09:00:00Z") -> Cell:
     )
 
 
-def engine_after(path: Path, *cells: Cell) -> str | None:
+def plan_engine_after(path: Path, *cells: Cell) -> str | None:
     for one in cells:
         found = result_of(one)
         if found is not None:
@@ -49,37 +49,37 @@ def engine_after(path: Path, *cells: Cell) -> str | None:
 
 
 def test_a_measured_gain_changes_the_plan(tmp_path: Path) -> None:
-    assert engine_after(tmp_path / "a", cell("vllm", 4000), cell("sglang", 4100)) == "vllm"
-    assert engine_after(tmp_path / "b", cell("vllm", 4000), cell("sglang", 5200)) == "sglang"
+    assert plan_engine_after(tmp_path / "a", cell("vllm", 4000), cell("sglang", 4100)) == "vllm"
+    assert plan_engine_after(tmp_path / "b", cell("vllm", 4000), cell("sglang", 5200)) == "sglang"
 
 
-def test_a_gain_that_may_be_chance_changes_nothing(tmp_path: Path) -> None:
-    def repeated(engine: str, *tok_s: float) -> Cell:
-        return replaced(cell(engine, tok_s[0]), repeats=tuple(repeats(*tok_s)))
+def test_a_gain_that_is_not_significant_does_not_change_the_plan(tmp_path: Path) -> None:
+    def make_cell_with(engine: str, *tok_s: float) -> Cell:
+        return replaced(cell(engine, tok_s[0]), repeats=tuple(make_repeats(*tok_s)))
 
-    steady = repeated("vllm", 4000, 4010, 3990)
-    assert engine_after(tmp_path / "a", steady, repeated("sglang", 3000, 7000, 5600)) == "vllm"
-    assert engine_after(tmp_path / "b", steady, repeated("sglang", 5190, 5200, 5210)) == "sglang"
-    assert engine_after(tmp_path / "c", steady, repeated("sglang", 5200)) == "vllm", "measured once"
+    steady = make_cell_with("vllm", 4000, 4010, 3990)
+    assert plan_engine_after(tmp_path / "a", steady, make_cell_with("sglang", 3000, 7000, 5600)) == "vllm"
+    assert plan_engine_after(tmp_path / "b", steady, make_cell_with("sglang", 5190, 5200, 5210)) == "sglang"
+    assert plan_engine_after(tmp_path / "c", steady, make_cell_with("sglang", 5200)) == "vllm", "measured once"
 
 
 @pytest.mark.parametrize(
     "spoilt",
     [
         {"quality": Quality(asked=100, agreement=0.99, verdict="broken")},
-        {"flags": (Flag(kind="client", text="the client was the limit", invalid=True),)},
+        {"flags": (Flag(kind="client", text="the client was the bottleneck", invalid=True),)},
     ],
 )
-def test_wrong_answers_and_invalid_cells_do_not(tmp_path: Path, spoilt: dict[str, object]) -> None:
-    assert engine_after(tmp_path / "s", cell("vllm", 4000), replaced(cell("sglang", 9000), **spoilt)) == "vllm"
+def test_wrong_answers_and_invalid_cells_do_not_change_the_plan(tmp_path: Path, spoilt: dict[str, object]) -> None:
+    assert plan_engine_after(tmp_path / "s", cell("vllm", 4000), replaced(cell("sglang", 9000), **spoilt)) == "vllm"
 
 
-def test_the_last_word_counts_and_not_the_luckiest(tmp_path: Path) -> None:
+def test_the_newest_result_counts_and_not_the_fastest(tmp_path: Path) -> None:
     lucky = cell("sglang", 5200, "2026-11-14T09:00:00Z")
-    assert engine_after(tmp_path / "s", cell("vllm", 4000), lucky, cell("sglang", 4100)) == "vllm"
+    assert plan_engine_after(tmp_path / "s", cell("vllm", 4000), lucky, cell("sglang", 4100)) == "vllm"
 
 
-# weights that were made into another form
+# converted weights
 
 
 SMALL = simulated({"cpu": "Intel Xeon", "cores": 2, "ram_gb": 24})
@@ -88,8 +88,8 @@ MANY = Workload(concurrency=16, prompt_tokens=128, output_tokens=64)
 FORMS = {"llama.cpp": "Q4_1", "vllm": "BF16", "sglang": "BF16"}
 
 
-def on_cpu(one: Cell, engine: str, **subject: object) -> Cell:
-    """The cell as one of this engine, with the built-in model in the form that it takes."""
+def make_cpu_cell(one: Cell, engine: str, **subject: object) -> Cell:
+    """The cell as one of this engine, with the built-in model in the quantization that it serves."""
     made = Subject(engine=engine, model=BUILTIN.name, quantization=FORMS[engine], weights_id="b179c9523d0e",
                    device="cpu")  # fmt: skip
     return replaced(
@@ -101,27 +101,27 @@ def on_cpu(one: Cell, engine: str, **subject: object) -> Cell:
     )
 
 
-def measured(gain: float, challenger: str = "vllm", **subject: object) -> tuple[Cell, Cell]:
-    """llama.cpp and another, which took turns."""
-    one, other = made_pair(Noise(3, request=0.02, repeat=0.004, drift=0.004), gain, 5, (16,))
-    return on_cpu(one[0], "llama.cpp"), on_cpu(other[0], challenger, **subject)
+def measure_pair(gain: float, challenger: str = "vllm", **subject: object) -> tuple[Cell, Cell]:
+    """llama.cpp and a challenger, measured in interleaved rounds."""
+    one, other = make_pair(Noise(3, request=0.02, repeat=0.004, drift=0.004), gain, 5, (16,))
+    return make_cpu_cell(one[0], "llama.cpp"), make_cpu_cell(other[0], challenger, **subject)
 
 
-def judged(gain: float, **subject: object) -> Verdict:
-    one, other = measured(gain, "vllm", **subject)
+def judge_pair(gain: float, **subject: object) -> Verdict:
+    one, other = measure_pair(gain, "vllm", **subject)
     return compare([one], [other], allow=("quantization", "weights"))
 
 
-def planned(
+def plan_with(
     *cells: Cell, verdicts: tuple[Verdict, ...] = (), work: Workload = MANY, model: Model = BUILTIN
 ) -> Decision:
     results = tuple(found for one in cells if (found := result_of(one)) is not None)
     return decide(SMALL, model, work, results=results, verdicts=verdicts)
 
 
-def test_weights_made_of_the_same_source_count_and_the_plan_makes_them() -> None:
-    assert planned().engine == "llama.cpp"
-    decision = planned(*measured(3.9))
+def test_weights_converted_from_the_same_source_change_the_plan() -> None:
+    assert plan_with().engine == "llama.cpp"
+    decision = plan_with(*measure_pair(3.9))
     assert (decision.engine, decision.quantization, decision.unpacks) == ("vllm", "BF16", True)
     reason = decision.reasons[0]
     assert (
@@ -137,28 +137,28 @@ def test_weights_made_of_the_same_source_count_and_the_plan_makes_them() -> None
     assert refusal.kind == "outranked" and "299%" in refusal.why and "20261115-143755-691c" in refusal.why
 
 
-def test_a_verdict_counts_as_it_was_reached() -> None:
-    verdict = judged(3.9)
+def test_a_verdict_changes_the_plan() -> None:
+    verdict = judge_pair(3.9)
     assert verdict.answer == "migrate"
-    decision = planned(verdicts=(verdict,))
+    decision = plan_with(verdicts=(verdict,))
     assert (decision.engine, decision.unpacks) == ("vllm", True)
     assert verdict.text in decision.reasons[0].text and "20261115-143755-691c" in decision.reasons[0].source
 
 
-def test_a_gain_that_only_turns_show_counts_by_its_verdict() -> None:
-    """Repeats that drift together overlap as two intervals, and not as one of their ratios."""
+def test_a_gain_that_only_interleaved_rounds_show_counts_by_its_verdict() -> None:
+    """With common drift the intervals of the two sides overlap; the interval of their ratio does not contain 1."""
     noise = Noise(2, request=0.01, repeat=0.002, drift=0.08)
-    one, other = made_pair(noise, 1.2, 8, (16,))
-    cells = on_cpu(one[0], "llama.cpp"), on_cpu(other[0], "vllm")
-    assert planned(*cells).engine == "llama.cpp"
-    assert planned(*cells, verdicts=(compare([cells[0]], [cells[1]]),)).engine == "vllm"
+    one, other = make_pair(noise, 1.2, 8, (16,))
+    cells = make_cpu_cell(one[0], "llama.cpp"), make_cpu_cell(other[0], "vllm")
+    assert plan_with(*cells).engine == "llama.cpp"
+    assert plan_with(*cells, verdicts=(compare([cells[0]], [cells[1]]),)).engine == "vllm"
 
 
 def test_the_newest_verdict_outranks_older_ones_and_results() -> None:
-    stay, migrate = judged(1.0), judged(3.9)
+    stay, migrate = judge_pair(1.0), judge_pair(3.9)
     assert stay.answer != "migrate"
-    assert planned(*measured(3.9), verdicts=(stay, migrate)).engine == "llama.cpp"
-    assert planned(*measured(1.0), verdicts=(migrate, stay)).engine == "vllm"
+    assert plan_with(*measure_pair(3.9), verdicts=(stay, migrate)).engine == "llama.cpp"
+    assert plan_with(*measure_pair(1.0), verdicts=(migrate, stay)).engine == "vllm"
 
 
 UNCHECKED = Quality(note="there is no reference for these weights")
@@ -167,26 +167,26 @@ BROKEN = Quality(asked=48, agreement=0.11, verdict="broken")
 
 
 @pytest.mark.parametrize("quality", [None, UNCHECKED, COARSE, BROKEN], ids=["none", "unchecked", "coarse", "broken"])
-def test_without_answers_as_good_it_does_not(quality: Quality | None) -> None:
-    one, other = measured(3.9)
+def test_worse_or_unchecked_answers_do_not_change_the_plan(quality: Quality | None) -> None:
+    one, other = measure_pair(3.9)
     worse = replaced(other, quality=quality)
     verdict = compare([replaced(one, quality=None)], [worse])
-    assert planned(one, worse).engine == "llama.cpp"
-    assert planned(verdicts=(replaced(verdict, answer="migrate"),)).engine == "llama.cpp"
-    assert planned(one, replaced(other, quality=GOOD)).engine == "vllm"
+    assert plan_with(one, worse).engine == "llama.cpp"
+    assert plan_with(verdicts=(replaced(verdict, answer="migrate"),)).engine == "llama.cpp"
+    assert plan_with(one, replaced(other, quality=GOOD)).engine == "vllm"
 
 
-def test_other_weights_do_not_however_they_are_named() -> None:
+def test_measurements_of_other_weights_do_not_change_the_plan() -> None:
     for source in (None, "another source"):
-        assert planned(*measured(3.9, weights_id=source)).engine == "llama.cpp"
-        assert planned(verdicts=(judged(3.9, weights_id=source),)).engine == "llama.cpp"
+        assert plan_with(*measure_pair(3.9, weights_id=source)).engine == "llama.cpp"
+        assert plan_with(verdicts=(judge_pair(3.9, weights_id=source),)).engine == "llama.cpp"
     asked = replaced(BUILTIN, quantization="Q8_0")
-    assert planned(*measured(3.9), verdicts=(judged(3.9),), model=asked).engine == "llama.cpp"
+    assert plan_with(*measure_pair(3.9), verdicts=(judge_pair(3.9),), model=asked).engine == "llama.cpp"
 
 
-def test_another_model_does_not() -> None:
+def test_measurements_of_another_model_do_not_change_the_plan() -> None:
     asked = replaced(BUILTIN, name="another-135M")
-    assert planned(*measured(3.9), verdicts=(judged(3.9),), model=asked).engine == "llama.cpp"
+    assert plan_with(*measure_pair(3.9), verdicts=(judge_pair(3.9),), model=asked).engine == "llama.cpp"
 
 
 @pytest.mark.parametrize(
@@ -199,32 +199,32 @@ def test_another_model_does_not() -> None:
     ],
     ids=["one", "far more", "long prompts", "long answers"],
 )
-def test_other_work_does_not(work: Workload) -> None:
-    plain = planned(work=work)
-    decision = planned(*measured(3.9), verdicts=(judged(3.9),), work=work)
+def test_measurements_of_another_workload_do_not_change_the_plan(work: Workload) -> None:
+    plain = plan_with(work=work)
+    decision = plan_with(*measure_pair(3.9), verdicts=(judge_pair(3.9),), work=work)
     assert decision.engine == plain.engine and decision.reasons[0] == plain.reasons[0]
 
 
-def test_work_between_the_loads_that_were_measured_does() -> None:
+def test_a_similar_workload_follows_the_verdict() -> None:
     work = Workload(concurrency=12, prompt_tokens=200, output_tokens=100)
-    assert planned(verdicts=(judged(3.9),), work=work).engine == "vllm"
+    assert plan_with(verdicts=(judge_pair(3.9),), work=work).engine == "vllm"
 
 
-def test_an_engine_that_was_not_measured_is_as_good_as_before() -> None:
-    plain, moved = planned(), planned(*measured(3.9))
+def test_refusals_of_engines_without_measurements_stay_the_same() -> None:
+    plain, moved = plan_with(), plan_with(*measure_pair(3.9))
     said = {one.engine: one for one in plain.refused}
     assert [one for one in moved.refused if one.engine != "llama.cpp"] == [
         said[one.engine] for one in moved.refused if one.engine != "llama.cpp"
     ]
-    lost = planned(*measured(0.5), verdicts=(judged(0.5),))
+    lost = plan_with(*measure_pair(0.5), verdicts=(judge_pair(0.5),))
     assert (lost.engine, lost.reasons[0], lost.refused) == (plain.engine, plain.reasons[0], plain.refused)
 
 
-def test_a_verdict_of_another_machine_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignores_a_verdict_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     fields = ("--set", "cpu=Intel Xeon", "--set", "cores=2", "--set", "ram_gb=24")
     asked = ("plan", *fields, "--concurrency", "16", "--prompt-tokens", "128", "--output-tokens", "64")
-    verdict = judged(3.9)
+    verdict = judge_pair(3.9)
     store.add_verdict(replaced(verdict, machine="another"), "2026-11-15T14:44:30Z")
     assert '"engine": "llama.cpp"' in invoke(*asked, "--json").out
     store.add_verdict(verdict, "2026-11-15T14:44:30Z")

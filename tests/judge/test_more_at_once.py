@@ -1,4 +1,4 @@
-"""How much more requests at once bring, foretold from fewer: held against runs in which both were measured."""
+"""Predicted throughput at a higher concurrency, compared with recorded runs that measured both."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bedplate.values.run import Run
 RUNS = Path(__file__).parents[1] / "captures" / "runs"
 
 
-def seen(name: str) -> dict[int, tuple[View, float]]:
-    """By requests in flight: the parts of one, and tokens a second of all."""
+def read_breakdowns(name: str) -> dict[int, tuple[View, float]]:
+    """By requests in flight: the parts of the mean request, and the throughput in tokens per second."""
     cells = from_json(Run, lzma.decompress((RUNS / f"{name}.json.xz").read_bytes())).cells
     found = {}
     for cell, view in zip(cells, views_of(cells, alone_of(cells)), strict=True):
@@ -28,16 +28,16 @@ def seen(name: str) -> dict[int, tuple[View, float]]:
 
 
 @pytest.mark.parametrize("name", ["two-cores-vllm", "h200-llama"])
-def test_sixteen_are_foretold_from_four(name: str) -> None:
-    """Prompts cost 1.9 times as much among others as alone in both; counted as alone, vLLM's gain was 11 % too high."""
-    runs = seen(name)
+def test_predicts_sixteen_requests_in_flight_from_four(name: str) -> None:
+    """A prefill takes 1.9 times as long in a batch as alone. Without that factor vLLM's gain was 11 % too high."""
+    runs = read_breakdowns(name)
     (few, speed), (_, truth) = runs[4], runs[16]
     gain = 16 / few.batch * cycle_ms(few, few.batch) / cycle_ms(few, 16)
     assert gain * speed == pytest.approx(truth, rel=0.05)
 
 
-def test_what_a_prompt_costs_among_others_is_no_less_than_alone_and_at_most_twice_as_much() -> None:
-    view = seen("two-cores-vllm")[4][0]
+def test_a_prefill_in_a_batch_takes_between_one_and_two_times_its_time_alone() -> None:
+    view = read_breakdowns("two-cores-vllm")[4][0]
     calm, torn = view._replace(behind_ms=0.0, stalled_ms=0.0), view._replace(stalled_ms=1e6)
     steps = view.tokens * view.step_ms
     assert cycle_ms(calm, view.batch) == pytest.approx(view.batch * view.prefill_ms + steps)

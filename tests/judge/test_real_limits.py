@@ -1,11 +1,13 @@
-"""Limits that a real llama.cpp really has: too few slots, and long prompts. What removing them brings is not judged
-here, since a machine that others use tells nothing of speed; tests/fleet/test_removed_limits.py does that.
+"""Bottlenecks of a real llama.cpp: too few slots, and long prompts.
+
+The predicted gain is not checked here, because other processes may use this machine; tests/fleet/test_removed_limits.py
+checks it.
 """
 
 from __future__ import annotations
 
 import pytest
-from tests.judge.real_engine import measured_cells, ready_engine
+from tests.judge.real_engine import measure_cells, ready_engine
 
 from bedplate.judge.diagnose import bottleneck, ground_for
 from bedplate.run.models import known_model
@@ -16,31 +18,31 @@ from bedplate.values.run import Cell, Load
 pytestmark = [
     pytest.mark.measures,
     pytest.mark.timeout(900),
-    # What is installed is installed on all cores.
+    # The fixtures before `one_core` install with all cores.
     pytest.mark.usefixtures("builtin_gguf", "llama_environment", "one_core"),
 ]
 
 
-def told(cells: list[Cell]) -> Bottleneck:
+def find_bottleneck(cells: list[Cell]) -> Bottleneck:
     subject = cells[-1].subject
     return bottleneck(cells, ground_for(subject, known_model(subject.model), None))
 
 
-def loads(*in_flight: int, prompt: int, output: int) -> list[Load]:
+def make_loads(*in_flight: int, prompt: int, output: int) -> list[Load]:
     return [Load(concurrency=count, prompt_tokens=prompt, output_tokens=output) for count in in_flight]
 
 
-def test_too_few_slots() -> None:
+def test_too_few_slots_make_the_scheduler_the_bottleneck() -> None:
     ready = ready_engine("llama.cpp", Workload(concurrency=1, prompt_tokens=16, output_tokens=24), slots=1, threads=1)
-    found = told(measured_cells(ready, loads(1, 6, prompt=16, output=24)))
+    found = find_bottleneck(measure_cells(ready, make_loads(1, 6, prompt=16, output=24)))
     assert found.limit == "scheduler" and found.changes[0].flag == "--parallel 6"
     assert any("requests wait in the engine" in one.text and one.limit == "scheduler" for one in found.evidence)
     assert [one.metric for one in found.predictions] == ["output_tok_s", "ttft_ms"]
     assert found.predictions[1].gain.value > 1.5
 
 
-def test_long_prompts() -> None:
+def test_long_prompts_make_compute_the_bottleneck() -> None:
     ready = ready_engine("llama.cpp", Workload(concurrency=1, prompt_tokens=240, output_tokens=4), slots=1, threads=1)
-    found = told(measured_cells(ready, loads(1, prompt=240, output=4)))
+    found = find_bottleneck(measure_cells(ready, make_loads(1, prompt=240, output=4)))
     assert found.limit == "compute"
     assert "prompts" in found.changes[0].text and found.predictions[0].gain.value > 1.5

@@ -1,4 +1,4 @@
-"""A completions endpoint that answers by a script, over real HTTP."""
+"""A scripted completions endpoint over real HTTP."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Script = Callable[[str], tuple[int, Any]]
-"""From a prompt to the status and the body; a body of bytes is sent as it is."""
+"""Maps a prompt to the status and the body; a body of bytes is sent unchanged."""
 
 
-def completion(text: str, *, finish: str = "length", prompt_tokens: int | None = None, made: int = 1) -> Any:
+def make_completion(text: str, *, finish: str = "length", prompt_tokens: int | None = None, made: int = 1) -> Any:
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": made}
     return {
         "object": "text_completion",
@@ -30,7 +30,7 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(script: Script) -> Iterator[Scripted]:
+def serve_script(script: Script) -> Iterator[Scripted]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

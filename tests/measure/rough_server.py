@@ -1,4 +1,4 @@
-"""An HTTP server that sends whatever bytes a test says, when it says, over real sockets."""
+"""An HTTP server over real sockets that sends the bytes that a test chooses, valid or not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 @dataclass
 class Asked:
-    """One request as it came."""
+    """One received request."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
     connection: int
-    """Which of the server's connections it came on, counted from 0."""
+    """Number of the connection, from 0."""
 
     @property
     def json(self) -> Any:
@@ -39,48 +39,48 @@ class Rough:
 
 
 Script = Callable[[socket.socket, Asked], bool | None]
-"""Answers on the socket; `False`: closes the connection afterwards."""
+"""Writes the response to the socket; returns `False` to close the connection afterwards."""
 
 
-def chunk(data: bytes) -> bytes:
+def make_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def event(
+def make_event(
     text: str | None = None, finish: str | None = None, usage: dict[str, Any] | None = None, **more: Any
 ) -> bytes:
     choices = [] if text is None and finish is None else [{"index": 0, "text": text or "", "finish_reason": finish}]
     return b"data: " + json.dumps({"choices": choices, "usage": usage, **more}).encode() + b"\n\n"
 
 
-def stream(*events: bytes, done: bool = True) -> bytes:
-    """A whole streamed answer."""
-    body = b"".join(chunk(each) for each in (*events, *([b"data: [DONE]\n\n"] if done else [])))
+def make_stream(*events: bytes, done: bool = True) -> bytes:
+    """A complete streamed response."""
+    body = b"".join(make_chunk(each) for each in (*events, *([b"data: [DONE]\n\n"] if done else [])))
     return HEAD + body + b"0\r\n\r\n"
 
 
-def answer(value: Any, status: str = "200 OK", headers: str = "") -> bytes:
+def make_response(value: Any, status: str = "200 OK", headers: str = "") -> bytes:
     body = json.dumps(value).encode()
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
     return head.encode() + body
 
 
-def usual(asked: Asked) -> bytes:
-    """What an endpoint says that is as it should be: a word is a token, and it takes every field."""
+def answer_correctly(asked: Asked) -> bytes:
+    """The response of a correct endpoint: each word is a token, and it accepts every field."""
     if asked.path != "/v1/completions":
-        return answer({"error": {"message": "no such path"}}, "404 Not Found")
-    said = asked.json
-    tokens = said["max_tokens"]
-    usage = {"prompt_tokens": len(said["prompt"].split()), "completion_tokens": tokens}
-    if not said.get("stream"):
+        return make_response({"error": {"message": "no such path"}}, "404 Not Found")
+    request = asked.json
+    tokens = request["max_tokens"]
+    usage = {"prompt_tokens": len(request["prompt"].split()), "completion_tokens": tokens}
+    if not request.get("stream"):
         choice = {"index": 0, "text": " x" * tokens, "finish_reason": "length"}
-        return answer({"choices": [choice], "usage": usage})
-    texts = [event(f" x{index}") for index in range(tokens - 1)]
-    return stream(*texts, event(" last", "length"), event(usage=usage))
+        return make_response({"choices": [choice], "usage": usage})
+    texts = [make_event(f" x{index}") for index in range(tokens - 1)]
+    return make_stream(*texts, make_event(" last", "length"), make_event(usage=usage))
 
 
 @contextlib.contextmanager
-def rough_server(script: Script) -> Iterator[Rough]:
+def serve_rough(script: Script) -> Iterator[Rough]:
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             number, rough.connections = rough.connections, rough.connections + 1
@@ -91,7 +91,7 @@ def rough_server(script: Script) -> Iterator[Rough]:
                         if script(self.request, asked) is False:
                             return
             except OSError:
-                return  # the client hung up
+                return  # the client closed the connection
             except BaseException as error:
                 rough.errors.append(error)
                 raise

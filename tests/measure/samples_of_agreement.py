@@ -1,4 +1,4 @@
-"""Plans, references and agreements for tests; constructed."""
+"""Constructed plans, references and agreements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bedplate.values import Model, Plan, Settings, Weights, Workload, replaced
 from bedplate.values.agreement import Agreement
 
 
-def reference(count: int = 100, gap: float = 3.0) -> Reference:
+def make_reference(count: int = 100, gap: float = 3.0) -> Reference:
     answers = {
         prefix_hash(prefix): Known(f" word{number}", "text", 7, gap)
         for number, prefix in enumerate(fixed_prefixes()[:count])
@@ -19,7 +19,7 @@ def reference(count: int = 100, gap: float = 3.0) -> Reference:
     return Reference(file="a.gguf", sha256="ab" * 32, file_bytes=10, made_with="a test", answers=answers)
 
 
-def plan(
+def make_plan(
     label: str = "Q4_1", made: str = "as it is", form: str = "gguf", *, model: Model | None = None, **settings: Any
 ) -> Plan:
     model = model or replaced(builtin_facts(), files=())
@@ -33,7 +33,7 @@ def plan(
     )
 
 
-def agreement(verdict: str = "broken", **changes: Any) -> Agreement:
+def make_agreement(verdict: str = "broken", **changes: Any) -> Agreement:
     given: dict[str, Any] = {
         "at": "2026-11-15T10:00:00Z",
         "machine": "m1",
@@ -49,6 +49,6 @@ def agreement(verdict: str = "broken", **changes: Any) -> Agreement:
         "clear": 48,
         "clear_agreed": 3,
         "floor": 0.95,
-        "why": "3 of 48 prefixes agree with the reference, where its weights explain no less than 95%",
+        "why": "3 of 48 prefixes agree with the reference; at least 95% are expected with these weights",
     }
     return Agreement(verdict=verdict, **{**given, **changes})  # type: ignore[arg-type]

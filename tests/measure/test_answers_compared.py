@@ -1,4 +1,4 @@
-"""A challenger's next tokens beside those of the engine in service: what stored bits explain, and what they do not."""
+"""Compare the answers of a challenger with those of the engine in service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.changing.migrating import make_engine
 
-from bedplate.measure.agreement import Answer, Failed, Said
+from bedplate.measure.agreement import Answer, Failed, Reply
 from bedplate.measure.answers import Basis, Where, against_incumbent, as_known, warmed
 from bedplate.values import Plan, replaced
 from bedplate.values.decision import Weights
@@ -20,7 +20,7 @@ PREFIXES = [f"prefix {number}" for number in range(48)]
 WORDS = (" river", " stone", " lamp", " cloud")
 
 
-def word(prefix: str, seed: str = "") -> str:
+def choose_word(prefix: str, seed: str = "") -> str:
     return WORDS[hashlib.sha256(f"{seed}{prefix}".encode()).digest()[0] % 4]
 
 
@@ -29,57 +29,57 @@ def plan(tmp_path: Path, bedplate_home: Path) -> Plan:
     return make_engine(tmp_path, "one").plan
 
 
-def basis(plan: Plan, *, gap: float | None = 2.0, strips: bool = False, clear_known: bool = True) -> Basis:
-    pairs = tuple((prefix, as_known(Answer(text=word(prefix)), gap, strips)) for prefix in PREFIXES)
+def make_basis(plan: Plan, *, gap: float | None = 2.0, strips: bool = False, clear_known: bool = True) -> Basis:
+    pairs = tuple((prefix, as_known(Answer(text=choose_word(prefix)), gap, strips)) for prefix in PREFIXES)
     return Basis(plan, pairs, clear_known, strips, None)
 
 
-def said(wrong: int = 0) -> list[Said]:
+def make_replies(wrong: int = 0) -> list[Reply]:
     return [
-        Answer(text=" wrong" if number < wrong else word(prefix), made_tokens=1)
+        Answer(text=" wrong" if number < wrong else choose_word(prefix), made_tokens=1)
         for number, prefix in enumerate(PREFIXES)
     ]
 
 
-def compared(plan: Plan, held: Basis, answers: Sequence[Said], stage: Stage) -> Checked:
-    return against_incumbent(plan, held, held.pairs, answers, stage)
+def compare_with_incumbent(plan: Plan, basis: Basis, answers: Sequence[Reply], stage: Stage) -> Checked:
+    return against_incumbent(plan, basis, basis.pairs, answers, stage)
 
 
-def test_the_same_answers_agree(plan: Plan) -> None:
-    found = compared(plan, basis(plan), said(), "answers")
+def test_identical_answers_agree(plan: Plan) -> None:
+    found = compare_with_incumbent(plan, make_basis(plan), make_replies(), "answers")
     assert (found.verdict, found.clear_agreed, found.against) == ("ok", 48, "the engine in service")
 
 
-def test_other_answers_are_broken_and_the_words_name_the_engine_in_service(plan: Plan) -> None:
-    found = compared(plan, basis(plan), said(wrong=30), "answers")
+def test_different_answers_are_broken_and_the_reason_names_the_engine_in_service(plan: Plan) -> None:
+    found = compare_with_incumbent(plan, make_basis(plan), make_replies(wrong=30), "answers")
     assert found.verdict == "broken" and "18 of 48 prefixes agree with the engine in service" in found.why
 
 
 def test_near_ties_do_not_count(plan: Plan) -> None:
-    found = compared(plan, basis(plan, gap=0.1), said(wrong=30), "answers")
+    found = compare_with_incumbent(plan, make_basis(plan, gap=0.1), make_replies(wrong=30), "answers")
     assert (found.verdict, found.clear) == ("unchecked", 0)
 
 
-def test_what_four_bits_explain_is_allowed(plan: Plan) -> None:
+def test_four_bit_weights_allow_more_differences(plan: Plan) -> None:
     four = replaced(plan, weights=Weights(label="INT4", made="converted", format="onnx"))
-    assert compared(four, basis(plan), said(wrong=20), "answers").verdict == "ok"
-    assert compared(plan, basis(plan), said(wrong=20), "answers").verdict == "broken"
-    assert compared(four, basis(plan), said(wrong=48), "answers").verdict == "broken"
+    assert compare_with_incumbent(four, make_basis(plan), make_replies(wrong=20), "answers").verdict == "ok"
+    assert compare_with_incumbent(plan, make_basis(plan), make_replies(wrong=20), "answers").verdict == "broken"
+    assert compare_with_incumbent(four, make_basis(plan), make_replies(wrong=48), "answers").verdict == "broken"
 
 
-def test_without_log_probabilities_near_ties_are_allowed_for(plan: Plan) -> None:
-    unclear = basis(plan, gap=None, clear_known=False)
-    assert compared(plan, unclear, said(wrong=12), "answers").verdict == "ok"
-    assert compared(plan, unclear, said(wrong=30), "answers").verdict == "broken"
+def test_allows_near_ties_without_log_probabilities(plan: Plan) -> None:
+    unclear = make_basis(plan, gap=None, clear_known=False)
+    assert compare_with_incumbent(plan, unclear, make_replies(wrong=12), "answers").verdict == "ok"
+    assert compare_with_incumbent(plan, unclear, make_replies(wrong=30), "answers").verdict == "broken"
 
 
-def test_an_engine_that_strips_spaces_is_compared_without_them(plan: Plan) -> None:
-    assert compared(plan, basis(plan, strips=True), said(), "answers").verdict == "ok"
+def test_ignores_spaces_if_the_engine_strips_them(plan: Plan) -> None:
+    assert compare_with_incumbent(plan, make_basis(plan, strips=True), make_replies(), "answers").verdict == "ok"
 
 
 def test_an_engine_without_the_api_is_unchecked(plan: Plan) -> None:
-    none = [Failed(why="it has no completions API (HTTP 404)", lasting=True)] * 48
-    found = compared(plan, basis(plan), none, "answers")
+    none = [Failed(why="the endpoint has no completions API (HTTP 404)", lasting=True)] * 48
+    found = compare_with_incumbent(plan, make_basis(plan), none, "answers")
     assert found.verdict == "unchecked" and found.floor is None
 
 
@@ -92,10 +92,10 @@ def test_an_engine_without_the_api_is_unchecked(plan: Plan) -> None:
         (Answer(text=""), "part"),
     ],
 )
-def test_what_an_engine_says_becomes_what_another_is_held_to(answer: Answer, kind: str) -> None:
+def test_converts_an_answer_to_a_reference_answer(answer: Answer, kind: str) -> None:
     assert as_known(answer, 1.0, False).kind == kind
 
 
-def test_warming_up_tells_of_an_engine_that_is_not_there() -> None:
+def test_warm_up_reports_an_unreachable_engine() -> None:
     wrong = asyncio.run(warmed(Where("http://127.0.0.1:9", None, "alpha"), 2))
-    assert wrong is not None and wrong.startswith("it did not answer a small request")
+    assert wrong is not None and wrong.startswith("a warm-up request failed")

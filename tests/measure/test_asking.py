@@ -1,4 +1,4 @@
-"""Asking an endpoint over real HTTP, and the check that `serve` makes once its engine is ready."""
+"""Requests for greedy-token agreement over real HTTP, and the check of `serve` after the start of its engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.measure.endpoints import Script, completion, scripted
-from tests.measure.samples_of_agreement import plan, reference
+from tests.measure.endpoints import Script, make_completion, serve_script
+from tests.measure.samples_of_agreement import make_plan, make_reference
 
 from bedplate import store
 from bedplate.facts.simulated import simulated
@@ -21,51 +21,53 @@ from bedplate.values import replaced
 from bedplate.values.agreement import Agreement
 
 MACHINE = simulated({"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16})
-KNOWN = reference(200)
+KNOWN = make_reference(200)
 
 
-def truthful(prompt: str) -> tuple[int, Any]:
+def answer_correctly(prompt: str) -> tuple[int, Any]:
     known = KNOWN.answers[prefix_hash(prompt)]
-    return 200, completion(known.text, prompt_tokens=known.tokens)
+    return 200, make_completion(known.text, prompt_tokens=known.tokens)
 
 
-def nonsense(prompt: str) -> tuple[int, Any]:
-    return 200, completion(random.Random(prompt).choice([" the", ",", " of", "\n"]), prompt_tokens=7)
+def answer_nonsense(prompt: str) -> tuple[int, Any]:
+    return 200, make_completion(random.Random(prompt).choice([" the", ",", " of", "\n"]), prompt_tokens=7)
 
 
-def stripped(prompt: str) -> tuple[int, Any]:
-    return 200, completion(KNOWN.answers[prefix_hash(prompt)].text.strip())
+def answer_without_spaces(prompt: str) -> tuple[int, Any]:
+    return 200, make_completion(KNOWN.answers[prefix_hash(prompt)].text.strip())
 
 
-def verdict(script: Script) -> Agreement:
+def check_script(script: Script) -> Agreement:
     pairs = KNOWN.known()
-    with scripted(script) as endpoint:
-        said = asyncio.run(ask(endpoint.url, pairs, model="m", in_flight=8))
-    return judged(plan(), KNOWN, compare(pairs, said), at="2026-11-15T10:00:00Z", machine="m1")
+    with serve_script(script) as endpoint:
+        replies = asyncio.run(ask(endpoint.url, pairs, model="m", in_flight=8))
+    return judged(make_plan(), KNOWN, compare(pairs, replies), at="2026-11-15T10:00:00Z", machine="m1")
 
 
-def test_an_engine_that_says_what_its_weights_say() -> None:
-    found = verdict(truthful)
+def test_correct_answers_are_ok() -> None:
+    found = check_script(answer_correctly)
     assert (found.verdict, found.agreed, found.answered) == ("ok", 200, 200)
 
 
-def test_one_that_strips_the_space() -> None:
-    assert verdict(stripped).verdict == "ok"
+def test_stripped_spaces_are_ok() -> None:
+    assert check_script(answer_without_spaces).verdict == "ok"
 
 
-def test_one_that_answers_nonsense_is_broken_with_evidence() -> None:
-    found = verdict(nonsense)
+def test_nonsense_is_broken_with_evidence() -> None:
+    found = check_script(answer_nonsense)
     assert found.verdict == "broken" and found.agreed == 0 and found.evidence
     assert all(one.expected.startswith(" word") for one in found.evidence)
 
 
-def test_one_that_is_wrong_a_quarter_of_the_time_is_broken() -> None:
-    found = verdict(lambda prompt: (truthful if random.Random(prompt).random() < 0.75 else nonsense)(prompt))
+def test_a_quarter_of_wrong_answers_is_broken() -> None:
+    found = check_script(
+        lambda prompt: (answer_correctly if random.Random(prompt).random() < 0.75 else answer_nonsense)(prompt)
+    )
     assert found.verdict == "broken" and 100 < found.agreed < 180
 
 
-def test_what_is_asked_is_one_greedy_token_with_the_key() -> None:
-    with scripted(truthful) as endpoint:
+def test_requests_one_greedy_token_with_the_key() -> None:
+    with serve_script(answer_correctly) as endpoint:
         asyncio.run(ask(endpoint.url, KNOWN.known()[:3], model="some-model", key="secret"))
     assert endpoint.keys == {"Bearer secret"}
     assert all(
@@ -74,74 +76,78 @@ def test_what_is_asked_is_one_greedy_token_with_the_key() -> None:
     )
 
 
-def test_without_such_an_api_it_is_asked_once() -> None:
-    with scripted(lambda prompt: (404, {"error": "not found"})) as endpoint:
-        said = asyncio.run(ask(endpoint.url, KNOWN.known(), model="m"))
-    assert len(endpoint.bodies) == 1 and all(isinstance(one, Failed) and one.lasting for one in said)
+def test_stops_after_one_request_without_the_api() -> None:
+    with serve_script(lambda prompt: (404, {"error": "not found"})) as endpoint:
+        replies = asyncio.run(ask(endpoint.url, KNOWN.known(), model="m"))
+    assert len(endpoint.bodies) == 1 and all(isinstance(one, Failed) and one.lasting for one in replies)
 
 
-def test_nobody_there() -> None:
-    with scripted(truthful) as endpoint:
+def test_an_unreachable_endpoint_fails_every_request() -> None:
+    with serve_script(answer_correctly) as endpoint:
         pass
-    said = asyncio.run(ask(endpoint.url, KNOWN.known()[:4], model="m"))
-    assert len(said) == 4 and all(isinstance(one, Failed) and one.why for one in said)
+    replies = asyncio.run(ask(endpoint.url, KNOWN.known()[:4], model="m"))
+    assert len(replies) == 4 and all(isinstance(one, Failed) and one.why for one in replies)
 
 
-def test_some_that_fail_leave_the_others_in_their_place() -> None:
+def test_failed_requests_keep_the_order_of_the_others() -> None:
     bad = set(list(KNOWN.answers)[1::3])
-    with scripted(lambda prompt: (500, b"oops") if prefix_hash(prompt) in bad else truthful(prompt)) as endpoint:
-        said = asyncio.run(ask(endpoint.url, KNOWN.known(), model="m"))
-    for (prefix, known), one in zip(KNOWN.known(), said, strict=True):
+    with serve_script(
+        lambda prompt: (500, b"oops") if prefix_hash(prompt) in bad else answer_correctly(prompt)
+    ) as endpoint:
+        replies = asyncio.run(ask(endpoint.url, KNOWN.known(), model="m"))
+    for (prefix, known), one in zip(KNOWN.known(), replies, strict=True):
         if prefix_hash(prefix) in bad:
             assert isinstance(one, Failed)
         else:
             assert isinstance(one, Answer) and one.text == known.text
 
 
-class TestAtStartUp:
+class TestCheckAtStartUp:
     @pytest.fixture(autouse=True)
     def known(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measured, "reference_for", lambda model: KNOWN)
 
     def check(self, script: Script, path: Path, **changes: Any) -> tuple[list[Agreement], int]:
-        told: list[Agreement] = []
-        with scripted(script) as endpoint:
-            asyncio.run(check_served(MACHINE, replaced(plan(), **changes), endpoint.url, None, told.append, path))
-        return told, len(endpoint.bodies)
+        reported: list[Agreement] = []
+        with serve_script(script) as endpoint:
+            asyncio.run(
+                check_served(MACHINE, replaced(make_plan(), **changes), endpoint.url, None, reported.append, path)
+            )
+        return reported, len(endpoint.bodies)
 
-    def kept(self, path: Path) -> tuple[Agreement, ...]:
+    def read_store(self, path: Path) -> tuple[Agreement, ...]:
         return store.agreements(store.fingerprint(MACHINE), path=path)
 
-    def test_it_is_quick_told_and_remembered(self, tmp_path: Path) -> None:
+    def test_reports_and_stores_the_result(self, tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
-        told, requests = self.check(truthful, path)
-        assert requests == QUICK and told[0].verdict == "ok" and self.kept(path) == tuple(told)
+        reported, requests = self.check(answer_correctly, path)
+        assert requests == QUICK and reported[0].verdict == "ok" and self.read_store(path) == tuple(reported)
 
-    def test_what_was_good_is_not_asked_again(self, tmp_path: Path) -> None:
+    def test_does_not_repeat_a_check_that_passed(self, tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
-        self.check(truthful, path)
-        assert self.check(truthful, path) == ([], 0)
+        self.check(answer_correctly, path)
+        assert self.check(answer_correctly, path) == ([], 0)
 
-    def test_another_version_is(self, tmp_path: Path) -> None:
+    def test_checks_another_version(self, tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
-        self.check(truthful, path)
-        told, _ = self.check(nonsense, path, engine_version="2026.12")
-        assert told[0].verdict == "broken"
+        self.check(answer_correctly, path)
+        reported, _ = self.check(answer_nonsense, path, engine_version="2026.12")
+        assert reported[0].verdict == "broken"
 
-    def test_what_was_broken_is_asked_again_and_may_have_been_mended(self, tmp_path: Path) -> None:
+    def test_repeats_a_check_that_failed(self, tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
-        assert self.check(nonsense, path)[0][0].verdict == "broken"
-        assert self.check(truthful, path)[0][0].verdict == "ok"
-        assert sorted(one.verdict for one in self.kept(path)) == ["broken", "ok"]
+        assert self.check(answer_nonsense, path)[0][0].verdict == "broken"
+        assert self.check(answer_correctly, path)[0][0].verdict == "ok"
+        assert sorted(one.verdict for one in self.read_store(path)) == ["broken", "ok"]
 
-    def test_an_engine_without_the_api_is_remembered_and_one_that_fails_is_not(self, tmp_path: Path) -> None:
+    def test_stores_a_missing_api_but_not_failed_requests(self, tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
         assert self.check(lambda prompt: (500, b""), path)[0][0].verdict == "unchecked"
-        assert self.kept(path) == ()
+        assert self.read_store(path) == ()
         assert self.check(lambda prompt: (404, b""), path)[0][0].verdict == "unchecked"
         assert self.check(lambda prompt: (404, b""), path) == ([], 0)
 
-    def test_without_a_reference_nothing_happens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_does_nothing_without_a_reference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         nothing: Reference | None = None
         monkeypatch.setattr(measured, "reference_for", lambda model: nothing)
-        assert self.check(truthful, tmp_path / "store.sqlite") == ([], 0)
+        assert self.check(answer_correctly, tmp_path / "store.sqlite") == ([], 0)

@@ -1,4 +1,4 @@
-"""Runs as files: every form has the rows, and the first columns are those that a row must have."""
+"""Runs as files: each format contains the rows, with the required columns first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.measure.exchange import mlperf_summary, written
 from bedplate.values import from_json, replaced
 from bedplate.values.run import Flag, Run
 
-ASKED = [
+FIRST_COLUMNS = [
     "engine",
     "version",
     "model",
@@ -29,31 +29,33 @@ ASKED = [
 CELLS = [made_cell("vllm", 1, 50.0), made_cell("llama.cpp", 4, 90.0, label=None)]
 
 
-def test_json_is_the_run_itself() -> None:
+def test_json_round_trips() -> None:
     run = made_run(CELLS)
     assert from_json(Run, written(run, "json")) == run
 
 
-def test_csv_has_the_asked_columns_first_and_empty_where_nothing_is_known() -> None:
+def test_csv_has_the_required_columns_first_and_empty_unknown_values() -> None:
     rows = list(csv.DictReader(io.StringIO(written(made_run(CELLS), "csv"))))
-    assert list(rows[0])[: len(ASKED)] == ASKED and len(rows) == 2
+    assert list(rows[0])[: len(FIRST_COLUMNS)] == FIRST_COLUMNS and len(rows) == 2
     assert rows[0]["engine"] == "vllm" and rows[0]["tok_per_s"] == "50.0" and rows[1]["quantization"] == ""
-    assert rows[0]["ttft_ms_p99"] == ""  # sixty requests do not show it
+    assert rows[0]["ttft_ms_p99"] == ""  # not shown for sixty requests
 
 
-def test_jsonl_has_a_row_to_a_line() -> None:
+def test_jsonl_has_one_row_per_line() -> None:
     lines = written(made_run(CELLS), "jsonl").splitlines()
     assert [json.loads(line)["engine"] for line in lines] == ["vllm", "llama.cpp"]
     assert json.loads(lines[1])["quantization"] is None
 
 
-def test_the_summary_says_valid_or_why_not() -> None:
+def test_the_summary_says_valid_or_gives_the_reason() -> None:
     run = made_run(CELLS)
     good = mlperf_summary(run, CELLS[0])
     assert "Result is : VALID" in good and "No warnings encountered during test." in good
     assert "Scenario : SingleStream" in good and "not an MLPerf result" in good
     assert "90.00 percentile first token latency (ns)" in good and "99.00 percentile" not in good
-    flag = Flag(kind="busy", text="others took 50% of the machine's processors", invalid=True)
+    flag = Flag(kind="busy", text="other processes used 50% of the CPU", invalid=True)
     bad = mlperf_summary(run, replaced(CELLS[1], flags=(flag,)))
-    assert "Result is : INVALID\n  Reason : others took 50%" in bad and "WARNING: others took 50%" in bad
+    assert (
+        "Result is : INVALID\n  Reason : other processes used 50%" in bad and "WARNING: other processes used 50%" in bad
+    )
     assert written(run, "txt").count("Result is") == 2

@@ -1,4 +1,4 @@
-"""What makes a cell less than it looks is found in its samples and beside them; a good cell has no flag at all."""
+"""Flags that reduce the validity of a cell; a good cell has none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bedplate.values.run import Cell, Client, EngineSeries, Load, Quality, Sampl
 GOOD = made_cell("vllm", 4, 100.0)
 
 
-def changed(cell: Cell = GOOD, samples: Any = lambda sample: sample, **changes: Any) -> Cell:
-    """All repeats and samples changed alike."""
+def change_cell(cell: Cell = GOOD, samples: Any = lambda sample: sample, **changes: Any) -> Cell:
+    """Changes all repeats and samples in the same way."""
     repeats = tuple(
         replaced(repeat, samples=tuple(samples(sample) for sample in repeat.samples), **changes)
         for repeat in cell.repeats
@@ -25,44 +25,44 @@ def changed(cell: Cell = GOOD, samples: Any = lambda sample: sample, **changes: 
     return replaced(cell, repeats=repeats)
 
 
-def found(cell: Cell, **more: Any) -> dict[str, bool]:
-    """The kinds, and whether each forbids a comparison."""
+def find_flags(cell: Cell, **more: Any) -> dict[str, bool]:
+    """The kinds of flags, and whether each makes the cell invalid."""
     return {flag.kind: flag.invalid for flag in flags_of(cell, **more)}
 
 
-def sample_with(**changes: Any) -> Any:
+def change_sample(**changes: Any) -> Any:
     return lambda sample: replaced(sample, **changes)
 
 
-def test_a_good_cell_has_none() -> None:
-    assert found(GOOD) == {} and found(GOOD, quantizations=[("vllm", "Q4_1"), ("sglang", "Q4_1")]) == {}
+def test_a_good_cell_has_no_flags() -> None:
+    assert find_flags(GOOD) == {} and find_flags(GOOD, quantizations=[("vllm", "Q4_1"), ("sglang", "Q4_1")]) == {}
 
 
-def test_the_client_as_the_limit_is_never_compared() -> None:
-    cell = changed(client=Client(limit=True, reasons=("the client used 97% of a core",)))
-    assert found(cell) == {"client": True}
+def test_a_client_bottleneck_is_invalid() -> None:
+    cell = change_cell(client=Client(limit=True, reasons=("the client used 97% of a core",)))
+    assert find_flags(cell) == {"client": True}
     assert "in 3 of 3 repeats: the client used 97% of a core" in flags_of(cell)[0].text
 
 
 @pytest.mark.parametrize(("every", "invalid"), [(2, True), (30, False)])
-def test_failed_requests(every: int, invalid: bool) -> None:
+def test_flags_failed_requests(every: int, invalid: bool) -> None:
     numbers = iter(range(1000))
-    cell = changed(
+    cell = change_cell(
         samples=lambda sample: (
             replaced(sample, outcome="error", error="HTTP 500: oops") if next(numbers) % every == 0 else sample
         )
     )
-    assert found(cell) == {"errors": invalid} and "HTTP 500: oops" in flags_of(cell)[0].text
+    assert find_flags(cell) == {"errors": invalid} and "HTTP 500: oops" in flags_of(cell)[0].text
 
 
-def test_streams_that_broke_off() -> None:
-    assert found(changed(samples=sample_with(outcome="cut"))) == {"truncated": True, "short": False}
+def test_flags_truncated_streams() -> None:
+    assert find_flags(change_cell(samples=change_sample(outcome="cut"))) == {"truncated": True, "short": False}
 
 
-def test_nothing_ended() -> None:
+def test_flags_a_cell_without_ended_requests() -> None:
     empty = replaced(GOOD, repeats=tuple(replaced(repeat, samples=()) for repeat in GOOD.repeats))
-    assert found(empty) == {"short": True} and "no request ended within 10 s" in flags_of(empty)[0].text
-    assert found(replaced(GOOD, repeats=())) == {}
+    assert find_flags(empty) == {"short": True} and "no request ended within 10 s" in flags_of(empty)[0].text
+    assert find_flags(replaced(GOOD, repeats=())) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_nothing_ended() -> None:
         ({"prompt_tokens": 700}, False, "length"),
     ],
 )
-def test_other_lengths_than_asked(changes: dict[str, Any], exact: bool, kind: str) -> None:
-    cell = replaced(changed(samples=sample_with(**changes)), exact_output=exact)
-    assert found(cell) == {kind: False}
+def test_flags_other_lengths_than_requested(changes: dict[str, Any], exact: bool, kind: str) -> None:
+    cell = replaced(change_cell(samples=change_sample(**changes)), exact_output=exact)
+    assert find_flags(cell) == {kind: False}
 
 
-def test_lengths_of_a_trace_are_its_own() -> None:
-    cell = changed(samples=sample_with(output_tokens=60, cached_tokens=400))
-    assert found(replaced(cell, load=Load(arrivals="replay", trace="t 1"))) == {}
+def test_does_not_check_the_lengths_of_a_replay() -> None:
+    cell = change_cell(samples=change_sample(output_tokens=60, cached_tokens=400))
+    assert find_flags(replaced(cell, load=Load(arrivals="replay", trace="t 1"))) == {}
 
 
 @pytest.mark.parametrize(
     ("cached", "shared", "flags"),
     [(0, 0, {}), (40, 0, {"cache": False}), (400, 0, {"cache": True}), (400, 400, {}), (480, 256, {"cache": True})],
 )
-def test_cache_hits_that_nobody_meant(cached: int, shared: int, flags: dict[str, bool]) -> None:
-    cell = changed(samples=sample_with(cached_tokens=cached))
-    assert found(replaced(cell, load=replaced(cell.load, shared_prefix_tokens=shared))) == flags
+def test_flags_unintended_cache_hits(cached: int, shared: int, flags: dict[str, bool]) -> None:
+    cell = change_cell(samples=change_sample(cached_tokens=cached))
+    assert find_flags(replaced(cell, load=replaced(cell.load, shared_prefix_tokens=shared))) == flags
 
 
-def test_cache_hits_that_only_the_engine_tells() -> None:
-    assert found(changed(engine=EngineSeries(scrapes=3, cache_hit_share=0.5))) == {"cache": True}
+def test_flags_cache_hits_from_engine_metrics() -> None:
+    assert find_flags(change_cell(engine=EngineSeries(scrapes=3, cache_hit_share=0.5))) == {"cache": True}
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_cache_hits_that_only_the_engine_tells() -> None:
         (Use(swapped_bytes=5_000_000_000), "cpu", {"swapped": True}),
     ],
 )
-def test_the_machine(use: Use, device: Any, flags: dict[str, bool]) -> None:
-    assert found(changed(replaced(GOOD, subject=replaced(GOOD.subject, device=device)), use=use)) == flags
+def test_flags_a_disturbed_machine(use: Use, device: Any, flags: dict[str, bool]) -> None:
+    assert find_flags(change_cell(replaced(GOOD, subject=replaced(GOOD.subject, device=device)), use=use)) == flags
 
 
-def test_wrong_and_garbled_answers() -> None:
-    quality = Quality(agreement=0.1, verdict="broken", note="5 of 48 agree", garbled="text is garbled: 'x'")
-    assert found(replaced(GOOD, quality=quality)) == {"broken": False, "garbled": False}
+def test_flags_wrong_and_garbled_answers() -> None:
+    quality = Quality(agreement=0.1, verdict="broken", note="5 of 48 agree", garbled="the text is garbled: 'x'")
+    assert find_flags(replaced(GOOD, quality=quality)) == {"broken": False, "garbled": False}
 
 
-def test_mixed_quantizations_are_named() -> None:
+def test_flags_mixed_quantizations() -> None:
     flags = flags_of(GOOD, [("vllm", "Q4_1"), ("pytorch", "BF16"), ("x", None)])
     assert [flag.kind for flag in flags] == ["mixed"] and "pytorch BF16" in flags[0].text
 
@@ -141,9 +141,9 @@ samples = st.builds(
 
 
 @given(st.lists(samples, max_size=20), st.booleans())
-def test_whatever_came_back_is_judged_without_a_crash(some: list[Sample], exact: bool) -> None:
+def test_any_samples_are_flagged_without_errors(some: list[Sample], exact: bool) -> None:
     cell = replaced(GOOD, repeats=(replaced(GOOD.repeats[0], samples=tuple(some)),), exact_output=exact)
     kinds = [flag.kind for flag in flags_of(cell)]
     ended = sum(sample.outcome == "ok" for sample in some)
     assert ("short" in kinds) == (ended < 8)
-    assert len(set(kinds)) >= len(kinds) - 1  # lengths may be said of answers and of prompts
+    assert len(set(kinds)) >= len(kinds) - 1  # answers and prompts may both have a length flag

@@ -1,4 +1,4 @@
-"""What other programs measured is read as it is, and what says too little is refused."""
+"""Import of runs from other benchmarks; files without samples are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bedplate.values import to_json
 CAPTURES = Path(__file__).parents[1] / "captures" / "runs"
 
 
-def test_vllm_bench_serve() -> None:
+def test_imports_vllm_bench_serve() -> None:
     run = read_run(CAPTURES / "vllm-bench-serve.json")
     (cell,) = run.cells
     assert run.finished and run.source == "vllm-bench-serve.json" and run.at == "2026-11-15T09:30:00Z"
@@ -36,7 +36,7 @@ def test_vllm_bench_serve() -> None:
     assert {flag.kind for flag in cell.flags} >= {"errors", "short"}
 
 
-def test_a_real_file_comes_to_the_figures_that_it_states() -> None:
+def test_a_real_vllm_file_gives_its_stated_figures() -> None:
     path = CAPTURES / "vllm-bench-serve-real.json"
     stated = json.loads(path.read_text())
     (cell,) = read_run(path).cells
@@ -46,14 +46,14 @@ def test_a_real_file_comes_to_the_figures_that_it_states() -> None:
     assert found.ok == stated["completed"] and found.error_share == 0 and cell.load.concurrency == 2
 
 
-def test_the_rate_of_an_open_loop_is_kept(tmp_path: Path) -> None:
-    said = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
-    said |= {"request_rate": 4.0, "burstiness": 0.5}
-    cell = read_run(_file(tmp_path, said)).cells[0]
+def test_imports_the_rate_of_an_open_loop(tmp_path: Path) -> None:
+    document = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
+    document |= {"request_rate": 4.0, "burstiness": 0.5}
+    cell = read_run(write_file(tmp_path, document)).cells[0]
     assert cell.load.arrivals == "poisson" and cell.load.requests_per_s == 4.0 and "burstiness 0.5" in cell.notes
 
 
-def test_guidellm() -> None:
+def test_imports_guidellm() -> None:
     run = read_run(CAPTURES / "guidellm.json")
     closed, opened = run.cells
     assert (closed.load.arrivals, closed.load.concurrency) == ("closed", 2)
@@ -62,10 +62,10 @@ def test_guidellm() -> None:
     good, last, failed = closed.repeats[0].samples
     assert (good.ttft_ms, good.duration_ms, good.output_tokens, good.cached_tokens) == (200.0, 500.0, 16, 0)
     assert good.tpot_ms == pytest.approx(20) and failed.outcome == "error" and last.at_s == pytest.approx(1.5)
-    assert run.environment.python == "3.12.3" and run.environment.hardware == "not stated"
+    assert run.environment.python == "3.12.3" and run.environment.hardware == "not reported"
 
 
-def test_a_real_file_of_guidellm_comes_to_the_means_that_it_states() -> None:
+def test_a_real_guidellm_file_gives_its_stated_means() -> None:
     path = CAPTURES / "guidellm-real.json"
     stated = json.loads(path.read_text())["benchmarks"][0]["metrics"]
     (cell,) = read_run(path).cells
@@ -76,31 +76,31 @@ def test_a_real_file_of_guidellm_comes_to_the_means_that_it_states() -> None:
     assert (found.ok, cell.load.concurrency, found.output_tokens) == (6, 2, 8)
 
 
-def test_the_same_file_is_the_same_run_and_another_one_is_another_machines() -> None:
+def test_each_file_is_a_separate_run_and_machine() -> None:
     once, again = read_run(CAPTURES / "guidellm.json"), read_run(CAPTURES / "guidellm.json")
     other = read_run(CAPTURES / "vllm-bench-serve.json")
     assert once == again
     assert other.environment.machine != once.environment.machine and other.id != once.id
 
 
-def test_our_own_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_imports_a_bedplate_run_unchanged(tmp_path: Path) -> None:
     run = made_run([made_cell("vllm", 4, 100.0)])
     path = tmp_path / "run.json"
     path.write_text(to_json(run))
     assert read_run(path) == run
 
 
-def test_a_file_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:
-    said = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
+def test_a_file_without_samples_gives_a_hint(tmp_path: Path) -> None:
+    document = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
     for name in ("ttfts", "itls", "input_lens", "output_lens", "start_times"):
-        del said[name]
+        del document[name]
     with pytest.raises(BadQuestion) as refused:
-        read_run(_file(tmp_path, said))
+        read_run(write_file(tmp_path, document))
     assert "--save-detailed" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe", b'{"schema": "run/1"}'])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_rejects_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)
     with pytest.raises(BadQuestion):
@@ -114,11 +114,11 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @given(name=st.sampled_from(["vllm-bench-serve", "guidellm"]), data=st.data())
-def test_garbled_fields_are_refused_and_never_crash(
+def test_rejects_invalid_fields_without_crashing(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    said = json.loads((CAPTURES / f"{name}.json").read_text())
-    part = said
+    document = json.loads((CAPTURES / f"{name}.json").read_text())
+    part = document
     for _ in range(data.draw(st.integers(0, 4))):
         inner = [
             value for value in (part.values() if isinstance(part, dict) else part) if isinstance(value, dict | list)
@@ -129,7 +129,7 @@ def test_garbled_fields_are_refused_and_never_crash(
         part = data.draw(st.sampled_from(inner))
     key: Any = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
     part[key] = data.draw(values)
-    path = _file(tmp_path_factory.mktemp("garbled"), said)
+    path = write_file(tmp_path_factory.mktemp("garbled"), document)
     try:
         run = read_run(path)
     except BadQuestion:
@@ -137,7 +137,7 @@ def test_garbled_fields_are_refused_and_never_crash(
     assert run.cells
 
 
-def _file(folder: Path, said: object) -> Path:
-    path = folder / "said.json"
-    path.write_text(json.dumps(said))
+def write_file(folder: Path, document: object) -> Path:
+    path = folder / "document.json"
+    path.write_text(json.dumps(document))
     return path

@@ -1,4 +1,4 @@
-"""The knee is found by few loads, whatever the engine's true limit is, and a lucky higher load is not believed."""
+"""The knee is found with few loads, whatever the true limit of the engine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bedplate.values.workload import LatencyTarget
 TARGET = LatencyTarget(ttft_ms=1000)
 
 
-def cell_at(concurrency: int, limit: int) -> Cell:
-    """An engine whose first tokens are in time up to a limit."""
+def make_cell_at(concurrency: int, limit: int) -> Cell:
+    """A cell of an engine that meets the TTFT target up to a limit."""
     return made_cell("vllm", concurrency, 100.0, ttft_ms=100 if concurrency <= limit else 5000)
 
 
 @given(limit=st.integers(0, 1500), first=st.lists(st.sampled_from([1, 2, 4, 8, 16, 64]), min_size=1, unique=True))
-def test_it_is_bracketed_and_halved(limit: int, first: list[int]) -> None:
-    cells = [cell_at(one, limit) for one in first]
+def test_bisection_finds_the_knee(limit: int, first: list[int]) -> None:
+    cells = [make_cell_at(one, limit) for one in first]
     tried = 0
     while (wanted := next_load(cells, TARGET)) is not None:
         assert wanted not in [cell.load for cell in cells] and wanted.concurrency is not None
-        cells.append(cell_at(wanted.concurrency, limit))
+        cells.append(make_cell_at(wanted.concurrency, limit))
         tried += 1
         assert tried < 30
     found = knee(cells, TARGET)
@@ -45,23 +45,23 @@ def test_it_is_bracketed_and_halved(limit: int, first: list[int]) -> None:
     assert tried <= 2 + 2 * math.log2(1024)
 
 
-def test_a_lucky_higher_load_is_not_believed() -> None:
-    found = knee([cell_at(1, 1), cell_at(4, 1), cell_at(8, 100)], TARGET)
+def test_ignores_a_higher_load_that_passes() -> None:
+    found = knee([make_cell_at(1, 1), make_cell_at(4, 1), make_cell_at(8, 100)], TARGET)
     assert found.holds is not None and found.holds.load.concurrency == 1
     assert found.breaks is not None and found.breaks.load.concurrency == 4
 
 
-def test_a_cell_that_says_nothing_is_left_out() -> None:
-    bad = replaced(cell_at(4, 100), flags=(Flag(kind="client", text="x", invalid=True),))
+def test_ignores_invalid_cells() -> None:
+    bad = replaced(make_cell_at(4, 100), flags=(Flag(kind="client", text="x", invalid=True),))
     assert met_share(bad, TARGET) is None and knee([bad], TARGET).holds is None
     assert next_load([bad], TARGET) is None
 
 
 @given(limit=st.floats(0.02, 900))
-def test_of_open_loops_it_is_a_rate(limit: float) -> None:
+def test_an_open_loop_has_a_rate_as_knee(limit: float) -> None:
     def at(rate: float) -> Cell:
         load = Load(arrivals="poisson", requests_per_s=rate)
-        return replaced(cell_at(1 if rate <= limit else 2, 1), load=load)
+        return replaced(make_cell_at(1 if rate <= limit else 2, 1), load=load)
 
     cells = [at(1.0)]
     while (wanted := next_load(cells, TARGET)) is not None:
@@ -74,5 +74,5 @@ def test_of_open_loops_it_is_a_rate(limit: float) -> None:
 
 
 @pytest.mark.parametrize(("target", "met"), [(LatencyTarget(tpot_ms=200), 1.0), (LatencyTarget(tpot_ms=1), 0.0)])
-def test_time_per_token_counts_too(target: LatencyTarget, met: float) -> None:
+def test_tpot_targets_count(target: LatencyTarget, met: float) -> None:
     assert met_share(made_cell("vllm", 4, 100.0), target) == met

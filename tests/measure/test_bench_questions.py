@@ -1,4 +1,4 @@
-"""What a person writes behind `bench`'s options, and what is refused in plain words."""
+"""Parsing of the options of `bench`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bedplate.values.workload import LatencyTarget
 read_budget = partial(parsed_seconds, field="--budget", positive=True)
 
 
-def test_engines() -> None:
+def test_parses_engine_lists() -> None:
     assert engine_list("installed") == "installed" and engine_list(" all ") == "all"
     assert engine_list("vllm, sglang,vllm") == ("vllm", "sglang")
     for wrong in ("", " , ", "all,vllm"):
@@ -30,17 +30,17 @@ def test_engines() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("45", 45), ("2 min", 120)])
-def test_budgets(text: str, seconds: float) -> None:
+def test_parses_budgets(text: str, seconds: float) -> None:
     assert read_budget(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5m", "0", "10 days", "1e3"])
-def test_no_budgets(text: str) -> None:
+def test_rejects_invalid_budgets(text: str) -> None:
     with pytest.raises(BadQuestion):
         read_budget(text)
 
 
-def test_targets() -> None:
+def test_parses_targets() -> None:
     assert read_target("ttft_ms=500,tpot_ms=50") == LatencyTarget(ttft_ms=500, tpot_ms=50)
     assert read_target(" tpot_ms = 7.5 ") == LatencyTarget(tpot_ms=7.5)
     for wrong in ("", "ttft=5", "ttft_ms", "ttft_ms=0", "ttft_ms=x", "ttft_ms=1,ttft_ms=2", "e2e_ms=5"):
@@ -48,7 +48,7 @@ def test_targets() -> None:
             read_target(wrong)
 
 
-def test_loads() -> None:
+def test_parses_loads() -> None:
     assert [load.concurrency for load in loads_of()] == [1, 4, 8, 16]
     closed = loads_of(concurrency="8, 2,8", prompt_tokens=64, shared_prefix_tokens=32, seed=3)
     assert [load.concurrency for load in closed] == [8, 2]
@@ -66,13 +66,13 @@ def test_loads() -> None:
         {"concurrency": ",".join(map(str, range(1, 70)))}, {"trace": Path("/no/such/file")},
     ],
 )  # fmt: skip
-def test_no_loads(given: dict[str, Any]) -> None:
+def test_rejects_invalid_loads(given: dict[str, Any]) -> None:
     with pytest.raises(BadQuestion):
         loads_of(**given)
 
 
 @given(st.text(max_size=12))
-def test_whatever_is_written_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_rejected(text: str) -> None:
     for read in (engine_list, read_budget, read_target, lambda one: loads_of(concurrency=one, rate=None)):
         try:
             read(text)
@@ -80,7 +80,7 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
             assert error.message
 
 
-def test_a_trace_is_known_by_its_content_and_cut_to_the_time(tmp_path: Path) -> None:
+def test_a_trace_is_named_by_its_hash_and_limited_to_the_measured_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     rows = [f"2024-05-10 00:00:{second:02d}.000000,100,{10 + second}" for second in range(0, 40, 10)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
@@ -90,13 +90,13 @@ def test_a_trace_is_known_by_its_content_and_cut_to_the_time(tmp_path: Path) -> 
     assert load.arrivals == "replay" and load.trace == trace_name(path)
 
 
-def test_a_trace_without_times_cannot_be_replayed(tmp_path: Path) -> None:
+def test_rejects_a_trace_without_arrival_times(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     path.write_text('[{"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}]')
-    with pytest.raises(BadQuestion, match="does not say when"):
+    with pytest.raises(BadQuestion, match="no arrival times"):
         read_shapes(path, 20)
 
 
-def test_versions_of_one_engine_are_told_apart_in_a_run() -> None:
+def test_labels_contain_the_version_if_an_engine_has_several() -> None:
     matrix = Matrix(engines=("vllm@0.26.0", "vllm@0.32.0", "sglang@0.5.15"), loads=(Load(concurrency=1),))
     assert label_of(matrix, "vllm", "0.26.0") == "vllm@0.26.0" and label_of(matrix, "sglang", "0.5.15") == "sglang"

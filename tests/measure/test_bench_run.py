@@ -1,4 +1,4 @@
-"""`bench` from its command to its store: an endpoint by its URL, a killed run that goes on, a real engine."""
+"""`bench` from the command to the store: an endpoint by URL, a killed run that is resumed, a real engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def null() -> Iterator[str]:
         yield one.url
 
 
-def test_any_endpoint_by_its_url(home: Path, null: str) -> None:
+def test_measures_an_endpoint_by_its_url(home: Path, null: str) -> None:
     done = command("bench", "--url", null, "--concurrency", "1,3", *SHORT, "--json")
     assert done.code == 0, done.err
     run = from_json(Run, done.out)
@@ -65,14 +65,14 @@ def test_any_endpoint_by_its_url(home: Path, null: str) -> None:
     assert "null-model" in done.err and "24 in, 8 out" in done.err and run.id in done.err
 
 
-def test_repeats_send_other_prompts_and_the_same_seed_the_same_ones(home: Path, null: str) -> None:
+def test_repeats_send_different_prompts(home: Path, null: str) -> None:
     first = command("bench", "--url", null, "--concurrency", "2", *SHORT, "--no-quality", "--json")
     run = from_json(Run, first.out)
     assert all(flag.kind != "cache" for cell in run.cells for flag in cell.flags)
-    assert run.cells[0].quality is not None and run.cells[0].quality.note == "not asked for"
+    assert run.cells[0].quality is not None and run.cells[0].quality.note == "not requested"
 
 
-def test_rows_and_summaries_go_to_files(home: Path, null: str, tmp_path: Path) -> None:
+def test_writes_rows_and_summaries_to_files(home: Path, null: str, tmp_path: Path) -> None:
     done = command("bench", "--url", null, "--concurrency", "1", *SHORT, "--no-quality", "-o", str(tmp_path / "r.csv"))
     assert done.code == 0, done.err
     assert "endpoint" in done.out and "TTFT ms" in done.out
@@ -84,7 +84,7 @@ def test_rows_and_summaries_go_to_files(home: Path, null: str, tmp_path: Path) -
 
 
 @pytest.mark.measures
-def test_an_open_loop_and_a_knee(home: Path, null: str) -> None:
+def test_measures_an_open_loop_and_a_knee(home: Path, null: str) -> None:
     opened = command("bench", "--url", null, "--rate", "20", *SHORT, "--no-quality", "--json")
     (cell,) = from_json(Run, opened.out).cells
     assert cell.load.arrivals == "poisson" and cell.load.requests_per_s == 20 and cell.repeats[0].samples
@@ -92,7 +92,7 @@ def test_an_open_loop_and_a_knee(home: Path, null: str) -> None:
     assert "TTFT ≤ 1 ms is not met even with 1 in flight" in knee.out or "invalid" in knee.out
 
 
-def test_questions_that_are_wrong(home: Path, null: str) -> None:
+def test_rejects_invalid_options(home: Path, null: str) -> None:
     for arguments in (
         ("--url", null, "--concurrency", "0"),
         ("--url", "nonsense"),
@@ -108,12 +108,12 @@ def test_questions_that_are_wrong(home: Path, null: str) -> None:
         assert done.code == 2 and done.err.startswith("error: "), (arguments, done)
 
 
-def test_an_endpoint_that_is_not_there(home: Path) -> None:
+def test_reports_an_unreachable_endpoint(home: Path) -> None:
     done = command("bench", "--url", "http://127.0.0.1:9", *SHORT)
-    assert done.code == 3 and "cannot be reached" in done.err
+    assert done.code == 3 and "cannot connect to" in done.err
 
 
-def test_what_others_measured_is_kept_and_shown(home: Path) -> None:
+def test_stores_and_shows_imported_runs(home: Path) -> None:
     file = Path(__file__).parents[1] / "captures" / "runs" / "guidellm.json"
     done = command("bench", "--import", str(file))
     assert done.code == 0 and "2.5/s" in done.out and len(store.run().cells) == 2
@@ -122,10 +122,10 @@ def test_what_others_measured_is_kept_and_shown(home: Path) -> None:
     assert [json.loads(line)["offered_per_s"] for line in again.out.splitlines()] == [None, 2.5]
 
 
-# ended before its time
+# stopped runs
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def start_bench(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "bedplate", "bench", *arguments],
         stdout=subprocess.PIPE,
@@ -135,17 +135,17 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def kept_cells() -> int:
-    """Cells that are done."""
+def count_finished_cells() -> int:
+    """Cells with a reason to stop."""
     try:
         return sum(cell.halt is not None for cell in store.cells())
     except BedplateError:
         return 0
 
 
-def test_a_killed_run_loses_what_was_under_way_and_goes_on(home: Path, null: str) -> None:
-    process = started("--url", null, "--concurrency", "1,2,3", *SHORT, "--no-quality")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
+def test_resumes_a_killed_run(home: Path, null: str) -> None:
+    process = start_bench("--url", null, "--concurrency", "1,2,3", *SHORT, "--no-quality")
+    wait_for(lambda: count_finished_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
@@ -162,10 +162,10 @@ def test_a_killed_run_loses_what_was_under_way_and_goes_on(home: Path, null: str
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_being_stopped_keeps_what_is_done(home: Path, null: str, number: int) -> None:
-    many = ",".join(map(str, range(1, 13)))  # more than can be done before the signal is sent
-    process = started("--url", null, "--concurrency", many, *SHORT, "--no-quality", "--csv")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
+def test_keeps_finished_cells_when_stopped(home: Path, null: str, number: int) -> None:
+    many = ",".join(map(str, range(1, 13)))  # more than can be measured before the signal is sent
+    process = start_bench("--url", null, "--concurrency", many, *SHORT, "--no-quality", "--csv")
+    wait_for(lambda: count_finished_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     out, err = process.communicate(timeout=HANG_S)
@@ -179,11 +179,11 @@ def test_being_stopped_keeps_what_is_done(home: Path, null: str, number: int) ->
 # a real engine
 
 
-def test_a_real_engine_is_started_measured_checked_and_stopped(
+def test_starts_measures_checks_and_stops_a_real_engine(
     own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
 ) -> None:
-    process = started("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
+    process = start_bench("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
+    wait_for(lambda: count_finished_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     assert any("llama-server" in " ".join(one.cmdline()) for one in below)
     out, err = process.communicate(timeout=400)
@@ -196,7 +196,7 @@ def test_a_real_engine_is_started_measured_checked_and_stopped(
         assert subject.engine == "llama.cpp" and subject.quantization == "Q4_1" and subject.build == "wheel"
         assert subject.weights_id and subject.start_s and subject.install_bytes and subject.settings is not None
         assert subject.settings.slots >= 2 and "--model" in subject.argv
-        assert cell.notes == "at the engine's own port" and cell.machine == store.fingerprint(probe())
+        assert cell.notes == "directly at the engine's port" and cell.machine == store.fingerprint(probe())
         quality = cell.quality
         assert quality is not None and quality.verdict == "ok" and (quality.agreement or 0) > 0.9
         assert quality.divergence is not None and quality.divergence < 0.1
@@ -210,7 +210,7 @@ def test_a_real_engine_is_started_measured_checked_and_stopped(
     assert len(store.results(store.fingerprint(probe()))) == len(valid)
 
 
-def test_through_the_gateway_it_is_the_same_engine_and_said_so(
+def test_measures_through_the_gateway_and_reports_it(
     own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
 ) -> None:
     asked = ("--engines", "llama.cpp", "--through-gateway", "--concurrency", "2", *SHORT, "--repeats", "1")
@@ -223,18 +223,16 @@ def test_through_the_gateway_it_is_the_same_engine_and_said_so(
     assert cell.subject.through_gateway and cell.notes == "through the gateway" and cell.subject.build == "wheel"
     assert repeat.samples and all(sample.outcome == "ok" for sample in repeat.samples)
     assert repeat.exact_prompt and repeat.exact_output and repeat.delivered_tokens
-    # The engine's own metrics and processes are looked at where it is, whoever stands before it.
+    # Metrics and processes are those of the engine, not of the gateway.
     assert repeat.engine.scrapes >= 2 and repeat.engine.running_max == 2
     assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
     direct = replaced(cell, subject=replaced(cell.subject, through_gateway=False))
-    told = differences(direct, cell)
-    assert not told.meaningless
-    assert [one.b for one in told.printed if one.what == "measured"] == ["through the gateway"]
+    found = differences(direct, cell)
+    assert not found.meaningless
+    assert [one.b for one in found.printed if one.what == "measured"] == ["through the gateway"]
 
 
-def test_what_is_installed_is_measured_without_being_named(
-    home: Path, bedplate_home: Path, llama_environment: Environment
-) -> None:
+def test_measures_installed_engines_by_default(home: Path, bedplate_home: Path, llama_environment: Environment) -> None:
     hardware = probe()
     assert installed_engines(hardware) == ()
     (home / "engines").symlink_to(bedplate_home / "engines")
@@ -242,7 +240,7 @@ def test_what_is_installed_is_measured_without_being_named(
     assert "llama.cpp" in installed_engines(hardware)
 
 
-def test_an_engine_that_cannot_serve_the_model_says_why(
+def test_reports_why_an_engine_cannot_serve_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bedplate_home: Path, builtin_gguf: Path
 ) -> None:
     if probe().accelerators:
@@ -254,7 +252,7 @@ def test_an_engine_that_cannot_serve_the_model_says_why(
 
 
 @pytest.mark.measures
-def test_turns_are_taken_and_repeats_shared_out(home: Path, null: str) -> None:
+def test_distributes_repeats_over_interleaved_rounds(home: Path, null: str) -> None:
     loads = closed_loads((1, 2), prompt_tokens=24, output_tokens=8)
     run = bench(url=null, loads=loads, seconds=0.3, repeats=2, turns=2, check_quality=False)
     one, two = run.cells
@@ -264,18 +262,18 @@ def test_turns_are_taken_and_repeats_shared_out(home: Path, null: str) -> None:
 
 
 @pytest.mark.parametrize(("subjects", "repeats", "turns"), [(1, 5, 1), (2, 5, 2), (7, 5, 2), (2, 1, 1)])
-def test_several_engines_take_two_turns_unless_it_is_said(subjects: int, repeats: int, turns: int) -> None:
+def test_several_engines_have_two_rounds_by_default(subjects: int, repeats: int, turns: int) -> None:
     assert _usual_turns(subjects, repeats) == turns
 
 
-def test_an_endpoint_has_nobody_to_take_turns_with(home: Path, null: str) -> None:
+def test_an_endpoint_has_one_round(home: Path, null: str) -> None:
     run = bench(url=null, loads=closed_loads((1,), prompt_tokens=24, output_tokens=8), seconds=0.3, repeats=2,
                 check_quality=False)  # fmt: skip
     assert run.matrix is not None and run.matrix.turns == 1
 
 
-def test_what_fails_once_is_not_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines by default take two turns; one of them fails to start, the other is measured in both."""
+def test_does_not_start_a_failed_engine_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines have two rounds by default; one of them fails to start, the other is measured in both."""
     from bedplate.measure import bench as module
 
     tried: list[tuple[str, int]] = []
@@ -294,7 +292,7 @@ def test_what_fails_once_is_not_started_again(home: Path, monkeypatch: pytest.Mo
     assert [one.engine for one in store.run().left_out] == ["pytorch"]
 
 
-def test_it_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bedplate.measure import bench as module
 
     store.add_tuning(replaced(tuned_for(ubatch="256"), machine=store.fingerprint(MACHINE)))
@@ -313,7 +311,7 @@ def test_it_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, m
     assert untuned.plan.settings.turned is None
 
 
-def test_a_trace_is_replayed(home: Path, null: str, tmp_path: Path) -> None:
+def test_replays_a_trace(home: Path, null: str, tmp_path: Path) -> None:
     rows = [f"2024-05-10 00:00:00.{tenth}00000,20,{3 + tenth}" for tenth in range(6)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
@@ -325,13 +323,13 @@ def test_a_trace_is_replayed(home: Path, null: str, tmp_path: Path) -> None:
     assert cell.load.trace is not None and cell.load.trace.startswith("trace.csv ")
 
 
-def test_a_stretch_goes_on_for_slow_engines_within_the_budget() -> None:
+def test_extends_the_window_for_slow_engines_within_the_budget() -> None:
     assert longest_s(10, 100, 1, 4) == 60 and longest_s(10, 40, 1, 4) == 40
     assert longest_s(5, 1000, 20, 16) == 360 and longest_s(5, 100, 20, 16) == 100
     assert longest_s(5, 1, 20, 1) == 60 and longest_s(5, 1, 0, 1) == 5
 
 
-def test_from_python_it_is_the_same(home: Path, null: str) -> None:
+def test_is_part_of_the_python_api(home: Path, null: str) -> None:
     import bedplate
 
     assert bedplate.bench is bench and "bench" in bedplate.__all__

@@ -1,4 +1,4 @@
-"""What gave wrong answers on this machine is kept in the store, and not chosen again."""
+"""Engines with wrong answers on this machine are stored and not chosen again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.measure.samples_of_agreement import agreement
+from tests.measure.samples_of_agreement import make_agreement
 
 from bedplate import store
 from bedplate.decide import decide
@@ -22,36 +22,36 @@ MACHINE = simulated({"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16})
 VERSION = engine("llama.cpp").version or ""
 
 
-def decided(*agreements: Agreement, wanted: str | None = None) -> Decision:
+def decide_with(*agreements: Agreement, wanted: str | None = None) -> Decision:
     return decide(MACHINE, builtin_facts(), Workload(), wanted, agreements=agreements)
 
 
-def broken(verdict: str = "broken", **changes: Any) -> Agreement:
-    return agreement(verdict, **{"engine_version": VERSION, **changes})
+def make_broken(verdict: str = "broken", **changes: Any) -> Agreement:
+    return make_agreement(verdict, **{"engine_version": VERSION, **changes})
 
 
-class TestDeciding:
-    def test_it_is_refused_with_the_figures_and_another_takes_its_place(self) -> None:
-        assert decided().engine == "llama.cpp"
-        found = decided(broken())
+class TestDecision:
+    def test_a_broken_engine_is_refused_with_figures(self) -> None:
+        assert decide_with().engine == "llama.cpp"
+        found = decide_with(make_broken())
         assert found.engine not in ("llama.cpp", None)
         (refusal,) = [one for one in found.refused if one.engine == "llama.cpp"]
         assert refusal.kind == "unsuitable" and "gave wrong answers on this machine: 3 of 48 prefixes" in refusal.why
 
-    def test_asked_for_it_is_taken_with_a_loud_reason(self) -> None:
-        found = decided(broken(), wanted="llama.cpp")
+    def test_a_broken_engine_is_used_on_request_with_a_warning(self) -> None:
+        found = decide_with(make_broken(), wanted="llama.cpp")
         assert (
             found.engine == "llama.cpp"
             and "WARNING: it gave wrong answers on this machine: 3 of 48" in found.reasons[0].text
         )
-        assert "WARNING" not in decided(wanted="llama.cpp").reasons[0].text
+        assert "WARNING" not in decide_with(wanted="llama.cpp").reasons[0].text
 
-    def test_a_later_check_that_found_nothing_clears_it(self) -> None:
-        assert decided(broken("ok"), broken()).engine == "llama.cpp"
-        assert decided(broken(), broken("ok")).engine != "llama.cpp"
+    def test_a_later_passed_check_clears_the_refusal(self) -> None:
+        assert decide_with(make_broken("ok"), make_broken()).engine == "llama.cpp"
+        assert decide_with(make_broken(), make_broken("ok")).engine != "llama.cpp"
 
-    def test_a_check_that_could_not_be_made_does_not(self) -> None:
-        assert decided(broken("unchecked"), broken()).engine != "llama.cpp"
+    def test_a_later_unchecked_result_does_not_clear_the_refusal(self) -> None:
+        assert decide_with(make_broken("unchecked"), make_broken()).engine != "llama.cpp"
 
     @pytest.mark.parametrize(
         "changes",
@@ -64,28 +64,28 @@ class TestDeciding:
             {"settings": Settings(slots=1, context_tokens=2048, kv_type="fp8")},
         ],
     )
-    def test_of_another_setting_it_says_nothing(self, changes: dict[str, Any]) -> None:
-        assert decided(broken(**changes)).engine == "llama.cpp"
+    def test_a_broken_result_of_other_settings_does_not_count(self, changes: dict[str, Any]) -> None:
+        assert decide_with(make_broken(**changes)).engine == "llama.cpp"
 
 
-class TestTheStore:
+class TestStore:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
         return tmp_path / "store.sqlite"
 
-    def test_newest_first_of_this_machine_and_model(self, path: Path) -> None:
-        older, newer = agreement(at="2026-11-01T10:00:00Z"), agreement("ok", at="2026-11-02T10:00:00Z")
-        for one in (newer, older, agreement(machine="m2"), agreement(model="another")):
+    def test_returns_agreements_of_machine_and_model_newest_first(self, path: Path) -> None:
+        older, newer = make_agreement(at="2026-11-01T10:00:00Z"), make_agreement("ok", at="2026-11-02T10:00:00Z")
+        for one in (newer, older, make_agreement(machine="m2"), make_agreement(model="another")):
             store.add_agreement(one, path)
         assert store.agreements("m1", "SmolLM2-135M-Instruct", path) == (newer, older)
         assert len(store.agreements("m1", path=path)) == 3
         assert store.results("m1", path=path) == ()
 
-    def test_reading_makes_no_file(self, path: Path) -> None:
+    def test_reading_creates_no_file(self, path: Path) -> None:
         assert store.agreements("m1", path=path) == () and not path.exists()
 
-    def test_a_file_of_the_first_version_keeps_what_it_has(self, path: Path) -> None:
-        with sqlite3.connect(path) as connection:  # as version 1 made it
+    def test_migrates_a_store_of_the_first_version(self, path: Path) -> None:
+        with sqlite3.connect(path) as connection:  # the schema of version 1
             connection.executescript(
                 "CREATE TABLE results (id INTEGER PRIMARY KEY, at TEXT NOT NULL, machine TEXT NOT NULL,"
                 " engine TEXT NOT NULL, model TEXT NOT NULL, body TEXT NOT NULL);"
@@ -95,12 +95,12 @@ class TestTheStore:
             )
         connection.close()
         assert store.agreements("m1", path=path) == ()
-        store.add_agreement(agreement(), path)
-        assert store.agreements("m1", path=path) == (agreement(),)
+        store.add_agreement(make_agreement(), path)
+        assert store.agreements("m1", path=path) == (make_agreement(),)
         assert [one.engine for one in store.results("m1", path=path)] == ["vllm"]
 
-    def test_a_row_that_cannot_be_read_is_a_failure_and_not_a_crash(self, path: Path) -> None:
-        store.add_agreement(agreement(), path)
+    def test_an_unreadable_row_raises_outside_failed(self, path: Path) -> None:
+        store.add_agreement(make_agreement(), path)
         with sqlite3.connect(path) as connection:
             connection.execute("UPDATE agreements SET body = '{}'")
         connection.close()

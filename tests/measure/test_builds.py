@@ -1,8 +1,8 @@
-"""A build is right if it answers as the ready-made engine and the reference do, but for ties."""
+"""A build is correct if it answers like the packaged build and the reference, except for near ties."""
 
 from __future__ import annotations
 
-from bedplate.measure.agreement import Answer, Failed, Said
+from bedplate.measure.agreement import Answer, Failed, Reply
 from bedplate.measure.builds import judged_build
 from bedplate.measure.reference import Known
 
@@ -16,45 +16,45 @@ PAIRS = [
 ]
 
 
-def answers(*wrong: int) -> list[Said]:
+def make_answers(*wrong: int) -> list[Reply]:
     return [
         Answer(text=" another" if number in wrong else known.text, prompt_tokens=4, made_tokens=1)
         for number, (_, known) in enumerate(PAIRS)
     ]
 
 
-def test_the_same_answers() -> None:
-    found = judged_build(PAIRS, answers(), answers(), 0.97)
+def test_identical_answers_are_correct() -> None:
+    found = judged_build(PAIRS, make_answers(), make_answers(), 0.97)
     assert found.runs and found.right
-    assert "200 of 200 next tokens as the ready-made engine's" in found.why
+    assert "greedy-token agreement with the packaged build: 200/200" in found.why
 
 
-def test_ties_may_turn() -> None:
+def test_near_ties_may_differ() -> None:
     ties = range(0, COUNT, 10)
-    found = judged_build(PAIRS, answers(*ties), answers(), 0.97)
-    assert found.right and "180 of 200" in found.why and "the rest: 20 near-ties)" in found.why
+    found = judged_build(PAIRS, make_answers(*ties), make_answers(), 0.97)
+    assert found.right and "180/200" in found.why and "the rest: 20 near-ties)" in found.why
 
 
-def test_as_good_by_itself_but_not_as_the_ready_made_one() -> None:
-    """Each is within what rounding explains, and both together are not."""
-    found = judged_build(PAIRS, answers(*range(1, 9)), answers(*range(11, 31)), 0.97)
+def test_answers_unlike_the_packaged_build_are_wrong() -> None:
+    """Rounding explains each one's difference from the reference, but not their difference from each other."""
+    found = judged_build(PAIRS, make_answers(*range(1, 9)), make_answers(*range(11, 31)), 0.97)
     assert found.runs and not found.right
-    assert "differently" in found.why and len(found.evidence) == 3 and "the ready-made one" in found.evidence[0]
+    assert "differently" in found.why and len(found.evidence) == 3 and "the packaged build" in found.evidence[0]
 
 
-def test_wrong_by_the_reference() -> None:
-    found = judged_build(PAIRS, answers(*range(100)), answers(*range(100)), 0.97)
+def test_answers_unlike_the_reference_are_wrong() -> None:
+    found = judged_build(PAIRS, make_answers(*range(100)), make_answers(*range(100)), 0.97)
     assert not found.right and "wrong answers" in found.why
-    assert found.evidence and "and not ' word" in found.evidence[0]
+    assert found.evidence and "instead of ' word" in found.evidence[0]
 
 
-def test_without_a_ready_made_one_the_reference_decides() -> None:
-    assert judged_build(PAIRS, answers(3), None, 0.97).right
-    assert not judged_build(PAIRS, answers(*range(100)), None, 0.97).right
+def test_the_reference_decides_without_a_packaged_build() -> None:
+    assert judged_build(PAIRS, make_answers(3), None, 0.97).right
+    assert not judged_build(PAIRS, make_answers(*range(100)), None, 0.97).right
 
 
-def test_what_does_not_answer_is_not_right() -> None:
-    failed: list[Said] = [Failed(why="HTTP 500: no")] * COUNT
-    found = judged_build(PAIRS, failed, answers(), 0.97)
+def test_a_build_that_does_not_answer_is_wrong() -> None:
+    failed: list[Reply] = [Failed(why="HTTP 500: no")] * COUNT
+    found = judged_build(PAIRS, failed, make_answers(), 0.97)
     assert not found.right and "HTTP 500" in found.why
-    assert judged_build(PAIRS, answers(), failed, 0.97).right  # the reference is enough
+    assert judged_build(PAIRS, make_answers(), failed, 0.97).right  # the reference is enough

@@ -1,4 +1,4 @@
-"""What is decided before and after any request: when requests come, what their prompts are, when to stop repeating."""
+"""Arrival times, prompts, and the rule for repeats."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from bedplate.values.workload import RequestShape
 # arrivals
 
 
-def first(load: Load, count: int, round_number: int = 0) -> list[float]:
+def list_arrivals(load: Load, count: int, round_number: int = 0) -> list[float]:
     return list(itertools.islice(arrivals(load, round_number), count))
 
 
-def test_constant_arrivals_are_a_metronome() -> None:
-    assert first(Load(arrivals="constant", requests_per_s=4), 5) == [0, 0.25, 0.5, 0.75, 1.0]
+def test_constant_arrivals_have_equal_gaps() -> None:
+    assert list_arrivals(Load(arrivals="constant", requests_per_s=4), 5) == [0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_bursts_come_at_once_and_keep_the_rate() -> None:
-    assert first(Load(arrivals="burst", requests_per_s=6, burst=3), 7) == [0, 0, 0, 0.5, 0.5, 0.5, 1.0]
+def test_bursts_keep_the_rate() -> None:
+    assert list_arrivals(Load(arrivals="burst", requests_per_s=6, burst=3), 7) == [0, 0, 0, 0.5, 0.5, 0.5, 1.0]
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_chance() -> None:
-    moments = first(Load(arrivals="poisson", requests_per_s=50, seed=3), 20_000)
+def test_poisson_arrivals_have_the_rate_and_exponential_gaps() -> None:
+    moments = list_arrivals(Load(arrivals="poisson", requests_per_s=50, seed=3), 20_000)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *moments])]
     assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.03)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(1.0, abs=0.03)
 
 
-def test_the_same_seed_gives_the_same_arrivals_and_each_round_its_own() -> None:
+def test_arrivals_depend_only_on_seed_and_round() -> None:
     load = Load(arrivals="poisson", requests_per_s=5, seed=7)
-    assert first(load, 20) == first(load, 20) != first(load, 20, round_number=1)
+    assert list_arrivals(load, 20) == list_arrivals(load, 20) != list_arrivals(load, 20, round_number=1)
 
 
 def test_a_replay_keeps_the_gaps_of_its_trace() -> None:
@@ -61,17 +61,17 @@ def test_a_replay_keeps_the_gaps_of_its_trace() -> None:
         Load(concurrency=100_000),
     ],
 )
-def test_a_load_that_lacks_something_is_a_bad_question(load: Load) -> None:
+def test_rejects_incomplete_loads(load: Load) -> None:
     with pytest.raises(BadQuestion):
         checked(load)
 
 
-def test_a_trace_without_times_cannot_be_replayed() -> None:
+def test_rejects_a_replay_without_arrival_times() -> None:
     with pytest.raises(BadQuestion):
         checked(Load(arrivals="replay"), [RequestShape(prompt_tokens=1)])
 
 
-def test_starts_are_spread_over_a_request_but_never_beyond_half_of_the_warm_up() -> None:
+def test_starts_are_spread_over_one_request_within_half_of_the_warm_up() -> None:
     assert stagger_s(64, 4.0, 1.0) == 1.0
     assert stagger_s(64, 4.0, 30.0) == 2.0
     assert stagger_s(1, 4.0, 1.0) == 0.0
@@ -80,7 +80,9 @@ def test_starts_are_spread_over_a_request_but_never_beyond_half_of_the_warm_up()
 # prompts
 
 
-def prompts(seed: int = 0, round_number: int = 0, overhead: int = 0, shared: int = 0, space: bool = True) -> Prompts:
+def make_prompts(
+    seed: int = 0, round_number: int = 0, overhead: int = 0, shared: int = 0, space: bool = True
+) -> Prompts:
     return Prompts(
         WORDS, WORDS, overhead, leading_space=space, seed=seed, round_number=round_number, shared_tokens=shared
     )  # fmt: skip
@@ -89,33 +91,33 @@ def prompts(seed: int = 0, round_number: int = 0, overhead: int = 0, shared: int
 @given(
     tokens=st.integers(1, 600), overhead=st.integers(0, 40), shared=st.integers(0, 300), number=st.integers(-10, 10_000)
 )
-def test_a_prompt_has_exactly_its_tokens(tokens: int, overhead: int, shared: int, number: int) -> None:
-    text = prompts(overhead=overhead, shared=shared).text(number, tokens)
+def test_a_prompt_has_exactly_the_requested_tokens(tokens: int, overhead: int, shared: int, number: int) -> None:
+    text = make_prompts(overhead=overhead, shared=shared).text(number, tokens)
     assert len(text.split()) + overhead == max(tokens, overhead + 1)
 
 
-def test_no_two_of_many_prompts_begin_alike() -> None:
-    made = [prompts().text(number, 64).split() for number in range(len(WORDS))]
+def test_prompts_begin_differently() -> None:
+    made = [make_prompts().text(number, 64).split() for number in range(len(WORDS))]
     assert len({words[0] for words in made}) == len(WORDS)
-    more = [tuple(prompts().text(number, 64).split()[:2]) for number in range(0, 3000, 7)]
+    more = [tuple(make_prompts().text(number, 64).split()[:2]) for number in range(0, 3000, 7)]
     assert len(set(more)) == len(more)
 
 
-def test_the_same_seed_and_round_give_the_same_prompts_and_others_do_not() -> None:
-    assert prompts(seed=1).text(5, 100) == prompts(seed=1).text(5, 100)
-    assert len({prompts(seed, number).text(5, 100) for seed in (1, 2) for number in (0, 1)}) == 4
+def test_prompts_depend_only_on_seed_and_round() -> None:
+    assert make_prompts(seed=1).text(5, 100) == make_prompts(seed=1).text(5, 100)
+    assert len({make_prompts(seed, number).text(5, 100) for seed in (1, 2) for number in (0, 1)}) == 4
 
 
-def test_a_shared_beginning_is_exactly_as_long_as_asked_in_every_round() -> None:
-    made = [prompts(round_number=each // 50, overhead=3, shared=40).text(each, 64).split() for each in range(100)]
-    assert len({tuple(words[:37]) for words in made}) == 1, "37 words and 3 tokens of the endpoint's own"
-    assert len({words[37] for words in made[:50]}) == 50, "the first word that is not shared differs at once"
+def test_a_shared_prefix_has_exactly_the_requested_length_in_every_round() -> None:
+    made = [make_prompts(round_number=each // 50, overhead=3, shared=40).text(each, 64).split() for each in range(100)]
+    assert len({tuple(words[:37]) for words in made}) == 1, "37 words and 3 tokens that the endpoint adds"
+    assert len({words[37] for words in made[:50]}) == 50, "the first word after the prefix differs"
 
 
-def test_a_replayed_trace_shares_what_its_blocks_share() -> None:
+def test_a_replay_shares_the_prefix_blocks_of_its_trace() -> None:
     def text(*hashes: int) -> list[str]:
         shape = RequestShape(prompt_tokens=40, prefix_hashes=hashes, prefix_block_tokens=16)
-        return prompts().text(hashes[-1], 40, shape).split()
+        return make_prompts().text(hashes[-1], 40, shape).split()
 
     one, other = text(1, 2, 3), text(1, 2, 4)
     assert one[:32] == other[:32] and one[32:] != other[32:] and len(one) == len(other) == 40
@@ -124,54 +126,56 @@ def test_a_replayed_trace_shares_what_its_blocks_share() -> None:
 # repeats
 
 
-def repeat(tokens: float | None) -> Repeat:
+def make_repeat_of(tokens: float | None) -> Repeat:
     return Repeat(seconds=2.0, delivered_tokens=None if tokens is None else 2 * tokens)
 
 
-def test_repeats_end_when_the_interval_is_narrow() -> None:
+def test_stops_when_the_interval_is_narrow() -> None:
     rule = Rule(half_width=0.05, least=3, most=8, seconds=100)
     assert halt([], 0, rule) is None
-    assert halt([100, 100], 10, rule) is None, "two are not enough, however alike they are"
+    assert halt([100, 100], 10, rule) is None, "two repeats are not enough, even if equal"
     assert halt([100, 101, 99], 10, rule) == "narrow"
     assert halt([100, 130, 80], 10, rule) is None
 
 
-def test_repeats_end_when_time_or_patience_is_up() -> None:
+def test_stops_at_the_time_limit_or_the_maximum_count() -> None:
     rule = Rule(half_width=0.01, least=2, most=4, seconds=100)
-    assert halt([100, 130, 80], 60, rule) is None, "a fourth takes twenty seconds more"
+    assert halt([100, 130, 80], 60, rule) is None, "a fourth repeat ends within the limit"
     assert halt([100, 130, 80], 80, rule) == "time"
-    assert halt([100], 60, rule) == "time", "a second one would not end in time"
+    assert halt([100], 60, rule) == "time", "a second repeat would exceed the limit"
     assert halt([100, 130, 80, 120], 20, rule) == "most"
 
 
-def test_a_figure_that_nobody_knows_is_not_repeated_for_ever() -> None:
+def test_stops_if_the_figure_is_unknown() -> None:
     assert halt([None, None, None], 10, Rule(least=3)) == "unknown"
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=12), st.floats(0, 1000))
-def test_a_rule_always_halts_in_the_end(values: list[float], spent: float) -> None:
+def test_a_rule_always_stops(values: list[float], spent: float) -> None:
     rule = Rule(least=3, most=12, seconds=500)
     why = halt(values, spent, rule)
     assert why is not None or (len(values) < 12 and spent + spent / len(values) <= 500)
 
 
-def test_a_rule_halts_at_the_first_count_that_is_narrow() -> None:
+def test_stops_at_the_first_narrow_count() -> None:
     figures = [100.0, 140.0, 101.0, 99.0, 100.0, 100.0, 100.0, 100.0]
     rule = Rule(half_width=0.2, least=3, most=8, seconds=1000)
-    found = [halt([output_tok_s(repeat(one)) for one in figures[:count]], 0.0, rule) for count in range(1, 7)]
+    found = [halt([output_tok_s(make_repeat_of(one)) for one in figures[:count]], 0.0, rule) for count in range(1, 7)]
     assert found == [None] * 5 + ["narrow"]
-    assert output_tok_s(repeat(140.0)) == 140.0 and output_tok_s(repeat(None)) is None
+    assert output_tok_s(make_repeat_of(140.0)) == 140.0 and output_tok_s(make_repeat_of(None)) is None
 
 
-# the client's own limits
+# the client as the bottleneck
 
 
-def test_a_client_that_is_the_limit_says_why() -> None:
+def test_reports_why_the_client_was_the_bottleneck() -> None:
     assert limits(Client(cpu_share=0.2, loop_lag_p99_ms=3, send_lag_p99_ms=2, error_p99_ms=1), [50.0]) == ()
     (why,) = limits(Client(cpu_share=0.95), [50.0])
     assert "95%" in why
     (why,) = limits(Client(loop_lag_p99_ms=12), [50.0])
     assert "12.0 ms" in why
-    assert not limits(Client(loop_lag_p99_ms=12), [2000.0]), "it does not matter beside two seconds"
+    assert not limits(Client(loop_lag_p99_ms=12), [2000.0]), "it does not matter for a TTFT of two seconds"
     assert len(limits(Client(send_lag_p99_ms=200, error_p50_ms=200), [])) == 2
-    assert not limits(Client(error_p50_ms=0.2, error_p99_ms=200), [50.0]), "one moment of a second's check"
+    assert not limits(Client(error_p50_ms=0.2, error_p99_ms=200), [50.0]), (
+        "the p99 of a one-second check does not count"
+    )

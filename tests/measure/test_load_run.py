@@ -1,4 +1,4 @@
-"""The whole generator against real servers over real sockets: a null server whose timing is known, and rough ones."""
+"""The load generator against real servers over real sockets: the null server and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from typing import Any
 import psutil
 import pytest
 from tests.conftest import wait_for
-from tests.measure.rough_server import HEAD, Asked, Rough, answer, chunk, event, rough_server, stream, usual
+from tests.measure.rough_server import (
+    HEAD,
+    Asked,
+    Rough,
+    answer_correctly,
+    make_chunk,
+    make_event,
+    make_response,
+    make_stream,
+    serve_rough,
+)
 
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.measure.load import Prepared, Target, measure, measure_apart, prepare, run, self_check, serve_null, wire
@@ -28,7 +38,7 @@ from bedplate.values.run import Load, Repeat
 from bedplate.values.workload import RequestShape
 
 QUICK = {"seconds": 0.6, "warmup_s": 0.2, "least_requests": 1, "check": False}
-"""Enough to see that it works."""
+"""Short measurements that show only that it works."""
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +47,16 @@ def null() -> Iterator[Null]:
         yield one
 
 
-def measured(url: str, load: Load, *, key: str | None = None, api: Any = None, **options: Any) -> Repeat:
+def measure_url(url: str, load: Load, *, key: str | None = None, api: Any = None, **options: Any) -> Repeat:
     return run(measure(Target.of(url, key=key, api=api), load, **{**QUICK, **options}))
 
 
-def known(**changes: Any) -> Prepared:
-    """As if an endpoint had been asked: for servers that answer only what a test is about."""
+def make_prepared(**changes: Any) -> Prepared:
+    """A prepared endpoint, for servers that do not answer test requests."""
     return Prepared(model="m", api="completions", fields=("usage",), request_s=0.01, **changes)
 
 
-def sends(data: bytes) -> Callable[[socket.socket, Asked], None]:
+def send_always(data: bytes) -> Callable[[socket.socket, Asked], None]:
     return lambda connection, _asked: connection.sendall(data)
 
 
@@ -55,35 +65,35 @@ def sends(data: bytes) -> Callable[[socket.socket, Asked], None]:
 
 @pytest.mark.measures
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_a_closed_loop_keeps_its_requests_in_flight_and_times_them(null: Null, api: str) -> None:
+def test_a_closed_loop_keeps_its_concurrency_and_measures_times(null: Null, api: str) -> None:
     load = Load(concurrency=4, prompt_tokens=32, output_tokens=8)
-    repeat = measured(null.url, load, api=api, seconds=1.0)
+    repeat = measure_url(null.url, load, api=api, seconds=1.0)
     assert repeat.in_flight_max == 4 and repeat.reopened == 0 and repeat.warmup >= 1
     assert {sample.outcome for sample in repeat.samples} == {"ok"}
     assert {(sample.prompt_tokens, sample.output_tokens) for sample in repeat.samples} == {(32, 8)}
     assert repeat.exact_prompt and repeat.exact_output
     for sample in repeat.samples:
-        assert sample.ttft_ms is not None and sample.ttft_ms >= 50, "no sooner than the server sent it"
+        assert sample.ttft_ms is not None and sample.ttft_ms >= 50, "not before the server sent it"
         assert sample.duration_ms >= 85 and len(sample.gaps_ms) == 7 and sample.finish == "length"
         assert 0 <= sample.at_s <= repeat.seconds
         assert math.isclose(sample.ttft_ms + sum(sample.gaps_ms), sample.duration_ms, abs_tol=0.01)
 
 
 @pytest.mark.measures
-def test_tokens_are_counted_by_when_they_came(null: Null) -> None:
-    """Four streams of eight tokens in 85 ms at the least; a busy machine can only be slower."""
-    repeat = measured(null.url, Load(concurrency=4, prompt_tokens=32, output_tokens=8), seconds=1.0)
+def test_counts_tokens_by_arrival_time(null: Null) -> None:
+    """Four streams of eight tokens in at least 85 ms; a busy machine can only be slower."""
+    repeat = measure_url(null.url, Load(concurrency=4, prompt_tokens=32, output_tokens=8), seconds=1.0)
     assert repeat.delivered_tokens is not None
     assert 0 < repeat.delivered_tokens / repeat.seconds < 1.1 * 4 * 8 / 0.085
     begun = 8 * len(repeat.samples)
-    assert abs(repeat.delivered_tokens - begun) <= 4 * 8, "the two differ by what was in flight at the edges"
+    assert abs(repeat.delivered_tokens - begun) <= 4 * 8, "they differ by the requests in flight at both ends"
 
 
 @pytest.mark.measures
 @pytest.mark.parametrize("arrivals", ["constant", "poisson", "burst"])
-def test_an_open_loop_sends_at_its_rate_whatever_comes_back(null: Null, arrivals: Any) -> None:
+def test_an_open_loop_keeps_its_rate(null: Null, arrivals: Any) -> None:
     load = Load(arrivals=arrivals, requests_per_s=40, burst=5, prompt_tokens=16, output_tokens=4)
-    repeat = measured(null.url, load, seconds=1.5)
+    repeat = measure_url(null.url, load, seconds=1.5)
     due = 40 * repeat.seconds
     allowed = {"constant": 2.0, "burst": 6.0, "poisson": 5 * math.sqrt(due)}[arrivals]
     assert abs(len(repeat.samples) - due) <= allowed
@@ -93,56 +103,60 @@ def test_an_open_loop_sends_at_its_rate_whatever_comes_back(null: Null, arrivals
 
 
 @pytest.mark.measures
-def test_a_trace_is_replayed_with_its_own_lengths(null: Null) -> None:
+def test_a_replay_has_the_lengths_of_its_trace(null: Null) -> None:
     shapes = [RequestShape(started_s=7 + 0.1 * n, prompt_tokens=20 + n, output_tokens=2 + n) for n in range(6)]
-    repeat = measured(null.url, Load(arrivals="replay", trace="test"), shapes=shapes, seconds=30, most_seconds=30)
+    repeat = measure_url(null.url, Load(arrivals="replay", trace="test"), shapes=shapes, seconds=30, most_seconds=30)
     found = sorted((sample.prompt_tokens, sample.output_tokens) for sample in repeat.samples)
     assert found == [(20 + n, 2 + n) for n in range(6)]
     assert repeat.exact_prompt and repeat.exact_output and repeat.warmup >= 1
-    assert repeat.seconds < 20, "it ends when the trace does"
+    assert repeat.seconds < 20, "it ends with the trace"
     moments = [sample.at_s for sample in repeat.samples]
-    assert all(moment >= 0.1 * n - 0.001 for n, moment in enumerate(moments)), "none before its time"
+    assert all(moment >= 0.1 * n - 0.001 for n, moment in enumerate(moments)), "no request is early"
 
 
 @pytest.mark.measures
-def test_measured_time_goes_on_until_enough_requests_have_ended(null: Null) -> None:
-    repeat = measured(null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=8), seconds=0.1, least_requests=4)
+def test_extends_the_window_until_enough_requests_have_ended(null: Null) -> None:
+    repeat = measure_url(
+        null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=8), seconds=0.1, least_requests=4
+    )
     assert sum(sample.outcome == "ok" for sample in repeat.samples) >= 4 and repeat.seconds >= 4 * 0.085
 
 
 @pytest.mark.measures
-def test_measured_time_is_over_when_it_may_be_no_longer(null: Null) -> None:
+def test_ends_the_window_at_its_maximum_duration(null: Null) -> None:
     load = Load(concurrency=1, prompt_tokens=16, output_tokens=100)
-    repeat = measured(null.url, load, seconds=0.1, most_seconds=0.3, least_requests=100)
-    assert repeat.seconds < 30 and all(sample.outcome == "ok" for sample in repeat.samples), "what began is waited for"
+    repeat = measure_url(null.url, load, seconds=0.1, most_seconds=0.3, least_requests=100)
+    assert repeat.seconds < 30 and all(sample.outcome == "ok" for sample in repeat.samples), (
+        "requests in flight are completed"
+    )
 
 
 @pytest.mark.measures
-def test_the_generator_tells_its_own_error(null: Null) -> None:
+def test_reports_the_error_of_the_generator(null: Null) -> None:
     own = run(self_check(8, seconds=0.5))
     assert own.streams == 8 and own.samples >= 4
-    assert -0.5 < own.p50_ms <= own.p99_ms, "it cannot see a token before it was sent"
-    repeat = measured(null.url, Load(concurrency=2, prompt_tokens=16, output_tokens=2), check=own)
+    assert -0.5 < own.p50_ms <= own.p99_ms, "no token arrives before it was sent"
+    repeat = measure_url(null.url, Load(concurrency=2, prompt_tokens=16, output_tokens=2), check=own)
     assert (repeat.client.error_p50_ms, repeat.client.error_p99_ms) == (own.p50_ms, own.p99_ms)
     assert repeat.client.loop_lag_p99_ms > 0 and repeat.client.cpu_share > 0
 
 
-def test_moments_are_told_as_they_come(null: Null) -> None:
+def test_reports_the_phases_of_a_measurement(null: Null) -> None:
     moments: list[str] = []
-    measured(null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=2), watch=moments.append)
+    measure_url(null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=2), watch=moments.append)
     assert moments == ["warm-up", "begin", "end"]
 
 
-def test_a_watcher_that_fails_ends_the_run(null: Null) -> None:
+def test_an_error_in_the_watch_callback_ends_the_run(null: Null) -> None:
     def fails(moment: str) -> None:
         if moment == "begin":
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measured(null.url, Load(concurrency=2, prompt_tokens=16, output_tokens=2), watch=fails)
+        measure_url(null.url, Load(concurrency=2, prompt_tokens=16, output_tokens=2), watch=fails)
 
 
-def test_the_null_server_ends_with_whoever_started_it() -> None:
+def test_the_null_server_ends_with_its_parent() -> None:
     code = "from bedplate.measure.load import serve_null\nimport time\n"
     code += "with serve_null() as null:\n print(null.pid, flush=True)\n time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as starter:
@@ -152,10 +166,10 @@ def test_the_null_server_ends_with_whoever_started_it() -> None:
     wait_for(lambda: not psutil.pid_exists(pid), "the null server to end")
 
 
-# in a process of its own
+# in a separate process
 
 
-def test_apart_it_gives_the_same(null: Null) -> None:
+def test_measures_in_a_separate_process(null: Null) -> None:
     moments: list[str] = []
     load = Load(concurrency=2, prompt_tokens=16, output_tokens=4)
     target = Target.of(null.url)
@@ -165,15 +179,15 @@ def test_apart_it_gives_the_same(null: Null) -> None:
     assert repeat.exact_prompt and repeat.samples and repeat.at
 
 
-def test_apart_errors_are_the_same() -> None:
-    with pytest.raises(OutsideFailed, match="cannot be reached") as caught:
+def test_a_separate_process_raises_the_same_errors() -> None:
+    with pytest.raises(OutsideFailed, match="cannot connect to") as caught:
         measure_apart(Target.of("http://127.0.0.1:9"), Load(concurrency=1), check=False)
     assert caught.value.hint
     with pytest.raises(BadQuestion):
         measure_apart(Target.of("http://127.0.0.1:9"), Load(), check=False)
 
 
-def test_apart_it_ends_with_its_caller(null: Null) -> None:
+def test_a_separate_process_ends_with_its_caller(null: Null) -> None:
     code = "import sys\nfrom bedplate.measure.load import *\nfrom bedplate.values.run import Load\n"
     code += f"measure_apart(Target.of({null.url!r}), Load(concurrency=1, prompt_tokens=8, output_tokens=2), seconds=60,"
     code += " check=False, watch=lambda moment: print(moment, flush=True))"
@@ -184,254 +198,264 @@ def test_apart_it_ends_with_its_caller(null: Null) -> None:
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the generator to end")
 
 
-# endpoints as they are
+# properties of endpoints
 
 
-def test_an_endpoint_is_asked_for_exact_lengths_as_far_as_it_takes_that() -> None:
+def test_omits_fields_that_the_endpoint_rejects() -> None:
     def strict(connection: socket.socket, asked: Asked) -> None:
         refused = asked.body and set(asked.json) & {"ignore_eos", "min_tokens"}
         error = {"error": {"message": "Unrecognized request argument"}}
-        connection.sendall(answer(error, "400 Bad Request") if refused else usual(asked))
+        connection.sendall(make_response(error, "400 Bad Request") if refused else answer_correctly(asked))
 
-    with rough_server(strict) as server:
+    with serve_rough(strict) as server:
         prepared = run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=20)))
     assert prepared.fields == ("usage",) and not prepared.takes_exact_output
     assert any("exact number" in note for note in prepared.notes)
 
 
-def test_an_endpoint_without_completions_is_asked_by_chat(null: Null) -> None:
+def test_uses_chat_if_there_is_no_completions_api(null: Null) -> None:
     def chat_only(connection: socket.socket, asked: Asked) -> None:
-        said = asked.json
+        request = asked.json
         if asked.path != "/v1/chat/completions":
-            connection.sendall(answer({"error": {"message": "no such path"}}, "404 Not Found"))
+            connection.sendall(make_response({"error": {"message": "no such path"}}, "404 Not Found"))
             return
-        words = len(said["messages"][0]["content"].split())
-        usage = {"prompt_tokens": 11 + words, "completion_tokens": said["max_tokens"]}
-        if said.get("stream"):
+        words = len(request["messages"][0]["content"].split())
+        usage = {"prompt_tokens": 11 + words, "completion_tokens": request["max_tokens"]}
+        if request.get("stream"):
             text = b'data: {"choices": [{"delta": {"content": "x"}, "finish_reason": "length"}]}\n\n'
-            connection.sendall(stream(text, event(usage=usage)))
+            connection.sendall(make_stream(text, make_event(usage=usage)))
         else:
-            connection.sendall(answer({"choices": [{"message": {"content": "x"}}], "usage": usage}))
+            connection.sendall(make_response({"choices": [{"message": {"content": "x"}}], "usage": usage}))
 
-    with rough_server(chat_only) as server:
+    with serve_rough(chat_only) as server:
         target = Target.of(server.url, model="m")
         prepared = run(prepare(target, Load(concurrency=1, prompt_tokens=50, output_tokens=4)))
     assert (prepared.api, prepared.overhead, prepared.exact_prompt) == ("chat", 11, True)
 
 
-def test_words_of_several_tokens_are_left_out_and_prompts_stay_exact() -> None:
-    """A tokenizer for which long words are two tokens, and which puts three before each prompt."""
+def test_prompts_are_exact_if_some_words_have_several_tokens() -> None:
+    """In this tokenizer long words are two tokens, and three tokens precede each prompt."""
 
     def tokens(text: str) -> int:
         return 3 + sum(1 + (len(word) > 5) for word in text.split())
 
     def wordy(connection: socket.socket, asked: Asked) -> None:
-        said = asked.json
-        usage = {"prompt_tokens": tokens(said.get("prompt", "")), "completion_tokens": said.get("max_tokens")}
+        request = asked.json
+        usage = {"prompt_tokens": tokens(request.get("prompt", "")), "completion_tokens": request.get("max_tokens")}
         if asked.path == "/tokenize":
-            connection.sendall(answer({"detail": "Not Found"}, "404 Not Found"))
-        elif said.get("stream"):
-            connection.sendall(stream(event(" x", "length"), event(usage=usage)))
+            connection.sendall(make_response({"detail": "Not Found"}, "404 Not Found"))
+        elif request.get("stream"):
+            connection.sendall(make_stream(make_event(" x", "length"), make_event(usage=usage)))
         else:
-            connection.sendall(answer({"choices": [{"text": "x"}], "usage": usage}))
+            connection.sendall(make_response({"choices": [{"text": "x"}], "usage": usage}))
 
-    with rough_server(wordy) as server:
+    with serve_rough(wordy) as server:
         load = Load(concurrency=1, prompt_tokens=77, output_tokens=1)
-        repeat = measured(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
+        repeat = measure_url(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
     assert repeat.exact_prompt and {sample.prompt_tokens for sample in repeat.samples} == {77}
 
 
-def test_a_tokenizer_of_the_endpoints_own_is_used_where_there_is_one() -> None:
+def test_uses_the_tokenize_api_of_the_endpoint() -> None:
     def with_tokenizer(connection: socket.socket, asked: Asked) -> None:
         if asked.path == "/tokenize":
-            connection.sendall(answer({"tokens": [1, *asked.json["content"].split()]}))
+            connection.sendall(make_response({"tokens": [1, *asked.json["content"].split()]}))
             return
-        said = asked.json
-        usage = {"prompt_tokens": 1 + len(said["prompt"].split()), "completion_tokens": said["max_tokens"]}
-        connection.sendall(stream(event(" x", "length"), event(usage=usage)))
+        request = asked.json
+        usage = {"prompt_tokens": 1 + len(request["prompt"].split()), "completion_tokens": request["max_tokens"]}
+        connection.sendall(make_stream(make_event(" x", "length"), make_event(usage=usage)))
 
-    with rough_server(with_tokenizer) as server:
+    with serve_rough(with_tokenizer) as server:
         prepared = run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=60)))
     assert prepared.tokenizes and prepared.overhead == 1 and prepared.exact_prompt
 
 
-def test_tokens_that_nobody_counts_are_not_known() -> None:
-    silent = stream(event(" a"), event(" b"), event(" c", "length"))
-    plain = answer({"choices": [{"text": " a"}]})
+def test_token_counts_are_unknown_without_usage() -> None:
+    silent = make_stream(make_event(" a"), make_event(" b"), make_event(" c", "length"))
+    plain = make_response({"choices": [{"text": " a"}]})
     script: Callable[[socket.socket, Asked], None] = lambda connection, asked: connection.sendall(  # noqa: E731
         silent if b'"stream":true' in asked.body else plain
     )
-    with rough_server(script) as server:
+    with serve_rough(script) as server:
         load = Load(concurrency=1, prompt_tokens=10, output_tokens=3)
-        repeat = measured(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
+        repeat = measure_url(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
     assert {sample.output_tokens for sample in repeat.samples} == {None}
     assert (repeat.delivered_tokens, repeat.exact_output, repeat.exact_prompt) == (None, None, None)
-    assert any("no usage" in note for note in repeat.notes) and any("taken for one" in note for note in repeat.notes)
+    assert any("no usage" in note for note in repeat.notes) and any(
+        "each word counts as one token" in note for note in repeat.notes
+    )
 
 
-def test_short_answers_are_not_called_exact() -> None:
-    short = stream(event(" a", "stop"), event(usage={"prompt_tokens": 10, "completion_tokens": 1}))
-    with rough_server(sends(short)) as server:
-        repeat = measured(server.url, Load(concurrency=1, prompt_tokens=10, output_tokens=9), prepared=known())
+def test_short_answers_are_not_exact() -> None:
+    short = make_stream(make_event(" a", "stop"), make_event(usage={"prompt_tokens": 10, "completion_tokens": 1}))
+    with serve_rough(send_always(short)) as server:
+        repeat = measure_url(
+            server.url, Load(concurrency=1, prompt_tokens=10, output_tokens=9), prepared=make_prepared()
+        )
     assert repeat.exact_output is False and repeat.exact_prompt is True
 
 
-# what goes wrong
+# failures
 
 
-def failing(server: Rough, **options: Any) -> Repeat:
+def measure_briefly(server: Rough, **options: Any) -> Repeat:
     load = Load(concurrency=2, prompt_tokens=10, output_tokens=2)
-    return measured(server.url, load, prepared=known(), **{"seconds": 0.3, "warmup_s": 0.05, **options})
+    return measure_url(server.url, load, prepared=make_prepared(), **{"seconds": 0.3, "warmup_s": 0.05, **options})
 
 
 @pytest.mark.parametrize(
     ("script", "outcome", "text"),
     [
-        (answer({"error": {"message": "wrong key sk-secret"}}, "401 Unauthorized"), "error", "HTTP 401: wrong key ***"),
-        (answer({"error": "slow down"}, "429 Too Many Requests"), "refused", "HTTP 429: slow down"),
-        (answer({"detail": "loading"}, "503 Service Unavailable"), "refused", "HTTP 503: loading"),
-        (answer({}, "500 Internal Server Error"), "error", "HTTP 500: {}"),
-        (stream(event(" a"), b'data: {"error": {"message": "it died"}}\n\n'), "error", "it died"),
-        (stream(event(" a"), done=False), "cut", "last event"),
+        (
+            make_response({"error": {"message": "wrong key sk-secret"}}, "401 Unauthorized"),
+            "error",
+            "HTTP 401: wrong key ***",
+        ),
+        (make_response({"error": "slow down"}, "429 Too Many Requests"), "refused", "HTTP 429: slow down"),
+        (make_response({"detail": "loading"}, "503 Service Unavailable"), "refused", "HTTP 503: loading"),
+        (make_response({}, "500 Internal Server Error"), "error", "HTTP 500: {}"),
+        (make_stream(make_event(" a"), b'data: {"error": {"message": "it died"}}\n\n'), "error", "it died"),
+        (make_stream(make_event(" a"), done=False), "cut", "last event"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "error", "not HTTP"),
     ],
 )
-def test_each_failure_is_a_sample_with_its_reason(script: bytes, outcome: str, text: str) -> None:
-    with rough_server(sends(script)) as server:
+def test_a_failed_request_is_a_sample_with_its_reason(script: bytes, outcome: str, text: str) -> None:
+    with serve_rough(send_always(script)) as server:
         load = Load(concurrency=2, prompt_tokens=10, output_tokens=2)
-        repeat = measured(server.url, load, key="sk-secret", prepared=known(), seconds=0.3)
+        repeat = measure_url(server.url, load, key="sk-secret", prepared=make_prepared(), seconds=0.3)
     assert {sample.outcome for sample in repeat.samples} == {outcome}
     assert all(text in (sample.error or "") for sample in repeat.samples)
     if not script.startswith(b"HTTP/1.1 200"):
-        assert len(server.asked) < 60, "an endpoint that refuses is not hammered"
+        assert len(server.asked) < 60, "an endpoint that rejects requests is not flooded"
 
 
-def test_a_connection_that_is_cut_in_a_stream_is_a_cut() -> None:
+def test_a_connection_closed_during_a_stream_is_a_cut() -> None:
     def cuts(connection: socket.socket, _asked: Asked) -> bool:
-        connection.sendall(HEAD + chunk(event(" a")))
+        connection.sendall(HEAD + make_chunk(make_event(" a")))
         return False
 
-    with rough_server(cuts) as server:
-        repeat = failing(server)
+    with serve_rough(cuts) as server:
+        repeat = measure_briefly(server)
     assert {sample.outcome for sample in repeat.samples} == {"cut"}
-    assert all(sample.ttft_ms is not None for sample in repeat.samples), "its first token did come"
+    assert all(sample.ttft_ms is not None for sample in repeat.samples), "its first token arrived"
 
 
-def test_a_stream_without_an_end_is_given_up() -> None:
+def test_cancels_an_endless_stream() -> None:
     stop = threading.Event()
 
     def endless(connection: socket.socket, _asked: Asked) -> None:
         connection.sendall(HEAD)
         while not stop.wait(0.01):
-            connection.sendall(chunk(event(" more")))
+            connection.sendall(make_chunk(make_event(" more")))
 
-    with rough_server(endless) as server:
+    with serve_rough(endless) as server:
         try:
-            repeat = failing(server, timeout_s=0.3)
+            repeat = measure_briefly(server, timeout_s=0.3)
         finally:
             stop.set()
     assert {sample.outcome for sample in repeat.samples} == {"timeout"}
     assert all(sample.gaps_ms and sample.duration_ms >= 300 for sample in repeat.samples)
 
 
-def test_an_endpoint_that_says_nothing_is_given_up() -> None:
-    with rough_server(lambda connection, asked: None) as server:
-        repeat = failing(server, timeout_s=0.2)
+def test_cancels_a_request_without_response() -> None:
+    with serve_rough(lambda connection, asked: None) as server:
+        repeat = measure_briefly(server, timeout_s=0.2)
     assert {(sample.outcome, sample.ttft_ms) for sample in repeat.samples} == {("timeout", None)}
 
 
-def test_an_endpoint_that_is_not_there_is_said_so() -> None:
+def test_reports_an_unreachable_endpoint() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(OutsideFailed, match="cannot be reached"):
-            measured(url, Load(concurrency=1))
-        with pytest.raises(OutsideFailed, match="does not take 1 connections"):
-            measured(url, Load(concurrency=1), prepared=known())
+        with pytest.raises(OutsideFailed, match="cannot connect to"):
+            measure_url(url, Load(concurrency=1))
+        with pytest.raises(OutsideFailed, match="cannot open 1 connections"):
+            measure_url(url, Load(concurrency=1), prepared=make_prepared())
 
 
-def test_an_endpoint_that_goes_away_leaves_samples_that_say_so() -> None:
+def test_reports_connections_lost_during_the_measurement() -> None:
     gone = threading.Event()
 
     def answers(connection: socket.socket, asked: Asked) -> bool:
         if gone.is_set():
             return False
-        connection.sendall(usual(asked))
+        connection.sendall(answer_correctly(asked))
         return True
 
-    with rough_server(answers) as server:
-        repeat = failing(server, watch=lambda moment: gone.set() if moment == "begin" else None)
+    with serve_rough(answers) as server:
+        repeat = measure_briefly(server, watch=lambda moment: gone.set() if moment == "begin" else None)
     assert "error" in {sample.outcome for sample in repeat.samples}
     assert any("connection was lost" in (sample.error or "") for sample in repeat.samples)
 
 
 @pytest.mark.parametrize(
     ("status", "match"),
-    [("401 Unauthorized", "does not let us in"), ("400 Bad Request", "OpenAI-compatible")],
+    [("401 Unauthorized", "denied access"), ("400 Bad Request", "OpenAI-compatible")],
 )
-def test_an_endpoint_that_refuses_from_the_start_is_an_error(status: str, match: str) -> None:
-    script = sends(answer({"error": {"message": "no, sk-secret"}}, status))
-    with rough_server(script) as server, pytest.raises(OutsideFailed, match=match) as caught:
+def test_raises_if_the_endpoint_rejects_test_requests(status: str, match: str) -> None:
+    script = send_always(make_response({"error": {"message": "no, sk-secret"}}, status))
+    with serve_rough(script) as server, pytest.raises(OutsideFailed, match=match) as caught:
         run(prepare(Target.of(server.url, key="sk-secret", model="m"), Load(concurrency=1)))
     assert "sk-secret" not in f"{caught.value.message}{caught.value.cause}{caught.value.hint}"
     assert caught.value.cause and "no, ***" in caught.value.cause
 
 
-def test_a_prompt_that_is_too_long_for_the_model_is_said_by_the_endpoint() -> None:
+def test_reports_the_endpoints_reason_for_rejecting_a_long_prompt() -> None:
     def small(connection: socket.socket, asked: Asked) -> None:
         long = asked.path == "/v1/completions" and len(asked.json["prompt"].split()) > 600
         error = {"error": {"message": "maximum context length is 600 tokens"}}
-        connection.sendall(answer(error, "400 Bad Request") if long else usual(asked))
+        connection.sendall(make_response(error, "400 Bad Request") if long else answer_correctly(asked))
 
-    with rough_server(small) as server, pytest.raises(OutsideFailed, match="2000 tokens") as caught:
+    with serve_rough(small) as server, pytest.raises(OutsideFailed, match="2000 tokens") as caught:
         run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=2000)))
     assert "maximum context length" in (caught.value.cause or "")
 
 
-def test_connections_that_an_endpoint_closes_are_opened_again_and_that_is_said() -> None:
+def test_reopens_and_counts_closed_connections() -> None:
     def closes(connection: socket.socket, asked: Asked) -> bool:
-        connection.sendall(usual(asked).replace(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nconnection: close\r\n"))
+        connection.sendall(
+            answer_correctly(asked).replace(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nconnection: close\r\n")
+        )
         return False
 
-    with rough_server(closes) as server:
-        repeat = failing(server)
+    with serve_rough(closes) as server:
+        repeat = measure_briefly(server)
     assert {sample.outcome for sample in repeat.samples} == {"ok"}
     assert repeat.reopened >= len(repeat.samples) - 2
 
 
-def test_a_kept_connection_that_was_closed_while_idle_costs_no_request() -> None:
-    """The endpoint answers once on each connection and then hangs up without having said that it would."""
+def test_sends_a_request_again_if_its_idle_connection_was_closed() -> None:
+    """The endpoint closes each connection after one response without announcing it."""
 
     def once(connection: socket.socket, asked: Asked) -> bool:
-        connection.sendall(usual(asked))
+        connection.sendall(answer_correctly(asked))
         return False
 
-    with rough_server(once) as server:
-        repeat = failing(server)
+    with serve_rough(once) as server:
+        repeat = measure_briefly(server)
     assert {sample.outcome for sample in repeat.samples} == {"ok"}
 
 
-def test_each_request_starts_its_clock_before_its_first_byte_and_prompts_are_never_the_same() -> None:
-    with rough_server(lambda connection, asked: connection.sendall(usual(asked))) as server:
+def test_prompts_never_repeat() -> None:
+    with serve_rough(lambda connection, asked: connection.sendall(answer_correctly(asked))) as server:
         load = Load(concurrency=3, prompt_tokens=30, output_tokens=2)
         for number in (0, 1):
-            measured(server.url, load, prepared=known(), round=number, seconds=0.2)
+            measure_url(server.url, load, prepared=make_prepared(), round=number, seconds=0.2)
         prompts = [asked.json["prompt"] for asked in server.asked]
     assert len(set(prompts)) == len(prompts) and {len(prompt.split()) for prompt in prompts} == {30}
 
 
-def test_nothing_of_the_key_is_in_what_is_kept(null: Null) -> None:
+def test_results_do_not_contain_the_key(null: Null) -> None:
     load = Load(concurrency=1, prompt_tokens=16, output_tokens=2)
-    repeat = measured(null.url, load, key="sk-secret")
+    repeat = measure_url(null.url, load, key="sk-secret")
     assert "sk-secret" not in repr(repeat)
 
 
 # TLS
 
 
-def test_https_works_with_a_certificate_that_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_https_needs_a_trusted_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl here to make a certificate with")
+        pytest.skip("needs openssl to create a certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out",
@@ -448,7 +472,7 @@ def test_https_works_with_a_certificate_that_is_trusted(tmp_path: Path, monkeypa
                     headers = line + await reader.readuntil(b"\r\n\r\n")
                     length = int(headers.lower().partition(b"content-length:")[2].split()[0])
                     body = await reader.readexactly(length)
-                    writer.write(usual(Asked("POST", "/v1/completions", {}, body, 0)))
+                    writer.write(answer_correctly(Asked("POST", "/v1/completions", {}, body, 0)))
             except (OSError, asyncio.IncompleteReadError):
                 pass
             finally:
@@ -458,11 +482,11 @@ def test_https_works_with_a_certificate_that_is_trusted(tmp_path: Path, monkeypa
         async with server:
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             load = Load(concurrency=2, prompt_tokens=10, output_tokens=2)
-            return await measure(Target.of(url, model="m"), load, prepared=known(), **{**QUICK, "seconds": 0.3})  # type: ignore[arg-type]
+            return await measure(Target.of(url, model="m"), load, prepared=make_prepared(), **{**QUICK, "seconds": 0.3})  # type: ignore[arg-type]
 
     try:
         wire.tls.cache_clear()
-        with pytest.raises(OutsideFailed, match="does not take") as caught:
+        with pytest.raises(OutsideFailed, match="cannot open") as caught:
             run(secure(trusted=False))
         assert "certificate" in (caught.value.cause or "").lower()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
@@ -478,9 +502,9 @@ def test_https_works_with_a_certificate_that_is_trusted(tmp_path: Path, monkeypa
 
 
 @pytest.mark.timeout(600)
-def test_a_real_engine_gives_exactly_what_is_asked_for(serve: Callable[..., Any]) -> None:
+def test_a_real_engine_returns_exact_lengths(serve: Callable[..., Any]) -> None:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})  # its threads would wait for each other where other work has the cores
+    os.sched_setaffinity(0, {max(before)})  # with several threads, other processes on the cores would slow it down
     try:
         served = serve()
         load = Load(concurrency=2, prompt_tokens=96, output_tokens=12, shared_prefix_tokens=40)
@@ -493,4 +517,4 @@ def test_a_real_engine_gives_exactly_what_is_asked_for(serve: Callable[..., Any]
     assert {sample.outcome for sample in repeat.samples} == {"ok"} and len(repeat.samples) >= 4
     assert {(each.prompt_tokens, each.output_tokens) for each in repeat.samples} == {(96, 12)}
     assert repeat.exact_prompt and repeat.exact_output
-    assert all((each.cached_tokens or 0) <= 40 for each in repeat.samples), "no more than the chosen beginning"
+    assert all((each.cached_tokens or 0) <= 40 for each in repeat.samples), "no more than the shared prefix"

@@ -1,4 +1,4 @@
-"""The few statistics that measurements rest on, held against numpy and against tables."""
+"""Statistics compared with numpy and with published tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ figures = st.floats(min_value=0, max_value=1e6, allow_nan=False)
 
 
 @given(st.lists(figures, min_size=1, max_size=200), st.floats(min_value=0, max_value=1))
-def test_a_quantile_is_numpys_and_lies_among_the_values(values: list[float], share: float) -> None:
+def test_quantile_equals_numpys(values: list[float], share: float) -> None:
     ordered = sorted(values)
     found = quantile(ordered, share)
     assert ordered[0] <= found <= ordered[-1]
@@ -32,7 +32,7 @@ def test_a_quantile_is_numpys_and_lies_among_the_values(values: list[float], sha
 
 
 @given(st.lists(figures, min_size=1, max_size=300))
-def test_percentiles_are_in_order_and_those_that_few_samples_cannot_show_are_open(values: list[float]) -> None:
+def test_percentiles_are_ordered_and_none_for_too_few_samples(values: list[float]) -> None:
     found = percentiles(values)
     assert found is not None and found.count == len(values)
     shown = [one for one in (found.p50, found.p90, found.p95, found.p99, found.max) if one is not None]
@@ -40,7 +40,7 @@ def test_percentiles_are_in_order_and_those_that_few_samples_cannot_show_are_ope
     assert (found.p90 is None, found.p95 is None, found.p99 is None) == tuple(len(values) < n for n in (10, 20, 100))
 
 
-def test_of_nothing_there_are_no_percentiles() -> None:
+def test_no_values_have_no_percentiles() -> None:
     assert percentiles([]) is None
 
 
@@ -49,32 +49,32 @@ def test_of_nothing_there_are_no_percentiles() -> None:
     [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 4, 2.776), (0.95, 7, 2.365), (0.95, 30, 2.042), (0.99, 3, 5.841),
      (0.9875, 4, 4.315), (0.95, 1000, 1.960)],
 )  # fmt: skip
-def test_students_t_is_that_of_the_tables(confidence: float, degrees: int, expected: float) -> None:
+def test_students_t_matches_published_tables(confidence: float, degrees: int, expected: float) -> None:
     assert student_t(confidence, degrees) == pytest.approx(expected, rel=2e-3)
 
 
-def test_of_one_value_nobody_knows_how_it_varies() -> None:
+def test_one_value_has_no_half_width() -> None:
     assert half_width([3.0]) is None and half_width([]) is None
     assert student_t(0.95, 0) == math.inf
 
 
-def test_the_half_width_is_the_t_intervals() -> None:
+def test_half_width_is_that_of_the_t_interval() -> None:
     values = [98.0, 101.0, 103.0]
     assert half_width(values) == pytest.approx(4.303 * statistics.stdev(values) / math.sqrt(3), rel=1e-3)
 
 
 @given(st.lists(st.floats(min_value=-10, max_value=10), min_size=1, max_size=12), st.floats(min_value=-5, max_value=5))
-def test_the_pseudo_median_moves_with_its_values(values: list[float], by: float) -> None:
+def test_pseudo_median_shifts_with_its_values(values: list[float], by: float) -> None:
     assert pseudo_median([value + by for value in values]) == pytest.approx(pseudo_median(values) + by, abs=1e-9)
     assert min(values) <= pseudo_median(values) <= max(values)
     assert shift(values, [value + by for value in values]) == pytest.approx(by, abs=20)
 
 
-def test_one_value_far_off_hardly_moves_it() -> None:
+def test_pseudo_median_is_robust_against_an_outlier() -> None:
     assert abs(pseudo_median([0.0, 0.01, -0.01, 0.02, 9.0])) < 0.03
 
 
-def test_what_rises_steadily_is_correlated_and_what_alternates_is_not() -> None:
+def test_serial_correlation_of_rising_and_alternating_values() -> None:
     assert serial_correlation([float(number) for number in range(20)]) > 0.7
     assert serial_correlation([(-1.0) ** number for number in range(20)]) < -0.7
     assert serial_correlation([1.0, 2.0]) == 0.0 and serial_correlation([5.0] * 10) == 0.0

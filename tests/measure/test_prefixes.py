@@ -1,4 +1,4 @@
-"""The fixed prefixes: the same ones always, whole words, short and long."""
+"""The fixed prefixes: constant, whole words, various lengths."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from bedplate.measure.prefixes import (
 
 ALL = "770b1add24a8"
 ALL_SHORT = "0b59e5bb61b5"
-"""What all of them hash to: a reference is of no use when they change, so that both must change together."""
+"""Hashes of all prefixes. A reference is valid only for these, so both must change together."""
 
 
-def test_there_are_more_than_five_hundred_different_ones() -> None:
+def test_more_than_five_hundred_different_prefixes() -> None:
     found = fixed_prefixes()
     assert len(set(found)) == len(found) >= 500
 
 
-def test_they_are_the_same_ones_always() -> None:
+def test_prefixes_never_change() -> None:
     whole = hashlib.sha256("\0".join(fixed_prefixes()).encode()).hexdigest()
     assert whole.startswith(ALL)
     assert hashlib.sha256("\0".join(short_prefixes()).encode()).hexdigest().startswith(ALL_SHORT)
 
 
-def test_they_begin_and_end_with_whole_words() -> None:
+def test_prefixes_consist_of_whole_words() -> None:
     text = f" {reference_text()} "
     for prefix in fixed_prefixes():
         assert prefix == prefix.strip() and re.search(rf"(?<=\s){re.escape(prefix)}(?=\s)", text), prefix
 
 
-def test_they_are_short_and_long() -> None:
+def test_prefixes_have_various_lengths() -> None:
     lengths = sorted(len(prefix) for prefix in fixed_prefixes())
     assert lengths[0] < 25 and lengths[-1] > 700 and lengths[len(lengths) // 2] < 160
 
 
-def test_the_short_ones_are_others_and_hundreds() -> None:
+def test_short_prefixes_are_additional() -> None:
     found, text = short_prefixes(), f" {reference_text()} "
     assert len(found) > 400 and not set(found) & set(fixed_prefixes())
     assert sum(map(len, found)) < 30 * len(found)
     assert all(re.search(rf"(?<=\s){re.escape(prefix)}(?=\s)", text) for prefix in found)
 
 
-def test_the_text_is_of_many_kinds() -> None:
+def test_the_text_has_many_kinds_of_content() -> None:
     text = reference_text()
     for part in ("def ", "SELECT", '{"id"', "Straße", "fenêtre", "<li>", "User:", "- 2 kg", "π"):
         assert part in text
@@ -67,13 +67,13 @@ def test_any_text_can_be_cut(text: str, count: int) -> None:
 
 
 @given(st.text(alphabet="ab é猫\n", min_size=2000, max_size=3000))
-def test_none_is_longer_than_asked_unless_a_single_word_is(text: str) -> None:
+def test_no_piece_exceeds_its_length_except_for_a_long_word(text: str) -> None:
     longest_word = max((len(word) for word in text.split()), default=0)
     assert all(len(piece) <= max(LENGTHS) + longest_word for piece in cut(text, 20))
 
 
 @given(st.lists(st.integers(), max_size=50), st.integers(1, 60))
-def test_what_is_spread_is_in_order_and_as_many(items: list[int], count: int) -> None:
+def test_spread_keeps_the_order_and_the_count(items: list[int], count: int) -> None:
     numbered = list(enumerate(items))
     found = spread(numbered, count)
     assert list(found) == sorted(set(found)) and len(found) == min(count, len(items))

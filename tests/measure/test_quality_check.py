@@ -1,4 +1,4 @@
-"""Quality: likelihoods beside the reference's, a text that is none, and an endpoint that gives only a part of it."""
+"""Quality checks: likelihoods, garbled text, and endpoints that report only a part."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ PROSE = (
 # likelihoods
 
 
-def test_what_ships_is_of_the_built_in_model_and_of_the_text() -> None:
+def test_shipped_likelihood_matches_the_built_in_model_and_the_text() -> None:
     assert KNOWN is not None and KNOWN.tokens > 300 and 15 < KNOWN.perplexity < 40
     text = fixed_text()
-    for place in KNOWN.places:
-        assert text[place.end :].startswith(place.next[0]) and len(place.top) == 20
-        assert sum(math.exp(value) for _, value in place.top) <= 1.001
+    for make_place in KNOWN.places:
+        assert text[make_place.end :].startswith(make_place.next[0]) and len(make_place.top) == 20
+        assert sum(math.exp(value) for _, value in make_place.top) <= 1.001
     assert 250 < len(text.split()) < 350 and len(shipped()) == 1 and likelihood_for("0" * 64) is None
 
 
-def test_the_file_is_written_as_it_is_read() -> None:
+def test_shipped_file_round_trips() -> None:
     import importlib.resources
 
     assert KNOWN is not None
@@ -68,32 +68,34 @@ logprobs = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 1), min_
 
 
 @given(logprobs, logprobs)
-def test_divergence_is_never_negative_and_nothing_of_the_same(one: dict[str, float], other: dict[str, float]) -> None:
+def test_divergence_is_not_negative_and_zero_for_equal_distributions(
+    one: dict[str, float], other: dict[str, float]
+) -> None:
     assert divergence(one, one) == pytest.approx(0, abs=1e-9)
     found = divergence(one, other)
     assert (found is None) == (not set(one) & set(other))
     assert found is None or (found >= 0 and math.isfinite(found))
 
 
-def test_divergence_is_that_of_the_formula() -> None:
+def test_divergence_matches_the_formula() -> None:
     one = {"a": math.log(0.5), "b": math.log(0.25)}
     other = {"a": math.log(0.25), "b": math.log(0.5)}
     assert divergence(one, other) == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
 
 
-def place(next_token: tuple[str, float], **top: float) -> Place:
+def make_place(next_token: tuple[str, float], **top: float) -> Place:
     return Place(end=1, tokens=1, next=next_token, top=tuple(top.items()))
 
 
-def test_perplexity_of_the_words_that_both_list() -> None:
-    places = [place(("a", -1.0), a=-1.0), place(("b", -2.0), c=-0.1), place(("c", -3.0), c=-3.0)]
-    said = [Listed(top={"a": -2.0}), Listed(top={"x": -1.0}), None]
-    assert continued_perplexity(places, said) == pytest.approx((math.exp(2), math.e))
+def test_perplexity_over_the_tokens_in_both_lists() -> None:
+    places = [make_place(("a", -1.0), a=-1.0), make_place(("b", -2.0), c=-0.1), make_place(("c", -3.0), c=-3.0)]
+    response = [Listed(top={"a": -2.0}), Listed(top={"x": -1.0}), None]
+    assert continued_perplexity(places, response) == pytest.approx((math.exp(2), math.e))
     assert continued_perplexity(places, [None] * 3) is None and continued_perplexity([], []) is None
-    assert mean_divergence(places, [None] * 3) is None and mean_divergence(places, said) is not None
+    assert mean_divergence(places, [None] * 3) is None and mean_divergence(places, response) is not None
 
 
-def test_both_shapes_of_alternatives_are_read() -> None:
+def test_reads_both_formats_of_alternatives() -> None:
     old = {"choices": [{"logprobs": {"top_logprobs": [{" a": -0.5, " b": -1.5}]}}]}
     new = {"choices": [{"logprobs": {"content": [{"top_logprobs": [
         {"token": " a", "logprob": -0.5}, {"token": " b", "logprob": -1.5}]}]}}]}  # fmt: skip
@@ -102,15 +104,15 @@ def test_both_shapes_of_alternatives_are_read() -> None:
     )  # fmt: skip
 
 
-def test_an_echo_is_read_only_where_it_is_one() -> None:
-    said: dict[str, Any] = {
+def test_reads_an_echo_only_if_the_text_matches() -> None:
+    response: dict[str, Any] = {
         "usage": {"prompt_tokens": 3},
         "choices": [{"text": "one two three four", "logprobs": {"token_logprobs": [None, -1.0, -3.0, -9.0]}}],
     }
-    assert read_echo(json.dumps(said).encode(), "one two three") == pytest.approx(math.exp(2))
-    assert read_echo(json.dumps(said).encode(), "another text") is None
-    said["choices"][0]["logprobs"]["token_logprobs"] = [-9.0]
-    assert read_echo(json.dumps(said).encode(), "one two three") is None
+    assert read_echo(json.dumps(response).encode(), "one two three") == pytest.approx(math.exp(2))
+    assert read_echo(json.dumps(response).encode(), "another text") is None
+    response["choices"][0]["logprobs"]["token_logprobs"] = [-9.0]
+    assert read_echo(json.dumps(response).encode(), "one two three") is None
 
 
 garbage = st.recursive(
@@ -124,8 +126,8 @@ garbage = st.recursive(
 
 
 @given(garbage)
-def test_whatever_an_endpoint_sends_is_read_without_a_crash(said: Any) -> None:
-    body = json.dumps(said).encode()
+def test_any_response_is_read_without_errors(response: Any) -> None:
+    body = json.dumps(response).encode()
     read_listed(body), read_echo(body, "a text")
     assert read_listed(body[:-1] + b"\xff") is None and read_echo(b"", "x") is None
 
@@ -146,7 +148,7 @@ def test_whatever_an_endpoint_sends_is_read_without_a_crash(said: Any) -> None:
         "The iPhone costs $799, NASA's budget is 24.9 billion, and the MacBook isn't cheaper than that either.",
     ],
 )
-def test_text_that_is_text(text: str) -> None:
+def test_normal_text_is_not_garbled(text: str) -> None:
     assert garbled(text) is None
 
 
@@ -162,12 +164,12 @@ def test_text_that_is_text(text: str) -> None:
         "слово word كلمة שלום λέξη стол мир dog بيت λόγος and so שלום on",
     ],
 )
-def test_text_that_is_none(text: str) -> None:
+def test_garbled_text_is_detected(text: str) -> None:
     assert garbled(text)
 
 
 @given(st.text())
-def test_any_text_gets_a_short_answer(text: str) -> None:
+def test_the_reason_is_short_for_any_text(text: str) -> None:
     found = garbled(text)
     assert found is None or len(found) < 200
 
@@ -182,15 +184,15 @@ def reference_answers() -> dict[str, Known]:
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Says what the reference says, as far as it is let."""
+    """Gives the answers of the reference, as far as `gives` allows."""
 
     gives: frozenset[str] = frozenset()
     text = PROSE
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        status, said = self.answer(body)
-        data = json.dumps(said).encode()
+        status, response = self.answer(body)
+        data = json.dumps(response).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -235,19 +237,19 @@ def check(builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check
     thread = Thread(target=server.serve_forever)
     thread.start()
 
-    def asked(*gives: str, text: str = PROSE, known: bool = True) -> Quality:
+    def check_endpoint(*gives: str, text: str = PROSE, known: bool = True) -> Quality:
         monkeypatch.setattr(Endpoint, "gives", frozenset(gives))
         monkeypatch.setattr(Endpoint, "text", text)
         model = builtin_facts() if known else None
         return asyncio.run(quality.check(f"http://127.0.0.1:{server.server_address[1]}", "m", None, model=model))
 
-    yield asked
+    yield check_endpoint
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-def test_all_that_an_endpoint_gives_is_compared(check: Check) -> None:
+def test_compares_everything_that_an_endpoint_reports(check: Check) -> None:
     found = check("completions", "right", "logprobs", "echo")
     assert found.verdict == "ok" and found.agreement == 1 and found.garbled is None and found.asked >= 24
     assert found.divergence is not None and found.divergence < 0.05
@@ -255,29 +257,29 @@ def test_all_that_an_endpoint_gives_is_compared(check: Check) -> None:
     assert found.reference_perplexity == pytest.approx(KNOWN.perplexity)
 
 
-def test_without_an_echo_perplexity_is_of_single_words(check: Check) -> None:
+def test_perplexity_of_single_tokens_without_an_echo(check: Check) -> None:
     found = check("completions", "right", "logprobs")
     assert found.perplexity == found.reference_perplexity and found.perplexity is not None
 
 
-def test_what_it_does_not_give_is_not_guessed(check: Check) -> None:
+def test_unreported_values_stay_unknown(check: Check) -> None:
     found = check("completions", "right")
     assert found.verdict == "ok" and found.divergence is None and found.perplexity is None
     chat = check()
     assert chat.verdict == "unchecked" and chat.agreement is None and "no completions API" in (chat.note or "")
 
 
-def test_wrong_and_garbled_answers_are_said(check: Check) -> None:
+def test_reports_wrong_and_garbled_answers(check: Check) -> None:
     found = check("completions", text="bla bla bla bla bla bla bla bla bla bla bla bla bla")
-    assert found.verdict == "broken" and found.agreement == 0 and "over and over" in (found.garbled or "")
+    assert found.verdict == "broken" and found.agreement == 0 and "it repeats" in (found.garbled or "")
 
 
-def test_without_a_reference_nothing_is_compared(check: Check) -> None:
+def test_unchecked_without_a_reference(check: Check) -> None:
     found = check("completions", "right", "echo", known=False)
     assert found.verdict == "unchecked" and found.agreement is None and found.reference_perplexity is None
     assert found.note == "there is no reference for these weights" and found.perplexity is not None
 
 
-def test_an_endpoint_that_is_gone(builtin_gguf: Path) -> None:
+def test_an_unreachable_endpoint_is_unchecked(builtin_gguf: Path) -> None:
     found = asyncio.run(quality.check("http://127.0.0.1:9", "m", None, model=builtin_facts()))
     assert found.verdict == "unchecked" and found.garbled is None and found.perplexity is None

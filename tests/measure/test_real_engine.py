@@ -1,4 +1,4 @@
-"""The real llama.cpp on the real model: found good as it is, and broken when its positions are turned wrongly."""
+"""The real llama.cpp with the real model passes the check, and fails with a wrong rotary base."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import Served, wait_for
-from tests.measure.samples_of_agreement import plan
+from tests.measure.samples_of_agreement import make_plan
 
 from bedplate import store
 from bedplate.facts.hardware import probe
@@ -24,7 +24,7 @@ FLOAT32 = 6
 """The number of this type in a GGUF header."""
 
 
-def test_serve_checks_the_first_time_and_remembers(
+def test_serve_checks_answers_once_and_stores_the_result(
     serve: Callable[..., Served], tmp_path: Path, bedplate_home: Path
 ) -> None:
     for folder in ("engines", "models"):
@@ -32,32 +32,32 @@ def test_serve_checks_the_first_time_and_remembers(
     first = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
     wait_for(lambda: "the float32 reference: 4" in "".join(first.stderr), "the answers to be checked")
     path = tmp_path / "store.sqlite"
-    (found,) = wait_for(lambda: kept(path), "what was found to be kept")
+    (found,) = wait_for(lambda: read_store(path), "the result to be stored")
     assert found.verdict == "ok" and found.answered == 48 and found.agreed >= 46
     assert first.stop() == 0
     again = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
     assert again.stop() == 0 and "the float32 reference" not in "".join(again.stderr)
-    assert len(kept(path)) == 1
+    assert len(read_store(path)) == 1
 
 
-def kept(path: Path) -> tuple[Agreement, ...]:
+def read_store(path: Path) -> tuple[Agreement, ...]:
     return store.agreements(store.fingerprint(probe()), builtin_facts().name, path)
 
 
-def test_wrong_positions_are_found_out(serve: Callable[..., Served], builtin_gguf: Path, tmp_path: Path) -> None:
-    """The base that many models have and this one has not: answers to short texts hardly change."""
+def test_detects_a_wrong_rotary_base(serve: Callable[..., Served], builtin_gguf: Path, tmp_path: Path) -> None:
+    """With the rotary base of many other models, answers to short texts hardly change."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(with_rope_base(builtin_gguf.read_bytes(), 10_000.0))
     served = serve(str(broken))
     (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
     pairs = quick_ones(reference.known())
-    said = asyncio.run(ask(served.root, pairs, model=served.endpoint["model"]))
-    found = judged(plan(), reference, compare(pairs, said), at="2026-11-15T10:00:00Z", machine="m1")
+    replies = asyncio.run(ask(served.root, pairs, model=served.endpoint["model"]))
+    found = judged(make_plan(), reference, compare(pairs, replies), at="2026-11-15T10:00:00Z", machine="m1")
     assert found.verdict == "broken" and found.answered == len(pairs) and found.evidence
 
 
 def with_rope_base(file: bytes, base: float) -> bytes:
-    """The same file with another base of its rotary positions: it loads, and reads long texts wrongly."""
+    """The same file with another rotary base: it loads, and its answers to long texts are wrong."""
     at = file.index(KEY) + len(KEY)
     kind, before = struct.unpack_from("<If", file, at)
     assert kind == FLOAT32 and before == 100_000.0

@@ -1,4 +1,4 @@
-"""The reference that is shipped, how one is found for a file, and the program that computes one."""
+"""The shipped references, the search for a file's reference, and the program that computes one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bedplate.run import builtin
 from bedplate.values import replaced
 
 
-def test_the_built_in_model_has_one_for_every_prefix() -> None:
+def test_the_built_in_model_has_an_answer_for_every_prefix() -> None:
     (one,) = [one for one in shipped_references() if one.sha256 == builtin.FILE_SHA256]
     assert (one.file, one.file_bytes) == (builtin.FILE, builtin.FILE_BYTES) and "float32" in one.made_with
     assert set(one.answers) == {prefix_hash(prefix) for prefix in (*fixed_prefixes(), *short_prefixes())}
@@ -34,49 +34,49 @@ def test_the_built_in_model_has_one_for_every_prefix() -> None:
     assert len(one.known()) >= 500 and sum(is_clear(known) for _, known in one.known()) >= 250
     quick = quick_ones(one.known())
     assert len(quick) == QUICK
-    # Of a file as it is, seven wrong answers show that something is broken; wrong positions turn more than that.
+    # Seven wrong answers prove that an unchanged file is broken; wrong positions change more than that.
     assert sum(known.turned_gap is not None and known.turned_gap < 0 for _, known in quick) >= 10
 
 
-def test_it_is_what_would_be_written_anew() -> None:
+def test_shipped_references_round_trip() -> None:
     for one in shipped_references():
         text = (Path(__file__).parents[2] / "src/bedplate/measure/data" / f"reference_{one.id}.json").read_text()
         assert text == written(one)
     assert DATA == "bedplate.measure"
 
 
-class TestForAFile:
-    def reference(self, path: Path) -> Reference:
+class TestReferenceForFile:
+    def make_reference(self, path: Path) -> Reference:
         return Reference(
             file=path.name, sha256=sha256_of(path), file_bytes=path.stat().st_size, made_with="a test", answers={}
         )
 
-    def test_by_its_content(self, tmp_path: Path) -> None:
+    def test_finds_a_reference_by_hash(self, tmp_path: Path) -> None:
         path = tmp_path / "a.gguf"
         path.write_bytes(b"some weights")
         model = replaced(builtin.builtin_facts(), files=(str(path),))
-        known = self.reference(path)
+        known = self.make_reference(path)
         assert reference_for(model, [known]) == known
         path.write_bytes(b"same length!")
         assert reference_for(model, [known]) is None
 
-    def test_a_file_of_another_size_is_not_even_read(self, tmp_path: Path) -> None:
+    def test_does_not_read_a_file_of_another_size(self, tmp_path: Path) -> None:
         path = tmp_path / "a.gguf"
         path.write_bytes(b"some weights")
-        known = self.reference(path)
+        known = self.make_reference(path)
         path.write_bytes(b"more weights than that")
         path.chmod(0)
         assert reference_for(replaced(builtin.builtin_facts(), files=(str(path),)), [known]) is None
 
-    def test_no_file(self, tmp_path: Path) -> None:
+    def test_a_missing_file_has_no_reference(self, tmp_path: Path) -> None:
         facts = builtin.builtin_facts()
         assert reference_for(replaced(facts, files=())) is None
         assert reference_for(replaced(facts, files=(str(tmp_path / "gone.gguf"),))) is None
         assert reference_for(replaced(facts, files=(str(tmp_path),))) is None
 
 
-class TestWhatTheProgramPrints:
-    def test_it_is_read(self) -> None:
+class TestProgramOutput:
+    def test_reads_answers(self) -> None:
         answer = {"prefix": "0123456789ab", "tokens": 4, "token": 7, "text": " é", "kind": "text", "gap": 1.5}
         turned = {**answer, "prefix": "ba9876543210", "turned_gap": -0.5}
         printed = json.dumps(
@@ -91,11 +91,11 @@ class TestWhatTheProgramPrints:
         )
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": 1, "transformers": 2, "answers": [{}]}', "Traceback"])
-    def test_something_else_is_said_to_be_that(self, text: str) -> None:
-        with pytest.raises(OutsideFailed, match="something else"):
+    def test_rejects_other_output(self, text: str) -> None:
+        with pytest.raises(OutsideFailed, match="is not a reference"):
             read_answers(text)
 
-    def test_a_written_one_reads_back(self) -> None:
+    def test_a_written_reference_round_trips(self) -> None:
         one = Reference(
             file="a.gguf", sha256="ab" * 32, file_bytes=3, made_with="a test",
             answers={"x": Known(' "quoted"\n', "text", 3, 1.25), "y": Known("\ufffd", "part", 4, 0.5)},
@@ -103,8 +103,8 @@ class TestWhatTheProgramPrints:
         assert msgspec.json.decode(written(one), type=Reference) == one
 
 
-class TestTheProgram:
-    def test_only_prompts_of_one_length_are_computed_together(self) -> None:
+class TestReferenceProgram:
+    def test_batches_contain_prompts_of_one_length(self) -> None:
         prompts = [[1] * length for length in (3, 5, 3, 5, 5, 900, 3)]
         found = list(batches(prompts, 10))
         assert sorted(number for batch in found for number in batch) == list(range(7))
@@ -112,7 +112,7 @@ class TestTheProgram:
             lengths = {len(prompts[number]) for number in batch}
             assert len(lengths) == 1 and (len(batch) == 1 or lengths.pop() * len(batch) <= 10)
 
-    def test_positions_are_turned_by_a_tenth_of_the_base(self) -> None:
+    def test_wrong_positions_use_a_tenth_of_the_rotary_base(self) -> None:
         class Config:
             rope_parameters: object
 
@@ -126,13 +126,13 @@ class TestTheProgram:
             assert turned(config) is None
 
     @pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", '[""]', "nonsense"])
-    def test_prefixes_that_are_none(self, tmp_path: Path, content: str) -> None:
+    def test_rejects_invalid_prefixes(self, tmp_path: Path, content: str) -> None:
         path = tmp_path / "prefixes.json"
         path.write_text(content)
         with pytest.raises(SystemExit, match="prefixes"):
             read_prefixes(str(path))
 
-    def test_prefixes_from_a_file(self, tmp_path: Path) -> None:
+    def test_reads_prefixes_from_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.json"
         path.write_text(json.dumps(["a b", "é"]))
         assert read_prefixes(str(path)) == ["a b", "é"]

@@ -1,4 +1,4 @@
-"""What the machine gave: figures from what was read, real processes for what is read, and `None` for the rest."""
+"""Readings of the machine: summaries of given readings, and readings of real processes."""
 
 from __future__ import annotations
 
@@ -26,50 +26,52 @@ from bedplate.values.run import EngineSeries, Use
 CAPTURES = Path(__file__).parents[1] / "captures"
 
 
-def used(first: Counters, last: Counters, *looks: Look, on_card: bool = False, range_j: float | None = None) -> Use:
+def summarize_use(
+    first: Counters, last: Counters, *looks: Look, on_card: bool = False, range_j: float | None = None
+) -> Use:
     return use_of(first, last, looks, 4, on_card=on_card, package_range_j=range_j)
 
 
-def test_what_neither_the_engine_nor_we_took_is_others() -> None:
+def test_other_cpu_share_excludes_the_engine_and_bedplate() -> None:
     first = Counters(at_s=10, machine_s=100, engine_s=5, own_s=1)
     last = Counters(at_s=20, machine_s=130, engine_s=20, own_s=2)
-    found = used(first, last)
+    found = summarize_use(first, last)
     assert found.engine_cpu_s == 15 and found.other_cpu_share == pytest.approx((30 - 15 - 1) / 40)
-    assert used(Counters(at_s=1), Counters(at_s=2)).other_cpu_share is None
+    assert summarize_use(Counters(at_s=1), Counters(at_s=2)).other_cpu_share is None
 
 
-def test_peaks_are_of_all_looks_and_clocks_of_the_lowest() -> None:
+def test_memory_is_the_maximum_and_the_clock_the_minimum() -> None:
     looks = (Look(memory_bytes=5, clock_share=0.9), Look(memory_bytes=9, gpu_bytes=7), Look(clock_share=0.8))
-    found = used(Counters(at_s=0), Counters(at_s=1), *looks)
+    found = summarize_use(Counters(at_s=0), Counters(at_s=1), *looks)
     assert (found.peak_memory_bytes, found.peak_gpu_bytes, found.clock_share) == (9, 7, 0.8)
 
 
-def test_energy_is_the_cards_on_a_card_and_the_packages_elsewhere() -> None:
+def test_energy_is_that_of_the_gpu_or_of_the_cpu_package() -> None:
     first = Counters(at_s=0, cards_j=100, package_j=7)
     last = Counters(at_s=1, cards_j=350, package_j=9)
-    assert (used(first, last).energy_j, used(first, last).energy_source) == (2, "rapl")
-    card = used(first, last, on_card=True)
+    assert (summarize_use(first, last).energy_j, summarize_use(first, last).energy_source) == (2, "rapl")
+    card = summarize_use(first, last, on_card=True)
     assert (card.energy_j, card.energy_source) == (250, "nvml")
-    nothing = used(Counters(at_s=0), Counters(at_s=1), on_card=True)
+    nothing = summarize_use(Counters(at_s=0), Counters(at_s=1), on_card=True)
     assert nothing.energy_j is None and nothing.energy_source is None
 
 
-def test_a_counter_that_began_anew() -> None:
+def test_handles_a_counter_that_wraps_around() -> None:
     first, last = Counters(at_s=0, package_j=95, machine_s=9), Counters(at_s=1, package_j=5, machine_s=8)
-    assert used(first, last, range_j=100).energy_j == 10 and used(first, last).energy_j is None
+    assert summarize_use(first, last, range_j=100).energy_j == 10 and summarize_use(first, last).energy_j is None
 
 
-def test_heat_is_told_by_the_driver_or_by_the_processors_own_count() -> None:
+def test_reads_throttling_from_the_driver_and_the_cpu_counter() -> None:
     first, last = Counters(at_s=0, heat_events=3), Counters(at_s=1, heat_events=4)
-    assert used(first, last).throttled == ("heat",)
-    assert used(first, first).throttled == ()
-    assert used(first, first, Look(reasons=("power limit",)), Look(reasons=("power limit",))).throttled == (
+    assert summarize_use(first, last).throttled == ("heat",)
+    assert summarize_use(first, first).throttled == ()
+    assert summarize_use(first, first, Look(reasons=("power limit",)), Look(reasons=("power limit",))).throttled == (
         "power limit",
     )
     assert watch.reasons_of(0x04 | 0x01) == ("power limit",) and watch.reasons_of(0x60) == ("heat",)
 
 
-def test_the_engines_own_metrics_over_time() -> None:
+def test_summarizes_engine_metrics() -> None:
     states = [
         EngineState(running=1, waiting=0, kv_use=0.1, preemptions=5, cache_hits=10, cache_queries=100),
         EngineState(running=3, waiting=4, kv_use=0.7),
@@ -86,7 +88,7 @@ figures = st.none() | st.floats(0, 1e9)
 
 
 @given(st.lists(st.builds(EngineState, running=figures, cache_hits=figures, cache_queries=figures), max_size=5))
-def test_whatever_is_told_a_share_stays_one(states: list[EngineState]) -> None:
+def test_cache_hit_share_is_between_zero_and_one(states: list[EngineState]) -> None:
     share = series_of(states).cache_hit_share
     assert share is None or 0 <= share <= 1
 
@@ -99,12 +101,12 @@ def test_whatever_is_told_a_share_stays_one(states: list[EngineState]) -> None:
         ("tensorrt-llm", "tensorrt-llm/metrics.json", 4, 3125),
     ],
 )
-def test_engines_tell_what_their_cache_held(name: str, capture: str, hits: float, queries: float) -> None:
+def test_reads_cache_hits_of_engines(name: str, capture: str, hits: float, queries: float) -> None:
     state = engine(name).read((CAPTURES / capture).read_text())
     assert (state.cache_hits, state.cache_queries) == (hits, queries)
 
 
-def test_sglang_counts_cached_tokens_by_their_source() -> None:
+def test_adds_sglangs_cached_tokens_of_all_sources() -> None:
     text = (
         'sglang:prompt_tokens_total{model_name="m"} 400.0\n'
         'sglang:cached_tokens_total{model_name="m",cache_source="device"} 90.0\n'
@@ -118,8 +120,8 @@ def test_sglang_counts_cached_tokens_by_their_source() -> None:
 
 
 @pytest.fixture
-def family() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with 60 MB of its own, and a child with as much."""
+def process_tree() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with 60 MB, and a child with as much."""
     hold = "b = bytearray(60_000_000); b[::4096] = b'x' * len(b[::4096]); print('held', flush=True)"
     child = f"import time; {hold}; time.sleep(60)"
     code = f"import subprocess, sys, time; {hold}; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
@@ -132,15 +134,15 @@ def family() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_memory_is_that_of_the_whole_tree(family: subprocess.Popen[bytes]) -> None:
-    pids = watch.tree_of(family.pid)
+def test_memory_includes_child_processes(process_tree: subprocess.Popen[bytes]) -> None:
+    pids = watch.tree_of(process_tree.pid)
     assert len(pids) == 2
     alone, both = watch.memory_bytes(pids[:1]), watch.memory_bytes(pids)
     assert alone is not None and 60_000_000 < alone < 110_000_000
     assert both is not None and alone + 60_000_000 < both < 220_000_000
 
 
-def test_of_a_process_that_is_gone_nothing_is_known(tmp_path: Path) -> None:
+def test_an_ended_process_has_no_readings(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     assert watch.tree_of(gone.pid) == [] and watch.memory_bytes([]) is None
@@ -148,12 +150,12 @@ def test_of_a_process_that_is_gone_nothing_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Rss: 5 kB\n", "Pss: x kB\n", "Pss:  12\n"])
-def test_a_garbled_rollup_says_nothing(text: str) -> None:
+def test_an_invalid_rollup_is_none(text: str) -> None:
     assert watch.pss_bytes(text) is None
     assert watch.pss_bytes("Rss:   10 kB\nPss:      7 kB\nPss_Dirty: 9 kB\n") == 7 * 1024
 
 
-def test_energy_and_clocks_as_the_kernel_shows_them(tmp_path: Path) -> None:
+def test_reads_energy_and_clocks_from_sysfs(tmp_path: Path) -> None:
     zone = tmp_path / "intel-rapl:0"
     (tmp_path / "intel-rapl:0:0").mkdir()
     zone.mkdir()
@@ -178,11 +180,11 @@ def test_energy_and_clocks_as_the_kernel_shows_them(tmp_path: Path) -> None:
     assert watch.heat_events(tmp_path) == 7
 
 
-# cards
+# accelerators
 
 
 class Driver:
-    """NVML as this machine has none: two cards, of which the engine takes the second."""
+    """A fake NVML with two GPUs; the engine uses the second."""
 
     NVML_CLOCK_SM = 1
 
@@ -212,10 +214,10 @@ class Driver:
         return 0x04 if card == "b" else 0x01
 
 
-def test_of_several_cards_those_count_that_the_engine_took() -> None:
+def test_only_gpus_that_the_engine_uses_count() -> None:
     driver = Driver()
     cards = Cards(driver, ["a", "b"])
-    assert cards.joules() == 8  # nothing was taken yet: all of them
+    assert cards.joules() == 8  # no GPU is in use yet, so all count
     driver.used["b"] += 5_000_000_000
     assert cards.gpu_bytes([]) == 5_000_000_000 and cards.joules() == 7
     assert cards.clock() == (0.75, ("power limit",))
@@ -223,12 +225,12 @@ def test_of_several_cards_those_count_that_the_engine_took() -> None:
     assert cards.gpu_bytes([42]) == 3_000
 
 
-def test_a_driver_that_answers_nothing() -> None:
+def test_a_driver_without_answers_gives_none() -> None:
     cards = Cards(SimpleNamespace(), ["a"])
     assert cards.gpu_bytes([1]) is None and cards.joules() is None and cards.clock() == (None, ())
 
 
-# looking
+# readings
 
 
 class Page(BaseHTTPRequestHandler):
@@ -254,13 +256,13 @@ def page() -> Iterator[str]:
     thread.join()
 
 
-def test_metrics_are_asked_for_with_the_engines_key(page: str) -> None:
+def test_requests_metrics_with_the_engines_key(page: str) -> None:
     read = engine("llama.cpp").read
     assert Metrics(page, "secret", read).state() == EngineState(running=3)
     assert Metrics(page, None, read).state() == EngineState(running=1)
 
 
-def test_an_engine_without_metrics_is_not_asked_twice(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_metrics_only_once_if_there_are_none(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "status", 404)
     metrics = Metrics(page, None, engine("llama.cpp").read)
     assert metrics.state() is None
@@ -268,45 +270,45 @@ def test_an_engine_without_metrics_is_not_asked_twice(page: str, monkeypatch: py
     assert metrics.state() is None
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_engine_has_no_metrics() -> None:
     assert Metrics("http://127.0.0.1:9", None, engine("llama.cpp").read).state() is None
 
 
-def test_a_stretch_is_watched_from_its_beginning_to_its_end(family: subprocess.Popen[bytes], page: str) -> None:
+def test_takes_readings_from_begin_to_end(process_tree: subprocess.Popen[bytes], page: str) -> None:
     meters = Meters()
-    meters.pid = family.pid
+    meters.pid = process_tree.pid
     meters.metrics = Metrics(page, None, engine("llama.cpp").read)
     with Watcher(meters) as watcher:
         watcher.mark("warm-up")
         watcher.mark("begin")
-        wait_for(lambda: watcher._looks or None, "a first look")
+        wait_for(lambda: watcher._looks or None, "the first reading")
         watcher.mark("end")
-        wait_for(lambda: watcher._last, "the last look")
+        wait_for(lambda: watcher._last, "the last reading")
     use, series = watcher.seen()
     assert use.peak_memory_bytes is not None and use.peak_memory_bytes > 120_000_000
     assert use.engine_cpu_s is not None and use.other_cpu_share is not None and 0 <= use.other_cpu_share <= 1
     assert series.scrapes >= 3 and series.running_max == 1
 
 
-def test_only_the_processors_that_we_may_use_count() -> None:
+def test_only_allowed_cpus_count() -> None:
     whole = watch.machine_seconds(None)
     part = watch.machine_seconds(frozenset([0]))
     assert 0 < part <= watch.machine_seconds(None) and whole <= watch.machine_seconds(frozenset([10**6]))
 
 
-def test_a_stretch_that_never_began_says_nothing() -> None:
+def test_a_window_that_never_began_has_no_readings() -> None:
     with Watcher(Meters()) as watcher:
         watcher.mark("warm-up")
     assert watcher.seen() == (Use(), EngineSeries())
 
 
-def test_the_process_behind_a_port(page: str) -> None:
+def test_finds_the_process_that_listens_on_a_port(page: str) -> None:
     assert watch.listening_pid(int(page.rpartition(":")[2])) == os.getpid()
     assert 0 <= watch.idle_share(0.05) <= 1
 
 
-def test_a_stretch_that_ends_while_it_looks_is_seen_to_its_end() -> None:
-    """Both moments come while the engine is slow to answer, and the watch is over right after them."""
+def test_a_window_that_ends_during_a_reading_has_a_last_reading() -> None:
+    """Both marks arrive while the engine is slow to answer, and the watcher stops directly after them."""
 
     class Slow(Meters):
         looking, answered, looks = threading.Event(), threading.Event(), 0
@@ -328,7 +330,7 @@ def test_a_stretch_that_ends_while_it_looks_is_seen_to_its_end() -> None:
     assert use.peak_memory_bytes is not None and use.engine_cpu_s is not None and meters.looks == 2
 
 
-def test_a_stretch_that_is_over_before_anybody_looked_is_seen() -> None:
+def test_a_window_that_ends_before_the_first_reading_has_readings() -> None:
     meters = Meters()
     meters.pid = os.getpid()
     watcher = Watcher(meters)

@@ -1,4 +1,4 @@
-"""A wave of requests against a null server whose timing is known."""
+"""Bursts of requests against the null server with known timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bedplate.values.run import Load
 LOAD = Load(concurrency=4, prompt_tokens=32, output_tokens=8)
 
 
-def test_each_stream_is_asked_once_and_they_do_not_begin_at_once() -> None:
+def test_streams_send_one_request_each_and_start_one_after_the_other() -> None:
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as null:
         target = Target.of(null.url)
         repeat = run(wave(target, LOAD, run(prepare(target, LOAD)), 1, 30.0))
@@ -21,30 +21,30 @@ def test_each_stream_is_asked_once_and_they_do_not_begin_at_once() -> None:
     begun = [one.at_s for one in repeat.samples]
     assert max(begun) - min(begun) >= APART_S, begun
     assert all(one.ttft_ms is not None and one.ttft_ms >= 50 for one in repeat.samples), (
-        "waiting to begin is not counted"
+        "the delayed start is not part of the TTFT"
     )
     assert repeat.seconds >= 0.085 + 3 * APART_S
 
 
-def test_one_that_takes_longer_than_it_may_is_given_up() -> None:
+def test_returns_none_if_the_time_limit_is_exceeded() -> None:
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as null:
         target = Target.of(null.url)
         prepared = run(prepare(target, LOAD))
         assert run(wave(target, LOAD, prepared, 1, 0.02)) is None
 
 
-def test_of_several_rounds_all_tokens_count_over_the_time_that_they_took() -> None:
+def test_several_rounds_count_all_tokens_over_their_time() -> None:
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as null:
         target = Target.of(null.url)
         repeat = run(wave(target, LOAD, run(prepare(target, LOAD)), 1, 30.0, rounds=3))
     assert repeat is not None and len(repeat.samples) == 12 and repeat.in_flight_max == 4
     assert repeat.delivered_tokens == 12 * 8 and repeat.exact_output
     assert output_tok_s(repeat, LOAD) == pytest.approx(12 * 8 / repeat.seconds)
-    # Three answers of 85 ms one after the other, by each of four streams that begin a little apart.
+    # Each of four streams gets three answers of 85 ms one after the other.
     assert repeat.seconds >= 3 * 0.085
 
 
-def test_a_process_of_its_own_does_the_same_and_tells_when() -> None:
+def test_a_separate_process_gives_the_same_result_and_reports_phases() -> None:
     moments: list[str] = []
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as null:
         target = Target.of(null.url)
@@ -58,8 +58,8 @@ def test_a_process_of_its_own_does_the_same_and_tells_when() -> None:
         assert wave_apart(late, moments.append) is None
 
 
-def test_nobody_who_answers_is_said() -> None:
+def test_reports_an_unreachable_endpoint() -> None:
     prepared = Prepared(model="nobody", api="completions")
     work = Work(target=Target.of("http://127.0.0.1:9"), load=LOAD, prepared=prepared, number=1, limit_s=5.0)
-    with pytest.raises(OutsideFailed, match="does not answer"):
+    with pytest.raises(OutsideFailed, match="no response from"):
         wave_apart(work, lambda moment: None)

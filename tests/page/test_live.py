@@ -209,7 +209,7 @@ class TestBottleneck:
     def test_many_requests_for_few_slots_name_the_scheduler(self) -> None:
         waited = [make_request(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
         found = self.diagnose(Standing(2, 18), waited, 2)
-        assert found.limit == "scheduler" and found.text.startswith("Scheduler binds with 20 in flight")
+        assert found.limit == "scheduler" and found.text.startswith("Scheduler is the bottleneck with 20 in flight")
         assert any("2 slots for 20 requests" in one for one in found.evidence)
         assert found.change
 

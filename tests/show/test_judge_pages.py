@@ -6,7 +6,7 @@ import io
 
 import pytest
 from rich.console import Console, RenderableType
-from tests.judge.made_cells import Noise, made_pair
+from tests.judge.made_cells import Noise, make_pair
 from tests.judge.made_engine import MadeEngine
 
 from bedplate.judge.compare import compare
@@ -28,7 +28,7 @@ def render_page(what: RenderableType, width: int = 120) -> str:
 
 
 def make_sides(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
-    return made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
+    return make_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
 
 
 def make_verdict(gain: float = 1.3) -> Verdict:
@@ -57,7 +57,7 @@ def test_left_out_cells_and_differences_are_on_the_page() -> None:
     other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
     text = render_page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
-    assert "seed: 0 and 5 (other prompts, of the same length)" in text and "[broken]" in text
+    assert "seed: 0 and 5 (different prompts of the same length)" in text and "[broken]" in text
     assert "of requests meet the target" in text
 
 
@@ -65,14 +65,14 @@ def test_an_open_loop_comparison_shows_latencies_instead_of_throughput() -> None
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
     one, other = ([replaced(side[0], load=load)] for side in make_sides(1.3, (4,)))
     text = render_page(render_verdict(compare(one, other)))
-    assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests a second" in text
+    assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests per second" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_diagnosis_names_the_bottleneck_and_the_option(width: int) -> None:
     engine = MadeEngine(slots=1, token_ms=0.05)
     text = render_page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
-    assert "Scheduler binds" in " ".join(text.split()) and "--parallel" in text
+    assert "Scheduler is the bottleneck" in " ".join(text.split()) and "--parallel" in text
     assert max(map(len, text.splitlines())) <= width
     assert "Evidence" in text and "Change" in text and "Expected" in text
 

@@ -18,12 +18,14 @@ from tests.page.test_live import ANNS, OPERATOR, make_request, require_keys
 
 from bedplate.hosting.host import Host
 from bedplate.hosting.memory import Room
+from bedplate.page import page
 from bedplate.page.live import Second, Spell, Standing
 from bedplate.page.page import LiveFigures, put_up
 from bedplate.progress import Silent
 from bedplate.run.listening import Listen
 from bedplate.show.live import live_page, policy
 from bedplate.values import replaced
+from bedplate.values.live import Binding
 
 SAID = "The sky is blue since <b>air</b> scatters blue light more than red light."
 STREAMS = f"""
@@ -160,6 +162,20 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
         assert await tab.value("document.querySelectorAll('#engines tr').length") == 2
 
     run_in_browser(tmp_path, ("alpha", "beta"), then)
+
+
+@needs_browser
+def test_shows_the_bottleneck_and_the_whole_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name comes from its field, so the sentence may begin with anything."""
+    found = Binding(limit="scheduler", text="Requests wait for a slot.")
+    monkeypatch.setattr(page, "judged", lambda work, hardware: dict.fromkeys(work, found))
+
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 1280, "light")
+        await tab.until("document.getElementById('binding').textContent == 'Scheduler'")
+        assert await tab.value("document.getElementById('bound').textContent") == found.text
+
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser

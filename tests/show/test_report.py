@@ -87,7 +87,7 @@ def test_markdown_has_the_same_table() -> None:
 
 def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
     text = html(page_of([made_run([], engines=["vllm"])]))
-    assert "Nothing was measured yet" in text and "TBD" in text and "<svg" not in text
+    assert "no valid measurement" in text and "TBD" in text and "<svg" not in text
 
 
 def test_the_knee_has_the_best_throughput_per_latency() -> None:

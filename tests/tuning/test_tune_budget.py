@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engines.plans import machine, model
-from tests.judge.made_cells import GOOD, made_repeat, made_sample
+from tests.judge.made_cells import GOOD, make_repeat, make_sample
 
 from bedplate.engines import engine
 from bedplate.engines.vllm import COMPILE_S
@@ -165,9 +165,9 @@ class SimulatedTuner(Tuner):
         """Make a repeat of four streams with this duration."""
         each_ms = 1000 * took_s / rounds
         samples = [
-            made_sample(0.0, each_ms / 2, each_ms / 2 / 31, 32, prompt_tokens=64) for _ in range(rounds * 4)
+            make_sample(0.0, each_ms / 2, each_ms / 2 / 31, 32, prompt_tokens=64) for _ in range(rounds * 4)
         ]  # fmt: skip
-        return made_repeat(samples, self.now - took_s, took_s, delivered_tokens=float(rounds * 4 * 32))
+        return make_repeat(samples, self.now - took_s, took_s, delivered_tokens=float(rounds * 4 * 32))
 
     def get_start_s(self, point: Point) -> float:
         return self.about["start"]

@@ -1,1 +1,1 @@
-"""What the measurements say: which limit binds, and whether to stay or to migrate. Pure: values in, values out."""
+"""Interpret measurements: name the bottleneck, and decide to stay or to migrate. Pure functions of values."""

@@ -1,4 +1,4 @@
-"""What to change first, in the engine's own words, and what removing the limit should bring."""
+"""What to change first, with the engine's own option, and the predicted gain from removing the bottleneck."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from bedplate.values.run import Cell
 from bedplate.values.verdict import Metric
 
 NARROWER = ((12.0, "8-bit weights", 8.5), (6.5, "4-bit weights", 4.5))
-"""From how many bits on the next narrower weights are worth it, and how many bits those have, scales included."""
+"""Minimum bits per weight, the next narrower weights, and their bits per weight including scales."""
 MODEL_SPREAD = 0.25
-"""How far predictions from measured steps and prompts may be off."""
+"""Relative error of predictions from measured steps and prefills."""
 OVERHEAD_REMOVED = (0.35, 0.7, 1.0)
-"""Of the runtime's own part, what other settings or another engine take away: at the least, likely, at the most."""
+"""Share of the runtime overhead that other settings or another engine remove: at least, likely, at most."""
 MOST_PROMPT = 2.0
-"""Times its time alone, what a prompt may cost among others; vLLM's on two cores cost 1.6 to 1.9 times as much."""
+"""Largest ratio of a prefill's time in a batch to its time alone. vLLM on two cores had 1.6 to 1.9."""
 FEW_STREAMS = 8
-"""Below so many, more requests at once still share much of a step."""
+"""Below this concurrency, further concurrent requests still share much of a step."""
 
 Setting = Literal["slots", "threads", "cache_memory", "cache_type", "batch_tokens"]
 """A field of `AdviceFlags`."""
 
 
 class Patient(NamedTuple):
-    """One cell whose limit is known."""
+    """One cell with the parts of its request time and its bottleneck."""
 
     cell: Cell
-    view: View
-    told: AtLoad
-    ground: Ground
+    breakdown: View
+    attribution: AtLoad
+    roofline: Ground
 
     @property
     def engine(self) -> str:
@@ -44,73 +44,73 @@ class Patient(NamedTuple):
 
     @property
     def in_flight(self) -> float:
-        return float(self.cell.load.concurrency or self.view.batch)
+        return float(self.cell.load.concurrency or self.breakdown.batch)
 
     def share(self, limit: Limit) -> float:
-        return sum(one.share for one in self.told.spent if one.limit == limit)
+        return sum(one.share for one in self.attribution.spent if one.limit == limit)
 
     def share_spent_on(self, *parts: SpentOn) -> float:
-        return sum(one.share for one in self.told.spent if one.on in parts)
+        return sum(one.share for one in self.attribution.spent if one.on in parts)
 
     def flag(self, setting: Setting, value: object = None) -> str | None:
         engine = all_engines().get(self.engine)
-        name = getattr(engine.advice_flags(self.ground.device), setting) if engine is not None else None
+        name = getattr(engine.advice_flags(self.roofline.device), setting) if engine is not None else None
         if name is None or value is None:
             return name
         return f"{name}={value}" if name.isupper() else f"{name} {value}"
 
 
-# what removing it brings
+# predicted gains
 
 
-def predictions_for(patient: Patient) -> Iterator[Prediction]:
-    if patient.told.limit is not None:
-        yield from PREDICTIONS[patient.told.limit](patient)
+def predictions_for(diagnosed: Patient) -> Iterator[Prediction]:
+    if diagnosed.attribution.limit is not None:
+        yield from PREDICTIONS[diagnosed.attribution.limit](diagnosed)
 
 
-def _all_at_once(patient: Patient) -> Iterator[Prediction]:
-    view, in_flight = patient.view, patient.in_flight
-    if view.queue_ms <= 0.05 * view.request_ms:
+def _all_at_once(diagnosed: Patient) -> Iterator[Prediction]:
+    breakdown, in_flight = diagnosed.breakdown, diagnosed.in_flight
+    if breakdown.queue_ms <= 0.05 * breakdown.request_ms:
         return
-    now, then = cycle_ms(view, view.batch), cycle_ms(view, in_flight)
-    change = f"all {in_flight:.0f} requests computed at once"
-    yield _predicted(change, "output_tok_s", in_flight / then / (view.batch / now))
-    soonest, latest = _first_token_ms(view, in_flight, then)
+    now, then = cycle_ms(breakdown, breakdown.batch), cycle_ms(breakdown, in_flight)
+    change = f"all {in_flight:.0f} requests in one batch"
+    yield _predicted(change, "output_tok_s", in_flight / then / (breakdown.batch / now))
+    soonest, latest = _first_token_ms(breakdown, in_flight, then)
     usual, spread = math.sqrt(soonest * latest), math.sqrt(latest / soonest) * (1 + MODEL_SPREAD) - 1
-    yield _predicted(change, "ttft_ms", view.ttft_ms / usual, spread)
+    yield _predicted(change, "ttft_ms", breakdown.ttft_ms / usual, spread)
 
 
-def _roomier_cache(patient: Patient) -> Iterator[Prediction]:
-    yield from _all_at_once(patient)
-    reading = patient.share_spent_on("cache")
+def _roomier_cache(diagnosed: Patient) -> Iterator[Prediction]:
+    yield from _all_at_once(diagnosed)
+    reading = diagnosed.share_spent_on("cache")
     if reading > 0.1:
-        yield _predicted("a cache in 8 bits", "output_tok_s", 1 / (1 - reading / 2))
+        yield _predicted("an 8-bit KV cache", "output_tok_s", 1 / (1 - reading / 2))
 
 
-def _fewer_bytes(patient: Patient) -> Iterator[Prediction]:
-    if (narrower := _narrower(patient.ground)) is not None:
+def _fewer_bytes(diagnosed: Patient) -> Iterator[Prediction]:
+    if (narrower := _narrower(diagnosed.roofline)) is not None:
         words, left = narrower
-        yield _predicted(words, "output_tok_s", 1 / (1 - patient.share("memory bandwidth") * (1 - left)))
+        yield _predicted(words, "output_tok_s", 1 / (1 - diagnosed.share("memory bandwidth") * (1 - left)))
 
 
-def _cached_prompts(patient: Patient) -> Iterator[Prediction]:
-    prompts = patient.share_spent_on("prompt", "other prompts")
+def _cached_prompts(diagnosed: Patient) -> Iterator[Prediction]:
+    prompts = diagnosed.share_spent_on("prompt", "other prompts")
     if prompts > 0.1:
-        yield _predicted("prompts that a cache holds already", "output_tok_s", 1 / (1 - min(prompts, 0.98)))
+        yield _predicted("prompts found in the prefix cache", "output_tok_s", 1 / (1 - min(prompts, 0.98)))
 
 
-def _free_links(patient: Patient) -> Iterator[Prediction]:
-    yield _predicted("links that cost nothing", "output_tok_s", 1 / (1 - min(patient.share("interconnect"), 0.95)))
+def _free_links(diagnosed: Patient) -> Iterator[Prediction]:
+    yield _predicted("infinitely fast links", "output_tok_s", 1 / (1 - min(diagnosed.share("interconnect"), 0.95)))
 
 
-def _leaner_runtime(patient: Patient) -> Iterator[Prediction]:
-    own = patient.share("runtime overhead")
+def _leaner_runtime(diagnosed: Patient) -> Iterator[Prediction]:
+    own = diagnosed.share("runtime overhead")
     least, likely, most = (1 / (1 - min(0.97, own * part)) for part in OVERHEAD_REMOVED)
-    too_many = threads_too_many(patient.cell, patient.ground) is not None
+    too_many = threads_too_many(diagnosed.cell, diagnosed.roofline) is not None
     yield Prediction(
-        change="as many threads as cores" if too_many else "a runtime with less of its own",
+        change="as many threads as cores" if too_many else "a runtime with less overhead",
         metric="output_tok_s",
-        gain=Figure(value=likely, low=least, high=most, basis="estimate", source="a step beyond its floor"),
+        gain=Figure(value=likely, low=least, high=most, basis="estimate", source="step time above its lower bound"),
     )
 
 
@@ -121,114 +121,117 @@ PREDICTIONS: dict[Limit, Callable[[Patient], Iterator[Prediction]]] = {
 
 
 def _predicted(change: str, metric: Metric, gain: float, spread: float = MODEL_SPREAD) -> Prediction:
-    source = "steps and prompts as they were measured here"
+    source = "steps and prefills measured here"
     low, high = gain / (1 + spread), gain * (1 + spread)
     figure = Figure(value=gain, low=low, high=high, basis="estimate", source=source)
     return Prediction(change=change, metric=metric, gain=figure)
 
 
-def cycle_ms(view: View, batch: float) -> float:
-    """A request's time when `batch` of them are computed together: everyone's prompt once, and a step for each token.
+def cycle_ms(breakdown: View, batch: float) -> float:
+    """The time of a request in a batch of `batch`: one prefill for each request, and one step for each token.
 
-    In the time of one request each of the others ends once and brings a new prompt.
+    During one request each of the others ends once, and its successor brings a new prompt.
     """
-    return batch * _prompt_ms(view) + view.tokens * _step_ms(view, batch)
+    return batch * _prompt_ms(breakdown) + breakdown.tokens * _step_ms(breakdown, batch)
 
 
-def _prompt_ms(view: View) -> float:
-    """What a prompt costs among others: that of a request alone, or more, where steps that hold one took longer.
+def _prompt_ms(breakdown: View) -> float:
+    """The time of a prefill in a batch: at least its time alone, and at most `MOST_PROMPT` times that.
 
-    Where it is more than twice as much, something else was in the way.
+    A longer time has another cause.
     """
-    among_others = (view.prefill_ms + view.behind_ms + view.stalled_ms - view.step_ms) / view.batch
-    return min(max(view.prefill_ms, among_others), MOST_PROMPT * view.prefill_ms)
+    in_batch = (breakdown.prefill_ms + breakdown.behind_ms + breakdown.stalled_ms - breakdown.step_ms) / breakdown.batch
+    return min(max(breakdown.prefill_ms, in_batch), MOST_PROMPT * breakdown.prefill_ms)
 
 
-def _step_ms(view: View, batch: float) -> float:
-    """What a step has beside its tokens stays; each further stream adds a token."""
-    return max(0.0, view.step_ms - view.batch * view.stream_ms) + batch * view.stream_ms
+def _step_ms(breakdown: View, batch: float) -> float:
+    """The constant part of a step, plus one token for each stream."""
+    return max(0.0, breakdown.step_ms - breakdown.batch * breakdown.stream_ms) + batch * breakdown.stream_ms
 
 
-def _first_token_ms(view: View, batch: float, cycle: float) -> tuple[float, float]:
-    """Its own prompt with what is left of another one, if requests come one by one; all prompts, if they come together.
+def _first_token_ms(breakdown: View, batch: float, cycle: float) -> tuple[float, float]:
+    """The shortest and the longest TTFT.
 
-    A closed loop of answers of one length falls into step sooner or later; real traffic does not.
+    Shortest, if requests arrive one by one: the own prefill and the rest of another one. Longest, if they arrive
+    together: all prefills. A closed loop with answers of equal length synchronizes; real traffic does not.
     """
-    busy = min(0.95, batch * view.prefill_ms / cycle) if cycle > 0 else 0.0
-    step = max(_step_ms(view, batch), 1e-6)
-    alone = view.prefill_ms * (1 + busy / 2 / (1 - busy / 2)) + step
-    return alone, max(alone, view.prefill_ms * batch + step)
+    busy = min(0.95, batch * breakdown.prefill_ms / cycle) if cycle > 0 else 0.0
+    step = max(_step_ms(breakdown, batch), 1e-6)
+    alone = breakdown.prefill_ms * (1 + busy / 2 / (1 - busy / 2)) + step
+    return alone, max(alone, breakdown.prefill_ms * batch + step)
 
 
-def _narrower(ground: Ground) -> tuple[str, float] | None:
-    """The next narrower weights, and what share of the bytes they have."""
-    if ground.shape is None:
+def _narrower(roofline: Ground) -> tuple[str, float] | None:
+    """The next narrower weights, and their size as a share of the current one."""
+    if roofline.shape is None:
         return None
-    bits = ground.shape.bits
+    bits = roofline.shape.bits
     return next(((words, narrow / bits) for least, words, narrow in NARROWER if bits >= least), None)
 
 
 # what to change
 
 
-def changes_for(patient: Patient) -> Iterator[Change]:
-    if patient.told.limit is None:
-        how = "bedplate probe --measure, then bedplate bench with 1, 4, 8 and 16 requests in flight"
+def changes_for(diagnosed: Patient) -> Iterator[Change]:
+    if diagnosed.attribution.limit is None:
+        how = "run bedplate probe --measure, then bedplate bench with 1, 4, 8 and 16 requests in flight"
         yield Change(kind="measure", text=how)
     else:
-        yield from CHANGES[patient.told.limit](patient)
+        yield from CHANGES[diagnosed.attribution.limit](diagnosed)
 
 
-def _more_slots(patient: Patient) -> Iterator[Change]:
-    slots, in_flight = slots_of(patient.cell), round(patient.in_flight)
+def _more_slots(diagnosed: Patient) -> Iterator[Change]:
+    slots, in_flight = slots_of(diagnosed.cell), round(diagnosed.in_flight)
     if slots is None or slots < in_flight:
-        text = f"as many slots as requests in flight: {in_flight}"
-        yield Change(kind="flag", text=text, flag=patient.flag("slots", in_flight))
+        text = f"use as many slots as requests in flight: {in_flight}"
+        yield Change(kind="flag", text=text, flag=diagnosed.flag("slots", in_flight))
     else:
-        text = "smaller pieces of prompts between two steps"
-        yield Change(kind="flag", text=text, flag=patient.flag("batch_tokens"))
-    yield Change(kind="work", text="fewer requests at once, or a second replica")
+        text = "use a smaller prefill chunk size"
+        yield Change(kind="flag", text=text, flag=diagnosed.flag("batch_tokens"))
+    yield Change(kind="work", text="send fewer concurrent requests, or add a replica")
 
 
-def _more_cache(patient: Patient) -> Iterator[Change]:
-    yield Change(kind="flag", text="more memory for the cache", flag=patient.flag("cache_memory"))
-    settings = patient.cell.subject.settings
+def _more_cache(diagnosed: Patient) -> Iterator[Change]:
+    yield Change(kind="flag", text="give the KV cache more memory", flag=diagnosed.flag("cache_memory"))
+    settings = diagnosed.cell.subject.settings
     if settings is None or settings.kv_type == "16-bit":
-        yield Change(kind="flag", text="a cache in 8 bits", flag=patient.flag("cache_type"))
-    yield Change(kind="hardware", text="a device with more memory, or more of them")
+        yield Change(kind="flag", text="use an 8-bit KV cache", flag=diagnosed.flag("cache_type"))
+    yield Change(kind="hardware", text="use a device with more memory, or more devices")
 
 
-def _less_to_read(patient: Patient) -> Iterator[Change]:
-    if (narrower := _narrower(patient.ground)) is not None:
-        yield Change(kind="quantization", text=f"{narrower[0]}: {narrower[1]:.0%} of the bytes")
-    if patient.in_flight < FEW_STREAMS:
-        yield Change(kind="work", text="more requests at once: they share each reading of the weights")
-    yield Change(kind="hardware", text="a device with more memory bandwidth")
+def _less_to_read(diagnosed: Patient) -> Iterator[Change]:
+    if (narrower := _narrower(diagnosed.roofline)) is not None:
+        yield Change(kind="quantization", text=f"use {narrower[0]}: {narrower[1]:.0%} of the bytes")
+    if diagnosed.in_flight < FEW_STREAMS:
+        yield Change(kind="work", text="send more concurrent requests: a batch reads the weights once per step")
+    yield Change(kind="hardware", text="use a device with more memory bandwidth")
 
 
-def _less_overhead(patient: Patient) -> Iterator[Change]:
-    threads, cores = threads_too_many(patient.cell, patient.ground), patient.ground.cores
+def _less_overhead(diagnosed: Patient) -> Iterator[Change]:
+    threads, cores = threads_too_many(diagnosed.cell, diagnosed.roofline), diagnosed.roofline.cores
     if threads is not None:
-        yield Change(kind="flag", text=f"{cores} threads instead of {threads}", flag=patient.flag("threads", cores))
-    yield Change(kind="engine", text=f"an engine that does less between two steps than {patient.engine}: bedplate plan")
-    if patient.in_flight < FEW_STREAMS:
-        yield Change(kind="work", text="more requests at once: they share the time between two steps")
+        text = f"use {cores} threads instead of {threads}"
+        yield Change(kind="flag", text=text, flag=diagnosed.flag("threads", cores))
+    text = f"use an engine with less overhead per step than {diagnosed.engine}: bedplate plan"
+    yield Change(kind="engine", text=text)
+    if diagnosed.in_flight < FEW_STREAMS:
+        yield Change(kind="work", text="send more concurrent requests: a batch shares the overhead of a step")
 
 
-def _less_to_compute(patient: Patient) -> Iterator[Change]:
-    if patient.share_spent_on("prompt", "other prompts") > 0.5:
-        yield Change(kind="work", text="shorter prompts, or a prefix that requests share and a cache holds")
-    reached = patient.told.operations_share
+def _less_to_compute(diagnosed: Patient) -> Iterator[Change]:
+    if diagnosed.share_spent_on("prompt", "other prompts") > 0.5:
+        yield Change(kind="work", text="send shorter prompts, or prompts with a shared prefix that the engine caches")
+    reached = diagnosed.attribution.operations_share
     if reached is not None and reached < 0.3:
-        text = f"an engine whose kernels reach more than {reached:.0%} of this machine's rate: bedplate plan"
+        text = f"use an engine whose kernels reach more than {reached:.0%} of this machine's rate: bedplate plan"
         yield Change(kind="engine", text=text)
-    yield Change(kind="hardware", text="a device that computes faster")
+    yield Change(kind="hardware", text="use a device with more compute")
 
 
-def _less_to_send(patient: Patient) -> Iterator[Change]:
-    ranks = patient.cell.subject.parallelism.tensor
-    yield Change(kind="flag", text=f"fewer devices for each request than {ranks}, and more replicas")
-    yield Change(kind="hardware", text="devices with faster links between them")
+def _less_to_send(diagnosed: Patient) -> Iterator[Change]:
+    ranks = diagnosed.cell.subject.parallelism.tensor
+    yield Change(kind="flag", text=f"use a tensor parallelism below {ranks}, and more replicas")
+    yield Change(kind="hardware", text="use devices with faster links")
 
 
 CHANGES: dict[Limit, Callable[[Patient], Iterator[Change]]] = {

@@ -1,4 +1,4 @@
-"""The one-page argument: which engine to deploy, what drove the choice, and what was not measured."""
+"""The recommendation of the report: which engine to deploy, why, and what was not measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_EFFORT = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """One engine with one kind of weights, under the loads that it was measured with."""
+    """One engine with one kind of weights, and its cells."""
 
     engine: str
     quantization: str | None
@@ -43,7 +43,7 @@ class Argument:
 
 
 def candidates(cells: Sequence[Cell]) -> list[Candidate]:
-    """The cells by what was measured, in the order in which it was first measured; each load's newest cell."""
+    """The newest cell of each load, by engine and quantization, in the order of their first measurement."""
     found: dict[tuple[str, str | None], dict[Load, Cell]] = {}
     for cell in sorted(cells, key=lambda one: one.at):
         found.setdefault((cell.subject.engine, cell.subject.quantization), {})[cell.load] = cell
@@ -51,7 +51,7 @@ def candidates(cells: Sequence[Cell]) -> list[Candidate]:
 
 
 def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: LatencyTarget | None = None) -> Argument:
-    """What the measurements argue for. Engines that answer wrongly are out, whatever their speed."""
+    """Recommends an engine. Engines with wrong answers are excluded, whatever their speed."""
     cells = [cell for run in runs for cell in run.cells]
     missing = not_measured(runs)
     sound = [
@@ -60,47 +60,49 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
         if (kept := tuple(cell for cell in one.cells if is_valid(cell) and not _is_broken(cell)))
     ]
     if not sound:
-        return Argument("Nothing was measured yet that an argument could rest on.", not_measured=missing)
+        return Argument("There is no valid measurement to base a recommendation on.", not_measured=missing)
     sound, worse_ones = _as_good(sound)
     if target is not None:
         return _by_target(sound, target, diagnosis, missing, worse_ones)
     load = _common_load(sound)
     ranked = sorted(((_rate(one, load), one) for one in sound if _rate(one, load)), key=lambda pair: -pair[0])
     if not ranked:
-        return Argument("No load was measured that says how many tokens a second come.", not_measured=missing)
+        return Argument("No measurement has a token throughput.", not_measured=missing)
     best_rate = ranked[0][0]
-    # What is no faster than a machine varies by from day to day is decided by what it costs to run.
+    # Engines whose difference is within the day-to-day variation of a machine are ranked by operational effort.
     close = [one for rate, one in ranked if rate * PROVEN_GAIN > best_rate]
     choice = min(close, key=lambda one: (_effort(one), -_rate(one, load)))
     rate = _rate(choice, load)
-    because = [f"{choice.name} makes {rate:,.0f} tokens a second {_at(load)}"]
+    because = [f"{choice.name} generates {rate:,.0f} tokens per second {_at(load)}"]
     others = [(other, one) for other, one in ranked if one is not choice]
     if others and others[0][0] > rate:
         because.append(
-            f"{others[0][1].name} makes {others[0][0]:,.0f}, which is less than {PROVEN_GAIN - 1:.0%} more: "
-            "too little to pay for the machinery that it adds"
+            f"{others[0][1].name} generates {others[0][0]:,.0f}, which is less than {PROVEN_GAIN - 1:.0%} more: "
+            "too little to justify its operational complexity"
         )
     elif others:
         next_rate, next_best = others[0]
         because.append(
-            f"that is {rate / next_rate:.2f} times what the next makes, {next_best.name} with {next_rate:,.0f}"
+            f"that is {rate / next_rate:.2f} times the throughput of the second, {next_best.name} with {next_rate:,.0f}"
         )
     without = [one.name for one in sound if not _rate(one, load)]
     if without:
-        because.append(f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no valid figure {_at(load)}")
+        because.append(
+            f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no valid measurement {_at(load)}"
+        )
     because += (*worse_ones, *_ground(choice, diagnosis))
     return Argument(_headline(choice, sound), choice, tuple(because), missing)
 
 
 def _as_good(sound: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
-    """Those whose answers are as good as the best one's, by the rule of `compare`; and why the others are out."""
+    """The candidates whose answers are as good as the best one's, by the rule of `compare`; and the excluded ones."""
     checked = [(one, quality) for one in sound if (quality := _quality(one)) is not None]
     if not checked:
         return list(sound), []
     best, best_quality = max(checked, key=lambda pair: (pair[1].agreement or 0.0, pair[1].asked))
     reasons = {one.name: why for one, quality in checked if (why := worse(best_quality, quality)) is not None}
-    told = [f"{name} is out, whatever its speed: {why} ({best.name})" for name, why in reasons.items()]
-    return [one for one in sound if one.name not in reasons], told
+    excluded = [f"{name} is excluded, whatever its speed: {why} ({best.name})" for name, why in reasons.items()]
+    return [one for one in sound if one.name not in reasons], excluded
 
 
 def _quality(one: Candidate) -> Quality | None:
@@ -122,12 +124,14 @@ def _by_target(
     best = {one.name: max((_tok_s(cell) for cell in served[one.name]), default=0.0) for one in sound}
     choice = max(sound, key=lambda one: (best[one.name], -_effort(one)))
     if not best[choice.name]:
-        return Argument(f"No engine meets {words} at any load that was measured.", not_measured=missing)
+        return Argument(f"No engine meets {words} at any measured load.", not_measured=missing)
     cell = max(served[choice.name], key=_tok_s)
-    because = [f"with {words} for {MET:.0%} of the requests it makes {_tok_s(cell):,.0f} tokens a second"]
-    because[0] += f" {_at(cell.load)}, the heaviest such load that was measured"
+    because = [f"it generates {_tok_s(cell):,.0f} tokens per second with {words} for {MET:.0%} of the requests"]
+    because[0] += f" {_at(cell.load)}, the heaviest measured load that meets the target"
     because += [
-        f"{one.name} makes {best[one.name]:,.0f} within the target" if best[one.name] else f"{one.name} never meets it"
+        f"{one.name} generates {best[one.name]:,.0f} within the target"
+        if best[one.name]
+        else f"{one.name} does not meet the target at any measured load"
         for one in sound
         if one is not choice
     ]
@@ -136,22 +140,22 @@ def _by_target(
 
 
 def _headline(choice: Candidate, sound: Sequence[Candidate]) -> str:
-    """Nobody deploys by speed alone, nor by figures that say nothing about each other."""
+    """Recommends no engine by speed alone, nor by measurements of different models."""
     if len({cell.subject.model for one in sound for cell in one.cells}) > 1:
-        return f"{choice.name} makes most tokens a second, but each engine had weights of its own: no choice is proven."
+        return f"{choice.name} has the highest throughput, but the engines ran different weights: no choice is proven."
     if _quality(choice) is None:
-        return f"Deploy {choice.name}, once its answers have been checked."
+        return f"Deploy {choice.name}, after its answers have been checked."
     return f"Deploy {choice.name}."
 
 
 def on_target(cell: Cell, target: LatencyTarget) -> float:
-    """The share of the requests that were in time."""
+    """The share of the requests that met the target."""
     samples = all_samples(cell)
     return sum(meets(sample, target) for sample in samples) / len(samples) if samples else 0.0
 
 
 def not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
-    """What a reader may look for and will not find."""
+    """Everything that a reader may expect and that was not measured."""
     found: list[str] = []
     for run in runs:
         if run.matrix is not None:
@@ -162,12 +166,12 @@ def not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
                     found.append(f"{engine} {', '.join(loads)}")
         found += [f"{one.engine}: {one.why}" for one in run.left_out]
         if run.environment.bandwidth_bytes_s is None:
-            found.append("this machine's memory bandwidth (bedplate probe --measure)")
+            found.append("the memory bandwidth of this machine (bedplate probe --measure)")
     cells = [cell for run in runs for cell in run.cells]
     unchecked = {c.subject.engine for c in cells if c.quality is None or c.quality.verdict == "unchecked"}
-    found += [f"whether the answers of {engine} are right" for engine in sorted(unchecked)]
+    found += [f"whether the answers of {engine} are correct" for engine in sorted(unchecked)]
     if cells and not any(repeat.use.energy_j is not None for cell in cells for repeat in cell.repeats):
-        found.append("energy: no counter could be read")
+        found.append("energy: no energy counter could be read")
     return tuple(dict.fromkeys(found))
 
 
@@ -184,17 +188,15 @@ def summaries(one: Candidate) -> list[tuple[Cell, Summary]]:
 def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
     found = []
     if (bottleneck := bottleneck_of(choice, diagnosis)) is not None and bottleneck.limit is not None:
-        found.append(f"what limits it is {bottleneck.limit}: {bottleneck.text}")
+        found.append(f"its bottleneck: {bottleneck.text}")
     shares = [cell.quality.agreement for cell in choice.cells if cell.quality is not None and cell.quality.agreement]
     if shares:
-        found.append(
-            f"its next tokens are those of {REFERENCE.name} in float32 in {min(shares):.1%} of the cases asked"
-        )
+        found.append(f"greedy-token agreement with {REFERENCE.name} in float32: {min(shares):.1%} of the prefixes")
     return found
 
 
 def _common_load(sound: Sequence[Candidate]) -> Load:
-    """The heaviest load that more than half of them were measured with: one that could not bear it rules out none."""
+    """The heaviest load under which more than half of the candidates were measured."""
     counts: dict[Load, int] = {}
     for one in sound:
         for cell in one.cells:
@@ -223,4 +225,4 @@ def _is_broken(cell: Cell) -> bool:
 def _at(load: Load) -> str:
     if load.concurrency is not None:
         return f"at {load.concurrency} in flight"
-    return f"at {load.requests_per_s:g} requests a second" if load.requests_per_s else f"({load.arrivals})"
+    return f"at {load.requests_per_s:g} requests per second" if load.requests_per_s else f"({load.arrivals})"

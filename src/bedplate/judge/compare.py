@@ -22,7 +22,7 @@ from bedplate.values.verdict import Cost, Effect, Metric, Side, Spent, Verdict
 from bedplate.values.workload import LatencyTarget
 
 CHANCE = 0.05
-"""Shared by all loads: with four of them, each interval that an answer rests on is a 98.75 % one."""
+"""Error probability over all loads together: with four loads, each interval that decides is a 98.75 % interval."""
 
 
 def compare(
@@ -36,17 +36,18 @@ def compare(
     chance: float = CHANCE,
     same_work: bool = False,
 ) -> Verdict:
-    """Weighs b, the challenger, against a, which is in service. Raises BadQuestion where nothing compares.
+    """Compares b, the challenger, with a, the engine in service. Raises BadQuestion if no cells are comparable.
 
-    `prices` are those of the machines that each side was measured on. `chance` is smaller for who looks several times.
-    `same_work`: both did the same requests in each turn.
+    `prices` are those of the machines that each side was measured on. `chance` is the error probability of the
+    verdict; a caller that compares repeatedly passes a smaller one.
+    `same_work`: both sides got the same requests in each round.
     """
     found = matched(a, b, allow)
     pairs, confidence = found.pairs, 1 - chance / len(found.pairs)
-    of = functools.partial(effect, confidence=confidence, same_work=same_work)
-    main = _known(_main(pair, of) for pair in pairs)
-    ttft = _known(of(pair.a, pair.b, "ttft_ms") for pair in pairs)
-    tpot = _known(of(pair.a, pair.b, "tpot_ms") for pair in pairs)
+    estimate = functools.partial(effect, confidence=confidence, same_work=same_work)
+    main = _known(_main(pair, estimate) for pair in pairs)
+    ttft = _known(estimate(pair.a, pair.b, "ttft_ms") for pair in pairs)
+    tpot = _known(estimate(pair.a, pair.b, "tpot_ms") for pair in pairs)
     targets = tuple(on_target(pair.a, pair.b, target, confidence) for pair in pairs) if target is not None else ()
     one, other = (_side([pair[number] for pair in pairs], pairs[-1][1 - number]) for number in (0, 1))
     case = Case(one, other, main, ttft, targets, _errors(pairs), least_gain, confidence)
@@ -78,13 +79,13 @@ def _known(found: Iterable[Effect | None]) -> tuple[Effect, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def _main(pair: Pair, of: Callable[[Cell, Cell, Metric], Effect | None]) -> Effect | None:
-    """Tokens per second where the loop is closed and tokens are counted; else the time of a request.
+def _main(pair: Pair, estimate: Callable[[Cell, Cell, Metric], Effect | None]) -> Effect | None:
+    """Throughput if the loop is closed and tokens are counted; otherwise the request time.
 
-    An open loop gets as many tokens as it asks for, from either side.
+    In an open loop the request rate determines the throughput of both sides.
     """
-    speed = of(pair.a, pair.b, "output_tok_s") if pair.a.load.arrivals == "closed" else None
-    return speed or of(pair.a, pair.b, "e2e_ms")
+    speed = estimate(pair.a, pair.b, "output_tok_s") if pair.a.load.arrivals == "closed" else None
+    return speed or estimate(pair.a, pair.b, "e2e_ms")
 
 
 def _errors(pairs: Sequence[Pair]) -> Errors:
@@ -109,14 +110,14 @@ def _side(cells: Sequence[Cell], opposite: Cell) -> Side:
 
 
 def _quality(cells: Iterable[Cell]) -> Quality | None:
-    """The worst that was found with any of the cells; unchecked ones say nothing."""
-    told = [cell.quality for cell in cells if cell.quality is not None]
+    """The worst quality of the cells; unchecked cells count last."""
+    known = [cell.quality for cell in cells if cell.quality is not None]
     order = {"broken": 0, "ok": 1, "unchecked": 2}
 
     def badness(one: Quality) -> tuple[int, float]:
         return order[one.verdict], one.agreement if one.agreement is not None else 2.0
 
-    return min(told, key=badness, default=None)
+    return min(known, key=badness, default=None)
 
 
 def _cost(cells: Sequence[Cell], opposite: Cell) -> Cost:
@@ -138,9 +139,9 @@ def _cost(cells: Sequence[Cell], opposite: Cell) -> Cost:
 def _steps(cell: Cell, opposite: Cell) -> Iterable[str]:
     subject, other = cell.subject, opposite.subject
     if subject.build == "native":
-        yield "built from source on this machine"
+        yield "compiled from source on this machine"
     known, theirs = all_engines().get(subject.engine), all_engines().get(other.engine)
     if known is None or theirs is None or subject.weights_id is None or subject.weights_id != other.weights_id:
         return
     if subject.quantization != other.quantization and "gguf" in theirs.formats and "gguf" not in known.formats:
-        yield f"weights made into {subject.quantization or 'another format'} for it"
+        yield f"weights converted to {subject.quantization or 'another format'}"

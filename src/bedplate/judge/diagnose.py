@@ -1,4 +1,4 @@
-"""Which limit binds: where the time of a request goes, part by part, and what removing the largest part should bring.
+"""Find the bottleneck: divide the time of a request into parts, and predict the gain from removing the largest part.
 
 The limits are those of the source article "cheat-sheet" (docs/rules.md): "memory bandwidth (the real limiter)", "KV
 cache (explodes with long context)",
@@ -6,9 +6,9 @@ cache (explodes with long context)",
 compute, for long prompts. "At batch 1, launch overhead, sampling, and memory bandwidth matter. At high concurrency,
 scheduler quality and KV memory management dominate" (engines-compared).
 
-A request waits for its turn, its prompt is computed, and then it gets a token with each step; steps wait while other
-prompts are computed. A step reads the weights once and each stream's cache, and computes one token for each stream,
-which costs about what a token of a prompt costs. What is left of a step after that is nobody's but the runtime's.
+A request waits in the queue, its prompt is prefilled, and then each step generates one token of it. Steps wait while
+other prompts are prefilled. A step reads the weights once and the KV cache of each stream, and computes one token for
+each stream, which costs about as much as one prompt token. The rest of a step is runtime overhead.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Ground", "bottleneck", "by_subject", "diagnose", "ground_for"]
 
 
 def diagnose(groups: Iterable[tuple[Sequence[Cell], Ground]]) -> Diagnosis:
-    """The cells of each subject with what they are held against."""
-    held = [(cells, ground) for cells, ground in groups if cells]
-    cells = [cell for group, _ in held for cell in group]
+    """Each group: the cells of one subject, and the limits of its model and machine."""
+    measured = [(cells, roofline) for cells, roofline in groups if cells]
+    cells = [cell for group, _ in measured for cell in group]
     return Diagnosis(
         machine=cells[0].machine if cells else "",
         runs=tuple(dict.fromkeys(cell.run for cell in cells)),
-        bottlenecks=tuple(bottleneck(group, ground) for group, ground in held),
+        bottlenecks=tuple(bottleneck(group, roofline) for group, roofline in measured),
     )
 
 
 def by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells of the same engine in the same setting, by load."""
+    """Groups of cells of the same engine with the same settings, each sorted by load."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         one = cell.subject
@@ -48,30 +48,32 @@ def by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
     return [sorted(group, key=lambda cell: (cell.load.concurrency or 0, cell.at)) for group in found.values()]
 
 
-def bottleneck(cells: Sequence[Cell], ground: Ground) -> Bottleneck:
-    """What limits one subject; the cells are of different loads."""
+def bottleneck(cells: Sequence[Cell], roofline: Ground) -> Bottleneck:
+    """The bottleneck of one subject; its cells have different loads."""
     alone = alone_of(cells)
-    views = list(zip(cells, views_of(cells, alone), strict=True))
-    loads = tuple(at_load(cell, view, ground) for cell, view in views)
+    breakdowns = list(zip(cells, views_of(cells, alone), strict=True))
+    loads = tuple(at_load(cell, breakdown, roofline) for cell, breakdown in breakdowns)
     heaviest = max(
         (number for number, one in enumerate(loads) if one.limit is not None),
         key=lambda number: cells[number].load.concurrency or 0,
         default=None,
     )
     subject = cells[-1].subject
-    told = loads[heaviest] if heaviest is not None else loads[-1]
-    cell, view = views[heaviest] if heaviest is not None else views[-1]
-    patient = Patient(cell, view, told, ground) if view is not None else None
+    attribution = loads[heaviest] if heaviest is not None else loads[-1]
+    cell, breakdown = breakdowns[heaviest] if heaviest is not None else breakdowns[-1]
+    diagnosed = Patient(cell, breakdown, attribution, roofline) if breakdown is not None else None
     return Bottleneck(
         engine=subject.engine,
         engine_version=subject.engine_version,
         model=subject.model,
         quantization=subject.quantization,
-        limit=told.limit,
-        text=text_of(told),
+        limit=attribution.limit,
+        text=text_of(attribution),
         loads=loads,
-        evidence=tuple(evidence_of(cell, view, told, views, ground)) if view is not None else (),
-        predictions=tuple(predictions_for(patient)) if patient is not None else (),
-        changes=tuple(changes_for(patient)) if patient is not None else (),
-        unknown=tuple(unknowns(cell, view, alone, ground)),
+        evidence=tuple(evidence_of(cell, breakdown, attribution, breakdowns, roofline))
+        if breakdown is not None
+        else (),
+        predictions=tuple(predictions_for(diagnosed)) if diagnosed is not None else (),
+        changes=tuple(changes_for(diagnosed)) if diagnosed is not None else (),
+        unknown=tuple(unknowns(cell, breakdown, alone, roofline)),
     )

@@ -1,7 +1,7 @@
-"""By how much one side is better, and how surely: a bootstrap over repeats, and over the requests within them.
+"""The gain of one side over the other with its confidence interval: a bootstrap over repeats and their requests.
 
-Everything is reckoned in logarithms, so that a half and a double are equally far from the same. Few repeats say little
-about their own spread: the bootstrap's standard error is widened as the spread of so few is, and Student's t is used.
+All calculations use logarithms, so that half and double are equally far from equal. A few repeats underestimate their
+own spread: the bootstrap's standard error is corrected for the number of repeats, and Student's t is used.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from bedplate.values.workload import LatencyTarget
 
 RESAMPLES = 400
 WITHIN = 24
-"""Resamples of each repeat's own requests, of which every resample of the repeats picks one."""
+"""Resamples of the requests of each repeat. Each resample of the repeats picks one of them."""
 SEED = 20261115
 CONFIDENCE = 0.95
 DRIFT_IN_A_RUN = 0.03
 DRIFT_BETWEEN_RUNS = 0.05
-"""Standard deviation of a speed, in logarithms, that is the same within one stretch and another in the next: what
-repeats that did not take turns cannot show (docs/compare.md)."""
+"""Standard deviation of the logarithm of the speed between measurement windows. Repeats that were not interleaved do
+not show it (docs/compare.md)."""
 
 LEAST_TURNS = 3
 MOST_REPEATS = 200
 LEAST_RESAMPLED = 3
 FEW_DEGREES = 2
 MOST_REACH = 20.0
-"""In logarithms: beyond it an interval says nothing anyway, and stays a number that JSON can carry."""
+"""Largest half-width of an interval, in logarithms. It keeps the ends of a meaningless interval finite for JSON."""
 
 
 class Level(NamedTuple):
-    """One side's repeats as logarithms in which more is better; beside each, those of its resampled requests."""
+    """The repeats of one side as logarithms (more is better), each with the values of its resampled requests."""
 
     logs: list[float]
     within: list[list[float]]
     moments: list[str | None]
 
     def as_it_was(self) -> Level:
-        """Without what other requests might have shown."""
+        """Without resampled requests."""
         return Level(self.logs, [[value] for value in self.logs], self.moments)
 
     def grouped(self, groups: Iterable[Sequence[int]]) -> Level:
-        """Groups of repeats as one each, by their means."""
+        """Each group of repeats merged into one by its mean."""
         found = Level([], [], [])
         for group in groups:
             found.logs.append(statistics.fmean(self.logs[number] for number in group))
@@ -66,13 +66,13 @@ class Level(NamedTuple):
 
 
 def effect(a: Cell, b: Cell, metric: Metric, confidence: float, *, same_work: bool = False) -> Effect | None:
-    """`None` where one side has nothing of the metric. `confidence` is the one that holds for all loads at once.
+    """`None` if one side lacks the metric. `confidence` is that of the interval for all loads together.
 
-    `same_work`: in each turn both did the very same requests. Which ones they were is then no chance that other ones
-    could have shown, and the turns alone tell what varies.
+    `same_work`: both sides got the same requests in each round. The choice of requests is then not random, so that only
+    the variation between rounds counts.
     """
-    dice = random.Random(SEED)  # noqa: S311
-    one, other = (_level(cell, metric, dice) for cell in (a, b))
+    rng = random.Random(SEED)  # noqa: S311
+    one, other = (_level(cell, metric, rng) for cell in (a, b))
     if same_work:
         one, other = one.as_it_was(), other.as_it_was()
     if not one.logs or not other.logs:
@@ -80,12 +80,12 @@ def effect(a: Cell, b: Cell, metric: Metric, confidence: float, *, same_work: bo
     turns = turns_of(one.moments, other.moments) if a.run == b.run else []
     if turns:
         one, other = one.grouped(first for first, _ in turns), other.grouped(second for _, second in turns)
-    found = _paired(one, other, dice) if turns else _apart(one, other, dice)
+    found = _paired(one, other, rng) if turns else _apart(one, other, rng)
     drift = 0.0 if turns else DRIFT_IN_A_RUN if a.run == b.run else DRIFT_BETWEEN_RUNS
     low, high = _interval(found, drift, CONFIDENCE)
     sure_low, sure_high = _interval(found, drift, confidence)
     mean_a, mean_b = (math.exp(statistics.fmean(side.logs) * _sign(metric)) for side in (one, other))
-    words = f"{len(one.logs)} and {len(other.logs)} repeats{' in turns' if turns else ''}"
+    words = f"{len(one.logs)} and {len(other.logs)} {'interleaved ' if turns else ''}repeats"
     return Effect(
         metric=metric,
         load=a.load,
@@ -104,10 +104,10 @@ Turn = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def turns_of(a: Sequence[str | None], b: Sequence[str | None]) -> list[Turn]:
-    """Which repeats of two sides ran right beside each other, by when they began; none unless they took turns.
+    """The pairs of repeats of two sides that ran one directly after the other; empty if they were not interleaved.
 
-    Either may come first in each pair: A B B A is fairer to both than A B A B. Where each side had several repeats at a
-    time, those are one turn together. What one side has more is left alone.
+    Either side may be first in a pair: A B B A is fairer than A B A B. Consecutive repeats of one side form one round.
+    Surplus repeats of one side are not paired.
     """
     if None in (*a, *b):
         return []
@@ -117,13 +117,13 @@ def turns_of(a: Sequence[str | None], b: Sequence[str | None]) -> list[Turn]:
     if len(pairs) < min(len(a), len(b)):
         pairs = _beside([
             (side, tuple(number for _, numbers in group for number in numbers))
-            for side, group in itertools.groupby(single, key=lambda turn: turn[0])
+            for side, group in itertools.groupby(single, key=lambda repeat: repeat[0])
         ])  # fmt: skip
     return pairs if len(pairs) >= LEAST_TURNS else []
 
 
 def _beside(order: Iterable[tuple[int, tuple[int, ...]]]) -> list[Turn]:
-    """Neighbours of different sides, from the first on; nobody is in two pairs."""
+    """Neighbours of different sides, in order; each is in at most one pair."""
     pairs: list[Turn] = []
     left: tuple[int, tuple[int, ...]] | None = None
     for side, numbers in order:
@@ -136,7 +136,7 @@ def _beside(order: Iterable[tuple[int, tuple[int, ...]]]) -> list[Turn]:
 
 
 def repeats_needed(noise: float, distance: float, confidence: float) -> int | None:
-    """How many repeats each side needs for an interval that reaches no further than `distance` in logarithms."""
+    """The number of repeats of each side for an interval with a half-width of at most `distance`, in logarithms."""
     if distance <= 0:
         return None
     for count in range(3, MOST_REPEATS + 1):
@@ -150,19 +150,19 @@ def on_target(a: Cell, b: Cell, target: LatencyTarget, confidence: float) -> OnT
 
 
 def _share(cell: Cell, target: LatencyTarget, confidence: float) -> Figure:
-    """Of all requests, those in time; the interval counts requests of one repeat as being as alike as they are."""
+    """The share of requests that met the target; its interval accounts for correlation within a repeat."""
     hits = [[meets(sample, target) for sample in repeat.samples] for repeat in cell.repeats if repeat.samples]
     count = sum(len(one) for one in hits)
     if not count:
         return Figure(value=0.0, low=0.0, high=1.0, basis="measured", source="no requests")
     share = sum(map(sum, hits)) / count
-    worth = count / _alike(hits, share)
-    low, high = wilson(share, worth, confidence)
+    independent = count / _alike(hits, share)
+    low, high = wilson(share, independent, confidence)
     return Figure(value=share, low=low, high=high, basis="measured", source=f"{count} requests")
 
 
 def _alike(hits: Sequence[Sequence[bool]], share: float) -> float:
-    """How many requests of the same repeats are worth one that is independent: the design effect, at least 1."""
+    """The design effect: how many requests of the same repeat count as one independent request; at least 1."""
     if len(hits) < 2 or not 0 < share < 1:
         return 1.0
     sizes = [len(one) for one in hits]
@@ -172,7 +172,7 @@ def _alike(hits: Sequence[Sequence[bool]], share: float) -> float:
 
 
 def wilson(share: float, count: float, confidence: float) -> tuple[float, float]:
-    """The interval of a share by Wilson's score, which stays between 0 and 1 and is honest about a clean sheet."""
+    """Wilson's score interval of a share. It stays between 0 and 1 and has a width also at shares of 0 and 1."""
     z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     wide = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -186,11 +186,11 @@ def _sign(metric: Metric) -> float:
     return 1.0 if metric == "output_tok_s" else -1.0
 
 
-def _level(cell: Cell, metric: Metric, dice: random.Random) -> Level:
+def _level(cell: Cell, metric: Metric, rng: random.Random) -> Level:
     sign = _sign(metric)
     found = Level([], [], [])
     for repeat in cell.repeats:
-        value, again = _speeds(repeat, cell.load, dice) if metric == "output_tok_s" else _times(repeat, metric, dice)
+        value, again = _speeds(repeat, cell.load, rng) if metric == "output_tok_s" else _times(repeat, metric, rng)
         if value is None or value <= 0:
             continue
         found.logs.append(sign * math.log(value))
@@ -199,8 +199,8 @@ def _level(cell: Cell, metric: Metric, dice: random.Random) -> Level:
     return found
 
 
-def _speeds(repeat: Repeat, load: Load, dice: random.Random) -> tuple[float | None, list[float]]:
-    """Tokens per second, and what they might have been with other requests of the same kind."""
+def _speeds(repeat: Repeat, load: Load, rng: random.Random) -> tuple[float | None, list[float]]:
+    """Tokens per second, and their values for resampled requests."""
     value = output_tok_s(repeat, load)
     took = [sample.duration_ms for sample in repeat.samples]
     made = [float(sample.output_tokens or 0) if sample.outcome == "ok" else 0.0 for sample in repeat.samples]
@@ -209,20 +209,20 @@ def _speeds(repeat: Repeat, load: Load, dice: random.Random) -> tuple[float | No
     usual, places = sum(made) / sum(took), range(len(took))
     found = []
     for _ in range(WITHIN):
-        chosen = dice.choices(places, k=len(took))
+        chosen = rng.choices(places, k=len(took))
         found.append(value * sum(made[one] for one in chosen) / max(sum(took[one] for one in chosen), 1e-9) / usual)
     return value, found
 
 
-def _times(repeat: Repeat, metric: Metric, dice: random.Random) -> tuple[float | None, list[float]]:
-    """The median over requests, and what it might have been."""
+def _times(repeat: Repeat, metric: Metric, rng: random.Random) -> tuple[float | None, list[float]]:
+    """The median over requests, and its values for resampled requests."""
     found = sorted(TIMES[metric](repeat.samples))
     if not found:
         return None, []
     value = statistics.median(found)
     if len(found) < LEAST_RESAMPLED:
         return value, []
-    return value, [statistics.median(dice.choices(found, k=len(found))) for _ in range(WITHIN)]
+    return value, [statistics.median(rng.choices(found, k=len(found))) for _ in range(WITHIN)]
 
 
 TIMES: dict[Metric, Callable[[Iterable[Sample]], list[float]]] = {
@@ -236,48 +236,46 @@ TIMES: dict[Metric, Callable[[Iterable[Sample]], list[float]]] = {
 class Estimated(NamedTuple):
     value: float
     spread: float
-    """Its standard error."""
+    """Standard error."""
     degrees: int
     noise: float | None
-    """How much it varies from repeat to repeat."""
+    """Standard deviation between repeats."""
 
 
-def _paired(one: Level, other: Level, dice: random.Random) -> Estimated:
+def _paired(one: Level, other: Level, rng: random.Random) -> Estimated:
     gains = [b - a for a, b in zip(one.logs, other.logs, strict=True)]
     count = len(gains)
     choices = [
-        [b - a for a, b in zip(dice.choices(mine, k=WITHIN), dice.choices(theirs, k=WITHIN), strict=True)]
+        [b - a for a, b in zip(rng.choices(mine, k=WITHIN), rng.choices(theirs, k=WITHIN), strict=True)]
         for mine, theirs in zip(one.within, other.within, strict=True)
     ]
-    again = [pseudo_median([found[int(dice.random() * WITHIN)] for found in dice.choices(choices, k=count)])
+    again = [pseudo_median([found[int(rng.random() * WITHIN)] for found in rng.choices(choices, k=count)])
              for _ in range(RESAMPLES)]  # fmt: skip
     return Estimated(pseudo_median(gains), _widened(again, count), count - 1, statistics.stdev(gains))
 
 
-def _apart(one: Level, other: Level, dice: random.Random) -> Estimated:
+def _apart(one: Level, other: Level, rng: random.Random) -> Estimated:
     count = min(len(one.logs), len(other.logs))
     again = [
-        shift(
-            *([dice.choice(found) for found in dice.choices(side.within, k=len(side.within))] for side in (one, other))
-        )
+        shift(*([rng.choice(found) for found in rng.choices(side.within, k=len(side.within))] for side in (one, other)))
         for _ in range(RESAMPLES)
     ]
     value = shift(one.logs, other.logs)
     if count < 2:
-        # Only requests vary within a single repeat; that is not how repeats vary, and no verdict rests on it.
+        # A single repeat shows only the variation between requests, so no verdict is based on it.
         return Estimated(value, statistics.stdev(again), FEW_DEGREES, None)
     noise = math.hypot(statistics.stdev(one.logs), statistics.stdev(other.logs))
     return Estimated(value, _widened(again, count), count - 1, noise)
 
 
 def _widened(resampled: Sequence[float], count: int) -> float:
-    """Resamples of n values spread less than the values of which they are a sample, by n - 1 over n."""
+    """The bootstrap underestimates the variance of n values by the factor (n - 1) / n."""
     return statistics.stdev(resampled) * math.sqrt(count / (count - 1))
 
 
 def _interval(found: Estimated, drift: float, confidence: float) -> tuple[float, float]:
-    """What repeats show by Student's t, since they are few; what they cannot show is a constant, of many."""
-    shown = student_t(confidence, found.degrees) * found.spread
-    hidden = statistics.NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(2) * drift
-    reach = min(math.hypot(shown, hidden), MOST_REACH)
-    return math.exp(found.value - reach), math.exp(found.value + reach)
+    """Combines the spread of the repeats (Student's t, since they are few) with the drift (normal distribution)."""
+    from_repeats = student_t(confidence, found.degrees) * found.spread
+    from_drift = statistics.NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(2) * drift
+    half_width = min(math.hypot(from_repeats, from_drift), MOST_REACH)
+    return math.exp(found.value - half_width), math.exp(found.value + half_width)

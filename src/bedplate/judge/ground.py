@@ -1,4 +1,4 @@
-"""What a diagnosis is held against: the model's bytes and operations, and this machine's rates."""
+"""The inputs of a diagnosis besides measurements: the model's bytes and operations, and the machine's rates."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from bedplate.values.run import Environment, Subject
 
 
 class Ground(NamedTuple):
-    """`None` is what nobody knows; a diagnosis then says so."""
+    """`None`: unknown; the diagnosis reports it."""
 
     shape: Shape | None = None
     bandwidth: Figure | None = None
-    """Bytes per second, of all devices that share a step."""
+    """Memory bandwidth in bytes per second, of all devices that share a step."""
     operations: Figure | None = None
-    """Of matrix products, per second, likewise."""
+    """Matrix operations per second, of all devices that share a step."""
     cores: int | None = None
-    """Threads that compute at once without sharing a core."""
+    """Physical cores."""
     link_bytes_s: float | None = None
-    """Between the devices that share a step."""
+    """Bandwidth between the devices that share a step."""
     device: str = "cpu"
 
 
 def ground_for(
     subject: Subject, model: Model | None, hardware: Hardware | None, environment: Environment | None = None
 ) -> Ground:
-    """`hardware` only where it is the machine of the run; the run's own environment speaks of nothing else."""
+    """Pass `hardware` only if it is the machine of the run; `environment` always is."""
     device = subject.device or (subject.settings.device if subject.settings is not None else None)
     if device is None:
         device = "cpu" if hardware is None or not hardware.accelerators else "cuda"
@@ -48,7 +48,7 @@ def ground_for(
 
 
 def as_served(model: Model, label: str | None) -> Model:
-    """The model with its weights as the engine had them."""
+    """The model in the quantization that the engine served."""
     if label is None or label == model.quantization:
         return model
     return with_label(model, label.upper().replace(" ", ""))
@@ -69,8 +69,8 @@ def _rates(
         operations = _matrix_rate(hardware, device, shape)
     if environment is None:
         return bandwidth, operations
-    timed_here = bandwidth is not None and bandwidth.basis == "measured"
-    if not timed_here and environment.bandwidth_bytes_s is not None:
+    is_measured = bandwidth is not None and bandwidth.basis == "measured"
+    if not is_measured and environment.bandwidth_bytes_s is not None:
         bandwidth = _exactly(environment.bandwidth_bytes_s, "measured", "bedplate probe --measure")
     if operations is None and environment.operations_s is not None:
         operations = _exactly(environment.operations_s, "measured", "bedplate probe --measure")
@@ -84,16 +84,16 @@ def _exactly(value: float, basis: str, source: str) -> Figure:
 
 
 def _matrix_rate(hardware: Hardware, device: str, shape: Shape | None) -> Figure | None:
-    """What was timed here, of the type that engines multiply these weights in; else what the sheet says of it."""
+    """The measured rate of the data type that engines multiply these weights in, or else the rate of the data sheet."""
     where = "cpu" if device == "cpu" else "0"
-    timed = {one.data_type: one.operations_s for one in (hardware.measured.matrix if hardware.measured else ())
-             if one.device == where}  # fmt: skip
+    measured = {one.data_type: one.operations_s for one in (hardware.measured.matrix if hardware.measured else ())
+                if one.device == where}  # fmt: skip
     if device == "cpu":
         narrow = shape is not None and shape.bits < 12
         order, machine = ("int8", "fp32") if narrow else ("fp32", "int8"), host_machine(hardware)
     else:
         order, machine = ("bf16", "fp16"), machine_of(hardware)
-    found = next((timed[name] for name in order if name in timed), None)
+    found = next((measured[name] for name in order if name in measured), None)
     return found or _sheet(machine.rate(*order), machine.name)
 
 

@@ -1,4 +1,4 @@
-"""Which cells of two subjects compare: the same work, measured well, on the same machine."""
+"""Find the cells of two subjects that are comparable: same workload, same machine, valid measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.values.run import Cell, Load
 from bedplate.values.verdict import Difference
 
 ALLOWED = ("quantization", "weights", "machine")
-"""Differences that a person may ask to look past; all others leave nothing to compare."""
+"""Differences that `--allow` accepts; any other makes two cells not comparable."""
 HINT = "measure both in one run: bedplate bench --engines A,B --turns 5"
 
 LoadKey = tuple[object, ...]
@@ -28,25 +28,26 @@ class Matched(NamedTuple):
     left_out: tuple[str, ...]
     """Cells that were not compared, and why."""
     differences: tuple[Difference, ...]
-    """What differs between those that were."""
+    """Differences between the cells that were compared."""
     refused: tuple[Difference, ...] = ()
-    """What forbade comparing the others."""
+    """Differences that made other cells not comparable."""
 
     @property
     def newest(self) -> str:
-        """Until when both sides had been measured."""
+        """The newest time at which both sides had been measured."""
         return max((min(pair.a.at, pair.b.at) for pair in self.pairs), default="")
 
 
 def matched(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str] = ()) -> Matched:
-    """The cells of both sides under the same load, the newest of each. Raises BadQuestion where none compare.
+    """Pairs the newest cells of both sides under the same load. Raises BadQuestion if none are comparable.
 
-    An engine that was measured in several forms is taken in the one that was measured last on both sides.
+    Of several versions, quantizations or devices of one engine, the one that was measured last on both sides counts.
     """
     for name in allow:
         if name not in ALLOWED:
             raise BadQuestion(
-                f"a difference in {name} cannot be looked past", hint=f"--allow takes {', '.join(ALLOWED)}"
+                f"--allow {name}: cells with this difference cannot be compared",
+                hint=f"--allow accepts {', '.join(ALLOWED)}",
             )
     left_out: list[str] = []
     mine, theirs = _usable(a, left_out), _usable(b, left_out)
@@ -60,7 +61,7 @@ def matched(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str] = ()) -
 
 
 def _together(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str]) -> Matched:
-    """One form of each side, load by load."""
+    """Pairs one configuration of each side, load by load."""
     pairs: list[Pair] = []
     left_out: list[str] = []
     seen: dict[Difference, None] = {}
@@ -82,7 +83,7 @@ def _together(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str]) -> M
 
 
 def _forms(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells by what was measured, apart from the loads: version, weights, device, build, way."""
+    """Cells by configuration: version, weights, device, build, gateway, machine; each group has one cell per load."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         one = cell.subject
@@ -103,12 +104,12 @@ def _usable(cells: Sequence[Cell], left_out: list[str]) -> list[Cell]:
 
 
 def _newest(cells: Sequence[Cell]) -> list[Cell]:
-    """Of cells under the same load, the last one."""
+    """The newest cell of each load."""
     return list({_key(cell.load): cell for cell in sorted(cells, key=lambda cell: cell.at)}.values())
 
 
 def _partner(cell: Cell, others: Sequence[Cell]) -> Cell | None:
-    """Under the same load: measured in the same run if there is one, else the newest."""
+    """The cell under the same load: from the same run if there is one, otherwise the newest."""
     same = [other for other in others if _key(other.load) == _key(cell.load) and other.id != cell.id]
     return max(same, key=lambda other: (other.run == cell.run, other.at), default=None)
 
@@ -126,7 +127,7 @@ def _heaviness(load: Load) -> tuple[float, float, int, int]:
 
 def _empty(side: str, left_out: Sequence[str]) -> BadQuestion:
     cause = "; ".join(dict.fromkeys(left_out)) or "it has no cells"
-    return BadQuestion(f"nothing of {side} can be compared", cause=cause, hint=HINT)
+    return BadQuestion(f"{side} has no valid cell to compare", cause=cause, hint=HINT)
 
 
 def _nothing(a: Sequence[Cell], b: Sequence[Cell], tries: Sequence[Matched]) -> BadQuestion:
@@ -136,9 +137,9 @@ def _nothing(a: Sequence[Cell], b: Sequence[Cell], tries: Sequence[Matched]) -> 
         cause = f"A was measured with {loads[0]}; B with {loads[1]}"
         return BadQuestion("A and B have no load in common", cause=cause, hint=HINT)
     names = {one.what for one in refused}
-    past = f"to look past it: {' '.join(f'--allow {name}' for name in sorted(names))}; or "
+    accept = f"accept the difference with {' '.join(f'--allow {name}' for name in sorted(names))}; or "
     return BadQuestion(
-        "comparing A and B would mean nothing",
+        "A and B are not comparable",
         cause="; ".join(map(difference_words, refused)),
-        hint=f"{past if names <= set(ALLOWED) else ''}{HINT}",
+        hint=f"{accept if names <= set(ALLOWED) else ''}{HINT}",
     )

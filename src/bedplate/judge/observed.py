@@ -1,4 +1,4 @@
-"""One cell as the parts of a mean request: what it waits for, what its prompt takes, what a step takes."""
+"""Divide the mean request of a cell into parts: queue, prefill and steps."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from bedplate.values.run import Cell, Sample
 from bedplate.values.statistics import quantile
 
 ONE_TOKEN_EVENTS = (0.9, 1.15)
-ALIKE = 0.5
-"""Of the usual gap; where a quarter of all gaps is shorter than that, tokens come in clumps."""
-NOTHING = 0.02
+"""Tokens per stream event within which each event counts as one token."""
+LEAST_SHORT_GAP = 0.5
+"""As a share of the median gap. If a quarter of the gaps are shorter, several events arrive in one packet."""
+LEAST_MEDIAN_GAP = 0.02
+"""As a share of the time per output token; a smaller median gap is not a step."""
 LEAST_REQUESTS = 3
 FULL_CACHE = 0.95
 
 
 class View(NamedTuple):
-    """One cell as the parts of a mean request, in milliseconds."""
+    """The parts of the mean request of a cell, in milliseconds."""
 
     request_ms: float
     ttft_ms: float
     tokens: float
     prompt: float
-    """Tokens of it that had to be computed."""
+    """Prompt tokens that were not in the prefix cache."""
     context: float
-    """Tokens in the cache while the answer is made, on average."""
+    """Mean number of tokens in the KV cache while the answer is generated."""
     step_ms: float
-    """Between two tokens while no prompt is computed."""
+    """Time between two tokens while no prefill runs."""
     queue_ms: float
     queue_known: bool
-    """Whether the engine or its settings say who waited; else the queue is what prompts alone cannot explain."""
+    """Whether the engine or its settings report the queue; otherwise it is the time that prefills do not explain."""
     prefill_ms: float
-    """Its own prompt, alone."""
+    """The request's own prefill, alone."""
     behind_ms: float
-    """To the first token, spent while others were computed."""
+    """Part of the TTFT during which other requests were computed."""
     stalled_ms: float
-    """Between tokens, likewise."""
+    """Time between tokens during which other requests were prefilled."""
     batch: float
-    """Requests that were computed at once."""
+    """Mean number of requests in a batch."""
     token_ms: float
-    """What one token of a prompt takes."""
+    """Prefill time of one prompt token."""
     stream_ms: float
-    """What a further stream adds to a step: as steps grew with the batch, but no more than a token of a prompt."""
+    """What an added stream adds to a step: the growth of steps with the batch, but at most one prompt token."""
 
 
 class Alone(NamedTuple):
-    """One request at a time: what nothing else disturbs."""
+    """The median request of a cell with one request at a time."""
 
     ttft_ms: float
     step_ms: float
@@ -77,13 +79,13 @@ def alone_of(cells: Sequence[Cell]) -> Alone | None:
 
 
 def _prompt(cell: Cell, good: Sequence[Sample]) -> float:
-    """Tokens of a prompt that had to be computed."""
+    """Mean number of prompt tokens that were not in the prefix cache."""
     counted = [one.prompt_tokens - (one.cached_tokens or 0) for one in good if one.prompt_tokens is not None]
     return max(1.0, statistics.fmean(counted)) if counted else float(cell.load.prompt_tokens)
 
 
 def view_of(cell: Cell, alone: Alone | None) -> View | None:
-    """`None` where there is nothing to see: too few requests, no tokens counted, the client in the way."""
+    """`None` if the cell is invalid or has too few requests with counted tokens."""
     good = _good(cell)
     if len(good) < LEAST_REQUESTS or why_invalid(cell):
         return None
@@ -98,7 +100,7 @@ def view_of(cell: Cell, alone: Alone | None) -> View | None:
     step = _step_ms(good)
     prefill, token = _prefill_ms(good, alone, prompt, step, in_flight)
     queue, known = _queue_ms(cell, request, ttft, prefill, step, in_flight)
-    # A prompt's time that is only guessed from here has the queue in it; one that was measured alone has not.
+    # A prefill time inferred from this cell includes the queue; one that was measured alone does not.
     queue = min(queue, ttft if alone is None else max(0.0, ttft - prefill))
     prefill = min(prefill, ttft - queue)
     running = mean_of(repeat.engine.running_mean for repeat in cell.repeats)
@@ -116,14 +118,16 @@ def view_of(cell: Cell, alone: Alone | None) -> View | None:
 
 
 def views_of(cells: Sequence[Cell], alone: Alone | None) -> list[View | None]:
-    """All cells of one subject: how steps grow with the batch is seen over all of them."""
-    views = [view_of(cell, alone) for cell in cells]
-    seen = sorted((view for view in views if view is not None), key=lambda view: view.batch)
+    """For all cells of one subject together, since the growth of steps with the batch needs several loads."""
+    breakdowns = [view_of(cell, alone) for cell in cells]
+    seen = sorted(
+        (breakdown for breakdown in breakdowns if breakdown is not None), key=lambda breakdown: breakdown.batch
+    )
     if not seen or seen[-1].batch - seen[0].batch < 1:
-        return views
+        return breakdowns
     few, many = seen[0], seen[-1]
     each = max(0.0, (many.step_ms - few.step_ms) / (many.batch - few.batch))
-    return [view and view._replace(stream_ms=min(view.token_ms, each)) for view in views]
+    return [breakdown and breakdown._replace(stream_ms=min(breakdown.token_ms, each)) for breakdown in breakdowns]
 
 
 def _littles_law(cell: Cell, good: Sequence[Sample]) -> float:
@@ -132,16 +136,16 @@ def _littles_law(cell: Cell, good: Sequence[Sample]) -> float:
 
 
 def _step_ms(good: Sequence[Sample]) -> float:
-    """The usual gap where each event is a token; else the time per token of the requests that were disturbed least."""
+    """The median gap if each event is one token; otherwise the first quartile of the time per output token."""
     tpots = sorted(found for one in good if (found := one.tpot_ms) is not None)
     calm = quantile(tpots, 0.25)
     gaps = sorted(gap for one in good for gap in one.gaps_ms)
     made = sum(one.output_tokens or 0 for one in good) / max(1, sum(len(one.gaps_ms) + 1 for one in good))
     if gaps and ONE_TOKEN_EVENTS[0] <= made <= ONE_TOKEN_EVENTS[1]:
         usual = quantile(gaps, 0.5)
-        # Events that arrive in clumps have gaps of nothing, which are no steps. That most time is spent on the prompts
-        # of others makes few gaps long, and is no reason to doubt the usual one.
-        if quantile(gaps, 0.25) >= ALIKE * usual and usual >= NOTHING * calm:
+        # Events that arrive in one packet have gaps of zero, which are not steps. Prefills of other requests make only
+        # a few gaps long, so the median stays valid.
+        if quantile(gaps, 0.25) >= LEAST_SHORT_GAP * usual and usual >= LEAST_MEDIAN_GAP * calm:
             return min(usual, quantile(tpots, 0.5))
     return calm
 
@@ -149,7 +153,7 @@ def _step_ms(good: Sequence[Sample]) -> float:
 def _prefill_ms(
     good: Sequence[Sample], alone: Alone | None, prompt: float, step: float, in_flight: float
 ) -> tuple[float, float]:
-    """A prompt by itself, and one token of it: as it was alone, else as the quickest first tokens here were."""
+    """The prefill time of a prompt and of one token: measured alone, or else from the shortest TTFTs of this cell."""
     if alone is not None and alone.prompt > 0:
         whole = max(0.0, alone.ttft_ms - alone.step_ms)
         return whole * prompt / alone.prompt, whole / alone.prompt
@@ -161,9 +165,9 @@ def _prefill_ms(
 def _queue_ms(
     cell: Cell, request: float, ttft: float, prefill: float, step: float, in_flight: float
 ) -> tuple[float, bool]:
-    """How long a request waits although nothing but room is missing, by Little's law where it is known how many wait.
+    """How long a request waits for a slot or KV cache (by Little's law, if the number of waiting requests is known).
 
-    Those that wait while other prompts are computed are counted by engines as well; that is no queue of this kind.
+    Engines also count requests that wait for another prefill as waiting; those are not part of this queue.
     """
     if in_flight <= 1:
         return 0.0, True
@@ -173,7 +177,7 @@ def _queue_ms(
         return by_engine, True
     if (slots := slots_of(cell)) is not None:
         return request * max(0.0, 1 - slots / in_flight), True
-    # Even if all prompts that are in flight were computed one after the other first, it would not take longer.
+    # Upper bound of what prefills explain: all prompts in flight, prefilled one after the other.
     unexplained = max(0.0, ttft - in_flight * prefill - step)
     return (unexplained, False) if by_engine is None else (min(by_engine, unexplained), False)
 
@@ -182,12 +186,12 @@ def cache_is_full(cell: Cell) -> bool:
     preempted = sum(repeat.engine.preemptions or 0.0 for repeat in cell.repeats)
     used = most_of(repeat.engine.kv_use_max for repeat in cell.repeats)
     slots = slots_of(cell)
-    room = slots is None or slots >= (cell.load.concurrency or 1)
-    return preempted > 0 or (used is not None and used >= FULL_CACHE and room)
+    has_free_slots = slots is None or slots >= (cell.load.concurrency or 1)
+    return preempted > 0 or (used is not None and used >= FULL_CACHE and has_free_slots)
 
 
 def slots_of(cell: Cell) -> int | None:
-    """Requests that are computed at once at the most, over all replicas."""
+    """Maximum number of concurrent requests over all replicas."""
     settings = cell.subject.settings
     return None if settings is None else settings.slots * max(1, cell.subject.parallelism.data)
 

@@ -1,4 +1,4 @@
-"""Where the time of a request went, limit by limit, held against the bytes and operations of a step."""
+"""Attribute the time of a request to limits, from the bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -16,67 +16,67 @@ from bedplate.values.diagnosis import AtLoad, Limit, Spent, SpentOn
 from bedplate.values.run import Cell
 
 CLEAR = 1.3
-"""How far ahead of the next one the largest part is when there is no doubt."""
+"""The bottleneck is clear if its time is at least this multiple of the second largest."""
 ALL_REDUCE_S = 12e-6
-"""Latency of one all-reduce within a node, where nobody measured it."""
+"""Assumed latency of one all-reduce within a node."""
 
 
-def at_load(cell: Cell, view: View | None, ground: Ground) -> AtLoad:
-    if view is None:
-        wrong = "; ".join(why_invalid(cell)) or "too few requests, or the endpoint counts no tokens; measure for longer"
-        return AtLoad(cell=cell.id, load=cell.load, limit=None, why=wrong)
-    spent = sorted(_spent(cell, view, ground), key=lambda one: one.ms, reverse=True)
+def at_load(cell: Cell, breakdown: View | None, roofline: Ground) -> AtLoad:
+    if breakdown is None:
+        too_few = "too few requests ended, or the endpoint reports no token counts; measure for longer"
+        return AtLoad(cell=cell.id, load=cell.load, limit=None, why="; ".join(why_invalid(cell)) or too_few)
+    spent = sorted(_spent(cell, breakdown, roofline), key=lambda one: one.ms, reverse=True)
     totals: dict[Limit, float] = {}
     for one in spent:
         totals[one.limit] = totals.get(one.limit, 0.0) + one.ms
     order = sorted(totals, key=lambda limit: totals[limit], reverse=True)
-    why = _mixed_up(ground) if order[0] == "runtime overhead" else None
+    why = _mixed_up(roofline) if order[0] == "runtime overhead" else None
     return AtLoad(
         cell=cell.id,
         load=cell.load,
         limit=order[0] if why is None else None,
         clear=len(order) < 2 or totals[order[0]] >= CLEAR * totals[order[1]],
-        request_ms=view.request_ms,
+        request_ms=breakdown.request_ms,
         spent=tuple(spent),
-        step_ms=view.step_ms,
-        floor_ms=_floor_ms(view, ground, cell),
-        batch=view.batch,
-        bandwidth_share=_bandwidth_share(view, ground, cell),
-        operations_share=_operations_share(view, ground),
+        step_ms=breakdown.step_ms,
+        floor_ms=_floor_ms(breakdown, roofline, cell),
+        batch=breakdown.batch,
+        bandwidth_share=_bandwidth_share(breakdown, roofline, cell),
+        operations_share=_operations_share(breakdown, roofline),
         why=why,
     )
 
 
-def _mixed_up(ground: Ground) -> str | None:
-    """Without bytes and bandwidth, what reading the weights takes is in the runtime's part as well."""
-    if ground.bandwidth is None:
-        missing = "the machine's memory bandwidth is not known (bedplate probe --measure)"
-    elif ground.shape is None:
-        missing = "the model's size is not known here"
+def _mixed_up(roofline: Ground) -> str | None:
+    """Why runtime overhead may include the time for reading the weights: their size or the bandwidth is unknown."""
+    if roofline.bandwidth is None:
+        missing = "the memory bandwidth of this machine is unknown (bedplate probe --measure)"
+    elif roofline.shape is None:
+        missing = "the model's size is unknown"
     else:
         return None
-    return f"reading the weights cannot be told from the runtime's own time, since {missing}"
+    return f"the time for reading the weights cannot be separated from runtime overhead, because {missing}"
 
 
-def _spent(cell: Cell, view: View, ground: Ground) -> list[Spent]:
-    steps = max(0.0, view.tokens - 1)
-    # The first token's own step is part of the time to it.
-    first = min(view.step_ms, view.behind_ms)
-    behind = view.behind_ms - first
-    step = _step_parts(cell, view, ground)
-    scale = (steps * view.step_ms + first) / view.step_ms if view.step_ms > 0 else 0.0
+def _spent(cell: Cell, breakdown: View, roofline: Ground) -> list[Spent]:
+    steps = max(0.0, breakdown.tokens - 1)
+    # TTFT includes the step of the first token.
+    first = min(breakdown.step_ms, breakdown.behind_ms)
+    behind = breakdown.behind_ms - first
+    step = _step_parts(cell, breakdown, roofline)
+    scale = (steps * breakdown.step_ms + first) / breakdown.step_ms if breakdown.step_ms > 0 else 0.0
     found: list[tuple[Limit, SpentOn, str, float]] = [
-        (queue_limit(cell), "queue", "waiting for a turn", view.queue_ms),
-        ("compute", "prompt", "its own prompt", view.prefill_ms),
-        ("compute", "other prompts", "waiting while other prompts are computed", behind + view.stalled_ms)
+        (queue_limit(cell), "queue", "waiting in the queue", breakdown.queue_ms),
+        ("compute", "prompt", "prefill of its own prompt", breakdown.prefill_ms),
+        ("compute", "other prompts", "waiting for the prefill of other prompts", behind + breakdown.stalled_ms)
         if (cell.load.concurrency or 2) > 1
-        else ("runtime overhead", "stalls", "stalls", behind + view.stalled_ms),
+        else ("runtime overhead", "stalls", "stalls", behind + breakdown.stalled_ms),
         *((limit, on, what, ms * scale) for limit, on, what, ms in step),
     ]
     return [
-        Spent(limit=limit, on=on, what=what, ms=ms, share=ms / view.request_ms)
+        Spent(limit=limit, on=on, what=what, ms=ms, share=ms / breakdown.request_ms)
         for limit, on, what, ms in found
-        if ms > 0.001 * view.request_ms
+        if ms > 0.001 * breakdown.request_ms
     ]
 
 
@@ -84,19 +84,19 @@ def queue_limit(cell: Cell) -> Limit:
     return "KV cache" if cache_is_full(cell) else "scheduler"
 
 
-def _step_parts(cell: Cell, view: View, ground: Ground) -> list[tuple[Limit, SpentOn, str, float]]:
-    """One step by what it is spent on. Reading and computing overlap where a device can; then their parts shrink."""
-    weights, cache = _read_ms(view, ground, cell)
-    compute = view.batch * view.stream_ms
-    links = links_ms(view, ground, cell)
+def _step_parts(cell: Cell, breakdown: View, roofline: Ground) -> list[tuple[Limit, SpentOn, str, float]]:
+    """The parts of a step. If reading and computing overlap, the parts are scaled down to the step time."""
+    weights, cache = _read_ms(breakdown, roofline, cell)
+    compute = breakdown.batch * breakdown.stream_ms
+    links = links_ms(breakdown, roofline, cell)
     floor = weights + cache + compute + links
-    shrink = min(1.0, view.step_ms / floor) if floor > 0 else 1.0
+    shrink = min(1.0, breakdown.step_ms / floor) if floor > 0 else 1.0
     return [
         ("memory bandwidth", "weights", "reading the weights", weights * shrink),
-        ("KV cache", "cache", "reading the cache", cache * shrink),
-        ("compute", "tokens", "computing a token for each stream", compute * shrink),
-        ("interconnect", "links", "adding up over the links", links * shrink),
-        ("runtime overhead", "runtime", "neither read, computed nor sent", max(0.0, view.step_ms - floor)),
+        ("KV cache", "cache", "reading the KV cache", cache * shrink),
+        ("compute", "tokens", "computing one token for each stream", compute * shrink),
+        ("interconnect", "links", "all-reduce over the links", links * shrink),
+        ("runtime overhead", "runtime", "runtime overhead", max(0.0, breakdown.step_ms - floor)),
     ]
 
 
@@ -105,69 +105,73 @@ def _kv_bits(cell: Cell) -> float:
     return 8.0 if settings is not None and settings.kv_type == "fp8" else 16.0
 
 
-def step_bytes(view: View, ground: Ground, cell: Cell) -> tuple[float, float] | None:
-    """Weights and cache that one step reads."""
-    if ground.shape is None:
+def step_bytes(breakdown: View, roofline: Ground, cell: Cell) -> tuple[float, float] | None:
+    """Bytes of weights and of KV cache that one step reads."""
+    if roofline.shape is None:
         return None
     each = max(1, cell.subject.parallelism.data)
-    batch = view.batch / each
+    batch = breakdown.batch / each
     return (
-        each * weights_read_bytes(ground.shape, batch),
-        view.batch * kv_read_bytes(ground.shape, view.context, _kv_bits(cell)),
+        each * weights_read_bytes(roofline.shape, batch),
+        breakdown.batch * kv_read_bytes(roofline.shape, breakdown.context, _kv_bits(cell)),
     )
 
 
-def _read_ms(view: View, ground: Ground, cell: Cell) -> tuple[float, float]:
-    found = step_bytes(view, ground, cell)
-    if found is None or ground.bandwidth is None or ground.bandwidth.value <= 0:
+def _read_ms(breakdown: View, roofline: Ground, cell: Cell) -> tuple[float, float]:
+    found = step_bytes(breakdown, roofline, cell)
+    if found is None or roofline.bandwidth is None or roofline.bandwidth.value <= 0:
         return 0.0, 0.0
-    rate = ground.bandwidth.value * max(1, cell.subject.parallelism.data) / 1000
+    rate = roofline.bandwidth.value * max(1, cell.subject.parallelism.data) / 1000
     return found[0] / rate, found[1] / rate
 
 
-def links_ms(view: View, ground: Ground, cell: Cell) -> float:
+def links_ms(breakdown: View, roofline: Ground, cell: Cell) -> float:
     ranks = cell.subject.parallelism.tensor
-    if ranks <= 1 or ground.shape is None:
+    if ranks <= 1 or roofline.shape is None:
         return 0.0
-    sent = all_reduce_bytes(view.batch, ground.shape, ranks)
-    over = sent / ground.link_bytes_s if ground.link_bytes_s else 0.0
-    return 2 * ground.shape.layers * (ALL_REDUCE_S + over) * 1000
+    sent = all_reduce_bytes(breakdown.batch, roofline.shape, ranks)
+    over = sent / roofline.link_bytes_s if roofline.link_bytes_s else 0.0
+    return 2 * roofline.shape.layers * (ALL_REDUCE_S + over) * 1000
 
 
-def _floor_ms(view: View, ground: Ground, cell: Cell) -> float | None:
-    found = step_bytes(view, ground, cell)
-    if found is None or ground.shape is None or ground.bandwidth is None or ground.bandwidth.value <= 0:
+def _floor_ms(breakdown: View, roofline: Ground, cell: Cell) -> float | None:
+    found = step_bytes(breakdown, roofline, cell)
+    if found is None or roofline.shape is None or roofline.bandwidth is None or roofline.bandwidth.value <= 0:
         return None
-    reading = sum(_read_ms(view, ground, cell))
-    if ground.operations is None or ground.operations.value <= 0:
+    reading = sum(_read_ms(breakdown, roofline, cell))
+    if roofline.operations is None or roofline.operations.value <= 0:
         return reading
-    computed = linear_ops(ground.shape, view.batch) + view.batch * attention_ops(ground.shape, 1, view.context)
-    return max(reading, computed / ground.operations.value * 1000)
+    computed = linear_ops(roofline.shape, breakdown.batch) + breakdown.batch * attention_ops(
+        roofline.shape, 1, breakdown.context
+    )
+    return max(reading, computed / roofline.operations.value * 1000)
 
 
-def _bandwidth_share(view: View, ground: Ground, cell: Cell) -> float | None:
-    if ground.bandwidth is None or step_bytes(view, ground, cell) is None or view.step_ms <= 0:
+def _bandwidth_share(breakdown: View, roofline: Ground, cell: Cell) -> float | None:
+    if roofline.bandwidth is None or step_bytes(breakdown, roofline, cell) is None or breakdown.step_ms <= 0:
         return None
-    return sum(_read_ms(view, ground, cell)) / view.step_ms
+    return sum(_read_ms(breakdown, roofline, cell)) / breakdown.step_ms
 
 
-def prompt_ops_s(view: View, ground: Ground) -> float | None:
-    """Of a prompt that adds less than a step to the first token nothing is known: most of it is hidden in that step."""
-    if ground.shape is None or view.prefill_ms <= 0 or view.prefill_ms < view.step_ms:
+def prompt_ops_s(breakdown: View, roofline: Ground) -> float | None:
+    """`None` for a prefill shorter than a step, most of which overlaps with that step."""
+    if roofline.shape is None or breakdown.prefill_ms <= 0 or breakdown.prefill_ms < breakdown.step_ms:
         return None
     return (
-        (linear_ops(ground.shape, view.prompt, 1) + attention_ops(ground.shape, view.prompt)) / view.prefill_ms * 1000
+        (linear_ops(roofline.shape, breakdown.prompt, 1) + attention_ops(roofline.shape, breakdown.prompt))
+        / breakdown.prefill_ms
+        * 1000
     )
 
 
-def _operations_share(view: View, ground: Ground) -> float | None:
-    rate = prompt_ops_s(view, ground)
-    return None if rate is None or ground.operations is None else rate / ground.operations.value
+def _operations_share(breakdown: View, roofline: Ground) -> float | None:
+    rate = prompt_ops_s(breakdown, roofline)
+    return None if rate is None or roofline.operations is None else rate / roofline.operations.value
 
 
-def threads_too_many(cell: Cell, ground: Ground) -> int | None:
+def threads_too_many(cell: Cell, roofline: Ground) -> int | None:
     settings = cell.subject.settings
     threads = settings.threads if settings is not None else None
-    if threads is None or ground.cores is None or ground.device != "cpu" or threads <= ground.cores:
+    if threads is None or roofline.cores is None or roofline.device != "cpu" or threads <= roofline.cores:
         return None
     return threads

@@ -1,4 +1,4 @@
-"""From effects to an answer: right answers first, then none that fail, then the latency asked for, then speed."""
+"""Decide a comparison: by answer quality first, then by failed requests, then by the latency target, then by speed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bedplate.values.run import Quality
 from bedplate.values.verdict import Answer, Constraint, Effect, OnTarget, Side
 
 LEAST_REPEATS = 3
-"""Of each side, before a gain counts as proven: "A repeatable harness matters more than a single impressive run"."""
-NEARLY = 0.1
-"""How far below what is asked the interval of a share may reach that is itself above it: few requests say no more."""
+"""Repeats of each side that prove a gain: "A repeatable harness matters more than a single impressive run"."""
+TOLERANCE = 0.1
+"""The lower end of the confidence interval may fall this far below the required share."""
 WORSE_AGREEMENT = 0.05
 WORSE_PERPLEXITY = 1.05
-"""Beyond what another order of additions explains: answers that are worse by so much are another product."""
+"""Differences in quality larger than another order of floating-point additions explains."""
 MORE_ERRORS = 0.01
-WHICH_LOAD = "say which load counts: --concurrency N"
+WHICH_LOAD = "choose the load that counts: --concurrency N"
 
 
 class Opinion(NamedTuple):
@@ -39,7 +39,7 @@ class Errors(NamedTuple):
 
 
 class Case(NamedTuple):
-    """All that the answer rests on."""
+    """Everything that decides a comparison."""
 
     a: Side
     b: Side
@@ -62,12 +62,12 @@ def weighed(case: Case) -> Opinion:
 
 
 def _if_answers_were_checked(case: Case, opinion: Opinion) -> Opinion:
-    """Nobody moves to an engine whose answers nobody looked at."""
+    """Does not recommend an engine whose answers were not checked."""
     checked = case.b.quality is not None and case.b.quality.verdict != "unchecked"
     if opinion.answer != "migrate" or checked:
         return opinion
     text = f"{opinion.text} But its answers were not checked against a reference."
-    return Opinion("not proven", "quality", text, "a run in which its answers are checked")
+    return Opinion("not proven", "quality", text, "a run that checks its answers")
 
 
 # answers
@@ -78,36 +78,38 @@ def _by_quality(case: Case) -> Opinion | None:
     if theirs is None or theirs.verdict == "unchecked":
         return None
     if theirs.verdict == "broken":
-        told = f": {theirs.note}" if theirs.note else ""
-        text = f"{case.b.engine} gives wrong answers here{told}. However fast, it is broken."
+        note = f": {theirs.note}" if theirs.note else ""
+        text = f"{case.b.engine} gives wrong answers on this machine{note}. Its speed does not count."
         return Opinion("stay", "quality", text, "answers that agree with the reference")
     if mine is None or mine.verdict == "unchecked":
         return None
     if mine.verdict == "broken":
-        text = f"{case.a.engine} gives wrong answers here, and {case.b.engine} gives right ones."
+        text = f"{case.a.engine} gives wrong answers on this machine, and {case.b.engine} gives correct ones."
         return Opinion("migrate", "quality", text)
     if (why := worse(mine, theirs)) is not None:
-        text = f"{case.b.engine} answers worse: {why}. Speed does not make up for that."
-        return Opinion("stay", "quality", text, "weights or settings with which its answers are as good")
+        text = f"The answers of {case.b.engine} are worse: {why}. Its speed does not count."
+        return Opinion("stay", "quality", text, "weights or settings that make its answers as good")
     return None
 
 
 def worse(mine: Quality, theirs: Quality) -> str | None:
-    """Why the second is worse by more than chance."""
+    """Why the second quality is significantly worse; `None` if it is not."""
     if mine.agreement is not None and theirs.agreement is not None and mine.asked and theirs.asked:
         low = wilson(mine.agreement, mine.asked, 0.95)[0]
         high = wilson(theirs.agreement, theirs.asked, 0.95)[1]
         if theirs.agreement < mine.agreement - WORSE_AGREEMENT and high < low:
-            return f"{theirs.agreement:.0%} of its next tokens agree with the reference, against {mine.agreement:.0%}"
+            return f"greedy-token agreement {theirs.agreement:.0%} instead of {mine.agreement:.0%}"
     own, other = _over_reference(mine), _over_reference(theirs)
     if own is not None and other is not None and other > own * WORSE_PERPLEXITY:
-        return f"perplexity {other:.2f} times the reference's, against {own:.2f} times"
+        return f"perplexity {other:.2f} times that of the reference instead of {own:.2f} times"
     return None
 
 
 def _over_reference(quality: Quality) -> float | None:
-    """Endpoints tell more or less of a text's likelihood; only beside the reference's on the same part does it mean
-    anything."""
+    """Perplexity relative to the reference's on the same part of the text.
+
+    Endpoints report likelihoods for different parts of a text, so the perplexity alone is not comparable.
+    """
     if quality.perplexity is None or quality.reference_perplexity is None:
         return None
     return quality.perplexity / quality.reference_perplexity
@@ -118,19 +120,19 @@ def _by_errors(case: Case) -> Opinion | None:
     if not found.a_of or not found.b_of:
         return None
     mine, theirs = found.a / found.a_of, found.b / found.b_of
-    surely = wilson(theirs, found.b_of, 0.99)[0] > wilson(mine, found.a_of, 0.99)[1]
-    if theirs <= mine + MORE_ERRORS or not surely:
+    is_significant = wilson(theirs, found.b_of, 0.99)[0] > wilson(mine, found.a_of, 0.99)[1]
+    if theirs <= mine + MORE_ERRORS or not is_significant:
         return None
     failed = f"{found.b} of {count_of(found.b_of, 'request')} to {case.b.engine} failed"
-    text = f"{failed}, of those to {case.a.engine} {found.a} of {found.a_of}."
+    text = f"{failed}, and {found.a} of {found.a_of} to {case.a.engine}."
     return Opinion("stay", "errors", text, "a run in which it answers all requests")
 
 
-# the latency that was asked for
+# latency target
 
 
 def _by_target(case: Case) -> Opinion | None:
-    """`None` where none was given."""
+    """`None` if no target was given."""
     if not case.targets:
         return None
     met = [(one, _met(one.a), _met(one.b)) for one in case.targets]
@@ -141,7 +143,7 @@ def _by_target(case: Case) -> Opinion | None:
         return Opinion("not proven", "load", text, WHICH_LOAD)
     if only_a:
         text = f"{case.b.engine} misses the latency target with {_loads(only_a)}: {_shares(case, only_a[-1])}."
-        return Opinion("stay", "latency", text, f"settings with which {case.b.engine} meets it, too")
+        return Opinion("stay", "latency", text, f"settings with which {case.b.engine} also meets it")
     if only_b:
         return _rescued(case, only_b)
     both = {one.load for one, mine, theirs in met if mine and theirs}
@@ -151,8 +153,8 @@ def _by_target(case: Case) -> Opinion | None:
 
 
 def _met(share: Figure) -> bool | None:
-    """Whether enough requests are in time; `None`: too few to tell."""
-    if share.value >= MET and share.low >= MET - NEARLY:
+    """Whether enough requests meet the target; `None`: too few requests to decide."""
+    if share.value >= MET and share.low >= MET - TOLERANCE:
         return True
     return False if share.high < MET else None
 
@@ -166,20 +168,20 @@ def _rescued(case: Case, only_b: Sequence[OnTarget]) -> Opinion:
     return Opinion("migrate", "latency", text)
 
 
-def _neither(case: Case, surely: bool) -> Opinion:
+def _neither(case: Case, is_certain: bool) -> Opinion:
     lightest = case.targets[0]
     shares = (
-        f"with {short_load(lightest.load)} {lightest.a.value:.0%} and {lightest.b.value:.0%} of requests are in time"
+        f"with {short_load(lightest.load)}, {lightest.a.value:.0%} and {lightest.b.value:.0%} of the requests meet it"
     )
-    if surely:
+    if is_certain:
         ways = "a smaller load, other settings (bedplate diagnose), or a third engine"
         return Opinion("not proven", "latency", f"Neither meets the latency target: {shares}.", ways)
-    text = f"Whether the latency target is met is within chance: {shares}."
+    text = f"Too few requests to decide whether the latency target is met: {shares}."
     return Opinion("not proven", "noise", text, "more requests under the same load")
 
 
 def _shares(case: Case, one: OnTarget) -> str:
-    return f"{one.b.value:.0%} of its requests are in time, of those to {case.a.engine} {one.a.value:.0%}"
+    return f"{one.b.value:.0%} of its requests meet it, and {one.a.value:.0%} of those to {case.a.engine}"
 
 
 def _loads(found: Sequence[OnTarget]) -> str:
@@ -191,7 +193,7 @@ def _loads(found: Sequence[OnTarget]) -> str:
 
 def _by_speed(case: Case, main: Sequence[Effect], also: str = "") -> Opinion:
     if not main:
-        text = "Neither tokens nor times were counted on both sides."
+        text = "The two sides have neither token counts nor request times in common."
         return Opinion("not proven", "noise", text, "a run that counts tokens")
     faster = [one for one in main if _faster(one, case.least_gain)]
     slower = [one for one in main if _slower(one, case.least_gain)]
@@ -211,7 +213,7 @@ def _value(one: Effect) -> float:
 
 
 def _faster(one: Effect, least_gain: float) -> bool:
-    """The gain is no chance, and the best guess of it pays for the move."""
+    """Whether the gain is significant, and its best estimate exceeds the cost of moving."""
     return one.sure_low > 1.0 and one.gain.value >= least_gain and min(one.repeats) >= LEAST_REPEATS
 
 
@@ -223,9 +225,9 @@ def _moving(case: Case, best: Effect, also: str) -> Opinion:
     text = f"{case.b.engine} is {gain_words(best)}.{also}"
     later = None if case.targets else _later_first_token(case, best)
     if later is not None:
-        text += f" But its first token takes {1 / later.gain.value:.1f} times as long."
-        return Opinion("not proven", "latency", text, "a latency target that says what matters: --slo 'ttft_ms=…'")
-    return Opinion("migrate", "throughput", f"{text} That is more than what moving costs ({case.move}).")
+        text += f" But its TTFT is {1 / later.gain.value:.1f} times as long."
+        return Opinion("not proven", "latency", text, "a latency target, which decides: --slo 'ttft_ms=…'")
+    return Opinion("migrate", "throughput", f"{text} That is more than the cost of moving ({case.move}).")
 
 
 def _later_first_token(case: Case, best: Effect) -> Effect | None:
@@ -236,38 +238,40 @@ def _later_first_token(case: Case, best: Effect) -> Effect | None:
 def _staying(case: Case, main: Sequence[Effect], also: str) -> Opinion:
     if all(one.gain.high < 1.0 for one in main):
         text = f"{case.b.engine} is {gain_words(min(main, key=_value))}.{also}"
-        return Opinion("stay", "throughput", text, "another version or setting of it")
+        return Opinion("stay", "throughput", text, "another version of it, or other settings")
     reach = max(main, key=lambda one: one.gain.high)
     text = f"{case.b.engine} is {gain_words(reach)}.{also}"
-    text += f" Even the far end of that is less than what moving costs ({case.move})."
-    return Opinion("stay", "moving costs", text, f"a gain of {case.move} or more, on this work")
+    text += f" Even the upper end of the interval is less than the cost of moving ({case.move})."
+    return Opinion("stay", "moving costs", text, f"a gain of at least {case.move} on this workload")
 
 
 def _unproven(case: Case, best: Effect, also: str) -> Opinion:
     text = f"{case.b.engine} is {gain_words(best)}.{also}"
     repeats = min(best.repeats)
     if repeats < LEAST_REPEATS:
-        text += f" That rests on {count_of(repeats, 'repeat')}."
+        text += f" The measurement has only {count_of(repeats, 'repeat')}."
         return Opinion("not proven", "noise", text, _more(case, best, LEAST_REPEATS))
     gain, least = math.log(best.gain.value), math.log(case.least_gain)
     needed = repeats_needed(best.noise or 0.0, gain if gain >= least else least - gain, case.confidence)
-    why = "Chance may explain it." if best.gain.low <= 1 <= best.gain.high else "Whether it pays is within chance."
+    why = "The difference may be noise."
+    if not best.gain.low <= 1 <= best.gain.high:
+        why = f"Whether the gain exceeds the cost of moving ({case.move}) is not significant."
     return Opinion("not proven", "noise", f"{text} {why}", _more(case, best, needed))
 
 
 def _more(case: Case, best: Effect, needed: int | None) -> str:
     repeats = min(best.repeats)
     if needed is None:
-        unsteady = f"repeats with {short_load(best.load)} vary so much that not even {MOST_REPEATS} would do"
-        return f"a quieter machine: {unsteady}"
+        unsteady = f"repeats with {short_load(best.load)} vary so much that {MOST_REPEATS} would not suffice"
+        return f"a machine with less other load: {unsteady}"
     count = max(needed, repeats + 1)
-    turns = "" if best.paired else " that take turns"
-    more = f"about {count} repeats of each with {short_load(best.load)}{turns}, instead of {repeats}"
+    kind = "repeats" if best.paired else "interleaved repeats"
+    more = f"about {count} {kind} of each with {short_load(best.load)}, instead of {repeats}"
     return f"{more}{_how(case, best, count)}"
 
 
 def _how(case: Case, best: Effect, count: int) -> str:
-    """The command that measures it, where it can be had by one."""
+    """The command that measures it, if one command can."""
     if best.load.concurrency is None or case.a.engine == case.b.engine:
         return ""
     engines, load = f"{case.a.engine},{case.b.engine}", best.load.concurrency

@@ -1,4 +1,4 @@
-"""Loads, gains and differences as people say them."""
+"""Loads, gains and differences as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_words(load: Load) -> str:
 def short_load(load: Load) -> str:
     if load.arrivals == "closed" and load.concurrency is not None:
         return "1 request at a time" if load.concurrency == 1 else f"{load.concurrency} in flight"
-    rate = "" if load.requests_per_s is None else f" {load.requests_per_s:g} requests a second"
+    rate = "" if load.requests_per_s is None else f" {load.requests_per_s:g} requests per second"
     return f"{load.arrivals}{rate}"
 
 

@@ -1,1 +1,1 @@
-"""What an endpoint really does: whether it answers rightly, and how fast."""
+"""Measure endpoints: throughput, latency, and whether the answers are correct."""

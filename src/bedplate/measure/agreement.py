@@ -1,7 +1,7 @@
-"""Does an engine answer as its weights do? One next token after each of many prefixes, held against a reference.
+"""Greedy-token agreement: compare the next token after each of many prefixes with a float32 reference.
 
-Free-running text diverges by chance after a few tokens; single next tokens do not, as far as the reference has a clear
-favourite. docs/agreement.md says where the figures here come from.
+Generated text diverges at random after a few tokens. Single next tokens do not, if the reference clearly prefers one.
+docs/agreement.md explains the constants.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from bedplate.values import Hardware, Plan
 from bedplate.values.agreement import Agreement, Disagreement
 
 CLEAR_GAP = 0.5
-"""In logits: the favourite is then 1.6 times as likely as the next best. Rounding turned none of these in 8 bits."""
+"""In logits: the best token is 1.6 times as likely as the second. Rounding to 8 bits changed none of these."""
 FLOORS = ((16.0, 0.98), (8.0, 0.97), (6.0, 0.85), (5.0, 0.65), (0.0, 0.55))
-"""Least share of clear answers that weights of so many bits explain, where they were made from the reference's own."""
+"""Bits per weight, and the smallest share of clear prefixes that agree if the weights were quantized to them."""
 CHANCE = 1e-3
-"""How unlikely a count must be under the floor to be called broken: a few ill-chosen prefixes are not enough."""
+"""An engine is broken if its count has a lower probability than this under the floor."""
 QUICK = 48
 QUICK_TOKENS = 100
 QUICK_IN_FLIGHT = 2
-"""At start-up the clients' own requests come first."""
+"""Low, because requests of clients have priority at start-up."""
 MOST_EVIDENCE = 8
 SHOWN_CHARACTERS = 60
 LEAST_ANSWERED = 0.9
 LEAST_SPACES = 4
-"""Answers that should begin with a space before an engine that shows none is taken to strip them."""
+"""Answers that should begin with a space. If none of at least this many does, the engine strips spaces."""
 REQUEST_LIMIT_S = 120.0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint said after one prefix."""
+    """The answer of an endpoint to one prefix."""
 
     text: str
     ended: bool = False
-    """Whether it says that the text ends there, and not only its allowance."""
+    """Whether the finish reason is an end-of-text token, not the token limit."""
     prompt_tokens: int | None = None
     made_tokens: int | None = None
 
@@ -54,21 +54,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     lasting: bool = False
-    """There is no such API: asking again would bring the same."""
+    """The endpoint lacks the API, so another request would fail too."""
 
 
-Said = Answer | Failed
+Reply = Answer | Failed
 Pairs = Sequence[tuple[str, Known]]
 
 
 def quick_ones(pairs: Pairs, count: int = QUICK) -> Pairs:
-    """A few that the reference answers clearly: those that wrong positions would turn, and others that are soon read.
+    """Chooses prefixes with a clear answer, in the order of the text: half position-sensitive, half short.
 
-    In the order of the text. A wrong rotary base is the mistake that loads, answers and goes unnoticed in short texts.
+    Position-sensitive prefixes reveal a wrong rotary base, which short texts do not.
     """
     clear = [number for number, (_, known) in enumerate(pairs) if is_clear(known)]
-    telling = sorted((one for one in clear if tells(pairs[one][1])), key=lambda one: _turned(pairs[one][1]))
-    chosen = set(telling[: count // 2])
+    sensitive = sorted((one for one in clear if tells(pairs[one][1])), key=lambda one: _turned(pairs[one][1]))
+    chosen = set(sensitive[: count // 2])
     short = [number for number in clear if number not in chosen and pairs[number][1].tokens <= QUICK_TOKENS]
     chosen |= set(spread(short, count - len(chosen)))
     return tuple(pairs[number] for number in sorted(chosen))
@@ -79,7 +79,7 @@ def _turned(known: Known) -> float:
 
 
 def tells(known: Known) -> bool:
-    """Whether a clear answer turns into another where positions are wrong."""
+    """Whether a clear answer changes if positions are wrong."""
     return is_clear(known) and _turned(known) < 0
 
 
@@ -92,8 +92,8 @@ def is_clear(known: Known) -> bool:
 
 async def ask(
     url: str, pairs: Pairs, *, model: str, key: str | None = None, in_flight: int = 4, limit_s: float = REQUEST_LIMIT_S
-) -> list[Said]:
-    """Asks for the next token after each prefix. `url` is the root, without /v1. Failures are answers, too."""
+) -> list[Reply]:
+    """Requests the next token after each prefix. `url` is the root, without /v1. A failed request is a `Failed`."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -101,7 +101,7 @@ async def ask(
     gate = asyncio.Semaphore(in_flight)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
 
-        async def one(prefix: str) -> Said:
+        async def one(prefix: str) -> Reply:
             body = {"model": model, "prompt": prefix, "max_tokens": 1, "temperature": 0}
             async with gate:
                 try:
@@ -118,16 +118,16 @@ async def ask(
         return [first, *await asyncio.gather(*(one(prefix) for prefix, _ in pairs[1:]))]
 
 
-def read_answer(status: int, body: bytes) -> Said:
-    """What a completions API sent, whatever that is."""
+def read_answer(status: int, body: bytes) -> Reply:
+    """Parses the response of a completions API, valid or not."""
     if status in (404, 405, 501):
-        return Failed(why=f"it has no completions API (HTTP {status})", lasting=True)
+        return Failed(why=f"the endpoint has no completions API (HTTP {status})", lasting=True)
     try:
-        said = msgspec.json.decode(body)
+        document = msgspec.json.decode(body)
         if status != 200:
-            return Failed(why=f"HTTP {status}: {_error_text(said)}")
-        choice = said["choices"][0]
-        usage = said.get("usage") or {}
+            return Failed(why=f"HTTP {status}: {_error_text(document)}")
+        choice = document["choices"][0]
+        usage = document.get("usage") or {}
         return msgspec.convert(
             {
                 "text": choice["text"],
@@ -138,11 +138,11 @@ def read_answer(status: int, body: bytes) -> Said:
             Answer,
         )
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
-        return Failed(why=f"HTTP {status} with something else than a completion ({type(error).__name__})")
+        return Failed(why=f"HTTP {status}, but the body is not a completion ({type(error).__name__})")
 
 
-def _error_text(said: Any) -> str:
-    error = said.get("error", said) if isinstance(said, dict) else said
+def _error_text(document: Any) -> str:
+    error = document.get("error", document) if isinstance(document, dict) else document
     text = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(text).split())[:200]
 
@@ -157,28 +157,28 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     clear: int = 0
     clear_agreed: int = 0
     telling: int = 0
-    """Of the clear ones, those that wrong positions would turn."""
+    """Clear prefixes whose answer depends on correct positions."""
     telling_agreed: int = 0
     other_lengths: int = 0
-    """Prompts of another number of tokens than in the reference: another tokenizer, or a BOS too many or too few."""
+    """Prompts with another token count than in the reference: another tokenizer, or an extra or missing BOS."""
     longer_by: int | None = None
-    """By so many tokens, where it is the same number for all of them."""
+    """The difference in tokens, if it is the same for all prompts."""
     evidence: tuple[Disagreement, ...] = ()
     failure: Failed | None = None
-    """The last one, where a request failed."""
+    """The last failed request."""
 
 
-def compare(pairs: Pairs, said: Sequence[Said]) -> Comparison:
-    """Counts what agrees; the evidence is what disagrees, the clearest first."""
+def compare(pairs: Pairs, replies: Sequence[Reply]) -> Comparison:
+    """Counts the answers that agree. The evidence is the answers that disagree, clearest first."""
     answered = [
         (prefix, known, answer)
-        for (prefix, known), answer in zip(pairs, said, strict=True)
+        for (prefix, known), answer in zip(pairs, replies, strict=True)
         if isinstance(answer, Answer)
     ]
     strips = strips_spaces([(known, answer) for _, known, answer in answered])
     wrong = [one for one in answered if not same(one[1], one[2], strips)]
     differences = {answer.prompt_tokens - known.tokens for _, known, answer in answered if answer.prompt_tokens}
-    failures = [answer for answer in said if isinstance(answer, Failed)]
+    failures = [answer for answer in replies if isinstance(answer, Failed)]
     telling = sum(tells(known) for _, known, _ in answered)
     return Comparison(
         asked=len(pairs),
@@ -198,16 +198,16 @@ def compare(pairs: Pairs, said: Sequence[Said]) -> Comparison:
 
 
 def strips_spaces(answers: Iterable[tuple[Known, Answer]]) -> bool:
-    """Whether an engine takes leading spaces off: where many are expected, it shows none at all."""
+    """Whether an engine strips leading spaces: several are expected, and no answer has one."""
     expected = [answer for known, answer in answers if known.kind == "text" and known.text.startswith(" ")]
     return len(expected) >= LEAST_SPACES and not any(answer.text.startswith(" ") for answer in expected)
 
 
 def same(known: Known, answer: Answer, strips: bool = False) -> bool:
-    """Whether an answer is the reference's token, as far as text can tell."""
-    if known.kind == "special":  # hidden by most, spelled out by some
+    """Whether the text of an answer matches the token of the reference."""
+    if known.kind == "special":  # most engines hide special tokens, some print them
         return answer.text in ("", known.text)
-    if known.kind == "part":  # held back until the character is whole, or replaced; which half it was cannot be seen
+    if known.kind == "part":  # an incomplete character is held back or replaced, so its bytes cannot be compared
         return not answer.ended and not answer.text.strip("\ufffd ")
     wanted, got = (known.text.strip(), answer.text.strip()) if strips else (known.text, answer.text)
     if answer.made_tokens is not None and answer.made_tokens > 1:
@@ -229,7 +229,7 @@ def _evidence(prefix: str, known: Known, answer: Answer) -> Disagreement:
 
 
 def stored_bits(label: str) -> float | None:
-    """The bits of one weight that a label speaks of."""
+    """The bits per weight of a quantization label."""
     text = label.upper()
     if text in SIXTEEN_BIT or text in ("FP16", "FP32"):
         return 16.0
@@ -240,10 +240,10 @@ def stored_bits(label: str) -> float | None:
 
 
 def floor_for(plan: Plan) -> float:
-    """The least share of clear answers that must agree. Files that are served as they are lose nothing any more.
+    """The smallest share of clear answers that must agree.
 
-    What an engine stores the reference's weights in anew may lose as much as those bits explain. An engine may compute
-    with 8-bit activations or keep an 8-bit cache, so that nobody is held to more than 8 bits unless its weights are 16.
+    An engine that quantizes the weights again may lose what those bits explain; one that serves the file unchanged
+    loses nothing. Engines may use 8-bit activations or an 8-bit KV cache, so only 16-bit weights need more.
     """
     bits = stored_bits(plan.weights.label)
     if plan.weights.format == "gguf" and plan.weights.made == "as it is":
@@ -254,35 +254,36 @@ def floor_for(plan: Plan) -> float:
 
 
 def chance(agreed: int, asked: int, share: float) -> float:
-    """How likely so few or fewer are, if each agrees with this probability."""
+    """The probability of at most `agreed` agreements out of `asked`, if each has the probability `share`."""
     return sum(math.comb(asked, hits) * share**hits * (1 - share) ** (asked - hits) for hits in range(agreed + 1))
 
 
 def verdict_of(
     found: Comparison, floor: float, against: Literal["reference", "incumbent"] = "reference"
 ) -> tuple[Literal["ok", "broken", "unchecked"], str]:
-    """The verdict, and in one clause why. `against`: whose answers were compared."""
+    """The verdict and its reason in one clause. `against`: whose answers were compared."""
     if found.failure is not None and (found.failure.lasting or found.answered < LEAST_ANSWERED * found.asked):
-        answered = "" if found.failure.lasting else f"only {found.answered} of {found.asked} prefixes were answered: "
+        answered = "" if found.failure.lasting else f"only {found.answered} of {found.asked} requests were answered: "
         return "unchecked", f"{answered}{found.failure.why}"
     if not found.clear:
         return "unchecked", "none of the prefixes has a clear answer"
     counts = f"{found.clear_agreed} of {found.clear} prefixes"
     few = chance(found.clear_agreed, found.clear, floor) < CHANCE
-    # A mistake in the positions hides among the many that it does not touch.
-    turned = chance(found.telling_agreed, found.telling, floor) < CHANCE
-    if not few and not turned:
+    # Wrong positions change only some of the answers, so these prefixes are counted separately.
+    few_sensitive = chance(found.telling_agreed, found.telling, floor) < CHANCE
+    if not few and not few_sensitive:
         return "ok", f"{counts} with a clear answer agree"
     if not few:
-        counts = f"{found.telling_agreed} of {found.telling} prefixes that depend on right positions"
+        counts = f"{found.telling_agreed} of {found.telling} prefixes that depend on correct positions"
     sides = {
-        "reference": "with the reference, where its weights explain",
-        "incumbent": "with the engine in service, where the weights of both explain",
+        "reference": ("the reference", "these weights"),
+        "incumbent": ("the engine in service", "the weights of both"),
     }
-    why = f"{counts} agree {sides[against]} no less than {floor:.0%}"
+    other, weights = sides[against]
+    why = f"{counts} agree with {other}; at least {floor:.0%} are expected with {weights}"
     if found.other_lengths > found.answered / 2:
         by = f", {found.longer_by:+d} each" if found.longer_by is not None else ""
-        why += f"; it reads {found.other_lengths} prompts as another number of tokens{by}"
+        why += f"; {found.other_lengths} prompts have another token count than in the reference{by}"
     return "broken", why
 
 
@@ -321,26 +322,26 @@ async def check_served(
     tell: Callable[[Agreement], None],
     path: Path | None = None,
 ) -> None:
-    """A quick check of an engine that was just started, unless this very setting was found good here before."""
+    """Checks an engine after its start, unless the same engine with the same settings passed the check before."""
     machine = fingerprint(hardware)
     reference = await asyncio.to_thread(reference_for, plan.source or plan.model)
     if reference is None or _found_good(plan, reference, agreements(machine, plan.model.name, path)):
         return
     pairs = quick_ones(reference.known())
-    said = await ask(url, pairs, model=plan.model.served_name, key=key, in_flight=QUICK_IN_FLIGHT)
-    found = judged(plan, reference, compare(pairs, said), at=now_text(), machine=machine)
+    replies = await ask(url, pairs, model=plan.model.served_name, key=key, in_flight=QUICK_IN_FLIGHT)
+    found = judged(plan, reference, compare(pairs, replies), at=now_text(), machine=machine)
     tell(found)
-    if found.verdict != "unchecked" or any(isinstance(one, Failed) and one.lasting for one in said):
+    if found.verdict != "unchecked" or any(isinstance(one, Failed) and one.lasting for one in replies):
         add_agreement(found, path)
 
 
 def _found_good(plan: Plan, reference: Reference, earlier: Iterable[Agreement]) -> bool:
-    """Whether asking again would bring nothing new: it was good, or it has no API to ask."""
-    of_this = (
+    """Whether the newest check of these settings passed, or could not be done because the API is missing."""
+    matching = (
         one
         for one in earlier
         if one.reference == reference.id
         and one.same_setting(plan.engine, plan.engine_version, plan.weights.label, plan.settings)
     )
-    newest = next(of_this, None)
+    newest = next(matching, None)
     return newest is not None and newest.verdict != "broken"

@@ -1,6 +1,6 @@
-"""Are a challenger's answers as good? Next tokens after fixed prefixes, beside the reference and the engine in service.
+"""Compare the answers of a challenger with the reference and with the engine in service, by greedy-token agreement.
 
-docs/agreement.md says why next tokens, and what stored bits explain.
+docs/agreement.md explains the method and the effect of quantization.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bedplate.measure.agreement import (
     Comparison,
     Failed,
     Pairs,
-    Said,
+    Reply,
     ask,
     compare,
     floor_for,
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 ASKED = 48
 ASKED_IN_SERVICE = 24
-"""Of the engine in service, which has clients: short ones, of which the challenger is asked the same."""
+"""Fewer and shorter prefixes for the engine in service, because it has clients. The challenger gets them too."""
 MOST_CHARACTERS = 160
 IN_FLIGHT = 2
-"""Beside clients, whose requests come first."""
+"""Low, because requests of clients have priority."""
 AT_ONCE = 8
 IN_SERVICE_S, LEAST_ASKED = 15.0, 8
 CHECK_S, LEAST_CHECKED = 45.0, 24
-"""How long is asked at the most, once there are so many answers."""
+"""Time limits of the requests; they apply once there are at least this many answers."""
 ALTERNATIVES = 2
 UNCLEAR_FLOORS = ((16.0, 0.90), (8.0, 0.85), (6.0, 0.70), (5.0, 0.50), (0.0, 0.40))
-"""As `FLOORS`, of all prefixes: near ties are among them where an engine gives no log-probabilities."""
+"""Like `FLOORS`, for all prefixes including near ties, if an engine reports no log-probabilities."""
 REQUEST_LIMIT_S = 180.0
 WARM_TOKENS = 24
 PROMPTS = (
@@ -71,32 +71,32 @@ PROMPTS = (
 
 
 class Where(NamedTuple):
-    """An engine's own address."""
+    """The address of an engine."""
 
     url: str
     key: str | None
     name: str
-    """What it calls the model."""
+    """Served name of the model."""
 
 
 class Basis(NamedTuple):
-    """What the challenger is held against."""
+    """The answers that a challenger is compared with."""
 
     plan: Plan | None
-    """Of the engine in service; `None`: there is none."""
+    """Plan of the engine in service; `None`: there is none."""
     pairs: Pairs
-    """The prefixes, and what the engine in service said."""
+    """The prefixes with the answers of the engine in service."""
     clear_known: bool
-    """Whether it is known which of them have a clear answer."""
+    """Whether it is known which prefixes have a clear answer."""
     strips: bool
-    """Whether the engine in service takes leading spaces off."""
+    """Whether the engine in service strips leading spaces."""
     reference: Reference | None
     failure: str | None = None
-    """Why the engine in service could not be asked."""
+    """Why requests to the engine in service failed."""
 
 
 async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None, *, most: int = ASKED_IN_SERVICE) -> Basis:
-    """Asks the engine in service, while it is there. `facts` is the plan of the challenger."""
+    """Collects the answers of the engine in service while it still runs. `facts` is the plan of the challenger."""
     reference = await asyncio.to_thread(reference_for, facts.source or facts.model)
     if where is None or incumbent is None:
         return Basis(None, (), True, False, reference)
@@ -104,26 +104,26 @@ async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None, *, 
     gaps = {prefix: one.gap for prefix, one in quick if one.tokens <= QUICK_TOKENS}
     short = tuple(gaps) or tuple(one for one in fixed_prefixes() if len(one) <= MOST_CHARACTERS)
     prefixes = spread(short, most)
-    heard: list[tuple[Said, float | None]] = []
+    answers: list[tuple[Reply, float | None]] = []
     until = time.monotonic() + IN_SERVICE_S
-    while len(heard) < len(prefixes) and (len(heard) < LEAST_ASKED or time.monotonic() < until):
-        some = prefixes[len(heard) : len(heard) + AT_ONCE]
-        heard += await _heard(where, some, with_gaps=not gaps)
-    prefixes = prefixes[: len(heard)]
-    texts = [one.text for one, _ in heard if isinstance(one, Answer)]
+    while len(answers) < len(prefixes) and (len(answers) < LEAST_ASKED or time.monotonic() < until):
+        some = prefixes[len(answers) : len(answers) + AT_ONCE]
+        answers += await _heard(where, some, with_gaps=not gaps)
+    prefixes = prefixes[: len(answers)]
+    texts = [one.text for one, _ in answers if isinstance(one, Answer)]
     strips = len(texts) >= LEAST_SPACES and not any(text.startswith(" ") for text in texts)
     pairs = [
         (prefix, as_known(answer, gaps.get(prefix, gap), strips))
-        for prefix, (answer, gap) in zip(prefixes, heard, strict=True)
+        for prefix, (answer, gap) in zip(prefixes, answers, strict=True)
         if isinstance(answer, Answer)
     ]
-    failures = [one.why for one, _ in heard if isinstance(one, Failed)]
-    clear_known = bool(gaps) or any(gap is not None for _, gap in heard)
+    failures = [one.why for one, _ in answers if isinstance(one, Failed)]
+    clear_known = bool(gaps) or any(gap is not None for _, gap in answers)
     return Basis(incumbent, tuple(pairs), clear_known, strips, reference, failures[-1] if failures else None)
 
 
 def as_known(answer: Answer, gap: float | None, strips: bool) -> Known:
-    """What one engine said, as something that another is compared with. Without a gap it counts as clear."""
+    """Converts an engine's answer to a reference answer. Without a gap it counts as clear."""
     text = answer.text.strip() if strips else answer.text
     kind = "text"
     if answer.ended and not answer.text:
@@ -133,21 +133,21 @@ def as_known(answer: Answer, gap: float | None, strips: bool) -> Known:
     return Known(text, kind, answer.prompt_tokens or 0, CLEAR_GAP if gap is None else gap)  # type: ignore[arg-type]
 
 
-async def _heard(where: Where, prefixes: Sequence[str], *, with_gaps: bool) -> list[tuple[Said, float | None]]:
-    """What an engine says after each prefix, and by how much it prefers that, where it tells."""
+async def _heard(where: Where, prefixes: Sequence[str], *, with_gaps: bool) -> list[tuple[Reply, float | None]]:
+    """The answer to each prefix, and its gap to the second best token if the engine reports log-probabilities."""
     if not with_gaps:
-        said = await ask(where.url, _plain(prefixes), model=where.name, key=where.key, in_flight=IN_FLIGHT)
-        return [(one, None) for one in said]
+        replies = await ask(where.url, _plain(prefixes), model=where.name, key=where.key, in_flight=IN_FLIGHT)
+        return [(one, None) for one in replies]
     import aiohttp
 
     headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
     timeout, gate = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S), asyncio.Semaphore(IN_FLIGHT)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
 
-        async def one(prefix: str) -> tuple[Said, float | None]:
+        async def one(prefix: str) -> tuple[Reply, float | None]:
             async with gate:
                 status, body = await _next_token(session, where, prefix, ALTERNATIVES)
-                if status == 400:  # some refuse to list alternatives
+                if status == 400:  # some engines reject `logprobs`
                     status, body = await _next_token(session, where, prefix, None)
             if status == 0:
                 return Failed(why=body.decode("utf-8", "replace")), None
@@ -168,7 +168,7 @@ async def _next_token(
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> tuple[int, bytes]:
-    """Status 0: there was no answer, and the body says why."""
+    """Returns status and body. Status 0: no response, and the body is the reason."""
     import aiohttp
 
     try:
@@ -188,13 +188,13 @@ def _plain(prefixes: Iterable[str]) -> Pairs:
 async def checked(
     hardware: Hardware, plan: Plan, where: Where, basis: Basis, stage: Stage, *, most: int = ASKED
 ) -> tuple[Checked, ...]:
-    """The challenger beside the engine in service, and beside the reference where there is one."""
+    """Compares the challenger with the engine in service, and with the reference if there is one."""
     by_reference = quick_ones(basis.reference.known(), most) if basis.reference is not None else ()
     by_incumbent = spread(basis.pairs, most)
-    # What both speak of first, so that little time is enough for either.
+    # Common prefixes first, so that both comparisons have answers if the time limit is reached.
     prefixes = dict.fromkeys([*(prefix for prefix, _ in by_incumbent), *(prefix for prefix, _ in by_reference)])
     if not prefixes:
-        return (_unchecked(stage, basis.failure or "there is neither a reference nor an engine in service to ask"),)
+        return (_unchecked(stage, basis.failure or "there is neither a reference nor an engine in service"),)
     answers = await _answered(where, tuple(prefixes))
     by_reference = tuple(pair for pair in by_reference if pair[0] in answers)
     by_incumbent = tuple(pair for pair in by_incumbent if pair[0] in answers)
@@ -217,24 +217,24 @@ async def checked(
     return tuple(found)
 
 
-async def _answered(where: Where, prefixes: Sequence[str]) -> dict[str, Said]:
-    """As many as there is time for, and enough to tell: on a busy machine all of them would take minutes."""
-    found: dict[str, Said] = {}
+async def _answered(where: Where, prefixes: Sequence[str]) -> dict[str, Reply]:
+    """Requests answers until the time limit, and at least `LEAST_CHECKED`: on a busy machine all would take minutes."""
+    found: dict[str, Reply] = {}
     until = time.monotonic() + CHECK_S
     while len(found) < len(prefixes) and (len(found) < LEAST_CHECKED or time.monotonic() < until):
         some = prefixes[len(found) : len(found) + AT_ONCE]
-        said = await ask(
+        replies = await ask(
             where.url, _plain(some), model=where.name, key=where.key, in_flight=IN_FLIGHT, limit_s=REQUEST_LIMIT_S
         )
-        found |= dict(zip(some, said, strict=True))
+        found |= dict(zip(some, replies, strict=True))
     return found
 
 
-def against_incumbent(plan: Plan, basis: Basis, pairs: Pairs, said: Sequence[Said], stage: Stage) -> Checked:
-    """Both may differ from the truth by what their stored bits explain. Pure."""
+def against_incumbent(plan: Plan, basis: Basis, pairs: Pairs, replies: Sequence[Reply], stage: Stage) -> Checked:
+    """Compares with the engine in service. Both may differ from float32 by their quantization. Pure."""
     if basis.strips:
-        said = [replaced_text(one) for one in said]
-    found = compare(pairs, said)
+        replies = [replaced_text(one) for one in replies]
+    found = compare(pairs, replies)
     floors = [floor(one, basis.clear_known) for one in (plan, basis.plan) if one is not None]
     least = floors[0] * floors[-1] if len(floors) > 1 else floors[0]
     verdict, why = verdict_of(found, least, "incumbent")
@@ -248,7 +248,7 @@ def floor(plan: Plan, clear_known: bool) -> float:
     return next(share for least, share in UNCLEAR_FLOORS if (bits or 0.0) >= least)
 
 
-def replaced_text(one: Said) -> Said:
+def replaced_text(one: Reply) -> Reply:
     return msgspec.structs.replace(one, text=one.text.strip()) if isinstance(one, Answer) else one
 
 
@@ -285,14 +285,14 @@ def _keep(agreement: Agreement) -> None:
     try:
         store.add_agreement(agreement)
     except OutsideFailed:
-        return  # it is for later decisions; this one has been made
+        return  # the record serves later decisions only
 
 
 # warming up
 
 
 async def warmed(where: Where, in_flight: int) -> str | None:
-    """A few requests at once to an engine that nobody uses yet. What is wrong with it, or nothing."""
+    """Sends a few concurrent requests to an engine before it has clients. Returns what is wrong with it, or `None`."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
@@ -319,17 +319,15 @@ async def _said_wrong(session: aiohttp.ClientSession, where: Where, prompt: str)
         status, body = await _post(session, f"{where.url}/v1/chat/completions", {**asked, "messages": chat})
         field = "content"
     if status == 0:
-        return f"it did not answer a small request: {body.decode('utf-8', 'replace')}"
+        return f"a warm-up request failed: {body.decode('utf-8', 'replace')}"
     if status != 200:
-        return (
-            f"it answered a small request with HTTP {status}: {' '.join(body.decode('utf-8', 'replace').split())[:200]}"
-        )
+        return f"a warm-up request got HTTP {status}: {' '.join(body.decode('utf-8', 'replace').split())[:200]}"
     text = _text(body, field)
     return None if not text.strip() else garbled(text)
 
 
 def _text(body: bytes, field: str) -> str:
-    """Empty where there is none: an answer may begin with the end."""
+    """The generated text; empty if there is none, since an answer may end at once."""
     try:
         choice = msgspec.json.decode(body)["choices"][0]
         return str(choice["text"] if field == "text" else choice["message"]["content"] or "")

@@ -1,4 +1,4 @@
-"""The matrix: engines by loads, each cell measured until it is known well enough, and kept as soon as it is."""
+"""Measure a matrix of engines and loads: repeat each cell until its confidence interval is narrow, and store it."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ from bedplate.values.workload import LatencyTarget, RequestShape
 CONCURRENCIES = (1, 4, 8, 16)
 HALF_WIDTH = 0.05
 ENGINE_BUDGET_S = 240.0
-"""Measured time for each engine, where nobody says."""
+"""Default measuring time for each engine."""
 LEAST_REPEATS = 3
 USUAL_TURNS = 2
 WARMUP_S = 2.0
 CONTEXT_SPARE = 128
-"""Room for what a chat template adds."""
+"""Tokens for the chat template."""
 LEAST_CONTEXT = 1024
 ROUNDS_PER_LOAD = 1000
-"""Prompts are told apart by a number; each load has so many of its own."""
+"""Prompts are numbered by round; each load has this many round numbers."""
 REQUEST_LIMIT_S = 300.0
-STRETCHED = 6.0
-"""Times the asked time that a stretch may go on for, where too few requests have ended."""
+MOST_EXTENSION = 6.0
+"""Largest ratio of a measurement window to the requested time, if too few requests have ended."""
 
 
 class Teller:
-    """What happens, for those who show it. All of it may be left out."""
+    """Receives the events of a run, to show them. A subclass overrides what it needs."""
 
     def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None: ...
 
@@ -86,7 +86,7 @@ class Teller:
 
 @dataclass
 class Bench:
-    """One run under way."""
+    """A run in progress."""
 
     run: Run
     hardware: Hardware
@@ -105,7 +105,7 @@ class Bench:
     @property
     def matrix(self) -> Matrix:
         if self.run.matrix is None:
-            raise BadQuestion(f"{self.run.id} was measured by others, and cannot be gone on with")
+            raise BadQuestion(f"run {self.run.id} was imported from a file and cannot be resumed")
         return self.run.matrix
 
     def keep_run(self, **changes: Any) -> None:
@@ -113,7 +113,7 @@ class Bench:
         store.add_run(self.run, self.path)
 
     def keep(self, cell: Cell) -> Cell:
-        """With its flags as they are now."""
+        """Stores the cell with updated flags."""
         cell = replaced(cell, flags=flags_of(cell, self.quantizations))
         self.cells[cell.id] = cell
         store.add_cell(cell, self.path)
@@ -147,11 +147,11 @@ def bench(
     command: Sequence[str] = (),
     path: Path | None = None,
 ) -> Run:
-    """Measures each engine under each load and keeps what it finds in the store; returns the run.
+    """Measures each engine under each load, stores the cells, and returns the run.
 
-    `engines` are ids, or "installed", or "all" that can be installed; with `url` an endpoint is measured instead.
-    `turns` are two where several engines are measured, unless it is said.
-    Ctrl-C stops everything and keeps what is done; `resume` goes on with a run that was ended before its time.
+    `engines`: ids, or "installed", or "all" for all installable engines. With `url` an endpoint is measured instead.
+    `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
+    Ctrl-C stops the run and keeps the measured cells; `resume` continues a stopped run.
     """
     progress, teller = progress or Silent(), teller or Teller()
     hardware = probe()
@@ -159,16 +159,16 @@ def bench(
         found = store.run(resume or None, path)
         return found if found.finished else _measured(_resumed(found, hardware, progress, teller, path))
     if os.name != "posix" and url is None:
-        raise OutsideFailed("engines are started on Linux and macOS alone", hint="on Windows: inside of WSL, or --url")
-    asked = tuple(loads) if loads is not None else closed_loads()
+        raise OutsideFailed("engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url")
+    requested = tuple(loads) if loads is not None else closed_loads()
     if url is None and isinstance(engines, str):
         engines = _named(engines, hardware)
     for engine_id in engines if url is None else ():
-        engine_by_id(engine_id)  # a name that nobody has is said before anything is fetched for it
+        engine_by_id(engine_id)  # report an unknown engine before downloading anything
     matrix = Matrix(
         model=model,
         engines=() if url is not None else tuple(engines),
-        loads=asked,
+        loads=requested,
         url=url,
         key_env=key_env,
         served_model=served_model,
@@ -190,7 +190,7 @@ def bench(
 
 
 def _usual_turns(subjects: int, repeats: int) -> int:
-    """Several take turns, A B B A: what changes steadily on the machine is then the same for all of them."""
+    """Several engines are measured in interleaved rounds, A B B A, so that drift affects all of them equally."""
     return min(USUAL_TURNS, repeats) if subjects > 1 else 1
 
 
@@ -215,7 +215,7 @@ def closed_loads(
 
 
 def _named(engines: str, hardware: Hardware) -> tuple[str, ...]:
-    """`installed`: what is there; where nothing is, the one that `serve` would install."""
+    """`installed`: the installed engines, or the one that `serve` would install if there is none."""
     if engines == "all":
         return installable_engines()
     return installed_engines(hardware) or (FIRST.id,)
@@ -223,9 +223,11 @@ def _named(engines: str, hardware: Hardware) -> tuple[str, ...]:
 
 def _resumed(run: Run, hardware: Hardware, progress: Progress, teller: Teller, path: Path | None) -> Bench:
     if run.matrix is None:
-        raise BadQuestion(f"run {run.id} was read from {run.source or 'a file'}: there is nothing to go on with")
+        raise BadQuestion(f"run {run.id} was imported from {run.source or 'a file'} and cannot be resumed")
     if run.environment.machine != fingerprint(hardware):
-        raise BadQuestion(f"run {run.id} was begun on another machine", hint="a run is comparable on one machine alone")
+        raise BadQuestion(
+            f"run {run.id} was started on another machine", hint="a run can be resumed only on the same machine"
+        )
     one = Bench(replaced(run, cells=()), hardware, progress, teller, path)
     one.cells = {cell.id: cell for cell in run.cells}
     one.qualities = {
@@ -245,11 +247,11 @@ def _shapes(matrix: Matrix) -> tuple[RequestShape, ...]:
     return read_shapes(Path(matrix.trace_path), matrix.seconds)
 
 
-# the whole
+# the run
 
 
 def _measured(one: Bench) -> Run:
-    """All cells that are not measured yet. What was kept stays, however it ends."""
+    """Measures all missing cells. Stored cells are kept, also if the run fails or is stopped."""
     with stoppable():
         try:
             if one.matrix.url is not None:
@@ -264,16 +266,16 @@ def _measured(one: Bench) -> Run:
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody stopped it; `run` has what was measured until then."""
+    """The run was stopped by a signal; `run` has the cells measured so far."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(f"stopped; go on with: bedplate bench --resume {run.id}")
+        super().__init__(f"stopped; continue with: bedplate bench --resume {run.id}")
         self.run = run
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Being asked to end is for the whole run what Ctrl-C is: engines are stopped, what is done is kept."""
+    """Handles SIGTERM like Ctrl-C: stops the engines and keeps the measured cells."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -300,7 +302,7 @@ def _measure_engines(one: Bench) -> None:
     if not one.subjects:
         first = refused[0]
         raise AnswerIsNo(
-            f"{facts.name} can be measured on none of {', '.join(matrix.engines)}",
+            f"none of {', '.join(matrix.engines)} can run {facts.name} here",
             cause=f"{first.engine}: {first.why}",
             hint=first.hint,
         )
@@ -311,7 +313,7 @@ def _measure_engines(one: Bench) -> None:
         one.teller.left_out(refusal)
     failed: set[str] = set()
     for turn in range(matrix.turns):
-        # Those who went last go first in the next turn: what drifts with time is shared out.
+        # Reverse the order in every second round, so that drift affects all engines equally.
         for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
             label = label_of(matrix, subject.engine.id, subject.decision.engine_version)
             if label in failed or not _missing(one, subject, turn):
@@ -350,14 +352,14 @@ def _planned(one: Bench, engine_id: str) -> Decided:
 
 
 def _in_flight(load: Load) -> int:
-    """Of open loops nobody knows before; slots for a few seconds' worth of requests."""
+    """Expected requests in flight. For an open loop they are unknown: the requests of a few seconds."""
     if load.concurrency is not None:
         return load.concurrency
     return min(64, max(load.burst or 1, round(8 * (load.requests_per_s or 1))))
 
 
 def _missing(one: Bench, subject: Decided, turn: int) -> bool:
-    """Whether anything of this engine is still to be measured in this turn."""
+    """Whether a cell of this engine has to be measured in this round."""
     label = label_of(one.matrix, subject.engine.id, subject.decision.engine_version)
     made = [one.cells.get(_cell_id(one, label, load)) for load in one.matrix.loads]
     return any(cell is None or not _enough(one, cell, turn) for cell in made)
@@ -370,7 +372,7 @@ def _enough(one: Bench, cell: Cell, turn: int) -> bool:
 
 
 def _most(one: Bench, turn: int) -> int:
-    """Repeats of a cell that there should be after this turn."""
+    """Repeats that a cell has after this round."""
     return -(-one.matrix.repeats * (turn + 1) // one.matrix.turns)
 
 
@@ -382,7 +384,7 @@ def _measure_engine(one: Bench, subject: Decided, turn: int) -> None:
     with running(ready.start(), one.progress, through_gateway=one.matrix.through_gateway) as started:
         quality = _checked(one, ready, started)
         name = ready.plan.model.served_name
-        place = "through the gateway" if one.matrix.through_gateway else "at the engine's own port"
+        place = "through the gateway" if one.matrix.through_gateway else "directly at the engine's port"
         measuring = Measuring(
             one,
             _started_subject(one, ready, started),
@@ -397,13 +399,13 @@ def _measure_engine(one: Bench, subject: Decided, turn: int) -> None:
 
 
 def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
-    """Once for each engine of a run: its answers do not depend on the load."""
+    """Checks the answers of each engine once per run, since they do not depend on the load."""
     engine = label_of(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
     if engine not in one.qualities:
         if not one.matrix.check_quality:
-            found = Quality(note="not asked for")
+            found = Quality(note="not requested")
         else:
-            one.progress.note(f"comparing answers of {ready.decided.engine.name} with the reference")
+            one.progress.note(f"comparing the answers of {ready.decided.engine.name} with the reference")
             found = run_loop(quality_of.check(started.url, ready.plan.model.served_name, started.key, plan=ready.plan))
         one.qualities[engine] = found
         one.teller.checked(_subject(one, ready.decided), found)
@@ -411,7 +413,7 @@ def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
 
 
 def _measure_endpoint(one: Bench) -> None:
-    """Any endpoint, known by its URL alone."""
+    """Measures an endpoint that is known only by its URL."""
     matrix = one.matrix
     key = key_from(matrix.key_env)
     target = Target.of(str(matrix.url), key=key, model=matrix.served_model)
@@ -430,7 +432,7 @@ def _measure_endpoint(one: Bench) -> None:
     )
     one.keep_run(models=() if one.facts is None else _told(replaced(one.facts, name=prepared.model)))
     one.teller.begun(one.whole(), [subject], idle_share())
-    quality = Quality(note="not asked for")
+    quality = Quality(note="not requested")
     if matrix.check_quality:
         quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts))
         one.teller.checked(subject, quality)
@@ -439,13 +441,13 @@ def _measure_endpoint(one: Bench) -> None:
 
 
 def key_from(variable: str | None) -> str | None:
-    """What an environment variable holds, which other users do not see as they see options."""
+    """Reads the key from an environment variable, since other users can see command-line options."""
     if variable is None:
         return None
     value = os.environ.get(variable)
     if not value:
         raise BadQuestion(
-            f"the environment variable {variable} is not set", hint="--key-env names the one with the key"
+            f"the environment variable {variable} is not set", hint="--key-env takes the name of a variable"
         )
     return value
 
@@ -455,7 +457,7 @@ def key_from(variable: str | None) -> str | None:
 
 @dataclass
 class Measuring:
-    """One endpoint that answers, under one load after the other."""
+    """Measures one running endpoint under one load after the other."""
 
     one: Bench
     subject: Subject
@@ -481,12 +483,12 @@ class Measuring:
             self.knee(self.one.matrix.target)
 
     def knee(self, target: LatencyTarget) -> None:
-        """Loads between and beyond those of the matrix, until the highest that meets the target is known."""
+        """Measures further loads until the highest one that meets the target is known."""
         number = len(self.one.matrix.loads)
         while True:
             mine = [cell for cell in self.one.cells.values() if self.is_mine(cell)]
             wanted = next_load(mine, target)
-            # A load whose cell is not valid, on a busy machine, would be asked for again and again.
+            # A load whose cell is invalid would be requested forever.
             if wanted is None or wanted in [cell.load for cell in mine]:
                 return
             self.cell(wanted, number, searching=True)
@@ -530,7 +532,8 @@ class Measuring:
             )
             if not self.alive():
                 one.keep(replaced(cell, halt="stopped"))
-                raise OutsideFailed(f"{self.subject.engine} died under {load.concurrency or 'the'} requests in flight")
+                load_text = "under this load" if load.concurrency is None else f"with {load.concurrency} in flight"
+                raise OutsideFailed(f"{self.subject.engine} exited {load_text}")
             reason = halt([output_tok_s(each) for each in cell.repeats], time.monotonic() - began, rule)
             final = reason if last or reason == "unknown" else None
             cell = one.keep(replaced(cell, halt=final))
@@ -540,7 +543,7 @@ class Measuring:
         one.teller.done(cell)
 
     def _allowed_s(self, searching: bool) -> float:
-        """An equal share of what is left of the budget, for each cell that is not done."""
+        """An equal share of the remaining budget for each unfinished cell."""
         one, matrix = self.one, self.one.matrix
         left_s = max(0.0, matrix.budget_s - one.spent_s)
         if searching:
@@ -586,15 +589,15 @@ class Measuring:
 
 
 def longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) -> float:
-    """How long a stretch may go on until enough requests have ended.
+    """Maximum duration of a measurement window in which enough requests have to end.
 
-    An engine that computes one after the other needs as many times what a request takes alone as there are streams.
+    An engine that processes requests one after the other needs the time of one request for each stream.
     """
-    return max(seconds, 3 * alone_s, min(allowed_s, max(STRETCHED * seconds, (streams + 2) * alone_s)))
+    return max(seconds, 3 * alone_s, min(allowed_s, max(MOST_EXTENSION * seconds, (streams + 2) * alone_s)))
 
 
 def _subject(one: Bench, subject: Decided) -> Subject:
-    """As far as it is known before it is installed and started."""
+    """The subject as planned, before the engine is installed and started."""
     return Subject(
         engine=subject.engine.id,
         engine_version=subject.decision.engine_version,
@@ -620,7 +623,7 @@ def _started_subject(one: Bench, ready: Readied, started: Started) -> Subject:
 
 
 def _told(model: Model) -> tuple[Model, ...]:
-    """What others need to know of it; where it lies on this disk is none of that, and templates are long."""
+    """The model without its local paths and its chat template."""
     return (replaced(model, files=(), chat_template=None),)
 
 
@@ -629,18 +632,18 @@ def _weights_id(model: Model | None) -> str | None:
 
 
 def label_of(matrix: Matrix, engine: str, version: str | None) -> str:
-    """What an engine is called in its run: its id, and the version too where several of it are measured."""
+    """The name of an engine in its run: its id, with the version if several versions are measured."""
     named = [name.partition("@")[0] for name in matrix.engines]
     return f"{engine}@{version}" if named.count(engine) > 1 else engine
 
 
 def _cell_id(one: Bench, engine: str, load: Load) -> str:
-    """The same for the same cell of the same run, so that going on with it finds what is there."""
+    """A stable id, so that a resumed run finds its cells."""
     what = f"{one.run.id}\n{engine}\n".encode() + msgspec.json.encode(load)
     return hashlib.sha256(what).hexdigest()[:12]
 
 
-# what a reader needs
+# environment
 
 
 def environment_of(hardware: Hardware, command: Sequence[str] = ()) -> Environment:
@@ -660,11 +663,11 @@ def environment_of(hardware: Hardware, command: Sequence[str] = ()) -> Environme
 
 
 def _matrix_rate(hardware: Hardware) -> float | None:
-    """As it was timed here, on a card in the type that engines compute in."""
+    """The measured rate of the first data type that was measured, on the first accelerator if there is one."""
     where = "0" if hardware.accelerators else "cpu"
-    timed = {one.data_type: one.operations_s.value for one in (hardware.measured.matrix if hardware.measured else ())
+    rates = {one.data_type: one.operations_s.value for one in (hardware.measured.matrix if hardware.measured else ())
              if one.device == where}  # fmt: skip
-    return next((timed[name] for name in ("bf16", "fp16", "fp32", "int8") if name in timed), None)
+    return next((rates[name] for name in ("bf16", "fp16", "fp32", "int8") if name in rates), None)
 
 
 def hardware_words(hardware: Hardware) -> str:

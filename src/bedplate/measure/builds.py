@@ -1,4 +1,4 @@
-"""Does a build of an engine answer as the ready-made one does, and as the weights do in PyTorch?"""
+"""Check a native build of an engine: compare its answers with the packaged build and with the float32 reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bedplate.measure.agreement import (
     Answer,
     Comparison,
     Pairs,
-    Said,
+    Reply,
     ask,
     chance,
     compare,
@@ -31,12 +31,12 @@ SHOWN_CHARACTERS = 40
 
 
 class BuildExaminer:
-    """Next tokens after the fixed prefixes, on weights that a reference is shipped for."""
+    """Compares next tokens after the fixed prefixes, for weights with a shipped reference."""
 
-    async def ask(self, chosen: Plan, url: str, key: str | None) -> Sequence[Said]:
+    async def ask(self, chosen: Plan, url: str, key: str | None) -> Sequence[Reply]:
         return await ask(url, _pairs(chosen), model=chosen.model.served_name, key=key, in_flight=IN_FLIGHT)
 
-    def judge(self, chosen: Plan, built: Sequence[Said], packaged: Sequence[Said] | None) -> Verdict:
+    def judge(self, chosen: Plan, built: Sequence[Reply], packaged: Sequence[Reply] | None) -> Verdict:
         return judged_build(_pairs(chosen), built, packaged, floor_for(chosen))
 
 
@@ -46,18 +46,16 @@ def _pairs(chosen: Plan) -> Pairs:
     return spread([pair for pair in known if pair[1].tokens <= QUICK_TOKENS], PREFIXES)
 
 
-def judged_build(pairs: Pairs, built: Sequence[Said], packaged: Sequence[Said] | None, floor: float) -> Verdict:
-    """Right is what agrees with both, but for ties and as many others as rounding explains."""
+def judged_build(pairs: Pairs, built: Sequence[Reply], packaged: Sequence[Reply] | None, floor: float) -> Verdict:
+    """A build is correct if it agrees with both, except for near ties and what rounding explains."""
     if not pairs:
-        return Verdict(
-            runs=True, right=True, why="it answers; there is no reference for the weights that it was tried on"
-        )
+        return Verdict(runs=True, right=True, why="it answers; there is no reference for the weights that were used")
     found = compare(pairs, built)
     verdict, why = verdict_of(found, floor)
     if verdict != "ok":
         words = "its answers could not be checked" if verdict == "unchecked" else "it gives wrong answers"
         return Verdict(runs=True, right=False, why=f"{words}: {why}", evidence=_evidence(found))
-    reference = f"{found.agreed} of {found.answered} next tokens as {REFERENCE.name}'s"
+    reference = f"greedy-token agreement with {REFERENCE.name} in float32: {found.agreed}/{found.answered}"
     both = [
         (prefix, known, one, other)
         for (prefix, known), one, other in zip(pairs, built, packaged or (), strict=packaged is not None)
@@ -65,26 +63,26 @@ def judged_build(pairs: Pairs, built: Sequence[Said], packaged: Sequence[Said] |
     ]
     if not both:
         return Verdict(runs=True, right=True, why=reference)
-    unlike = [(prefix, known, one, other) for prefix, known, one, other in both if one.text != other.text]
+    different = [(prefix, known, one, other) for prefix, known, one, other in both if one.text != other.text]
     clear = sum(is_clear(known) for _, known, _, _ in both)
-    clearly_unlike = [case for case in unlike if is_clear(case[1])]
-    counts = f"{len(both) - len(unlike)} of {len(both)} next tokens as the ready-made engine's"
-    if chance(clear - len(clearly_unlike), clear, floor) < CHANCE:
+    clearly_different = [case for case in different if is_clear(case[1])]
+    counts = f"greedy-token agreement with the packaged build: {len(both) - len(different)}/{len(both)}"
+    if chance(clear - len(clearly_different), clear, floor) < CHANCE:
         evidence = tuple(
-            f"after …{prefix[-SHOWN_CHARACTERS:]!r} it says {one.text!r}, the ready-made one {other.text!r}"
-            for prefix, _, one, other in clearly_unlike[:SHOWN]
+            f"after …{prefix[-SHOWN_CHARACTERS:]!r} the build gives {one.text!r}, the packaged build {other.text!r}"
+            for prefix, _, one, other in clearly_different[:SHOWN]
         )
         return Verdict(runs=True, right=False, why=f"it answers differently: {counts}", evidence=evidence)
-    ties = len(unlike) - len(clearly_unlike)
+    ties = len(different) - len(clearly_different)
     kinds = [f"{ties} near-tie{'s' if ties > 1 else ''}"] if ties else []
-    kinds += [f"{len(clearly_unlike)} within what rounding explains"] if clearly_unlike else []
+    kinds += [f"{len(clearly_different)} explained by rounding"] if clearly_different else []
     others = f" (the rest: {', '.join(kinds)})" if kinds else ""
-    return Verdict(runs=True, right=True, why=f"{counts}{others}, {reference}")
+    return Verdict(runs=True, right=True, why=f"{counts}{others}; {reference}")
 
 
 def _evidence(found: Comparison) -> tuple[str, ...]:
     return tuple(
-        f"after …{one.prefix[-SHOWN_CHARACTERS:]!r} it says {'the end' if one.got is None else repr(one.got)}, "
-        f"and not {one.expected!r}"
+        f"after …{one.prefix[-SHOWN_CHARACTERS:]!r} the build gives "
+        f"{'the end of the text' if one.got is None else repr(one.got)} instead of {one.expected!r}"
         for one in found.evidence[:SHOWN]
     )

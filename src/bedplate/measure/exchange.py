@@ -1,4 +1,4 @@
-"""Runs as files: JSON, CSV, JSON lines, and a summary in the shape of MLPerf's."""
+"""Write runs to files: JSON, CSV, JSON Lines, and a summary in the format of MLPerf."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def as_csv(found: tuple[Row, ...]) -> str:
 
 
 def mlperf_summary(run: Run, cell: Cell) -> str:
-    """One cell as MLPerf's LoadGen sums a test up: times in nanoseconds, the verdict first. It is no MLPerf result."""
+    """One cell in the format of MLPerf's LoadGen summary, with times in nanoseconds. It is not an MLPerf result."""
     return "\n".join(_lines(run, cell)) + "\n"
 
 
 def _lines(run: Run, cell: Cell) -> Iterator[str]:
     found, load = summarized(cell), cell.load
     wrong = why_invalid(cell)
-    yield from (RULE, "Results summary in the shape of MLPerf's (not an MLPerf result)", RULE)
+    yield from (RULE, "Results summary in the format of MLPerf (not an MLPerf result)", RULE)
     yield f"SUT name : {cell.subject.engine} {cell.subject.engine_version or ''}".rstrip()
     scenario = "SingleStream" if load.concurrency == 1 else "Closed loop" if load.arrivals == "closed" else "Server"
     yield f"Scenario : {scenario}"
@@ -85,9 +85,9 @@ def _lines(run: Run, cell: Cell) -> Iterator[str]:
 
 
 def _times(what: str, found: Percentiles | None) -> Iterator[str]:
-    """Percentiles that too few samples do not show are left out, as LoadGen would not."""
+    """Omits percentiles that need more samples, which LoadGen does not."""
     if found is None:
-        yield f"Mean {what} (ns) : TBD"
+        yield f"Mean {what} (ns) : not measured"
         return
     yield f"Mean {what} (ns) : {_ns(found.mean)}"
     for name, value in (("50.00", found.p50), ("90.00", found.p90), ("95.00", found.p95), ("99.00", found.p99)):
@@ -101,4 +101,4 @@ def _ns(value_ms: float) -> int:
 
 
 def _number(value: float | None) -> str:
-    return "TBD" if value is None else f"{value:.6g}"
+    return "not measured" if value is None else f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""What makes a cell less than it looks: found in its samples and in what was seen beside them. Pure."""
+"""Flags that reduce the validity of a cell, from its samples and the readings of the machine. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bedplate.values.run import Cell, Flag, Sample
 from bedplate.values.units import size
 
 BUSY, TOO_BUSY = 0.10, 0.25
-"""Of the machine's processors, what others took; beyond the second an engine on the CPU was not measured at all."""
+"""CPU share of other processes. Above the second, the cell of an engine on the CPU is invalid."""
 THROTTLED = 0.9
 SWAPPED_BYTES, TOO_MUCH_SWAPPED_BYTES = 16_000_000, 256_000_000
 CACHED, TOO_MUCH_CACHED = 0.05, 0.10
-"""Of the prompts' tokens, what a cache held that nobody had put there on purpose."""
+"""Share of the prompt tokens that were cached beyond the shared prefix of the load."""
 FAILED = 0.05
 SHORT_BY = 0.02
 LEAST_REQUESTS = 8
@@ -22,7 +22,7 @@ HEAT = ("heat", "hardware slowdown", "power brake")
 
 
 def flags_of(cell: Cell, quantizations: Sequence[tuple[str, str | None]] = ()) -> tuple[Flag, ...]:
-    """`quantizations` are the engines of the run and the weights that each was given."""
+    """`quantizations`: the engines of the run with their weights."""
     found = [
         *_client(cell),
         *_outcomes(cell),
@@ -38,9 +38,9 @@ def flags_of(cell: Cell, quantizations: Sequence[tuple[str, str | None]] = ()) -
 def _client(cell: Cell) -> Iterator[Flag]:
     limited = [repeat.client for repeat in cell.repeats if repeat.client.limit]
     if limited:
-        words = "; ".join(limited[0].reasons) or "it could not keep up"
+        words = "; ".join(limited[0].reasons) or "it was too slow"
         often = f" in {len(limited)} of {len(cell.repeats)} repeats" if len(cell.repeats) > 1 else ""
-        yield Flag(kind="client", text=f"the client was the limit{often}: {words}", invalid=True)
+        yield Flag(kind="client", text=f"the client was the bottleneck{often}: {words}", invalid=True)
 
 
 def _outcomes(cell: Cell) -> Iterator[Flag]:
@@ -55,7 +55,7 @@ def _outcomes(cell: Cell) -> Iterator[Flag]:
     if cut:
         share = len(cut) / len(samples)
         yield Flag(
-            kind="truncated", text=f"{_of(cut, samples)} answers broke off in the middle", invalid=share > FAILED
+            kind="truncated", text=f"{_of(cut, samples)} answers ended before their last event", invalid=share > FAILED
         )
     others = [sample for sample in bad if sample.outcome != "cut"]
     if others:
@@ -64,7 +64,7 @@ def _outcomes(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="errors", text=text, invalid=len(others) / len(samples) > FAILED)
     if len(samples) - len(bad) < LEAST_REQUESTS:
         good = len(samples) - len(bad)
-        yield Flag(kind="short", text=f"only {good} request{'' if good == 1 else 's'} ended well")
+        yield Flag(kind="short", text=f"only {good} request{'' if good == 1 else 's'} succeeded")
 
 
 def _of(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
@@ -72,7 +72,7 @@ def _of(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
 
 
 def _lengths(cell: Cell) -> Iterator[Flag]:
-    """Lengths of traces differ from request to request, and are the trace's own."""
+    """Compares lengths with the load. A replay has the lengths of its trace and is not checked."""
     if cell.load.arrivals == "replay":
         return
     good = [sample for sample in all_samples(cell) if sample.outcome == "ok"]
@@ -80,29 +80,29 @@ def _lengths(cell: Cell) -> Iterator[Flag]:
     asked = cell.load.output_tokens
     early = [count for count in counts if count < asked]
     if good and not counts:
-        yield Flag(kind="length", text="the endpoint does not count its output tokens: no tokens per second")
+        yield Flag(kind="length", text="the endpoint does not report output tokens: the throughput is unknown")
     elif early and statistics.fmean(counts) < (1 - SHORT_BY) * asked:
-        text = f"answers of {statistics.median(counts):g} tokens where {asked} were asked for"
+        text = f"answers have {statistics.median(counts):g} tokens instead of {asked}"
         yield Flag(kind="truncated" if cell.exact_output else "length", text=text)
     elif counts and statistics.fmean(counts) > (1 + SHORT_BY) * asked:
-        yield Flag(kind="length", text=f"answers of {statistics.median(counts):g} tokens where {asked} were asked for")
+        yield Flag(kind="length", text=f"answers have {statistics.median(counts):g} tokens instead of {asked}")
     prompts = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
     wanted = cell.load.prompt_tokens
     if prompts and abs(statistics.fmean(prompts) - wanted) > SHORT_BY * wanted:
-        text = f"prompts of {statistics.median(prompts):g} tokens where {wanted} were meant"
+        text = f"prompts have {statistics.median(prompts):g} tokens instead of {wanted}"
         yield Flag(kind="length", text=text)
 
 
 def _cache(cell: Cell) -> Iterator[Flag]:
-    if cell.load.arrivals == "replay":  # whose prompts share what they shared
+    if cell.load.arrivals == "replay":  # its prompts share prefixes as in the trace
         return
-    told = cached_share(all_samples(cell))
+    reported = cached_share(all_samples(cell))
     scraped = [repeat.engine.cache_hit_share for repeat in cell.repeats if repeat.engine.cache_hit_share is not None]
-    shares = [*([told] if told is not None else []), *([max(scraped)] if scraped else [])]
-    meant = cell.load.shared_prefix_tokens / cell.load.prompt_tokens
-    beyond = max(shares, default=0.0) - meant
+    shares = [*([reported] if reported is not None else []), *([max(scraped)] if scraped else [])]
+    expected = cell.load.shared_prefix_tokens / cell.load.prompt_tokens
+    beyond = max(shares, default=0.0) - expected
     if beyond > CACHED:
-        text = f"{max(shares):.0%} of the prompts' tokens came from a cache, where {meant:.0%} were shared on purpose"
+        text = f"{max(shares):.0%} of the prompt tokens were cached, but the prompts share only {expected:.0%}"
         yield Flag(kind="cache", text=text, invalid=beyond > TOO_MUCH_CACHED)
 
 
@@ -111,12 +111,12 @@ def _machine(cell: Cell) -> Iterator[Flag]:
     others = max((use.other_cpu_share for use in uses if use.other_cpu_share is not None), default=0.0)
     if others > BUSY:
         on_cpu = cell.subject.device in (None, "cpu")
-        text = f"others took {others:.0%} of the machine's processors"
+        text = f"other processes used {others:.0%} of the CPU"
         yield Flag(kind="busy", text=text, invalid=on_cpu and others > TOO_BUSY)
     clock = min((use.clock_share for use in uses if use.clock_share is not None), default=None)
     reasons = tuple(dict.fromkeys(reason for use in uses for reason in use.throttled))
     if (clock is not None and clock < THROTTLED) or any(reason in HEAT for reason in reasons):
-        at = f"clocks fell to {clock:.0%}" if clock is not None and clock < THROTTLED else "clocks were held down"
+        at = f"clocks fell to {clock:.0%}" if clock is not None and clock < THROTTLED else "clocks were throttled"
         yield Flag(kind="throttled", text=f"{at}{': ' if reasons else ''}{', '.join(reasons)}")
     swapped = max((use.swapped_bytes for use in uses if use.swapped_bytes is not None), default=0)
     if swapped > SWAPPED_BYTES:
@@ -135,9 +135,9 @@ def _quality(cell: Cell) -> Iterator[Flag]:
 
 def _mixed(cell: Cell, quantizations: Sequence[tuple[str, str | None]]) -> Iterator[Flag]:
     own = cell.subject.quantization
-    unlike = [
+    different = [
         (engine, label) for engine, label in quantizations if label is not None and own is not None and label != own
     ]
-    if unlike:
-        others = ", ".join(f"{engine} {label}" for engine, label in unlike)
-        yield Flag(kind="mixed", text=f"{own} weights, beside {others}: not the same bytes to read")
+    if different:
+        others = ", ".join(f"{engine} {label}" for engine, label in different)
+        yield Flag(kind="mixed", text=f"{own} weights, but {others}: the engines read different numbers of bytes")

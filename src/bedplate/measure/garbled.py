@@ -1,4 +1,4 @@
-"""Whether a text is plainly no text: it repeats itself, or it is no language. Pure, and slow to say so."""
+"""Detect garbled text: it repeats itself, or it is not a language. Pure; reports only clear cases."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from collections.abc import Sequence
 LEAST_WORDS = 12
 LONGEST_UNIT = 4
 LOOPING = 0.8
-"""Of the words: small models that always take the likeliest word do repeat whole sentences, and are not broken."""
+"""Share of the words in the loop. Small models repeat whole sentences in greedy decoding; that is not garbled."""
 ODD = 0.35
 UNREADABLE = 0.05
 SCRIPTS = 4
 SHOWN = 40
 NO_CHARACTERS = ("Cc", "Cn", "Co")
-"""Unicode's controls, unassigned and private ones."""
+"""Unicode categories: control, unassigned and private use."""
 
 
 def garbled(text: str) -> str | None:
-    """What is wrong with it, in a clause; `None`: nothing that is plain to see."""
+    """What is wrong with the text, in one clause; `None`: nothing obvious."""
     if not text.strip():
-        return "it wrote nothing"
+        return "the text is empty"
     bad = sum(map(_is_none, text))
     if bad / len(text) > UNREADABLE:
-        return f"text is garbled: {bad} of {len(text)} characters are none"
+        return f"the text is garbled: {bad} of {len(text)} characters are invalid"
     words = text.split()
     if unit := loop(words):
-        return f"text is garbled: it says {_shown(' '.join(unit))} over and over"
+        return f"the text is garbled: it repeats {_shown(' '.join(unit))}"
     if len(words) < LEAST_WORDS:
         return None
     if len(scripts(text)) >= SCRIPTS:
-        return f"text is garbled: letters of {len(scripts(text))} scripts, {_shown(text)}"
+        return f"the text is garbled: it mixes {len(scripts(text))} scripts, {_shown(text)}"
     odd = [word for word in words if is_odd(word)]
     if len(odd) / len(words) > ODD:
-        return f"text is garbled: {_shown(' '.join(odd))}"
+        return f"the text is garbled: {_shown(' '.join(odd))}"
     return None
 
 
@@ -45,7 +45,7 @@ def _is_none(character: str) -> bool:
 
 
 def loop(words: Sequence[str]) -> tuple[str, ...] | None:
-    """The few words that nearly all of it consists of, said again and again."""
+    """The sequence of words that nearly all of the text repeats."""
     if len(words) < LEAST_WORDS:
         return None
     for size in range(1, LONGEST_UNIT + 1):
@@ -57,12 +57,12 @@ def loop(words: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def scripts(text: str) -> set[str]:
-    """Of its letters, each script that more than a few of them are of."""
+    """The scripts of its letters, each with at least two letters."""
     found = Counter(
         unicodedata.name(letter, "").split(" ")[0] for letter in text if letter.isalpha() and not letter.isascii()
     )
     latin = sum(letter.isascii() and letter.isalpha() for letter in text)
-    # Japanese has three of its own.
+    # Japanese text uses three scripts.
     names = Counter({"LATIN": latin})
     for name, count in found.items():
         names["EAST ASIAN" if name in ("CJK", "HIRAGANA", "KATAKANA", "HANGUL") else name] += count
@@ -70,7 +70,7 @@ def scripts(text: str) -> set[str]:
 
 
 def is_odd(word: str) -> bool:
-    """Letters as no language puts them together: capitals inside, digits or signs among letters."""
+    """Whether a word is not from a language: capitals inside, or digits or symbols among letters."""
     bare = word.strip("\"'“”‘’()[]{}<>*_`#.,;:!?…–—-")
     if len(bare) < 2 or (bare.isalpha() and (bare.islower() or bare.istitle() or bare.isupper())):
         return len(bare) > 24 and bare.isascii()

@@ -1,6 +1,6 @@
-"""Runs that others measured: by `vllm bench serve`, by GuideLLM, or by bedplate elsewhere.
+"""Import runs from other benchmarks: `vllm bench serve`, GuideLLM, or bedplate on another machine.
 
-Read as data of somebody else's: what a file does not say is not known, and its samples are kept as they are.
+Samples are imported unchanged. A value that the file does not contain stays unknown.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from bedplate.values import from_json, replaced
 from bedplate.values.run import Cell, Environment, Load, Repeat, Run, Sample, Subject
 
 MOST_BYTES = 1 << 30
-FORMS = f"a run of bedplate (--json), of `{VLLM_BENCH} --save-result --save-detailed`, or of GuideLLM (JSON)"
+FORMS = f"bedplate (--json), `{VLLM_BENCH} --save-result --save-detailed` and GuideLLM (JSON)"
 
 
 def read_run(path: Path) -> Run:
-    """What a file says was measured. Raises `BadQuestion` where it is none of the forms, or says too little."""
+    """Reads a run from a file. Raises `BadQuestion` if its format is unknown or it lacks samples."""
     data = _bytes(path)
     try:
-        said = msgspec.json.decode(data)
+        document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadQuestion(f"{path.name} is not JSON", cause=str(error), hint=f"it may be {FORMS}") from error
-    if not isinstance(said, dict):
-        raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
-    if said.get("schema") == "run/1":
+        raise BadQuestion(f"{path.name} is not JSON", cause=str(error), hint=f"supported: files of {FORMS}") from error
+    if not isinstance(document, dict):
+        raise BadQuestion(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
+    if document.get("schema") == "run/1":
         return from_json(Run, data, origin=path.name)
-    kind = VLLM.id if "request_throughput" in said and "duration" in said else None
-    if isinstance(said.get("benchmarks"), list):
+    kind = VLLM.id if "request_throughput" in document and "duration" in document else None
+    if isinstance(document.get("benchmarks"), list):
         kind = "guidellm"
     if kind is None:
-        raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
+        raise BadQuestion(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
     origin = Origin(path.name, hashlib.sha256(data).hexdigest())
     try:
-        return vllm_run(said, origin) if kind == VLLM.id else guidellm_run(said, origin)
+        return vllm_run(document, origin) if kind == VLLM.id else guidellm_run(document, origin)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
         raise BadQuestion(
-            f"{path.name} looks like a run of {kind} and cannot be read as one",
+            f"{path.name} looks like a run of {kind}, but cannot be read",
             cause=f"{type(error).__name__}: {error}",
             hint=f"bedplate {__version__} reads {VLLM.name} 0.32's and GuideLLM 0.8's fields",
         ) from error
@@ -64,7 +64,7 @@ def _bytes(path: Path) -> bytes:
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where it comes from. The same file is the same run, however often it is read."""
+    """The imported file. Importing the same file again gives the same run."""
 
     name: str
     sha256: str
@@ -75,13 +75,13 @@ class Origin(msgspec.Struct, frozen=True):
 
     @property
     def machine(self) -> str:
-        """No file says on which machine; no other run may be taken to be of the same."""
+        """A unique name, because the file does not contain the machine: no other run is from the same one."""
         return f"file:{self.sha256[:11]}"
 
 
 def _run(origin: Origin, at: str, system: str, python: str, cells: Iterable[Cell]) -> Run:
     environment = Environment(
-        bedplate=__version__, python=python, system=system, hardware="not stated", machine=origin.machine
+        bedplate=__version__, python=python, system=system, hardware="not reported", machine=origin.machine
     )
     flagged = tuple(replaced(cell, flags=flags_of(cell)) for cell in cells)
     return Run(id=origin.run_id, at=at, environment=environment, cells=flagged, finished=True, source=origin.name)
@@ -90,35 +90,44 @@ def _run(origin: Origin, at: str, system: str, python: str, cells: Iterable[Cell
 # vllm bench serve
 
 
-def vllm_run(said: dict[str, Any], origin: Origin) -> Run:
-    """By vllm/benchmarks/serve.py of vLLM 0.32: times in seconds, one entry for each request in each list."""
-    if not said.get("ttfts"):
+def vllm_run(document: dict[str, Any], origin: Origin) -> Run:
+    """Follows vllm/benchmarks/serve.py of vLLM 0.32: times in seconds, lists with one entry for each request."""
+    if not document.get("ttfts"):
         raise BadQuestion(
-            f"{origin.name} has no samples of single requests", hint="measure with --save-detailed beside --save-result"
+            f"{origin.name} has no samples of single requests", hint="measure with --save-result --save-detailed"
         )
-    at = _date(said.get("date"))
-    samples = tuple(sorted(_vllm_samples(said), key=lambda sample: sample.at_s))
-    prompts = [count for count in said["input_lens"] if count]
+    at = _date(document.get("date"))
+    samples = tuple(sorted(_vllm_samples(document), key=lambda sample: sample.at_s))
+    prompts = [count for count in document["input_lens"] if count]
     asked = [sample.output_tokens for sample in samples if sample.output_tokens]
     subject = Subject(
-        engine=str(said.get("label") or said.get("backend") or said.get("endpoint_type") or "endpoint"),
-        model=str(said["model_id"]),
+        engine=str(document.get("label") or document.get("backend") or document.get("endpoint_type") or "endpoint"),
+        model=str(document["model_id"]),
     )
-    notes = f"read from a file of {VLLM_BENCH}"
-    load = _vllm_load(said, prompts, asked)
-    if said.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
-        notes += f"; burstiness {said['burstiness']:g}"
-    repeat = Repeat(at=at, seconds=float(said["duration"]), samples=samples)
+    notes = f"imported from a file of {VLLM_BENCH}"
+    load = _vllm_load(document, prompts, asked)
+    if document.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
+        notes += f"; burstiness {document['burstiness']:g}"
+    repeat = Repeat(at=at, seconds=float(document["duration"]), samples=samples)
     cell = _cell(origin, 0, at, subject, load, repeat, notes)
-    return _run(origin, at, "not stated", "not stated", [cell])
+    return _run(origin, at, "not reported", "not reported", [cell])
 
 
-def _vllm_samples(said: dict[str, Any]) -> Iterator[Sample]:
-    starts = said.get("start_times") or [0.0] * len(said["ttfts"])
+def _vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
+    starts = document.get("start_times") or [0.0] * len(document["ttfts"])
     first = min(starts, default=0.0)
-    errors = said.get("errors") or [""] * len(said["ttfts"])
-    ends = said.get("latencies") or [None] * len(said["ttfts"])
-    rows = zip(said["ttfts"], said["itls"], said["input_lens"], said["output_lens"], starts, errors, ends, strict=True)
+    errors = document.get("errors") or [""] * len(document["ttfts"])
+    ends = document.get("latencies") or [None] * len(document["ttfts"])
+    rows = zip(
+        document["ttfts"],
+        document["itls"],
+        document["input_lens"],
+        document["output_lens"],
+        starts,
+        errors,
+        ends,
+        strict=True,
+    )
     for ttft, gaps, prompt, output, start, error, latency in rows:
         failed = bool(error) or not output
         took_s = latency if latency else ttft + math.fsum(gaps)
@@ -134,46 +143,48 @@ def _vllm_samples(said: dict[str, Any]) -> Iterator[Sample]:
         )
 
 
-def _vllm_load(said: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
+def _vllm_load(document: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
     lengths = Load(prompt_tokens=_median(prompts), output_tokens=_median(outputs))
-    rate, most = said.get("request_rate"), said.get("max_concurrency")
+    rate, most = document.get("request_rate"), document.get("max_concurrency")
     if isinstance(rate, int | float) and math.isfinite(rate):
         return replaced(lengths, arrivals="poisson", requests_per_s=float(rate))
-    # Without a limit all of them are sent at once.
-    return replaced(lengths, arrivals="closed", concurrency=int(most or said["num_prompts"]))
+    # Without a limit all requests are sent at the start.
+    return replaced(lengths, arrivals="closed", concurrency=int(most or document["num_prompts"]))
 
 
 # GuideLLM
 
 
-def guidellm_run(said: dict[str, Any], origin: Origin) -> Run:
-    """By guidellm/benchmark/schemas of GuideLLM 0.8: latencies in seconds, other times in milliseconds."""
-    about = said.get("metadata") or {}
+def guidellm_run(document: dict[str, Any], origin: Origin) -> Run:
+    """Follows guidellm/benchmark/schemas of GuideLLM 0.8: latencies in seconds, other times in milliseconds."""
+    about = document.get("metadata") or {}
     cells = []
-    for number, one in enumerate(said["benchmarks"]):
+    for number, one in enumerate(document["benchmarks"]):
         at = _moment(float(one["start_time"]))
         config = one["config"]
         requests = one["requests"]
         good, bad = requests.get("successful") or [], requests.get("errored") or []
         if not good and not bad:
-            raise BadQuestion(f"{origin.name} has no samples of single requests", hint="keep them: --sample-requests")
+            raise BadQuestion(f"{origin.name} has no samples of single requests", hint="measure with --sample-requests")
         began = float(one["start_time"])
         samples = [_guidellm_sample(request, began, "ok") for request in good]
         samples += [_guidellm_sample(request, began, "error") for request in bad]
         prompts = [sample.prompt_tokens for sample in samples if sample.prompt_tokens]
         outputs = [sample.output_tokens for sample in samples if sample.output_tokens]
         backend = config.get("backend") or {}
-        subject = Subject(engine="endpoint", model=str(backend.get("model") or "not stated"), url=backend.get("target"))
+        subject = Subject(
+            engine="endpoint", model=str(backend.get("model") or "not reported"), url=backend.get("target")
+        )
         repeat = Repeat(
             at=at,
             seconds=float(one["end_time"]) - began,
             samples=tuple(sorted(samples, key=lambda sample: sample.at_s)),
         )
         load = _guidellm_load(config["strategy"], prompts, outputs)
-        cells.append(_cell(origin, number, at, subject, load, repeat, "read from a file of GuideLLM"))
+        cells.append(_cell(origin, number, at, subject, load, repeat, "imported from a file of GuideLLM"))
     if not cells:
-        raise BadQuestion(f"{origin.name} holds no benchmarks")
-    system, python = str(about.get("platform") or "not stated"), str(about.get("python_version") or "not stated")
+        raise BadQuestion(f"{origin.name} contains no benchmarks")
+    system, python = str(about.get("platform") or "not reported"), str(about.get("python_version") or "not reported")
     return _run(origin, cells[0].at, system, python, cells)
 
 
@@ -204,7 +215,7 @@ def _guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], outputs: Se
         return replaced(lengths, arrivals="replay", trace="GuideLLM's")
     streams = 1 if kind == "synchronous" else strategy.get("streams") or strategy.get("max_concurrency")
     if streams is None:
-        raise ValueError(f"a strategy {kind!r} that says not how many requests were in flight")
+        raise ValueError(f"the strategy {kind!r} does not contain the number of requests in flight")
     return replaced(lengths, arrivals="closed", concurrency=int(streams))
 
 
@@ -230,7 +241,7 @@ def _median(counts: Sequence[int]) -> int:
 
 
 def _date(text: object) -> str:
-    """vLLM writes 20261115-093000, in the time of its machine, which it does not name."""
+    """vLLM writes 20261115-093000 in local time without a time zone; it is read as UTC."""
     try:
         return dt.datetime.strptime(str(text), "%Y%m%d-%H%M%S").replace(tzinfo=dt.UTC).isoformat()[:19] + "Z"
     except ValueError:

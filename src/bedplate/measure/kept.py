@@ -1,4 +1,4 @@
-"""What was measured, by what a person calls it: a run, a cell, a file, or an engine."""
+"""Find stored measurements by name: a run, a cell, a file, or an engine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bedplate.values.run import Cell, Environment, Run
 class Kept(NamedTuple):
     cells: tuple[Cell, ...]
     environments: dict[str, Environment]
-    """Of the runs that they are from, as far as those are known."""
+    """The environments of the cells' runs, if known."""
     models: tuple[Model, ...] = ()
-    """That the runs speak of."""
+    """The models of the runs."""
     by_engine: bool = False
-    """Whether an engine was named, so that the cells are of several runs."""
+    """Whether the name is an engine, so that the cells may come from several runs."""
 
 
 def kept(named: str | None = None, machine: str | None = None) -> Kept:
-    """By name: a JSON file, `RUN`, `RUN:ENGINE`, a cell, or an engine (all of its cells on `machine`, newest first).
+    """Accepts a JSON file, `RUN`, `RUN:ENGINE`, a cell, or an engine (all of its cells on `machine`, newest first).
 
-    Without a name, the newest run.
+    The default is the newest run.
     """
     if named is None:
         return _of_run(store.run())
@@ -54,7 +54,7 @@ def only_engine(found: Kept, named: str) -> Kept:
 
 
 def in_version(found: Kept, named: str) -> Kept:
-    """Of an engine's cells, those of the version that ID@VERSION names."""
+    """The cells of the version in ID@VERSION; all cells if there is none."""
     _, at, version = named.partition("@")
     if not at:
         return found
@@ -66,12 +66,12 @@ def in_version(found: Kept, named: str) -> Kept:
 
 
 def one_subject(found: Kept, named: str) -> Kept:
-    """The cells of a run that has one engine only; of several somebody has to say which."""
+    """Rejects a run with several engines, because the name does not say which one."""
     engines = list(dict.fromkeys(cell.subject.engine for cell in found.cells))
     if len(engines) > 1:
         raise BadQuestion(
             f"{named} has several engines: {', '.join(engines)}",
-            hint=f"say which: {named}:{engines[0]}, or name the engines themselves",
+            hint=f"choose one, as in {named}:{engines[0]}, or name the engines",
         )
     return found
 
@@ -81,19 +81,21 @@ def _run(run: str, named: str) -> Run:
         return store.run(run)
     except BadQuestion as error:
         hint = f"{error.hint}; or name an engine, or a file from `bedplate bench --json`"
-        raise BadQuestion(f"nothing that was measured is called {named}", hint=hint) from error
+        raise BadQuestion(f"no run, cell or engine is named {named}", hint=hint) from error
 
 
 def _of_run(run: Run) -> Kept:
     if not run.cells:
-        raise BadQuestion(f"the run {run.id} has no cells: it was ended before the first was measured")
+        raise BadQuestion(f"run {run.id} has no cells: it was stopped before the first one was measured")
     return Kept(run.cells, {run.id: run.environment}, run.models)
 
 
 def _of_engine(engine: str, machine: str | None) -> Kept:
     found = store.cells(machine=machine, engine=engine)
     if not found:
-        raise BadQuestion(f"{engine} was not measured here yet", hint=f"bedplate bench --engines {engine} measures it")
+        raise BadQuestion(
+            f"{engine} was not measured on this machine", hint=f"measure it: bedplate bench --engines {engine}"
+        )
     return _of_cells(found)._replace(by_engine=True)
 
 

@@ -1,4 +1,4 @@
-"""The goodput knee: the highest load that still meets a latency target, bracketed and then halved. Pure."""
+"""The goodput knee: the highest load that meets a latency target, found by bisection. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from bedplate.values.workload import LatencyTarget
 MET = 0.95
 """The share of requests that must meet the target."""
 NEAR = 1.1
-"""Loads that differ by less are the same for anybody who plans with them."""
+"""The search ends when the loads above and below the knee differ by at most this factor."""
 MOST_IN_FLIGHT = 1024
 LEAST_PER_S, MOST_PER_S = 0.01, 1000.0
 
 
 class Knee(Record, frozen=True, kw_only=True):
-    """Between which loads a target ceases to be met."""
+    """The two measured loads around the knee."""
 
     holds: Cell | None = None
-    """The highest load that meets it; `None`: not even the lowest that was tried."""
+    """The highest load that meets the target; `None`: no measured load does."""
     breaks: Cell | None = None
-    """The next one that was tried and does not."""
+    """The lowest load that does not meet the target."""
 
 
 def met_share(cell: Cell, target: LatencyTarget) -> float | None:
-    """Of its requests, those that ended well and in time; `None` of a cell that says nothing."""
+    """The share of requests that met the target; `None` for an invalid cell."""
     samples = all_samples(cell)
     if not samples or not is_valid(cell):
         return None
@@ -35,19 +35,19 @@ def met_share(cell: Cell, target: LatencyTarget) -> float | None:
 
 
 def level(load: Load) -> float | None:
-    """How heavy a load is: requests in flight of a closed loop, requests per second of an open one."""
+    """The size of a load: requests in flight for a closed loop, requests per second for an open one."""
     return load.concurrency if load.arrivals == "closed" else load.requests_per_s
 
 
 def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
-    """Of the cells of one subject. What fails at a load is not believed at a higher one, whatever luck it had there."""
-    judged = sorted(
-        ((heavy, cell, share) for cell in cells
-         if (heavy := level(cell.load)) is not None and (share := met_share(cell, target)) is not None),
+    """The knee of the cells of one subject. Loads above the first one that fails do not count, even if they pass."""
+    by_level = sorted(
+        ((size, cell, share) for cell in cells
+         if (size := level(cell.load)) is not None and (share := met_share(cell, target)) is not None),
         key=lambda one: one[0],
     )  # fmt: skip
     holds = None
-    for _, cell, share in judged:
+    for _, cell, share in by_level:
         if share < MET:
             return Knee(holds=holds, breaks=cell)
         holds = cell
@@ -55,7 +55,7 @@ def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
 
 
 def next_load(cells: Sequence[Cell], target: LatencyTarget) -> Load | None:
-    """The load that tells most about where the knee is; `None` where it is known well enough."""
+    """The next load of the bisection; `None` if the knee is known precisely enough."""
     found = knee(cells, target)
     near = found.holds or found.breaks
     if near is None:

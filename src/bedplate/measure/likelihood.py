@@ -1,6 +1,6 @@
-"""How likely an engine finds a text beside what PyTorch in float32 finds: divergence and perplexity.
+"""Compare an engine's log-probabilities with PyTorch in float32: divergence and perplexity.
 
-`python -m bedplate.measure.likelihood GGUF PYTHON` makes the file that is shipped; PYTHON has torch and transformers.
+`python -m bedplate.measure.likelihood GGUF PYTHON` writes the shipped file; PYTHON has torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from bedplate.measure.reference import QUIETLY, sha256_of
 
 DATA = "bedplate.measure"
 LEAST = 1e-6
-"""Probability that is taken for nothing: below it the rounding of what was printed says more than the engine."""
+"""Smallest probability: below it, the rounding of printed values dominates."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a word in the text, and what the reference would say there."""
+    """The end of a word in the text, with the next tokens of the reference."""
 
     end: int
-    """Characters before it."""
+    """Number of characters before it."""
     tokens: int
     next: tuple[str, float]
-    """The token with which the text goes on, and its log-probability."""
+    """The token that follows in the text, and its log-probability."""
     top: tuple[tuple[str, float], ...]
-    """The most likely tokens, with theirs."""
+    """The most likely tokens with their log-probabilities."""
 
 
 class Likelihood(msgspec.Struct, frozen=True, kw_only=True):
     schema: Literal["likelihood/1"] = "likelihood/1"
     sha256: str
-    """Of the file whose weights it was computed with."""
+    """Hash of the model file."""
     made_with: str
     tokens: int
     logprob: float
-    """Of the whole text after its first token."""
+    """Log-probability of the whole text after its first token."""
     places: tuple[Place, ...]
 
     @property
@@ -54,7 +54,7 @@ class Likelihood(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint said after a beginning: tokens and their log-probabilities."""
+    """The most likely next tokens that an endpoint reports, with their log-probabilities."""
 
     top: dict[str, float]
 
@@ -80,35 +80,35 @@ def likelihood_for(sha256: str) -> Likelihood | None:
 # comparing
 
 
-def divergence(reference: Mapping[str, float], said: Mapping[str, float]) -> float | None:
-    """Kullback-Leibler, in nats, over the tokens that both list and one for all the rest; `None`: they share none.
+def divergence(reference: Mapping[str, float], reported: Mapping[str, float]) -> float | None:
+    """The Kullback-Leibler divergence in nats over the tokens in both lists and one class for all others.
 
-    Lumping the rest together can only hide a difference, never make one up.
+    `None`: they have no token in common. Merging the other tokens can only reduce the divergence.
     """
-    shared = [token for token in reference if token in said]
+    shared = [token for token in reference if token in reported]
     if not shared:
         return None
     wanted = [math.exp(reference[token]) for token in shared]
-    found = [math.exp(said[token]) for token in shared]
+    found = [math.exp(reported[token]) for token in shared]
     wanted.append(max(LEAST, 1 - sum(wanted)))
     found.append(max(LEAST, 1 - sum(found)))
     return max(0.0, sum(p * math.log(p / max(q, LEAST)) for p, q in zip(wanted, found, strict=True) if p > 0))
 
 
-def mean_divergence(places: Sequence[Place], said: Sequence[Listed | None]) -> float | None:
+def mean_divergence(places: Sequence[Place], listings: Sequence[Listed | None]) -> float | None:
     found = [
         one
-        for place, listed in zip(places, said, strict=True)
+        for place, listed in zip(places, listings, strict=True)
         if listed is not None and (one := divergence(dict(place.top), listed.top)) is not None
     ]
     return sum(found) / len(found) if found else None
 
 
-def continued_perplexity(places: Sequence[Place], said: Sequence[Listed | None]) -> tuple[float, float] | None:
-    """Of the words after the places, of the endpoint and of the reference; only where both list the word."""
+def continued_perplexity(places: Sequence[Place], listings: Sequence[Listed | None]) -> tuple[float, float] | None:
+    """The perplexities of the endpoint and of the reference, over the places where both list the next token."""
     pairs = [
         (listed.top[place.next[0]], place.next[1])
-        for place, listed in zip(places, said, strict=True)
+        for place, listed in zip(places, listings, strict=True)
         if listed is not None and place.next[0] in listed.top
     ]
     if not pairs:
@@ -121,7 +121,7 @@ def continued_perplexity(places: Sequence[Place], said: Sequence[Listed | None])
 
 
 def read_listed(body: bytes) -> Listed | None:
-    """The first token's alternatives in either shape: that of completions, and that of chats, which llama.cpp uses."""
+    """Reads the alternatives of the first token, in the completions format or in the chat format of llama.cpp."""
     try:
         logprobs = msgspec.json.decode(body)["choices"][0]["logprobs"]
         if content := logprobs.get("content"):
@@ -136,11 +136,11 @@ def read_listed(body: bytes) -> Listed | None:
 
 
 def read_echo(body: bytes, text: str) -> float | None:
-    """The perplexity of a text that was echoed with its log-probabilities; `None` where it was not."""
+    """The perplexity of a text echoed with its log-probabilities; `None` if the endpoint did not echo it."""
     try:
-        said = msgspec.json.decode(body)
-        choice = said["choices"][0]
-        asked = said["usage"]["prompt_tokens"]
+        document = msgspec.json.decode(body)
+        choice = document["choices"][0]
+        asked = document["usage"]["prompt_tokens"]
         each = choice["logprobs"]["token_logprobs"]
         if not str(choice["text"]).startswith(text.rstrip()[:200]) or asked < 2 or len(each) < asked:
             return None
@@ -150,11 +150,11 @@ def read_echo(body: bytes, text: str) -> float | None:
     return math.exp(-sum(known) / len(known)) if all(math.isfinite(value) for value in known) else None
 
 
-# making what is shipped
+# computing the shipped file
 
 
 def compute(source: Path, python: Path) -> Likelihood:
-    """Of a GGUF file; a minute for a small model on a CPU."""
+    """Computes the likelihood of a GGUF file. A small model takes a minute on a CPU."""
     program = importlib.resources.files("bedplate.engines.shipped") / "likelihood.py"
     done = subprocess.run(
         [str(python), str(program), "--model", str(source.parent), "--gguf", source.name],
@@ -168,17 +168,17 @@ def compute(source: Path, python: Path) -> Likelihood:
     return made_of(json.loads(done.stdout), sha256_of(source))
 
 
-def made_of(said: dict[str, Any], sha256: str) -> Likelihood:
-    """What the program printed."""
-    made_with = f"torch {said.pop('torch')}, transformers {said.pop('transformers')}, float32"
+def made_of(output: dict[str, Any], sha256: str) -> Likelihood:
+    """Reads the output of the program."""
+    made_with = f"torch {output.pop('torch')}, transformers {output.pop('transformers')}, float32"
     try:
-        return msgspec.convert({**said, "sha256": sha256, "made_with": made_with}, Likelihood)
+        return msgspec.convert({**output, "sha256": sha256, "made_with": made_with}, Likelihood)
     except msgspec.ValidationError as error:
-        raise OutsideFailed("the program printed something else than a likelihood", cause=str(error)) from error
+        raise OutsideFailed("the output of the program is not a likelihood", cause=str(error)) from error
 
 
 def written(made: Likelihood) -> str:
-    """As it is shipped: a place to a line."""
+    """As JSON with one place per line."""
     head = json.loads(msgspec.json.encode(made))
     lines = ["    " + json.dumps(place, ensure_ascii=False) for place in head.pop("places")]
     whole = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")

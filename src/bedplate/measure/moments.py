@@ -1,4 +1,4 @@
-"""When something was measured, as it is written, and the name of a run that begins now."""
+"""Timestamps and run ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 
 
 def now_text(*, milliseconds: bool = False) -> str:
-    """Such as 2026-11-15T17:18:54Z."""
+    """The current time, as in 2026-11-15T17:18:54Z."""
     now = dt.datetime.now(dt.UTC)
     return now.isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
 

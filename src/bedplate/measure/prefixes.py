@@ -1,4 +1,4 @@
-"""The fixed prefixes whose next token engines are asked for: cut out of a text of our own, always the same ones."""
+"""The fixed prefixes for greedy-token agreement, cut from a shipped text. They are always the same."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 
 PREFIXES = 560
 LENGTHS = (24, 40, 64, 110, 160, 240, 400, 800)
-"""Characters at the most, in turn: from a few words to about 200 tokens, short ones more often since they cost less."""
+"""Maximum lengths in characters, used cyclically: a few words to about 200 tokens, mostly short ones."""
 LEAST_CHARACTERS = 12
 SHORT_PREFIXES = 480
 SHORT_LENGTHS = (20, 26)
-"""A few tokens each, so that engines that read slowly can be asked for hundreds, too."""
+"""A few tokens each, so that hundreds of them are feasible on engines with slow prefill."""
 
 T = TypeVar("T")
 
@@ -28,17 +28,17 @@ def fixed_prefixes() -> tuple[str, ...]:
 
 
 def short_prefixes() -> tuple[str, ...]:
-    """Others beside the fixed ones, all of them short."""
+    """Additional prefixes, all of them short."""
     fixed = set(fixed_prefixes())
     found = cut(reference_text(), SHORT_PREFIXES, SHORT_LENGTHS)
     return tuple(prefix for prefix in found if prefix not in fixed)
 
 
 def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, ...]:
-    """At most `count` different pieces that begin and end with whole words, spread over all of the text.
+    """At most `count` different pieces of whole words, evenly distributed over the text.
 
-    They are cut by characters and not by tokens, so that they are the same for every tokenizer; each starts elsewhere,
-    so that no cache of an engine answers for another.
+    They are cut by characters, so that they are the same for every tokenizer. Each starts at another place, so that a
+    prefix cache has no effect.
     """
     words = [(found.start(), found.end()) for found in re.finditer(r"\S+", text)]
     starts = [start for start, _ in words]
@@ -47,14 +47,14 @@ def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, .
     for number, end in enumerate(spread(usable, count)):
         length = lengths[number % len(lengths)]
         start = next((start for start in starts if start >= end - length), end)
-        if end - start < LEAST_CHARACTERS:  # the last word alone fills it
+        if end - start < LEAST_CHARACTERS:  # only the last word fits
             start = max(start for start in starts if end - start >= LEAST_CHARACTERS)
         found.setdefault(text[start:end])
     return tuple(found)
 
 
 def spread(items: Sequence[T], count: int) -> tuple[T, ...]:
-    """`count` of them at even distances, or all when there are fewer."""
+    """`count` items at even distances, or all if there are fewer."""
     if len(items) <= count:
         return tuple(items)
     return tuple(items[number * len(items) // count] for number in range(count))

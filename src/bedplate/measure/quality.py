@@ -1,4 +1,4 @@
-"""Whether an endpoint answers rightly: next tokens and likelihoods beside the reference, and a look at its text."""
+"""Check the answers of an endpoint: greedy-token agreement, divergence, perplexity, and garbled text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bedplate.measure.agreement import Said, ask, compare, floor_for, quick_ones, verdict_of
+from bedplate.measure.agreement import Reply, ask, compare, floor_for, quick_ones, verdict_of
 from bedplate.measure.garbled import garbled
 from bedplate.measure.likelihood import (
     Likelihood,
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     import aiohttp
 
 LIMIT_S = 90.0
-"""For all of it, once the first answers of each kind are there: what was not asked by then is not asked."""
+"""Time limit of the whole check; it applies once there are answers of each kind."""
 IN_FLIGHT = 4
 AT_ONCE = 8
 REQUEST_LIMIT_S = 120.0
 LISTED = (20, 5)
-"""Alternatives to ask for: what most give, and what the oldest API allows."""
+"""Numbers of alternatives to request: what most endpoints accept, and the limit of the oldest API."""
 PLACES = 24
-"""Of those after which the reference lists the word with which the text goes on."""
+"""Places in the text where the reference lists the next token."""
 LEAST_PLACES = 6
 FLOOR = 0.97
-"""Where nothing is known of how the endpoint stores its weights, it is held to what 8 bits keep."""
+"""The required share for an endpoint with unknown quantization: that of 8-bit weights."""
 TEXT_TOKENS = 96
 PROMPT = "Every morning the old gardener walked through the village to the river, and on the way he"
 
@@ -49,7 +49,7 @@ PROMPT = "Every morning the old gardener walked through the village to the river
 async def check(
     url: str, name: str, key: str | None, *, plan: Plan | None = None, model: Model | None = None
 ) -> Quality:
-    """What can be told within a minute or so. What the endpoint does not give stays `None`, and the note says so."""
+    """Checks an endpoint within about a minute. What it does not report stays `None`, with a note."""
     import aiohttp
 
     facts = (plan.source or plan.model) if plan is not None else model
@@ -67,7 +67,7 @@ async def check(
 
 
 class Clock:
-    """How much of a time limit is left."""
+    """The remaining time of a limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._until = time.monotonic() + limit_s
@@ -82,7 +82,7 @@ def garbled_note(text: str | None) -> str | None:
 
 
 class Asking:
-    """An endpoint that is asked small things; `None` is what it does not answer."""
+    """Sends small requests to an endpoint; `None`: no usable response."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, name: str) -> None:
         self._session = session
@@ -90,24 +90,24 @@ class Asking:
         self.name = name
 
     async def text(self) -> str | None:
-        """What it writes, by whichever API it has."""
+        """A short text, from the completions or the chat API."""
         body = {"max_tokens": TEXT_TOKENS, "temperature": 0}
-        status, said = await self.post("/v1/completions", {**body, "prompt": PROMPT})
+        status, response = await self.post("/v1/completions", {**body, "prompt": PROMPT})
         if status == 200:
-            return _first(said, "text")
+            return _first(response, "text")
         chat = [{"role": "user", "content": f"Continue this story: {PROMPT}"}]
-        status, said = await self.post("/v1/chat/completions", {**body, "messages": chat})
-        return _first(said, "content") if status == 200 else None
+        status, response = await self.post("/v1/chat/completions", {**body, "messages": chat})
+        return _first(response, "content") if status == 200 else None
 
     async def listed(self, prefix: str, count: int) -> tuple[int, Listed | None]:
         body = {"prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": count}
-        status, said = await self.post("/v1/completions", body)
-        return status, read_listed(said) if status == 200 else None
+        status, response = await self.post("/v1/completions", body)
+        return status, read_listed(response) if status == 200 else None
 
     async def echoed(self, text: str) -> float | None:
         body = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-        status, said = await self.post("/v1/completions", body)
-        return read_echo(said, text) if status == 200 else None
+        status, response = await self.post("/v1/completions", body)
+        return read_echo(response, text) if status == 200 else None
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         import aiohttp
@@ -132,13 +132,13 @@ def _first(body: bytes, field: str) -> str | None:
 async def agreed(
     asking: Asking, reference: Reference, key: str | None, clock: Clock, floor: float, wrong: str | None
 ) -> Quality:
-    """Next tokens beside the reference's, as many as there is time for."""
+    """Compares next tokens with the reference, as many as the time limit allows."""
     pairs = quick_ones(reference.known())
-    said: list[Said] = []
-    while len(said) < len(pairs) and (not said or clock.left_s > LIMIT_S / 2):
-        some = pairs[len(said) : len(said) + AT_ONCE]
-        said += await ask(asking.url, some, model=asking.name, key=key, in_flight=IN_FLIGHT)
-    found = compare(pairs[: len(said)], said)
+    replies: list[Reply] = []
+    while len(replies) < len(pairs) and (not replies or clock.left_s > LIMIT_S / 2):
+        some = pairs[len(replies) : len(replies) + AT_ONCE]
+        replies += await ask(asking.url, some, model=asking.name, key=key, in_flight=IN_FLIGHT)
+    found = compare(pairs[: len(replies)], replies)
     verdict, why = verdict_of(found, floor)
     return Quality(
         asked=found.asked,
@@ -150,24 +150,24 @@ async def agreed(
 
 
 async def with_likelihood(asking: Asking, found: Quality, known: Likelihood | None, clock: Clock) -> Quality:
-    """With divergence and perplexity where the endpoint gives log-probabilities, and the reference's beside it."""
+    """Adds divergence and perplexity, with the reference's, if the endpoint reports log-probabilities."""
     from bedplate.values import replaced
 
     places = spread([place for place in known.places if place.next[0] in dict(place.top)], PLACES) if known else ()
     listed = await _listed(asking, places, clock)
     places = places[: len(listed)]
-    apart = mean_divergence(places, listed)
+    divergence = mean_divergence(places, listed)
     echoed = await asking.echoed(fixed_text()) if clock.left_s > 0 else None
     if echoed is not None and math.isfinite(echoed):
         own: float | None = echoed
-        beside = known.perplexity if known is not None else None
+        expected = known.perplexity if known is not None else None
     else:
-        own, beside = continued_perplexity(places, listed) or (None, None)
-    return replaced(found, divergence=apart, perplexity=own, reference_perplexity=beside)
+        own, expected = continued_perplexity(places, listed) or (None, None)
+    return replaced(found, divergence=divergence, perplexity=own, reference_perplexity=expected)
 
 
 async def _listed(asking: Asking, places: Sequence[Place], clock: Clock) -> list[Listed | None]:
-    """What it finds likely after some words of the text; nothing, where it gives no log-probabilities."""
+    """The most likely tokens at places in the text; empty if the endpoint reports no log-probabilities."""
     text, count = fixed_text(), LISTED[0]
     found: list[Listed | None] = []
     for place in places:

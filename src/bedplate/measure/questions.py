@@ -1,4 +1,4 @@
-"""What a person asks of `bench`, read from the words of its options. Pure."""
+"""Parse the options of `bench`. Pure."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ OpenArrivals = Literal["poisson", "constant", "burst"]
 
 
 def engine_list(text: str) -> tuple[str, ...] | str:
-    """Ids with commas between them, or the words `installed` and `all` alone."""
+    """Parses comma-separated engine ids, or `installed`, or `all`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names in (["installed"], ["all"]):
         return names[0]
     if not names or "all" in names or "installed" in names:
-        raise BadQuestion(f"--engines {text!r} is no list of engines", hint="ids with commas, or installed, or all")
+        raise BadQuestion(
+            f"--engines {text!r} is not a list of engines", hint="pass comma-separated ids, or installed, or all"
+        )
     return tuple(dict.fromkeys(names))
 
 
 def read_target(text: str) -> LatencyTarget:
-    """Such as ttft_ms=500,tpot_ms=50."""
+    """Parses a target such as ttft_ms=500,tpot_ms=50."""
     given: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in ("ttft_ms", "tpot_ms") or name in given:
-            raise BadQuestion(f"--slo {text!r}: {part.strip()!r} is no target", hint="ttft_ms=500,tpot_ms=50")
+            raise BadQuestion(
+                f"--slo {text!r}: {part.strip()!r} is not a latency target", hint="for example ttft_ms=500,tpot_ms=50"
+            )
         given[name] = _number(value, float, f"--slo {name}")
     return LatencyTarget(**given)
 
@@ -49,12 +53,14 @@ def loads_of(
     shared_prefix_tokens: int = 0,
     seed: int = 0,
 ) -> tuple[Load, ...]:
-    """One load for each requests in flight or each rate, or the one of a trace."""
+    """One load for each concurrency or each rate, or the load of a trace."""
     if sum(one is not None for one in (concurrency, rate, trace)) > 1:
-        raise BadQuestion("of --concurrency, --rate and --trace only one can be had", hint="run bench once for each")
+        raise BadQuestion(
+            "--concurrency, --rate and --trace cannot be combined", hint="run bedplate bench once for each"
+        )
     if shared_prefix_tokens and shared_prefix_tokens >= prompt_tokens:
         raise BadQuestion(
-            f"--shared-prefix {shared_prefix_tokens} leaves a prompt of {prompt_tokens} tokens none of its own"
+            f"--shared-prefix {shared_prefix_tokens} is not smaller than the prompt length of {prompt_tokens} tokens"
         )
     base = Load(
         concurrency=1,
@@ -76,7 +82,7 @@ def loads_of(
 
 
 def trace_name(path: Path) -> str:
-    """Its name and the beginning of its hash: a trace of the same name may be another one."""
+    """The file name and the beginning of its hash, since other traces may have the same name."""
     try:
         with path.open("rb") as file:
             return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
@@ -93,9 +99,9 @@ def _changed(load: Load, **changes: object) -> Load:
 def _list(text: str, kind: Callable[[str], T], option: str) -> list[T]:
     found = list(dict.fromkeys(_number(word.strip(), kind, option) for word in text.split(",") if word.strip()))
     if not found:
-        raise BadQuestion(f"{option} {text!r} names nothing", hint=f"such as {option} 1,4,8")
+        raise BadQuestion(f"{option} {text!r} contains no value", hint=f"for example {option} 1,4,8")
     if len(found) > MOST_CELLS:
-        raise BadQuestion(f"{option} has {len(found)} values, and {MOST_CELLS} are the most")
+        raise BadQuestion(f"{option} has {len(found)} values; at most {MOST_CELLS} are allowed")
     return found
 
 
@@ -106,4 +112,5 @@ def _number(word: str, kind: Callable[[str], T], option: str) -> T:
             return value
     except ValueError:
         pass
-    raise BadQuestion(f"{option}: {word!r} is no number that it can be")
+    kind_text = "integer" if kind is int else "number"
+    raise BadQuestion(f"{option}: {word!r} is not a positive {kind_text} below 1e9")

@@ -1,7 +1,7 @@
-"""What PyTorch in float32 answers after the fixed prefixes, for weights that are known by their file's hash.
+"""The reference: PyTorch's answers in float32 to the fixed prefixes, for weights identified by the hash of their file.
 
-`python -m bedplate.measure.reference GGUF FOLDER PYTHON` makes the file that is shipped: FOLDER has the unpacked
-weights in float32, PYTHON is an interpreter with torch and transformers.
+`python -m bedplate.measure.reference GGUF FOLDER PYTHON` writes the shipped file. FOLDER has the dequantized weights in
+float32; PYTHON is an interpreter with torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """One answer of the reference."""
 
     text: str
-    """What the token adds to the text."""
+    """Text of the token."""
     kind: Literal["text", "special", "part"]
-    """A special token, which engines hide or spell out; a part of a character, which they hold back or replace."""
+    """special: engines hide or print it. part: an incomplete character, which engines hold back or replace."""
     tokens: int
-    """Of the prompt."""
+    """Number of prompt tokens."""
     gap: float
-    """To the second best token, in logits."""
+    """Gap to the second best token, in logits."""
     turned_gap: float | None = None
-    """The same with positions turned wrongly on purpose, by a tenth of the rotary base; below 0 another token wins."""
+    """The gap with a tenth of the rotary base, so with wrong positions; below 0 another token is best."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +50,14 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int
     made_with: str
     answers: dict[str, Known]
-    """By the hash of the prefix."""
+    """Key: the hash of the prefix."""
 
     @property
     def id(self) -> str:
         return self.sha256[:12]
 
     def known(self, prefixes: Iterable[str] | None = None) -> tuple[tuple[str, Known], ...]:
-        """The fixed prefixes, or these, that it has an answer for, in the order of the text."""
+        """The prefixes (default: the fixed ones) that have an answer, with it, in the order of the text."""
         return tuple(
             (prefix, self.answers[found])
             for prefix in (fixed_prefixes() if prefixes is None else prefixes)
@@ -77,7 +77,7 @@ def shipped_references() -> tuple[Reference, ...]:
 
 
 def reference_for(model: Model, references: Iterable[Reference] | None = None) -> Reference | None:
-    """The reference whose weights this file has. Only a file of the right size is read to be sure."""
+    """The reference for the weights of this file. The file is hashed only if its size matches."""
     path = Path(model.files[0]) if model.files else None
     if path is None or not path.is_file():
         return None
@@ -93,22 +93,20 @@ def sha256_of(path: Path) -> str:
 
 
 def read_answers(output: str | bytes) -> tuple[str, dict[str, Known]]:
-    """What the shipped program prints: the versions that it computed with, and its answers."""
+    """Reads the output of the shipped program: its versions and its answers."""
     try:
-        said = json.loads(output)
+        document = json.loads(output)
         answers = {
             one["prefix"]: msgspec.convert([*(one[name] for name in KNOWN), one.get("turned_gap")], Known)
-            for one in said["answers"]
+            for one in document["answers"]
         }
-        return f"torch {said['torch']}, transformers {said['transformers']}, float32", answers
+        return f"torch {document['torch']}, transformers {document['transformers']}, float32", answers
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise OutsideFailed(
-            "the reference program printed something else than a reference", cause=str(error)
-        ) from error
+        raise OutsideFailed("the output of the reference program is not a reference", cause=str(error)) from error
 
 
 def compute(source: Path, folder: Path, python: Path) -> Reference:
-    """The reference of a GGUF file from the folder that it was unpacked to; minutes for a small model on a CPU."""
+    """Computes the reference of a GGUF file from its dequantized folder. A small model takes minutes on a CPU."""
     program = importlib.resources.files("bedplate.engines.shipped") / "reference.py"
     done = subprocess.run(
         [str(python), str(program), "--model", str(folder)],
@@ -130,7 +128,7 @@ def compute(source: Path, folder: Path, python: Path) -> Reference:
 
 
 def written(reference: Reference) -> str:
-    """As it is shipped: an answer to a line, so that a change can be read."""
+    """As JSON with one answer per line, so that diffs are readable."""
     head = json.loads(msgspec.json.encode(reference))
     lines = [f'    "{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in head.pop("answers").items()]
     whole = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")

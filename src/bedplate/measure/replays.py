@@ -1,4 +1,4 @@
-"""The requests of a trace that fit into the time that is measured."""
+"""Read the requests of a trace for a replay."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MOST_REQUESTS = 100_000
 
 
 def read_shapes(path: Path, seconds: float) -> tuple[RequestShape, ...]:
-    """Those that came within the trace's first `seconds`."""
+    """The requests of the first `seconds` of the trace."""
     bad = BadRows(path.name)
     found: list[RequestShape] = []
     with opened(path) as stream:
         for shape in shapes_of(stream, detected(stream, path.name), bad):
             if shape.started_s is None:
-                raise BadQuestion(f"{path.name} does not say when its requests came", hint="give --rate instead")
+                raise BadQuestion(f"{path.name} has no arrival times", hint="use --rate instead of --trace")
             found.append(shape)
             if len(found) >= MOST_REQUESTS:
                 break
     first = min((shape.started_s or 0.0 for shape in found), default=0.0)
     kept = tuple(shape for shape in found if (shape.started_s or 0.0) - first <= seconds)
     if not kept:
-        raise BadQuestion(f"{path.name} holds no requests")
+        raise BadQuestion(f"{path.name} contains no requests")
     return kept

@@ -1,4 +1,4 @@
-"""The few statistics that measurements need: quantiles, Student's t, means that one bad stretch does not pull along."""
+"""Statistics: percentiles, Student's t, and estimates that are robust against outliers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTILES = (0.90, 0.95, 0.99)
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """`None` of nothing. A percentile beyond which not even one sample is expected is left open."""
+    """`None` for no values. A percentile beyond which less than one sample is expected is `None`."""
     if not values:
         return None
     ordered = sorted(values)
@@ -31,7 +31,7 @@ def shows(count: int, share: float) -> bool:
 
 
 def student_cdf(value: float, degrees: int) -> float:
-    """Of Student's t with whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Student's t distribution for integer degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(value, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     if degrees % 2:
@@ -51,7 +51,7 @@ def student_cdf(value: float, degrees: int) -> float:
 
 @lru_cache(maxsize=512)
 def student_t(confidence: float, degrees: int) -> float:
-    """How many standard errors to each side hold the mean with this confidence."""
+    """The half-width of the confidence interval of a mean, in standard errors."""
     if degrees < 1:
         return math.inf
     wanted = 0.5 + confidence / 2
@@ -67,7 +67,7 @@ def student_t(confidence: float, degrees: int) -> float:
 
 
 def half_width(values: Sequence[float], confidence: float = 0.95) -> float | None:
-    """Of the interval around the mean; `None` for a single value, of which nobody knows how it would vary."""
+    """Half-width of the confidence interval of the mean; `None` for a single value."""
     if len(values) < 2:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values))
@@ -75,7 +75,7 @@ def half_width(values: Sequence[float], confidence: float = 0.95) -> float | Non
 
 
 def serial_correlation(values: Sequence[float]) -> float:
-    """Of each value with the next one; 0 where there are too few to tell."""
+    """Correlation of each value with the next one; 0 for fewer than four values."""
     if len(values) < 4:
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -85,9 +85,9 @@ def serial_correlation(values: Sequence[float]) -> float:
 
 
 def pseudo_median(values: Sequence[float]) -> float:
-    """Hodges and Lehmann: the median of the means of all pairs, each value with itself included.
+    """The Hodges-Lehmann estimate: the median of the means of all pairs, including each value with itself.
 
-    Nearly as sharp as the mean where values are well-behaved, and one value that is far off hardly moves it.
+    It is nearly as precise as the mean for normally distributed values, and robust against outliers.
     """
     means = sorted([one + other for place, one in enumerate(values) for other in values[place:]])
     middle = len(means) // 2
@@ -95,5 +95,5 @@ def pseudo_median(values: Sequence[float]) -> float:
 
 
 def shift(values: Sequence[float], others: Sequence[float]) -> float:
-    """How far `others` lie above `values`: the median of all differences between the two."""
+    """The Hodges-Lehmann shift from `values` to `others`: the median of all differences."""
     return statistics.median(other - value for value in values for other in others)

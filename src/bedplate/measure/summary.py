@@ -1,4 +1,4 @@
-"""What samples come to: pure statistics of cells, the row that tables are made of, and whether two cells compare."""
+"""Summarize cells: statistics of their samples, table rows, and differences between two cells. Pure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from bedplate.values.workload import LatencyTarget
 LEAST_BLOCKS = 5
 MOST_BLOCKS = 20
 SAME_LENGTH = 0.02
-"""Lengths that differ by no more are the same: a template's few tokens, an end that came one token early."""
+"""Lengths that differ by at most this share are equal: a chat template or an early end explains it."""
 OTHER_WORK = 0.10
-"""Lengths that differ by more are another piece of work."""
+"""Lengths that differ by more than this share are another workload."""
 CACHED_APART = 0.05
-"""Of the prompts' tokens: where one side had so much more in its cache, it did less work."""
+"""If the cached shares of the prompt tokens differ by more than this, one side computed less."""
 
 
 # one repeat
 
 
 def output_tok_s(repeat: Repeat, load: Load) -> float | None:
-    """Output tokens per second of all streams together; `None` where the endpoint counts no tokens.
+    """Output tokens per second of all streams together; `None` if the endpoint reports no token counts.
 
-    The generator counts what arrived within the stretch, also of requests that began in the warm-up: those are missing
-    among the samples, as much as the tail of the last ones is too many. From samples alone a closed loop is known by
-    Little's law, which has no edges: tokens of a request over its time, times the requests in flight.
+    The load generator counts the tokens that arrived within the measurement window. The samples alone do not show that:
+    they lack requests that began in the warm-up, and include the end of the last ones after the window. Without that
+    count, Little's law gives the rate of a closed loop: tokens per request over its time, times the concurrency.
     """
     if repeat.delivered_tokens is not None:
         return repeat.delivered_tokens / repeat.seconds
@@ -42,15 +42,17 @@ def output_tok_s(repeat: Repeat, load: Load) -> float | None:
 
 
 def requests_s(repeat: Repeat, load: Load) -> float | None:
-    """Requests per second that ended well."""
+    """Successful requests per second."""
     return _rate(repeat.samples, load, repeat.seconds, lambda sample: 1.0 if sample.outcome == "ok" else 0.0)
 
 
-def _rate(samples: Sequence[Sample], load: Load, seconds: float, of: Callable[[Sample], float | None]) -> float | None:
-    counted = [of(sample) for sample in samples]
-    if not samples or any(count is None for count in counted):
+def _rate(
+    samples: Sequence[Sample], load: Load, seconds: float, count: Callable[[Sample], float | None]
+) -> float | None:
+    counted = [count(sample) for sample in samples]
+    if not samples or any(value is None for value in counted):
         return None
-    total = math.fsum(count for count in counted if count is not None)
+    total = math.fsum(value for value in counted if value is not None)
     busy_s = math.fsum(sample.duration_ms for sample in samples) / 1000
     if load.arrivals == "closed" and load.concurrency is not None and busy_s > 0:
         return load.concurrency * total / busy_s
@@ -58,7 +60,7 @@ def _rate(samples: Sequence[Sample], load: Load, seconds: float, of: Callable[[S
 
 
 def _tokens(sample: Sample) -> float | None:
-    """What failed brought nothing that anybody can use."""
+    """The output tokens of a request; a failed request has none."""
     if sample.outcome != "ok":
         return 0.0
     return None if sample.output_tokens is None else float(sample.output_tokens)
@@ -77,7 +79,7 @@ def durations(samples: Iterable[Sample]) -> list[float]:
 
 
 def meets(sample: Sample, target: LatencyTarget) -> bool:
-    """Whether a request ended well and in time; a request of one token has no time between tokens to be late with."""
+    """Whether a request succeeded and met the target. An answer of one token has no TPOT."""
     if sample.outcome != "ok":
         return False
     if target.ttft_ms is not None and (sample.ttft_ms is None or sample.ttft_ms > target.ttft_ms):
@@ -97,12 +99,12 @@ def is_valid(cell: Cell) -> bool:
 
 
 def why_invalid(cell: Cell) -> tuple[str, ...]:
-    """What forbids comparing it at all."""
+    """The reasons why the cell must not be compared."""
     found = [flag.text for flag in cell.flags if flag.invalid]
     if not found and any(repeat.client.limit for repeat in cell.repeats):
-        found.append("the client was the limit")
+        found.append("the client was the bottleneck")
     if not any(sample.outcome == "ok" for sample in all_samples(cell)):
-        found.append("no request ended well")
+        found.append("no request succeeded")
     return tuple(found)
 
 
@@ -143,9 +145,9 @@ def summarized(cell: Cell) -> Summary:
 
 
 def cached_share(samples: Iterable[Sample]) -> float | None:
-    told = [one for one in samples if one.cached_tokens is not None and one.prompt_tokens]
-    asked = sum(one.prompt_tokens or 0 for one in told)
-    return sum(one.cached_tokens or 0 for one in told) / asked if asked else None
+    counted = [one for one in samples if one.cached_tokens is not None and one.prompt_tokens]
+    total = sum(one.prompt_tokens or 0 for one in counted)
+    return sum(one.cached_tokens or 0 for one in counted) / total if total else None
 
 
 def _interval(cell: Cell, rates: Sequence[float], tok_s: float | None) -> Interval | None:
@@ -158,9 +160,9 @@ def _interval(cell: Cell, rates: Sequence[float], tok_s: float | None) -> Interv
     wide = half_width(blocks)
     if wide is None:
         return None
-    # Stretches that follow each other are alike, so that they tell less than as many that do not.
-    alike = max(0.0, min(0.9, serial_correlation(blocks)))
-    wide *= math.sqrt((1 + alike) / (1 - alike))
+    # Consecutive blocks are correlated, so they count as fewer independent ones.
+    correlation = max(0.0, min(0.9, serial_correlation(blocks)))
+    wide *= math.sqrt((1 + correlation) / (1 - correlation))
     return _around(tok_s, wide * tok_s / statistics.fmean(blocks), "blocks", len(blocks))
 
 
@@ -170,9 +172,9 @@ def _around(value: float, wide: float, over: str, count: int) -> Interval:
 
 
 def block_rates(repeat: Repeat, load: Load) -> list[float]:
-    """One repeat in parts of as many requests each as are in flight, or more: whole requests have no edges.
+    """The rates of blocks of consecutive requests, each with at least as many requests as are in flight.
 
-    Empty where there are too few, and in open loops, which bring as much as is asked of them.
+    Empty if there are too few requests, and for an open loop, whose rate is given.
     """
     in_flight = load.concurrency
     if load.arrivals != "closed" or in_flight is None:
@@ -205,13 +207,13 @@ def _peak(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-# the row
+# rows
 
 
 def spent(cell: Cell, price: Price | None, found: Summary | None = None) -> PerMillion:
-    """Money and energy of a million output tokens, by what was measured; energy by the stated watts where it was not.
+    """Cost and energy of a million output tokens. Energy follows from the stated watts if it was not measured.
 
-    Tokens alone are counted: prompts are a part of what they cost.
+    Only output tokens are counted; the cost includes the prompts.
     """
     found = found or summarized(cell)
     layout = cell.subject.parallelism
@@ -220,7 +222,7 @@ def spent(cell: Cell, price: Price | None, found: Summary | None = None) -> PerM
 
 
 def row(cell: Cell, hardware: str | None = None, price: Price | None = None) -> Row:
-    """Flat, its fields in the order of a table's columns; `hardware` in words, else the machine's fingerprint."""
+    """A flat row with its fields in column order. `hardware` is text; the default is the machine's fingerprint."""
     found, subject, quality = summarized(cell), cell.subject, cell.quality
     paid = spent(cell, price, found)
     ttft, tpot, gap, e2e = found.ttft_ms, found.tpot_ms, found.gap_ms, found.e2e_ms
@@ -290,18 +292,18 @@ def _notes(cell: Cell, found: Summary) -> Iterator[str]:
     yield from dict.fromkeys(flag.text for flag in cell.flags)
     asked = cell.load.output_tokens
     if found.output_tokens is not None and _apart(found.output_tokens, asked) > SAME_LENGTH:
-        yield f"answers of {found.output_tokens:g} tokens where {asked} were asked for"
+        yield f"answers have {found.output_tokens:g} tokens instead of {asked}"
     if cell.quality is not None and cell.quality.note:
         yield cell.quality.note
     if cell.notes:
         yield cell.notes
 
 
-# what two cells have in common
+# differences between two cells
 
 
 def differences(a: Cell, b: Cell) -> Differences:
-    """What is not the same on both sides, apart from what is meant to differ: the engine and its version."""
+    """All differences except the engine and its version."""
     return Differences(
         meaningless=(*_other_work(a, b), *_other_weights(a, b), *_other_lengths(a, b), *_other_warmup(a, b)),
         printed=tuple(_small_differences(a, b)),
@@ -315,7 +317,7 @@ def _differs(what: str, a: object, b: object, note: str | None = None) -> Iterat
 
 def _words(value: object) -> str:
     if value is None:
-        return "not stated"
+        return "not reported"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -343,7 +345,7 @@ def _other_weights(a: Cell, b: Cell) -> Iterator[Difference]:
 
 
 def _other_lengths(a: Cell, b: Cell) -> Iterator[Difference]:
-    """What the endpoints counted; asking for the same is not yet getting the same."""
+    """Differences in the lengths that the endpoints counted, which may differ from the requested ones."""
     for what, one, other in _lengths(a, b):
         if _apart(one, other) > OTHER_WORK:
             yield Difference(what=what, a=f"{one:g}", b=f"{other:g}")
@@ -354,16 +356,16 @@ def _other_lengths(a: Cell, b: Cell) -> Iterator[Difference]:
 def _other_cache(a: Cell, b: Cell) -> Iterator[Difference]:
     one, other = cached_share(all_samples(a)), cached_share(all_samples(b))
     if abs((one or 0.0) - (other or 0.0)) > CACHED_APART:
-        yield Difference(what="prompt tokens from a cache", a=_share_words(one), b=_share_words(other))
+        yield Difference(what="cached prompt tokens", a=_share_words(one), b=_share_words(other))
 
 
 def repeats_itself(load: Load) -> bool:
-    """Whether prompts share what they begin with because the work does: remembering that is an engine's own merit."""
+    """Whether the workload has shared prefixes. Caching them is then a feature of the engine, not a difference."""
     return load.shared_prefix_tokens > 0 or load.arrivals == "replay"
 
 
 def _other_warmup(a: Cell, b: Cell) -> Iterator[Difference]:
-    """How many requests it took is each engine's own; that one side had none at all is not fair."""
+    """A difference if only one side was warmed up; the number of requests does not matter."""
     one, other = warmed(a), warmed(b)
     if (one == 0) != (other == 0):
         yield Difference(what="warm-up", a=_requests(one), b=_requests(other))
@@ -378,7 +380,7 @@ def _lengths(a: Cell, b: Cell) -> Iterator[tuple[str, float, float]]:
 
 
 def _share_words(share: float | None) -> str:
-    return "not stated" if share is None else f"{share:.0%}"
+    return "not reported" if share is None else f"{share:.0%}"
 
 
 def _apart(one: float, other: float) -> float:
@@ -389,7 +391,7 @@ def _small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
     one, other = a.subject, b.subject
     if one.weights_id is not None and one.weights_id == other.weights_id:
         yield from _differs("quantization", one.quantization, other.quantization, SAME_SOURCE)
-    yield from _differs("seed", a.load.seed, b.load.seed, "other prompts, of the same length")
+    yield from _differs("seed", a.load.seed, b.load.seed, "different prompts of the same length")
     for what, mine, theirs in _lengths(a, b):
         if SAME_LENGTH < _apart(mine, theirs) <= OTHER_WORK:
             yield Difference(what=what, a=f"{mine:g}", b=f"{theirs:g}")
@@ -405,11 +407,11 @@ def _small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
 
 
 def _place(subject: Subject) -> str:
-    return "through the gateway" if subject.through_gateway else "at the endpoint itself"
+    return "through the gateway" if subject.through_gateway else "directly at the endpoint"
 
 
 def warmed(cell: Cell) -> int:
-    """Requests that warmed it up, before all repeats together."""
+    """Number of warm-up requests of all repeats."""
     return max(cell.warmup, sum(repeat.warmup for repeat in cell.repeats))
 
 
@@ -438,15 +440,15 @@ def _settings(a: Settings | None, b: Settings | None) -> Iterator[Difference]:
 SETTING_WORDS = {
     "slots": "slots", "context_tokens": "context", "threads": "threads", "gpu_layers": "layers on the GPU",
     "host_expert_layers": "layers with experts on the host", "kv_type": "cache type", "batch_tokens": "batch tokens",
-    "memory_share": "share of the memory",
+    "memory_share": "memory share",
 }  # fmt: skip
 
 
-# as evidence
+# results
 
 
 def result_of(cell: Cell) -> Result | None:
-    """What later plans learn of it; `None` where there is nothing to learn: it is invalid, or not a closed loop."""
+    """The result that later plans use; `None` if the cell is invalid or has an open loop."""
     found = summarized(cell)
     if cell.load.concurrency is None or found.output_tok_s is None or not is_valid(cell):
         return None
@@ -477,7 +479,7 @@ def result_of(cell: Cell) -> Result | None:
 
 
 def _told_quality(cell: Cell) -> float | None:
-    """Agreement, and none at all for answers that were found broken, however many of them happened to agree."""
+    """The agreement; 0 for broken answers, even if some agree."""
     quality = cell.quality
     if quality is None or quality.verdict == "unchecked":
         return None

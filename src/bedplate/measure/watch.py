@@ -1,7 +1,7 @@
-"""What the machine gave while a load ran: memory, energy, clocks, who else was busy, what the engine says of itself.
+"""Observe the machine and the engine under load: memory, energy, clocks, other processes, the engine's metrics.
 
-One thread looks once a second, and at the beginning and the end of the measured time; the load generator is a process
-of its own, so that its clocks do not notice. What cannot be read here stays `None`.
+A thread takes a reading once a second, and at the beginning and the end of the measurement window. The load generator
+is a separate process, so that readings do not delay it. `None`: not available on this machine.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ SCRAPE_LIMIT_S = 2.0
 JOIN_S = 10.0
 OVER = "over"
 BUSY_CARD = 50
-"""Percent: an idle card lowers its clock, and nobody throttles it."""
+"""Utilization in percent below which a low clock is not throttling but idling."""
 POWERCAP = Path("/sys/class/powercap")
 PROCESSORS = Path("/sys/devices/system/cpu")
 CLOCK_REASONS = {0x04: "power limit", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-"""NVML's bits of what holds a clock down, those left out that mean idling or a wish (nvml.h, clocks event reasons)."""
+"""NVML's clocks event reasons (nvml.h), without those for idling and for clocks set by an application."""
 Read = Callable[[str], EngineState]
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What only grows, at one moment."""
+    """Monotonic counters at one moment."""
 
     at_s: float
     machine_s: float | None = None
-    """Processor time that anybody took, that other guests of the same host took from us included."""
+    """CPU time of all processes, with the time stolen by other guests of the host."""
     engine_s: float | None = None
     own_s: float = 0.0
     cards_j: float | None = None
     package_j: float | None = None
     swapped_bytes: int | None = None
     heat_events: int | None = None
-    """Times that a processor lowered its clock because of heat."""
+    """How often a CPU lowered its clock because of heat."""
     state: EngineState | None = None
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes and goes, at one moment."""
+    """Gauges at one moment."""
 
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
@@ -63,13 +63,13 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState | None = None
 
 
-# from what was seen to what is said
+# summaries
 
 
 def use_of(
     first: Counters, last: Counters, looks: Sequence[Look], cores: int, *, on_card: bool, package_range_j: float | None
 ) -> Use:
-    """On a card the energy is the card's; what the rest of the machine took beside it is not known."""
+    """The use between two readings. On an accelerator, the energy is that of the accelerator alone."""
     wall_s = last.at_s - first.at_s
     engine_s = _grown(first.engine_s, last.engine_s)
     machine_s = _grown(first.machine_s, last.machine_s)
@@ -98,7 +98,7 @@ def use_of(
 
 
 def series_of(states: Sequence[EngineState]) -> EngineSeries:
-    """The engine's own metrics from the first look to the last; counters as what they grew by."""
+    """The engine's metrics from the first reading to the last; counters as differences."""
     if not states:
         return EngineSeries()
     first, last = states[0], states[-1]
@@ -119,12 +119,12 @@ def series_of(states: Sequence[EngineState]) -> EngineSeries:
 
 
 def _grown(before: float | None, after: float | None) -> float | None:
-    """`None` where either is not known, or where what was counted began anew."""
+    """The difference; `None` if either is unknown or the counter was reset."""
     return after - before if before is not None and after is not None and after >= before else None
 
 
 def _wrapped(before: float | None, after: float | None, range_j: float | None) -> float | None:
-    """Of a counter that starts anew at its end."""
+    """The difference of a counter that wraps around at `range_j`."""
     if before is None or after is None:
         return None
     return after - before if after >= before else after - before + range_j if range_j else None
@@ -138,17 +138,17 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# memory and processors
+# memory and CPU
 
 
 def pss_bytes(rollup: str) -> int | None:
-    """The proportional size in /proc/PID/smaps_rollup: what several processes share is divided among them."""
+    """The proportional set size in /proc/PID/smaps_rollup: shared memory is divided among its processes."""
     found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def tree_of(pid: int) -> list[int]:
-    """The process and all below it."""
+    """The process and its descendants."""
     import psutil
 
     try:
@@ -159,7 +159,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def memory_bytes(pids: Sequence[int], root: Path = Path("/proc")) -> int | None:
-    """Of all of them together, memory that they share counted once. Where the system does not say, resident memory."""
+    """Memory of all processes together, shared memory counted once; resident memory if the system reports no PSS."""
     found = [size for pid in pids if (size := _memory_of(pid, root)) is not None]
     return sum(found) if found else None
 
@@ -176,12 +176,12 @@ def _memory_of(pid: int, root: Path) -> int | None:
 
 
 def allowed_processors() -> frozenset[int] | None:
-    """Those that this process, and the engine below it, may run on; `None`: all."""
+    """The CPUs that this process and the engine may run on; `None`: all."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def machine_seconds(allowed: frozenset[int] | None = None) -> float:
-    """What anybody took of the processors that we may use: what others do on the rest of a host is their business."""
+    """CPU time of all processes on the allowed CPUs; the other CPUs of the host do not matter."""
     import psutil
 
     each = psutil.cpu_times(percpu=True)
@@ -190,11 +190,11 @@ def machine_seconds(allowed: frozenset[int] | None = None) -> float:
 
 
 TAKEN = ("user", "nice", "system", "irq", "softirq", "steal")
-"""Idle time and waiting for a disk leave a processor to others; guests' time is in the user's already."""
+"""Not idle and iowait, during which the CPU is free; guest time is part of user time."""
 
 
 def own_seconds(engine_pids: Sequence[int]) -> float:
-    """Processor time of bedplate itself and of the processes below it, the engine's left out."""
+    """CPU time of bedplate and its descendants, without the engine."""
     import psutil
 
     me = psutil.Process()
@@ -222,7 +222,7 @@ def engine_seconds(pids: Sequence[int]) -> float | None:
 
 
 def swapped_bytes() -> int | None:
-    """Written to and read from swap since the machine was started."""
+    """Bytes written to and read from swap since boot."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:
@@ -236,7 +236,7 @@ def heat_events(root: Path = PROCESSORS) -> int | None:
 
 
 def processor_clock(root: Path = PROCESSORS) -> float | None:
-    """The mean clock over the base clock; what a processor may do for a short time beyond that is not its usual one."""
+    """The mean ratio of clock to base clock, since a CPU does not sustain its boost clock."""
     shares = []
     for base in root.glob("cpu[0-9]*/cpufreq/base_frequency"):
         usual, now = _whole(base), _whole(base.with_name("scaling_cur_freq"))
@@ -257,18 +257,18 @@ def _whole(file: Path) -> int | None:
         return None
 
 
-# energy of processors
+# CPU energy
 
 
 class Package:
-    """Intel's and AMD's own count of the processors' energy (RAPL), which on most systems only root may read."""
+    """The CPU's energy counter (RAPL), which on most systems only root may read."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         zones = [zone for zone in sorted(root.glob("*-rapl:*")) if zone.name.count(":") == 1]
         self._files = [zone / "energy_uj" for zone in zones if _whole(zone / "energy_uj") is not None]
         ends = [_whole(file.with_name("max_energy_range_uj")) for file in self._files]
         self.range_j = ends[0] / 1e6 if len(ends) == 1 and ends[0] else None
-        """With several packages nobody knows which one began anew, and a fall is left out."""
+        """`None` for several packages: if their sum falls, it is unknown which counter wrapped around."""
 
     def joules(self) -> float | None:
         found = [_whole(file) for file in self._files]
@@ -276,11 +276,11 @@ class Package:
         return sum(known) / 1e6 if known and len(known) == len(found) else None
 
 
-# cards
+# accelerators
 
 
 class Cards:
-    """NVIDIA's cards, by their driver's library. Opened before the engine starts: what was in use then is not its."""
+    """NVIDIA GPUs, through NVML. Create it before the engine starts: memory in use then is not the engine's."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml = nvml
@@ -294,12 +294,12 @@ class Cards:
 
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        except Exception:  # no driver, no library, no permission: then there are none for us
+        except Exception:  # no driver, no library or no permission
             return None
         return cls(pynvml, handles) if handles else None
 
     def gpu_bytes(self, pids: Sequence[int]) -> int | None:
-        """By the driver's list of processes; in a container, which hides them, what is in use beyond the start."""
+        """Memory of the processes by NVML. A container hides them; then the growth since the start."""
         named = [size for handle in self._handles for pid, size in self._processes(handle) if pid in pids and size]
         if named:
             return sum(named)
@@ -316,7 +316,7 @@ class Cards:
         return sum(known) / 1000 if known and len(known) == len(found) else None
 
     def clock(self) -> tuple[float | None, tuple[str, ...]]:
-        """The lowest clock of a busy card over its highest, and what holds it down."""
+        """The lowest ratio of clock to maximum clock of a busy GPU, and the reasons for a lower clock."""
         shares: list[float] = []
         reasons: dict[str, None] = {}
         for handle in self._mine():
@@ -334,7 +334,7 @@ class Cards:
         return min(shares, default=None), tuple(reasons)
 
     def _mine(self) -> list[Any]:
-        """The cards whose memory has grown since the start; all, where none has."""
+        """The GPUs whose memory use has grown since the start; all, if none has."""
         grown = [
             handle
             for handle, before in zip(self._handles, self._before, strict=True)
@@ -351,7 +351,7 @@ class Cards:
         return [(one.pid, one.usedGpuMemory) for one in found]
 
     def _asked(self, name: str, *arguments: Any) -> Any:
-        """What an older driver, a slice of a card or another platform does not answer is not known."""
+        """Calls NVML; `None` if an older driver, a MIG slice or the platform does not support the call."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except Exception:
@@ -362,11 +362,11 @@ def reasons_of(bits: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words for bit, words in CLOCK_REASONS.items() if bits & bit))
 
 
-# the engine's own word
+# engine metrics
 
 
 class Metrics:
-    """An engine's own metrics; one that has none is not asked twice."""
+    """Reads the metrics of an engine; stops after the first response that says there are none."""
 
     def __init__(self, url: str, key: str | None, read: Read) -> None:
         if not url.startswith(("http://", "https://")):
@@ -387,15 +387,15 @@ class Metrics:
             error.close()
             self._gone = error.code in (401, 403, 404, 405, 501)
         except (OSError, ValueError):
-            pass  # busy; the next look may get an answer
+            pass  # the engine is busy; the next reading may succeed
         return None
 
 
-# looking
+# readings
 
 
 class Meters:
-    """All that can be read of one engine on this machine: made before it starts, given its process once it runs."""
+    """Takes readings of one engine and its machine. Create it before the engine starts; set `pid` when it runs."""
 
     def __init__(self) -> None:
         import psutil
@@ -435,7 +435,7 @@ class Meters:
 
 
 def meters_of(started: Started) -> Meters:
-    """The meters of an engine that runs."""
+    """The meters of a running engine."""
     meters = Meters()
     meters.pid = started.pid
     meters.on_card = started.start.plan.settings.device not in ("cpu", "metal")
@@ -444,7 +444,7 @@ def meters_of(started: Started) -> Meters:
 
 
 class Watcher:
-    """Looks while one stretch is measured: `mark` is told when it begins and ends, `stop` says what was seen."""
+    """Takes readings during one measurement window. `mark` reports its begin and end; `seen` returns the summary."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
@@ -466,18 +466,18 @@ class Watcher:
         self._moments.put(moment)
 
     def seen(self) -> tuple[Use, EngineSeries]:
-        """After the end of the stretch."""
+        """Call it after the end of the measurement window."""
         first, last, meters = self._first, self._last, self._meters
         if first is None or last is None:
             return Use(), EngineSeries()
-        seen = [first.state, *(look.state for look in self._looks), last.state]
-        states = [state for state in seen if state is not None]
+        known = [first.state, *(look.state for look in self._looks), last.state]
+        states = [state for state in known if state is not None]
         range_j = meters.package.range_j
         use = use_of(first, last, self._looks, meters.cores, on_card=meters.on_card, package_range_j=range_j)
         return use, series_of(states)
 
     def _run(self) -> None:
-        """Each moment has its turn, however late: a look may take as long as a busy engine takes to answer."""
+        """Handles each mark in order, even if late: a reading waits for the response of a busy engine."""
         while (moment := self._next()) != OVER:
             if moment == "begin" and self._first is None:
                 self._first = self._meters.counters()
@@ -488,14 +488,14 @@ class Watcher:
             self._looks.append(self._meters.look())
 
     def _next(self) -> str | None:
-        """`None`: nothing for a while, so that it is time to look again."""
+        """The next mark; `None` after `LOOK_S` without one: take the next reading."""
         with contextlib.suppress(queue.Empty):
             return self._moments.get(timeout=LOOK_S)
         return None
 
 
 def listening_pid(port: int) -> int | None:
-    """The process on this machine that answers on a port, where the system tells."""
+    """The process on this machine that listens on a port, if the system reports it."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -506,7 +506,7 @@ def listening_pid(port: int) -> int | None:
 
 
 def idle_share(seconds: float = 1.0) -> float:
-    """Of the machine's processors, what is left over just now."""
+    """The idle share of the machine's CPUs now."""
     import psutil
 
     return max(0.0, 1 - float(psutil.cpu_percent(interval=seconds)) / 100)

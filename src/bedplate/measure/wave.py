@@ -1,9 +1,8 @@
-"""A fixed piece of work: so many requests, so many of them in flight, from the first byte sent to the last received.
+"""Measure a burst: a fixed number of requests at a fixed concurrency, from the first byte sent to the last received.
 
-A stretch of so many seconds of a closed loop cuts requests at both its ends. Where one takes as long as the stretch,
-how much of them falls within is chance, and the same setting is 1.3 times as fast the next time. A piece of work has no
-such ends: all its tokens count, over the time that they took. Its last requests have the engine to themselves, on every
-side alike.
+A time window of a closed loop cuts requests at both ends. If a request takes as long as the window, the part inside is
+random, and the same settings measure 1.3 times as fast the next time. A burst counts all tokens over the time that they
+took. At its end fewer requests are in flight; that is the same for every setting.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from bedplate.values.record import Record
 from bedplate.values.run import Load, Repeat
 
 APART_S, ALL_WITHIN_S = 0.02, 0.2
-"""How far requests begin apart. Did they come at once, chance would decide how many of their prompts an engine computes
-in its first pass, and the time to first token of the same setting would be one of two that differ by half."""
+"""Delay between the starts of requests. If all started at the same time, the number of prompts in the engine's first
+batch would be random, and the TTFT of the same settings would take one of two values that differ by half."""
 WARM_TOKENS = 4
 WARM_PROMPT = 24
 TICK_S = 0.05
@@ -43,10 +42,10 @@ async def wave(
     rounds: int = 1,
     own: OwnError | None = None,
 ) -> Repeat | None:
-    """Each stream asks `rounds` times, as soon as it has its answer; all prompts are its own, by `number`.
+    """Sends a burst: each stream sends `rounds` requests, one after the other. `number` determines the prompts.
 
-    `None`: it took longer than it may. `own` is what is known of the client's own error; with it, how late the client
-    comes round is looked at, too. Raises OSError where the endpoint fails.
+    Returns `None` if it takes longer than `limit_s`. With `own`, the client's own error, the lag of the client's event
+    loop is recorded too. Raises OSError if the endpoint fails.
     """
     streams = load.concurrency or 1
     prompts = prepared.prompts(load, number)
@@ -88,7 +87,7 @@ async def _stream(after_s: float, target: Target, requests: Iterator[bytes], lim
 
 
 async def _ticked(driven: Driven) -> None:
-    """How late the client itself comes round, which would be booked on the engine."""
+    """Records the lag of the client's event loop, which would otherwise count as engine time."""
     while True:
         due_ns = monotonic_ns() + int(TICK_S * 1e9)
         await asyncio.sleep(TICK_S)
@@ -96,13 +95,13 @@ async def _ticked(driven: Driven) -> None:
 
 
 async def warmed(target: Target, load: Load, prepared: Prepared, limit_s: float) -> None:
-    """One small request, after which weights are in memory and threads are there."""
+    """Sends one small request, so that weights are loaded and threads are started."""
     text = prepared.prompts(load, -2).text(0, min(WARM_PROMPT, load.prompt_tokens))
     await ask(target, prepared.request(target, text, WARM_TOKENS), limit_s)
 
 
 class Work(Record, frozen=True, kw_only=True):
-    """What `wave` takes, for a process of its own."""
+    """The arguments of a burst in a separate process."""
 
     target: Target
     load: Load
@@ -111,11 +110,11 @@ class Work(Record, frozen=True, kw_only=True):
     limit_s: float
     rounds: int = 1
     check: bool | OwnError = False
-    """Whether the client's own error is found out first, or what is known of it."""
+    """Whether to measure the client's own error first, or its known value."""
 
 
 def wave_apart(work: Work, watch: Watch) -> Repeat | None:
-    """`wave` in a process of its own, which nothing of its caller delays; raises OutsideFailed where it fails."""
+    """Sends a burst from a separate process, so that the caller does not delay it. Raises OutsideFailed on failure."""
     return heard("bedplate.measure.wave", work, watch)
 
 
@@ -129,7 +128,7 @@ async def _worked(work: Work, watch: Watch) -> Repeat | None:
             work.target, work.load, work.prepared, work.number, work.limit_s, rounds=work.rounds, own=own
         )
     except OSError as error:
-        raise OutsideFailed(f"{work.target.url} does not answer", cause=str(error) or type(error).__name__) from error
+        raise OutsideFailed(f"no response from {work.target.url}", cause=str(error) or type(error).__name__) from error
     watch("end")
     return found
 

@@ -1,6 +1,6 @@
-"""The load generator: knows an endpoint by its URL alone, and its own error.
+"""The load generator. It needs only the URL of an endpoint, and it measures its own error.
 
-Its modules are loaded when they are first asked for, so that the null server starts at once.
+Its modules are imported lazily, so that the null server starts fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bedplate.measure.load.repeating import output_tok_s as output_tok_s
     from bedplate.measure.load.target import Target as Target
 
-_FACE = {
+_MODULES = {
     "OwnError": "own",
     "Prepared": "preparing",
     "Rule": "repeating",
@@ -34,10 +34,10 @@ _FACE = {
     "self_check": "own",
     "serve_null": "null_server",
 }
-__all__ = sorted(_FACE)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FACE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'bedplate.measure.load' has no attribute {name!r}")
-    return getattr(import_module(f"bedplate.measure.load.{_FACE[name]}"), name)
+    return getattr(import_module(f"bedplate.measure.load.{_MODULES[name]}"), name)

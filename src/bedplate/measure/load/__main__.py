@@ -1,4 +1,4 @@
-"""The generator's process: see `apart`."""
+"""The process of the load generator; see `apart`."""
 
 from bedplate.measure.load.apart import main
 

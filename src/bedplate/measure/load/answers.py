@@ -1,4 +1,4 @@
-"""What an endpoint said, out of the bytes and stamps of its answer. Pure, and done after the clocks have stopped."""
+"""Parse the responses of an endpoint from their bytes and timestamps, after the measurement. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Timings(msgspec.Struct):
-    """llama.cpp's own, where its usage is silent about the cache."""
+    """llama.cpp reports cached tokens here, not in `usage`."""
 
     cache_n: int | None = None
 
@@ -55,13 +55,13 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """One answer, with the stamps of the events that carry text."""
+    """One answer, with the timestamps of the events that contain text."""
 
     outcome: Outcome = "ok"
     error: str | None = None
     text_ns: list[int] = msgspec.field(default_factory=list)
     last_ns: int | None = None
-    """Of the last event that carries text or the reason of the end."""
+    """Timestamp of the last event with text or a finish reason."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -70,7 +70,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 def events_of(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """The data of each server-sent event, with the stamp of the read that brought its first byte."""
+    """The data of each server-sent event, with the timestamp of the read that contained its first byte."""
     rest, rest_ns = b"", 0
     data: list[bytes] = []
     event_ns = 0
@@ -92,7 +92,7 @@ def events_of(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[
                 if not data:
                     event_ns = line_ns
                 data.append(line[5:].removeprefix(b" "))
-        # What is left began in this read, unless it is the same line that an earlier one began.
+        # The incomplete line began in this read, unless it is the continuation of an earlier one.
         rest_ns = began_ns
     if rest.startswith(b"data:"):
         if not data:
@@ -103,7 +103,7 @@ def events_of(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[
 
 
 def read(exchange: Exchange, *, keep_text: bool = False) -> Answer:
-    """Everything that one exchange tells; never raises."""
+    """Parses one exchange; never raises."""
     answer = Answer()
     if exchange.status == 200 and b"text/event-stream" in exchange.content_type:
         _read_stream(answer, exchange, keep_text)
@@ -113,9 +113,9 @@ def read(exchange: Exchange, *, keep_text: bool = False) -> Answer:
         answer.outcome = "refused" if exchange.status in REFUSED else "error"
         answer.error = f"HTTP {exchange.status}: {error_text(b''.join(exchange.pieces))}".removesuffix(": ")
     elif not exchange.timed_out:
-        answer.outcome, answer.error = "error", exchange.error or "no answer came"
+        answer.outcome, answer.error = "error", exchange.error or "no response"
     if exchange.timed_out and answer.outcome != "error":
-        answer.outcome, answer.error = "timeout", "it took longer than a request may"
+        answer.outcome, answer.error = "timeout", "the request exceeded its time limit"
     return answer
 
 
@@ -129,9 +129,9 @@ def _read_stream(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
         try:
             event = _decode(data)
         except UNREADABLE as error:
-            # The last event of a stream that was cut may be half of one.
+            # The last event of a truncated stream may be incomplete.
             if exchange.whole:
-                answer.outcome, answer.error = "error", f"an event is not what the API has: {error}"
+                answer.outcome, answer.error = "error", f"an event does not have the format of the API: {error}"
             continue
         if event.error is not None:
             answer.outcome, answer.error = "error", _shown(event.error)
@@ -148,15 +148,15 @@ def _read_stream(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
 
 
 def _read_whole(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
-    """An endpoint that does not stream: all of its text comes at its end."""
+    """Reads the response of an endpoint that does not stream: the whole text arrives at its end."""
     body = b"".join(exchange.pieces)
     if not exchange.whole:
-        answer.outcome, answer.error = "cut", exchange.error or "the answer is not whole"
+        answer.outcome, answer.error = "cut", exchange.error or "the response is incomplete"
         return
     try:
         event = _decode(body)
     except UNREADABLE as error:
-        answer.outcome, answer.error = "error", f"the answer is not what the API has: {error}"
+        answer.outcome, answer.error = "error", f"the response does not have the format of the API: {error}"
         return
     if event.error is not None or not event.choices:
         answer.outcome, answer.error = "error", error_text(body)
@@ -170,7 +170,7 @@ def _read_whole(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
 
 
 def _take(answer: Answer, event: _Event) -> str:
-    """Books what an event says; returns its text."""
+    """Records the counts and the finish reason of an event; returns its text."""
     usage = event.usage
     if usage is not None:
         answer.prompt_tokens = usage.prompt_tokens
@@ -184,24 +184,24 @@ def _take(answer: Answer, event: _Event) -> str:
         if choice.finish_reason:
             answer.finish = choice.finish_reason
         text += choice.text or ""
-        for said in (choice.delta, choice.message):
-            if said is not None:
-                text += said.content or said.reasoning_content or said.reasoning or ""
+        for part in (choice.delta, choice.message):
+            if part is not None:
+                text += part.content or part.reasoning_content or part.reasoning or ""
     return text
 
 
 def error_text(body: bytes) -> str:
-    """What the body of an error says, in as few words as it has."""
+    """The message in the body of an error response."""
     try:
-        said = msgspec.json.decode(body)
+        document = msgspec.json.decode(body)
     except UNREADABLE:
         return body[:SHOWN_CHARACTERS].decode("utf-8", "replace").strip()
-    return _shown(said)
+    return _shown(document)
 
 
-def _shown(said: object) -> str:
+def _shown(document: object) -> str:
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(key):
-            return _shown(said[key])
-    text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+        if isinstance(document, dict) and document.get(key):
+            return _shown(document[key])
+    text = document if isinstance(document, str) else msgspec.json.encode(document).decode()
     return text[:SHOWN_CHARACTERS].strip()

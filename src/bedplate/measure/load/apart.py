@@ -1,4 +1,4 @@
-"""The generator in a process of its own, so that nothing of its caller (a live table, a sampling thread) delays it."""
+"""Run the load generator in a separate process, so that its caller does not delay it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ C = TypeVar("C")
 
 
 class Call(Record, frozen=True, kw_only=True):
-    """What `measure` takes. It goes through a pipe, not through the command line, which others may read."""
+    """The arguments of `measure`. They are sent through a pipe, because other users can read command lines."""
 
     target: Target
     load: Load
@@ -50,13 +50,13 @@ class Problem(Record, frozen=True, kw_only=True):
 
 
 class Said(Record, frozen=True, kw_only=True):
-    """One line that the process writes."""
+    """One line of the process's output."""
 
     moment: str | None = None
     repeat: Repeat | None = None
     problem: Problem | None = None
     nothing: bool = False
-    """Whether it has come to its end without a repeat."""
+    """Whether the process ended without a repeat."""
 
 
 def measure_apart(
@@ -74,7 +74,7 @@ def measure_apart(
     check: bool | OwnError = True,
     watch: Watch | None = None,
 ) -> Repeat:
-    """`measure`, for callers that have other things to do meanwhile."""
+    """Runs `measure` in a separate process."""
     call = Call(
         target=target,
         load=load,
@@ -90,12 +90,12 @@ def measure_apart(
     )
     found = heard("bedplate.measure.load", call, watch)
     if found is None:
-        raise errors.OutsideFailed("the load generator has measured nothing")
+        raise errors.OutsideFailed("the load generator returned no measurement")
     return found
 
 
 def heard(module: str, call: Record, watch: Watch | None) -> Repeat | None:
-    """What a process of this module says to a call; `None`: that it measured nothing."""
+    """Runs `module` as a process with this call and returns its repeat; `None`: it has none."""
     process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         try:
@@ -111,14 +111,14 @@ def _listen(process: subprocess.Popen[bytes], call: Record, watch: Watch | None)
         process.stdin.write(msgspec.json.encode(call) + b"\n")
         process.stdin.flush()
     for line in process.stdout:
-        said = msgspec.json.decode(line, type=Said)
-        if said.repeat is not None or said.nothing:
-            return said.repeat
-        if said.problem is not None:
-            raise raised(said.problem)
-        if said.moment is not None and watch is not None:
-            watch(said.moment)
-    raise errors.OutsideFailed("the load generator ended before its time", cause=f"status {process.wait()}")
+        message = msgspec.json.decode(line, type=Said)
+        if message.repeat is not None or message.nothing:
+            return message.repeat
+        if message.problem is not None:
+            raise raised(message.problem)
+        if message.moment is not None and watch is not None:
+            watch(message.moment)
+    raise errors.OutsideFailed("the load generator ended unexpectedly", cause=f"status {process.wait()}")
 
 
 def raised(problem: Problem) -> errors.BedplateError:
@@ -135,34 +135,34 @@ def main() -> None:
 
 
 def answered(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repeat | None]]) -> None:
-    """Reads one call, writes what happens and at last the repeat, one JSON object a line. Ends when its caller does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides
+    """Reads one call, and writes events and finally the repeat, one JSON object per line. Ends with its caller."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller handles it
     call = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
     _end_with_caller()
     with contextlib.suppress(OSError, AttributeError):
-        # It takes little, and what it waits for a processor would be booked on the engine. Needs privileges.
+        # Time spent waiting for a CPU would count as engine time. A higher priority needs privileges.
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         repeat = run(work(call, lambda moment: _say(Said(moment=moment))))
-        said = Said(repeat=repeat, nothing=repeat is None)
+        message = Said(repeat=repeat, nothing=repeat is None)
     except errors.BedplateError as error:
         problem = Problem(kind=type(error).__name__, message=error.message, hint=error.hint, cause=error.cause)
-        said = Said(problem=problem)
-    _say(said)
-    os._exit(0)  # the thread that waits for the caller's end is not to be waited for
+        message = Said(problem=problem)
+    _say(message)
+    os._exit(0)  # do not wait for the thread that watches the caller
 
 
-def _say(said: Said) -> None:
-    # Not sys.stdout: with PYTHONUNBUFFERED it writes as much as the pipe takes, and leaves it at that.
+def _say(message: Said) -> None:
+    # Not sys.stdout: with PYTHONUNBUFFERED it may write only a part of the data.
     with open(1, "wb", closefd=False) as pipe:
-        pipe.write(msgspec.json.encode(said) + b"\n")
+        pipe.write(msgspec.json.encode(message) + b"\n")
 
 
 def _end_with_caller() -> None:
     import threading
 
     def wait() -> None:
-        sys.stdin.buffer.read()  # returns when the other end of the pipe is gone
+        sys.stdin.buffer.read()  # returns when the other end of the pipe is closed
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

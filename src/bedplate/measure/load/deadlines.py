@@ -1,4 +1,4 @@
-"""Callbacks at absolute nanosecond deadlines: event loops round their timers to milliseconds."""
+"""Callbacks at absolute deadlines in nanoseconds; the timers of event loops are rounded to milliseconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class _TimerFd:
-    """One Linux timerfd, read by the loop."""
+    """A Linux timerfd, registered with the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[], None]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +49,7 @@ class _TimerFd:
 
 
 class _LoopTimer:
-    """The loop's own timer, where there is nothing better; up to a millisecond late."""
+    """The event loop's own timer, for platforms without timerfd; up to a millisecond late."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[], None]) -> None:
         self._loop = loop
@@ -82,7 +82,7 @@ class Deadlines:
             self._arm(when_ns)
 
     def close(self) -> None:
-        """Forgets what is not yet due."""
+        """Discards the pending callbacks."""
         self._heap.clear()
         self._timer.close()
 

@@ -1,4 +1,4 @@
-"""Sends a load and keeps what comes back, with its stamps. Nothing is read before the clocks have stopped."""
+"""Send a load and record the responses with timestamps. Responses are parsed after the measurement."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from bedplate.values.workload import RequestShape
 
 TICK_NS = 10_000_000
 START_NS = 20_000_000
-"""From the moment when all is ready to the first request."""
+"""Delay before the first request."""
 SWEEP_TICKS = 10
 CONNECTING_AT_ONCE = 64
 SPARE_CONNECTIONS = 8
 MOST_CONNECTIONS = 4096
 BUILT_BYTES = 512 << 20
-"""Of requests that are built before the clock starts; what goes beyond is built as it is needed."""
+"""Size limit of the requests that are built before the measurement; further ones are built when needed."""
 PAUSE_NS = (100_000_000, 300_000_000, 1_000_000_000)
-"""After a request that failed, and after the next ones: an endpoint that refuses is not to be hammered."""
+"""Pauses after consecutive failed requests, so that an endpoint that rejects requests is not flooded."""
 WARMING_IN_FLIGHT = 4
 LEAST_REQUESTS = 8
 Watch = Callable[[str], None]
 
 
 class Stretch(Record, frozen=True, kw_only=True):
-    """How long it is measured."""
+    """The measurement window."""
 
     seconds: float = 10.0
     warmup_s: float = 2.0
     least_requests: int | None = None
-    """Ended within it; `None`: as many as are in flight, and no fewer than 8."""
+    """Requests that must end within it; `None`: the concurrency, and at least 8."""
     most_seconds: float = 60.0
     timeout_s: float = 120.0
 
@@ -52,15 +52,15 @@ class Stretch(Record, frozen=True, kw_only=True):
 
 
 class Driven:
-    """What came of a load, unread."""
+    """The unparsed result of a load."""
 
     def __init__(self) -> None:
         self.at = ""
-        """When the measured time began: ISO 8601, UTC."""
+        """Start of the measurement window: ISO 8601, UTC."""
         self.begin_ns = 0
         self.end_ns = 0
         self.exchanges: list[Exchange] = []
-        """All that ended, in the order of their ends; those that were cut off at the end are not among them."""
+        """All exchanges that ended, in the order of their ends, without those that were cancelled at the end."""
         self.loop_lag_ns: list[int] = []
         self.cpu_s = 0.0
         self.in_flight_max = 0
@@ -73,7 +73,7 @@ class Driven:
 
 
 class Requests:
-    """Whole HTTP requests by their number, most of them built before the clock starts."""
+    """Complete HTTP requests by number, most of them built before the measurement."""
 
     def __init__(
         self, target: Target, load: Load, prepared: Prepared, round_number: int, shapes: Sequence[RequestShape] = ()
@@ -113,11 +113,11 @@ class Requests:
         return self._prepared.request(self._target, text, output, stream=True)
 
 
-def requests_needed(load: Load, stretch: Stretch, request_s: float | None, trace: int = 0) -> int:
-    """How many will be sent, if none takes less time than one that runs alone."""
+def requests_needed(load: Load, window: Stretch, request_s: float | None, trace: int = 0) -> int:
+    """Upper estimate of the number of requests, if none is faster than a request alone."""
     if load.arrivals == "replay":
         return trace
-    time_s = stretch.warmup_s + stretch.seconds
+    time_s = window.warmup_s + window.seconds
     if load.arrivals == "closed":
         concurrency = load.concurrency or 1
         return concurrency * (math.ceil(1.2 * time_s / max(1e-3, request_s or 1.0)) + 2)
@@ -125,14 +125,14 @@ def requests_needed(load: Load, stretch: Stretch, request_s: float | None, trace
 
 
 class Driver:
-    """One load on one endpoint: callbacks on one event loop, no task for any request."""
+    """Sends one load to one endpoint, with callbacks on one event loop and no task per request."""
 
     def __init__(
         self,
         target: Target,
         load: Load,
         requests: Requests,
-        stretch: Stretch,
+        window: Stretch,
         *,
         schedule: Iterator[float] | None,
         request_s: float | None = None,
@@ -142,7 +142,7 @@ class Driver:
         self._target = target
         self._load = load
         self._requests = requests
-        self._stretch = stretch
+        self._window = window
         self._schedule = schedule
         self._request_s = request_s
         self._watch = watch or (lambda moment: None)
@@ -153,10 +153,10 @@ class Driver:
         self._busy: dict[Connection, Exchange] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._failures = 0
-        """In a row."""
+        """Consecutive failures."""
         self._ended = 0
         self._awaited = 0
-        """Requests of the measured time that have not ended."""
+        """Requests of the measurement window that have not ended."""
         self._measuring = False
         self._measured = False
         self._exhausted = False
@@ -169,16 +169,16 @@ class Driver:
         self._warm_number = 0
         self._zero_ns = 0
 
-    # the whole
+    # the measurement
 
     async def run(self) -> Driven:
-        """Connects, warms up, measures, waits for what was measured, and cuts off the rest."""
+        """Connects, warms up, measures, waits for the measured requests, and cancels the others."""
         await self._connect(self._connections_at_start())
         handler = self._loop.get_exception_handler()
         self._loop.set_exception_handler(self._broken)
         collected = gc.isenabled()
         gc.collect()
-        # A collection among hundreds of thousands of kept reads would stop the clocks for a while.
+        # Collecting garbage among hundreds of thousands of objects would delay timestamps.
         gc.disable()
         try:
             self._start()
@@ -193,7 +193,7 @@ class Driver:
         return self._driven
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback that fails would otherwise be logged, and waited for."""
+        """Ends the run if a callback raises; asyncio would only log it."""
         error = context.get("exception")
         self._error = self._error or (error if error is not None else RuntimeError(context["message"]))
         self._over.set()
@@ -218,25 +218,25 @@ class Driver:
                     connection.cut()
                 self._deadlines.close()
                 raise OutsideFailed(
-                    f"{self._target.url} does not take {count} connections",
+                    f"cannot open {count} connections to {self._target.url}",
                     cause=str(failed[0]) or type(failed[0]).__name__,
-                    hint="is it running? may this process open so many files (ulimit -n)?",
+                    hint="check that the endpoint runs, and that ulimit -n allows that many files",
                 ) from failed[0]
 
     def _start(self) -> None:
         self._watch("warm-up")
         start_ns = monotonic_ns() + START_NS
-        warmup_ns = int(self._stretch.warmup_s * 1e9)
+        warmup_ns = int(self._window.warmup_s * 1e9)
         self._driven.begin_ns = start_ns + warmup_ns
         self._deadlines.at(self._driven.begin_ns, self._begin)
         self._deadlines.at(start_ns + TICK_NS, self._tick)
         if self._schedule is None:
             concurrency = self._load.concurrency or 1
-            spread_ns = int(stagger_s(concurrency, self._stretch.warmup_s, self._request_s) * 1e9)
+            spread_ns = int(stagger_s(concurrency, self._window.warmup_s, self._request_s) * 1e9)
             for slot in range(concurrency):
                 self._deadlines.at(start_ns + spread_ns * slot // concurrency, self._send)
         elif self._load.arrivals == "replay":
-            # A trace is not to lose its beginning to the warm-up, which has requests of its own.
+            # The warm-up has separate requests, so that the trace is measured from its beginning.
             if warmup_ns:
                 self._warming = True
                 for _ in range(WARMING_IN_FLIGHT):
@@ -257,13 +257,13 @@ class Driver:
         self._cpu_s = time.process_time()
 
     def _end_if_enough(self, now_ns: int) -> None:
-        stretch, driven = self._stretch, self._driven
+        window, driven = self._window, self._driven
         passed_s = (now_ns - driven.begin_ns) / 1e9
         if self._exhausted:
             enough = not self._awaited
         else:
-            enough = passed_s >= stretch.seconds and self._ended >= stretch.needs(self._load)
-        if enough or passed_s >= stretch.most_seconds:
+            enough = passed_s >= window.seconds and self._ended >= window.needs(self._load)
+        if enough or passed_s >= window.most_seconds:
             driven.cpu_s = time.process_time() - self._cpu_s
             driven.end_ns = now_ns
             self._measuring = False
@@ -290,18 +290,18 @@ class Driver:
     # sending
 
     def _send(self, due_ns: int) -> None:
-        """The next request of a closed loop."""
+        """Sends the next request of a closed loop."""
         if not self._stopping:
             self._give(self._next(due_ns))
 
     def _send_warming(self, due_ns: int) -> None:
-        """Numbers below zero: the prompts of the trace itself stay unread until their turn."""
+        """Sends a warm-up request of a replay, with a negative number: its prompt is not one of the trace."""
         if self._warming and not self._stopping:
             self._warm_number -= 1
             self._give(self._requests.exchange(self._warm_number, due_ns))
 
     def _send_when_due(self) -> None:
-        """Asks to be called for the next request of an open loop."""
+        """Schedules the next request of an open loop."""
         offset_s = next(self._schedule, None) if self._schedule is not None else None
         if offset_s is None:
             self._exhausted = True
@@ -323,7 +323,7 @@ class Driver:
         return exchange
 
     def _give(self, exchange: Exchange) -> None:
-        """To a connection that is free, or to one that must be opened."""
+        """Sends a request on an idle connection, or on a new one."""
         request = self._requests.get(exchange.index)
         while self._idle:
             connection = self._idle.pop()
@@ -369,7 +369,7 @@ class Driver:
         if connection.usable:
             self._idle.append(connection)
         elif not exchange.status and not exchange.pieces and connection.used > 1 and not exchange.fresh:
-            # The endpoint closed a kept connection just as it was used again: nobody has read the request.
+            # The endpoint closed an idle connection at the same moment, so it did not read the request.
             exchange.error = None
             self._open_soon(exchange, self._requests.get(exchange.index))
             return
@@ -395,7 +395,7 @@ class Driver:
         else:
             self._leave_if_done()
 
-    # by the clock
+    # timers
 
     def _tick(self, due_ns: int) -> None:
         now_ns = monotonic_ns()
@@ -406,11 +406,11 @@ class Driver:
         if self._ticks % SWEEP_TICKS == 0:
             self._give_up(now_ns)
         if not self._stopping:
-            # From now on, not from when it was due: a late tick is one late tick, not a row of them.
+            # Relative to now, not to the due time: one late tick must not make the next ones late.
             self._deadlines.at(now_ns + TICK_NS, self._tick)
 
     def _give_up(self, now_ns: int) -> None:
-        limit_ns = int(self._stretch.timeout_s * 1e9)
+        limit_ns = int(self._window.timeout_s * 1e9)
         for connection, exchange in list(self._busy.items()):
             if exchange.sent_ns and now_ns - exchange.sent_ns > limit_ns:
                 connection.cut()

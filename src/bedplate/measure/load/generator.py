@@ -1,4 +1,4 @@
-"""One stretch of measured time on any OpenAI-compatible endpoint."""
+"""Measure one window on any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ async def measure(
     check: bool | OwnError = True,
     watch: Watch | None = None,
 ) -> Repeat:
-    """One stretch of measured time under a load."""
+    """Measures one window under a load."""
     checked(load, shapes)
     if prepared is None:
         prepared = await prepare(target, load, shapes=shapes)
-    stretch = Stretch(
+    window = Stretch(
         seconds=seconds,
         warmup_s=warmup_s,
         least_requests=least_requests,
@@ -50,21 +50,21 @@ async def measure(
     if check is True:
         own = await self_check(expected_in_flight(load, prepared.request_s))
     requests = Requests(target, load, prepared, round, shapes)
-    requests.build(requests_needed(load, stretch, prepared.request_s, len(shapes)))
+    requests.build(requests_needed(load, window, prepared.request_s, len(shapes)))
     schedule = None if load.arrivals == "closed" else arrivals(load, round, shapes)
-    driver = Driver(target, load, requests, stretch, schedule=schedule, request_s=prepared.request_s, watch=watch)
+    driver = Driver(target, load, requests, window, schedule=schedule, request_s=prepared.request_s, watch=watch)
     return told(await driver.run(), target, prepared, own)
 
 
 def expected_in_flight(load: Load, request_s: float | None) -> int:
-    """At least what the self-check should try."""
+    """The number of streams for the self-check."""
     if load.concurrency is not None:
         return load.concurrency
     return min(1024, max(load.burst or 1, math.ceil((load.requests_per_s or 1.0) * (request_s or 1.0))))
 
 
 def told(driven: Driven, target: Target, prepared: Prepared, own: OwnError | None) -> Repeat:
-    """Reads what came, now that no clock runs."""
+    """Parses the responses after the measurement."""
     window = [each for each in driven.exchanges if each.measured]
     answers = {id(each): read(each) for each in driven.exchanges if each.end_ns >= driven.begin_ns}
     samples = tuple(sorted((sample_of(each, answers[id(each)], driven, target) for each in window), key=_at))
@@ -112,7 +112,7 @@ def sample_of(exchange: Exchange, answer: Answer, driven: Driven, target: Target
 
 
 def delivered(driven: Driven, answers: dict[int, Answer]) -> float | None:
-    """Output tokens that came within the measured time: of each answer, its own count by its share of events."""
+    """Output tokens within the measurement window: the token count of each answer times its share of events inside."""
     total, counted = 0.0, False
     for answer in answers.values():
         if not answer.text_ns or answer.output_tokens is None:
@@ -124,7 +124,7 @@ def delivered(driven: Driven, answers: dict[int, Answer]) -> float | None:
 
 
 def _all_as_asked(pairs: Iterator[tuple[int | None, int]]) -> bool | None:
-    """`None` where nothing was counted."""
+    """Whether all counts are as requested; `None` if there are no counts."""
     known = [(found, asked) for found, asked in pairs if found is not None]
     return all(found == asked for found, asked in known) if known else None
 

@@ -1,4 +1,4 @@
-"""The event loop that measures: uvloop where there is one."""
+"""The event loop of the load generator: uvloop if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs it to its end; in a thread of its own where this one has a loop already, as in a notebook."""
+    """Runs a coroutine to its end; in another thread if this one already has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

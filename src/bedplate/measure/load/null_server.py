@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint without a model, whose timing is known exactly. It runs as a process of its own."""
+"""The null server: an OpenAI-compatible endpoint without a model, with exactly known timing, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from bedplate.measure.load.loops import run
 
 MODEL = "null-model"
 CREATED = 1_700_000_000
-# Two writes in a row are the default because they can show a gateway that leaves Nagle's algorithm on.
+# Two consecutive writes are the default because they reveal a gateway that leaves Nagle's algorithm on.
 HEADER_MODES = ("apart", "together", "early")
-HEADER_HELP = "response headers: in a write just before the first token's, in the same write, or when the request ends"
+HEADER_HELP = (
+    "when to write the response headers: just before the first token, together with it, or at the request's end"
+)
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -37,15 +39,15 @@ MOST_TIMES = 1_000_000
 
 
 class Timing(NamedTuple):
-    """When the events of a stream leave, counted from the end of the request."""
+    """When the events of a stream are sent, from the end of the request."""
 
     first_ns: int
     interval_ns: int
     tokens: int
-    """Of an answer whose request does not say."""
+    """Output tokens if the request does not specify them."""
     headers: str = HEADER_MODES[0]
     overhead: int = 0
-    """Tokens that each prompt has beside its words."""
+    """Tokens added to each prompt."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -57,7 +59,7 @@ class Message(msgspec.Struct):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a request asks for; all else is passed over."""
+    """The fields of a request that matter; others are ignored."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,7 +73,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     def words(self) -> int:
-        """A word is a token here."""
+        """The number of prompt tokens: each word is one token."""
         if self.messages is not None:
             return sum(len(each.content.split()) for each in self.messages if isinstance(each.content, str))
         if isinstance(self.prompt, list):
@@ -91,7 +93,7 @@ def parse_wanted(body: bytes) -> Wanted:
 
 
 def json_response(value: object, status: bytes = b"200 OK") -> bytes:
-    """A whole HTTP response."""
+    """A complete HTTP response."""
     body = msgspec.json.encode(value)
     return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
@@ -101,7 +103,7 @@ def usage_of(prompt_tokens: int, tokens: int) -> dict[str, int]:
 
 
 def head(kind: str, number: int) -> bytes:
-    """The start of every event of one request."""
+    """The beginning of every event of one request."""
     what = (b"chatcmpl", b"chat.completion.chunk") if kind == "chat" else (b"cmpl", b"text_completion")
     return b'data: {"id":"%b-%032x","object":"%b","created":%d,"model":"%b",' % (
         what[0],
@@ -114,8 +116,8 @@ def head(kind: str, number: int) -> bytes:
 
 @functools.lru_cache(maxsize=65536)
 def token(kind: str, index: int, last: bool) -> tuple[bytes, bytes]:
-    """The size of a token's chunk and what stands in it behind the head; all heads of a kind have one length."""
-    # Segments of one size change how Linux delays acknowledgements, so the words differ in length, as in text.
+    """The chunk size of a token and its content after the head; all heads of a kind have the same length."""
+    # Segments of equal size change how Linux delays acknowledgements, so the words differ in length, as in text.
     word = f" w{index}{'abcdefg'[: index * 3 % 8]}"
     choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": "length" if last else None}
     if kind == "chat":
@@ -132,22 +134,22 @@ def chunk(kind: str, rest: bytes) -> tuple[bytes, bytes]:
 
 @functools.lru_cache(maxsize=256)
 def whole(kind: str, prompt_tokens: int, tokens: int) -> bytes:
-    """The answer to a request that does not stream."""
+    """The response to a request that does not stream."""
     text = "".join(f" w{index}" for index in range(tokens))
-    said = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+    answer = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
     return json_response(
         {
             "id": "chatcmpl-0" if kind == "chat" else "cmpl-0",
             "object": "chat.completion" if kind == "chat" else "text_completion",
             "created": CREATED,
             "model": MODEL,
-            "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": "length"}],
+            "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": "length"}],
             "usage": usage_of(prompt_tokens, tokens),
         }
     )
 
 
-# What routers probe before they send traffic.
+# Pages that routers probe before they send traffic.
 PAGES: dict[bytes, object] = {
     b"/health": {},
     b"/v1/models": {
@@ -163,7 +165,7 @@ PAGES: dict[bytes, object] = {
 
 
 class NullEngine:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(self, timing: Timing, deadlines: Deadlines) -> None:
         self.timing = timing
@@ -172,7 +174,7 @@ class NullEngine:
         self.pages = {path: json_response(page) for path, page in PAGES.items()}
         self.not_found = json_response({"error": {"message": "not found", "type": "not_found"}}, b"404 Not Found")
         self.times: list[tuple[int, int, int]] = []
-        """Of each stream that has ended: when its request came, when its first and its last token left."""
+        """For each ended stream: when its request arrived, and when its first and last token were sent."""
 
     def page(self, path: bytes) -> bytes:
         if path == TIMES_PAGE:
@@ -182,7 +184,7 @@ class NullEngine:
 
 
 class Stream:
-    """One answer under way on one connection."""
+    """One streamed response on one connection."""
 
     def __init__(self, connection: Connection, engine: NullEngine, kind: str, wanted: Wanted, now_ns: int) -> None:
         self.connection = connection
@@ -199,7 +201,7 @@ class Stream:
         engine.deadlines.at(now_ns + engine.timing.first_ns, self.send)
 
     def send(self, when_ns: int) -> None:
-        """Writes the next token, and asks for the one after it."""
+        """Writes the next token and schedules the one after it."""
         if self.connection.stream is not self:
             return
         index = self.index
@@ -217,7 +219,7 @@ class Stream:
             self.engine.deadlines.at(when_ns + self.engine.timing.interval_ns, self.send)
 
     def first(self, size: bytes, tail: bytes) -> bytes:
-        """How long the request was really held stands in the first event: a late timer here is nobody else's."""
+        """The first event. Its id contains the actual delay, so that the client can subtract it."""
         mode = self.engine.timing.headers
         if mode == "apart":
             self.connection.write(STREAM_HEAD)
@@ -238,7 +240,7 @@ def tokens_of(wanted: Wanted, timing: Timing) -> int:
 
 
 class Connection(asyncio.Protocol):
-    """One client connection; requests on it are answered one after the other."""
+    """One client connection; its requests are answered one after the other."""
 
     def __init__(self, engine: NullEngine) -> None:
         self.engine = engine
@@ -263,7 +265,7 @@ class Connection(asyncio.Protocol):
                 self.transport.abort()
 
     def write(self, data: bytes) -> None:
-        """To a connection that may be gone."""
+        """Writes data unless the connection is closed."""
         if self.transport:
             self.transport.write(data)
 
@@ -278,7 +280,7 @@ class Connection(asyncio.Protocol):
         self.body.append(body)
 
     def on_message_complete(self) -> None:
-        """Answers, or starts the clock of a stream."""
+        """Answers, or starts a stream."""
         now_ns = time.monotonic_ns()
         path = self.url.partition(b"?")[0]
         kind = KINDS.get(path)
@@ -294,7 +296,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(port: int, timing: Timing, with_parent: bool) -> None:
-    """Serves on 127.0.0.1 until cancelled, or until whoever started it is gone."""
+    """Serves on 127.0.0.1 until cancelled, or until its parent process ends."""
     loop = asyncio.get_running_loop()
     engine = NullEngine(timing, Deadlines(loop))
     server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
@@ -308,7 +310,7 @@ async def serve(port: int, timing: Timing, with_parent: bool) -> None:
 
 
 class Null(NamedTuple):
-    """A null server that runs."""
+    """A running null server."""
 
     url: str
     pid: int
@@ -318,7 +320,7 @@ class Null(NamedTuple):
 def serve_null(
     *, first_ms: float = 50.0, interval_ms: float = 20.0, tokens: int = 64, overhead: int = 0
 ) -> Iterator[Null]:
-    """Runs one as a process of its own, which ends with us however we end."""
+    """Runs a null server as a process that ends with this one."""
     options = {"first-ms": first_ms, "interval-ms": interval_ms, "tokens": tokens}
     argv = [sys.executable, "-m", "bedplate.measure.load.null_server", "--with-parent", f"--overhead={overhead}"]
     argv += [f"--{name}={value}" for name, value in options.items()]
@@ -327,7 +329,7 @@ def serve_null(
         try:
             line = process.stdout.readline() if process.stdout else b""
             if not line.startswith(b"listening on "):
-                raise OutsideFailed("the null server did not start", cause=f"it ended with status {process.poll()}")
+                raise OutsideFailed("the null server did not start", cause=f"exit status {process.poll()}")
             yield Null(f"http://{line.split()[-1].decode()}", process.pid)
         finally:
             process.terminate()
@@ -336,13 +338,15 @@ def serve_null(
 def main() -> None:
     """Reads the options and serves."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one and prints it")
-    parser.add_argument("--first-ms", type=float, default=50.0, help="from the end of the request to the first token")
-    parser.add_argument("--interval-ms", type=float, default=20.0, help="between tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens in an answer whose request does not say")
+    parser.add_argument("--port", type=int, default=0, help="0: choose a free port and print it")
+    parser.add_argument(
+        "--first-ms", type=float, default=50.0, help="milliseconds from the end of the request to the first token"
+    )
+    parser.add_argument("--interval-ms", type=float, default=20.0, help="milliseconds between tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens if the request does not specify them")
     parser.add_argument("--headers", choices=HEADER_MODES, default=HEADER_MODES[0], help=HEADER_HELP)
-    parser.add_argument("--overhead", type=int, default=0, help="tokens that each prompt has beside its words")
-    parser.add_argument("--with-parent", action="store_true", help="end when standard input does")
+    parser.add_argument("--overhead", type=int, default=0, help="tokens added to each prompt")
+    parser.add_argument("--with-parent", action="store_true", help="exit when standard input is closed")
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
@@ -353,9 +357,9 @@ def main() -> None:
         headers=options.headers,
         overhead=options.overhead,
     )
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # whoever started it may be gone before it listens
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # the parent may end before the server listens
         run(serve(options.port, timing, options.with_parent))
-    # A thread that still waits for standard input would hold the process back.
+    # A thread that waits for standard input would delay the exit.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What the load generator knows of its own error, by a server with known timing, and when it is too much."""
+"""The load generator's own error: measure it against the null server, and decide whether it is too large."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from bedplate.values.statistics import quantile
 FIRST_MS = 50.0
 INTERVAL_MS = 20.0
 TOKENS = 16
-"""An answer of 350 ms: a second has some of each stream."""
+"""An answer takes 350 ms, so that each stream has several in one second."""
 HELD = re.compile(rb'"id": ?"[a-z]+-([0-9a-f]{32})"')
 MOST_CPU = 0.85
 LEAST_LAG_MS = 10.0
 LAG_SHARE = 0.05
-"""Of the median time to first token: lag that is less than both changes no conclusion."""
+"""Share of the median TTFT. A lag below the larger of the two limits does not affect results."""
 
 
 class OwnError(Record, frozen=True, kw_only=True):
-    """By how much the client booked the first token later than it was sent."""
+    """How much later than sent the client recorded the first token."""
 
     p50_ms: float
     p99_ms: float
@@ -37,7 +37,7 @@ class OwnError(Record, frozen=True, kw_only=True):
 
 
 async def self_check(streams: int, *, seconds: float = 1.0) -> OwnError:
-    """As many streams as the run will have, against the null server, for about a second."""
+    """Measures the client's error for about a second against the null server, with the streams of the run."""
     server = serve_null(first_ms=FIRST_MS, interval_ms=INTERVAL_MS, tokens=TOKENS)
     null = await asyncio.to_thread(server.__enter__)
     try:
@@ -48,22 +48,22 @@ async def self_check(streams: int, *, seconds: float = 1.0) -> OwnError:
 
 
 async def errors_ms(target: Target, streams: int, seconds: float, tokens: int = TOKENS) -> list[float]:
-    """Sorted. What the server's own timer was late is not the client's: it says how long it held each request."""
+    """Sorted errors, without the delay of the server's timer, which the server reports for each request."""
     load = Load(concurrency=streams, prompt_tokens=64, output_tokens=tokens)
     prepared = Prepared(model=MODEL, api="completions", fields=("usage",))
     request_s = (FIRST_MS + INTERVAL_MS * (tokens - 1)) / 1000
-    # Twice a request: the first half is for spreading the starts over one.
-    stretch = Stretch(seconds=seconds, warmup_s=2 * request_s, least_requests=0, most_seconds=seconds, timeout_s=10)
+    # Two requests long: the starts are spread over the first half.
+    window = Stretch(seconds=seconds, warmup_s=2 * request_s, least_requests=0, most_seconds=seconds, timeout_s=10)
     requests = Requests(target, load, prepared, 0)
-    requests.build(requests_needed(load, stretch, request_s))
-    driver = Driver(target, load, requests, stretch, schedule=None, request_s=request_s)
+    requests.build(requests_needed(load, window, request_s))
+    driver = Driver(target, load, requests, window, schedule=None, request_s=request_s)
     driven = await driver.run()
     found = (error_ms(each) for each in driven.exchanges if each.measured)
     return sorted(each for each in found if each is not None) or [0.0]
 
 
 def error_ms(exchange: Exchange) -> float | None:
-    """Between the first token's way through the server's hands and what the client booked."""
+    """The difference between the recorded TTFT and the delay that the server reports."""
     held = HELD.search(exchange.pieces[0]) if exchange.pieces else None
     if held is None:
         return None
@@ -71,18 +71,18 @@ def error_ms(exchange: Exchange) -> float | None:
 
 
 def limits(client: Client, ttft_ms: Sequence[float]) -> tuple[str, ...]:
-    """Why the client was the limit, if it was."""
+    """The reasons why the client was the bottleneck; empty if it was not."""
     allowed = max(LEAST_LAG_MS, LAG_SHARE * statistics.median(ttft_ms)) if ttft_ms else LEAST_LAG_MS
     found = []
     if client.cpu_share > MOST_CPU:
         found.append(f"the client used {client.cpu_share:.0%} of a core")
     for name, lag in (
-        ("its event loop came round late", client.loop_lag_p99_ms),
+        ("the client's event loop was late", client.loop_lag_p99_ms),
         ("requests were sent late", client.send_lag_p99_ms),
     ):
         if lag > allowed:
-            found.append(f"{name}: {lag:.1f} ms at p99, where {allowed:.1f} ms would not matter")
-    # Its p99 is that of one second, in which a machine may stand still once; the lags above are those of the run.
+            found.append(f"{name}: {lag:.1f} ms at p99, more than the allowed {allowed:.1f} ms")
+    # Not the p99: the self-check takes one second, in which a single pause would decide.
     if client.error_p50_ms is not None and client.error_p50_ms > allowed:
-        found.append(f"its error against a null server is {client.error_p50_ms:.1f} ms at the median")
+        found.append(f"the client's median error against the null server is {client.error_p50_ms:.1f} ms")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What must be known of an endpoint before the clock starts: its API, its fields, how it counts tokens."""
+"""Find out before a measurement what an endpoint supports: its API, request fields, and token counts."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from bedplate.values.workload import RequestShape
 
 Field = Literal["usage", "ignore_eos", "min_tokens"]
 LADDER: tuple[tuple[Field, ...], ...] = (("usage", "ignore_eos", "min_tokens"), ("usage", "ignore_eos"), ("usage",), ())
-"""What is asked beyond the API's oldest fields, less and less of it until an endpoint takes the request."""
+"""Optional request fields, in the order in which they are tried until the endpoint accepts the request."""
 LengthField = Literal["max_tokens", "max_completion_tokens"]
 NO_SUCH_API = (404, 405, 501)
 NOT_TAKEN = (400, 415, 422)
 TRIAL_TOKENS = 8
 REHEARSED_TOKENS = 16
-"""Enough to time a token; the rest of a long answer would only take time."""
+"""Enough to estimate the time of a whole answer."""
 CHAT_STARTERS = 16
 TRIES = 3
 LIMIT_S = 300.0
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """What was found out about an endpoint, and what its answers to one load will be like."""
+    """What an endpoint supports, and how it handles the requests of one load."""
 
     model: str
     api: Api
     fields: tuple[Field, ...] = ()
     length_field: LengthField = "max_tokens"
     words: tuple[str, ...] = WORDS
-    """Each one token."""
+    """Words of one token each."""
     starters: tuple[str, ...] = WORDS
-    """Words that are one token also at the beginning of a prompt."""
+    """Words that are one token at the beginning of a prompt too."""
     overhead: int = 0
-    """Tokens that the endpoint adds to each prompt: its first token, its chat template."""
+    """Tokens that the endpoint adds to each prompt: BOS, chat template."""
     tokenizes: bool = False
-    """Whether it counts tokens without being made to answer."""
+    """Whether it has a /tokenize API."""
     streams: bool = True
     tells_usage: bool = True
     counts: bool = True
-    """Whether it tells how many tokens a prompt has, at least when it does not stream."""
+    """Whether it reports the number of prompt tokens, at least without streaming."""
     exact_prompt: bool = False
-    """Whether a prompt of the load's length was counted by the endpoint and had it."""
+    """Whether the endpoint counted exactly the requested number of prompt tokens."""
     request_s: float | None = None
-    """About how long one request of this load takes alone."""
+    """Estimated time of one request of this load alone."""
     notes: tuple[str, ...] = ()
 
     @property
     def takes_exact_output(self) -> bool:
-        """Whether it takes the fields that ask for exactly so many tokens; whether it heeds them, only answers tell."""
+        """Whether it accepts a field for an exact number of output tokens; it may still ignore that field."""
         return "ignore_eos" in self.fields or "min_tokens" in self.fields
 
     def prompts(self, load: Load, round_number: int) -> Prompts:
@@ -68,7 +68,7 @@ class Prepared(Record, frozen=True, kw_only=True):
             self.words,
             self.starters,
             self.overhead,
-            # A leading space makes the first word like all others; chat templates take it away.
+            # With a leading space the first word is tokenized like all others; chat templates strip it.
             leading_space=self.api == "completions",
             seed=load.seed,
             round_number=round_number,
@@ -76,14 +76,14 @@ class Prepared(Record, frozen=True, kw_only=True):
         )
 
     def body(self, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
-        """A request's JSON."""
+        """The JSON body of a request."""
         fields: dict[str, object] = {"model": self.model}
         if self.api == "completions":
             fields["prompt"] = text
         else:
             fields["messages"] = [{"role": "user", "content": text}]
         fields[self.length_field] = output_tokens
-        if self.length_field == "max_tokens":  # those that take only the other one take no temperature either
+        if self.length_field == "max_tokens":  # APIs that accept only the other field reject a temperature too
             fields["temperature"] = 0
         if stream:
             fields["stream"] = True
@@ -107,7 +107,7 @@ async def prepare(
     shapes: Sequence[RequestShape] = (),
     limit_s: float = LIMIT_S,
 ) -> Prepared:
-    """Finds out what a load needs to know, by a few small requests; `known` is what another load found out here."""
+    """Prepares a load with a few small requests. `known`: the result for another load on the same endpoint."""
     checked(load, shapes)
     endpoint = _Endpoint(target, limit_s)
     if known is None:
@@ -116,7 +116,7 @@ async def prepare(
 
 
 def _lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
-    """The longest prompt, since it is the one that may be refused, and the usual answer."""
+    """The longest prompt, because the endpoint may reject it, and the median answer."""
     if load.arrivals != "replay":
         return load.prompt_tokens, load.output_tokens
     return (
@@ -126,7 +126,7 @@ def _lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
 
 
 class _Endpoint:
-    """Asks one endpoint, and says in plain words why it cannot be measured."""
+    """Sends test requests to one endpoint; raises an error if it cannot be measured."""
 
     def __init__(self, target: Target, limit_s: float) -> None:
         self.target = target
@@ -142,11 +142,11 @@ class _Endpoint:
         except (*UNREADABLE, KeyError, TypeError):
             names = []
         if not names:
-            raise BadQuestion(f"{self.target.url} lists no models", hint="name the model that is to be asked")
+            raise BadQuestion(f"{self.target.url} lists no models", hint="specify the model")
         return names[0]
 
     async def tried(self, model: str) -> Prepared:
-        """The API and the fields that it takes."""
+        """Finds the API and the request fields that the endpoint accepts."""
         apis: tuple[Api, ...] = (self.target.api,) if self.target.api else ("completions", "chat")
         why = ""
         for api in apis:
@@ -163,44 +163,44 @@ class _Endpoint:
                 if exchange.status in NO_SUCH_API:
                     break
         raise OutsideFailed(
-            f"{self.target.url} does not answer as an OpenAI-compatible endpoint",
+            f"{self.target.url} is not an OpenAI-compatible endpoint",
             cause=why,
-            hint=f"is {model!r} the model that it serves?",
+            hint=f"check that it serves the model {model!r}",
         )
 
     def understood(self, one: Prepared, exchange: Exchange) -> Prepared:
         answer = read(exchange)
         if answer.outcome not in ("ok", "cut"):
-            raise OutsideFailed(f"{self.target.url} fails at a small request", cause=self.hidden(answer.error))
+            raise OutsideFailed(f"{self.target.url} failed to answer a test request", cause=self.hidden(answer.error))
         notes = []
         streams = b"text/event-stream" in exchange.content_type
         if not streams:
-            notes.append("the endpoint does not stream: its time to first token is that of the whole answer")
+            notes.append("the endpoint does not stream: its TTFT is the time of the whole answer")
         if answer.output_tokens is None:
-            notes.append("the endpoint tells no usage in its streams: its output tokens are not known")
+            notes.append("the endpoint reports no usage in streams: its output tokens are unknown")
         if not one.takes_exact_output:
-            notes.append("the endpoint takes no field that asks for an exact number of output tokens")
+            notes.append("the endpoint accepts no field for an exact number of output tokens")
         return replaced(one, streams=streams, tells_usage=answer.output_tokens is not None, notes=tuple(notes))
 
     async def counted(self, one: Prepared) -> Prepared:
-        """The words that are one token each here, and what the endpoint adds to each prompt."""
+        """Finds the words that are one token each, and the tokens that the endpoint adds to each prompt."""
         if one.api == "completions" and await self.tokenized("one two") is not None:
             one = replaced(one, tokenizes=True)
         if await self.count(one, WORDS[0]) is None:
-            note = "the endpoint does not count prompt tokens: a word is taken for one"
+            note = "the endpoint does not report prompt tokens: each word counts as one token"
             return replaced(one, counts=False, notes=(*one.notes, note))
-        for size in (len(WORDS), 64, 16):  # a model may read no more than a few hundred tokens
+        for size in (len(WORDS), 64, 16):  # the context of a model may have only a few hundred tokens
             words = WORDS[:: len(WORDS) // size]
             once, twice = await self.count(one, *words), await self.count(one, *words, *words)
             if once is not None and twice is not None:
                 return await self.with_single(one, words, 2 * once - twice, twice - once)
-        raise OutsideFailed(f"{self.target.url} reads no prompt of more than 16 words")
+        raise OutsideFailed(f"{self.target.url} rejects prompts of more than 16 words")
 
     async def with_single(self, one: Prepared, words: Sequence[str], overhead: int, tokens: int) -> Prepared:
         if tokens != len(words):
             words = await self.single(one, words, overhead)
         if not words:
-            note = "no common word is one token here, so prompts may be longer or shorter than asked"
+            note = "no common word is one token in this tokenizer: prompts may be longer or shorter than requested"
             return replaced(one, notes=(*one.notes, note))
         starters: Sequence[str] = words
         if one.api == "chat":
@@ -209,7 +209,7 @@ class _Endpoint:
         return replaced(one, words=tuple(words), starters=tuple(starters), overhead=max(0, overhead))
 
     async def single(self, one: Prepared, words: Sequence[str], overhead: int) -> list[str]:
-        """Those of the words that are one token, found by halving."""
+        """The words that are one token each, found by bisection."""
         if await self.count(one, *words) == overhead + len(words):
             return list(words)
         if len(words) == 1:
@@ -225,7 +225,7 @@ class _Endpoint:
         return read(exchange).prompt_tokens if exchange.status == 200 else None
 
     async def tokenized(self, text: str, model: str | None = None) -> int | None:
-        """By an endpoint's own /tokenize; vLLM and llama.cpp name their fields differently, so both names are sent."""
+        """Counts tokens with /tokenize. vLLM and llama.cpp name the field differently, so both names are sent."""
         body = {"model": model or self.target.model, "prompt": text, "content": text, "add_special": True}
         exchange = await self.ask(
             self.target.request("POST", "/tokenize", msgspec.json.encode({k: v for k, v in body.items() if v}))
@@ -233,13 +233,13 @@ class _Endpoint:
         if exchange.status != 200:
             return None
         try:
-            said = msgspec.json.decode(b"".join(exchange.pieces))
-            return int(said["count"]) if "count" in said else len(said["tokens"])
+            document = msgspec.json.decode(b"".join(exchange.pieces))
+            return int(document["count"]) if "count" in document else len(document["tokens"])
         except (*UNREADABLE, KeyError, TypeError, ValueError):
             return None
 
     async def rehearsed(self, one: Prepared, prompt_tokens: int, output_tokens: int, load: Load) -> Prepared:
-        """One request of the load's own length: corrects the count of its prompt, and times it."""
+        """Sends requests with the lengths of the load, to correct the prompt length and estimate the request time."""
         exact = False
         for number in range(TRIES):
             text = one.prompts(load, -1).text(number, prompt_tokens)
@@ -249,9 +249,9 @@ class _Endpoint:
             answer = read(exchange)
             if answer.outcome != "ok":
                 raise OutsideFailed(
-                    f"{self.target.url} does not answer a prompt of {prompt_tokens} tokens",
+                    f"{self.target.url} failed to answer a prompt of {prompt_tokens} tokens",
                     cause=self.hidden(answer.error),
-                    hint="does the model read that much, with its answer?",
+                    hint="check that prompt and answer fit into the context of the model",
                 )
             found = answer.prompt_tokens
             if found is None and one.counts:
@@ -262,7 +262,7 @@ class _Endpoint:
             one = replaced(one, overhead=max(0, one.overhead + found - prompt_tokens))
         notes = one.notes
         if one.counts and not exact:
-            notes = (*notes, f"prompts could not be brought to exactly {prompt_tokens} tokens")
+            notes = (*notes, f"prompts do not have exactly {prompt_tokens} tokens")
         took = _extended(exchange, answer, asked, output_tokens)
         return replaced(one, exact_prompt=exact, request_s=took, notes=notes)
 
@@ -270,17 +270,17 @@ class _Endpoint:
         try:
             return await ask(self.target, request, self.limit_s)
         except TimeoutError as error:
-            cause = f"no answer within {self.limit_s:.0f} s"
-            raise OutsideFailed(f"{self.target.url} does not answer", cause=cause) from error
+            cause = f"timeout after {self.limit_s:.0f} s"
+            raise OutsideFailed(f"no response from {self.target.url}", cause=cause) from error
         except OSError as error:
-            hint = "is it running, and is the address right?"
-            raise OutsideFailed(f"{self.target.url} cannot be reached", cause=str(error), hint=hint) from error
+            hint = "check that the endpoint runs and that the address is correct"
+            raise OutsideFailed(f"cannot connect to {self.target.url}", cause=str(error), hint=hint) from error
 
     def must_let_in(self, exchange: Exchange) -> None:
         if exchange.status in (401, 403):
-            hint = "give its API key" if self.target.key is None else "is the API key right?"
+            hint = "pass its API key" if self.target.key is None else "check the API key"
             cause = f"HTTP {exchange.status}: {self.said(exchange)}"
-            raise OutsideFailed(f"{self.target.url} does not let us in", cause=cause, hint=hint)
+            raise OutsideFailed(f"{self.target.url} denied access", cause=cause, hint=hint)
 
     def said(self, exchange: Exchange) -> str:
         return self.target.without_key(error_text(b"".join(exchange.pieces)))
@@ -290,7 +290,7 @@ class _Endpoint:
 
 
 def _extended(exchange: Exchange, answer: Answer, asked: int, output_tokens: int) -> float | None:
-    """What a whole answer would take, by the beginning of one."""
+    """The time of a whole answer, extrapolated from its beginning."""
     if not answer.text_ns or answer.last_ns is None:
         return (exchange.end_ns - exchange.sent_ns) / 1e9
     first_s = (answer.text_ns[0] - exchange.sent_ns) / 1e9

@@ -1,4 +1,4 @@
-"""Prompts of exact token counts, made of words that are known to be one token each. The same seed, the same prompts."""
+"""Prompts with exact token counts, built from words of one token each. The same seed gives the same prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bedplate.values.workload import RequestShape
 
 
 class Prompts:
-    """Each prompt's first token is another than that of its neighbours, so that no prefix cache helps by accident."""
+    """Consecutive prompts differ in their first token, so that a prefix cache has no effect."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class Prompts:
         self._overhead = overhead
         self._space = " " if leading_space else ""
         self._origin = f"{seed}/{round_number}"
-        chance = random.Random(self._origin)  # noqa: S311
-        self._orders = [chance.sample(self._starters, len(self._starters))]
-        self._orders += [chance.sample(self._words, len(self._words)) for _ in range(3)]
-        # What all prompts share may not change from one round to the next.
+        rng = random.Random(self._origin)  # noqa: S311
+        self._orders = [rng.sample(self._starters, len(self._starters))]
+        self._orders += [rng.sample(self._words, len(self._words)) for _ in range(3)]
+        # The shared prefix must be the same in all rounds.
         self._shared = self._drawn(f"{seed}/shared", max(0, shared_tokens - overhead))
 
     def text(self, number: int, tokens: int, shape: RequestShape | None = None) -> str:
-        """The prompt of a request; one that is shorter than what the endpoint adds has a single word."""
+        """The prompt of a request; at least one word, even if the endpoint's overhead exceeds `tokens`."""
         room = max(1, tokens - self._overhead)
         if shape is not None and shape.prefix_hashes and shape.prefix_block_tokens:
             words = self._like(shape, room)
@@ -49,7 +49,7 @@ class Prompts:
         return self._space + " ".join(words)
 
     def _beginning(self, number: int, first: bool) -> list[str]:
-        """The number of the request in words: requests that follow on each other differ in the first of them."""
+        """The request number encoded as words: consecutive requests differ in the first one."""
         orders = self._orders if first else [self._orders[1], *self._orders[1:]]
         words = []
         for order in orders:
@@ -58,7 +58,7 @@ class Prompts:
         return words
 
     def _like(self, shape: RequestShape, room: int) -> list[str]:
-        """As a trace says which blocks are whose: the same hash, the same words."""
+        """Words for the prefix blocks of a trace: the same hash gives the same words."""
         words: list[str] = []
         for block in shape.prefix_hashes:
             if len(words) >= room:

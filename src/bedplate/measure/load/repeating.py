@@ -1,4 +1,4 @@
-"""How often a stretch is repeated: until its figure is known well enough, or time is up."""
+"""Decide how often a measurement is repeated: until its confidence interval is narrow, or the time is over."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Figure = Callable[[Repeat], float | None]
 
 class Rule(Record, frozen=True, kw_only=True):
     half_width: float = 0.05
-    """Of the mean: how far the 95 % confidence interval over the repeats may reach to each side."""
+    """Largest half-width of the 95 % confidence interval over the repeats, as a share of the mean."""
     least: int = 3
     most: int = 8
     seconds: float = 180.0
-    """For all repeats; one that would not end within it is not begun, once there are enough."""
+    """Time limit of all repeats; a repeat that would exceed it is not started."""
 
 
 def output_tok_s(repeat: Repeat) -> float | None:
-    """Output tokens that came within the measured time, for each second of it."""
+    """Output tokens per second within the measurement window."""
     return None if repeat.delivered_tokens is None else repeat.delivered_tokens / repeat.seconds
 
 
 def halt(values: Sequence[float | None], spent_s: float, rule: Rule) -> Halt | None:
-    """Why there should be no further repeat; `None`: there should be one. Pure."""
+    """Why no further repeat is needed; `None`: another one is. Pure."""
     done = len(values)
     if not done:
         return None

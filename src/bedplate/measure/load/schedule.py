@@ -1,4 +1,4 @@
-"""When requests are due. Pure: seconds from the start of the load, the same for the same seed."""
+"""Arrival times of requests, in seconds from the start of the load. Pure and deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ MOST_IN_FLIGHT = 4096
 
 
 def checked(load: Load, shapes: Sequence[RequestShape] = ()) -> None:
-    """Raises `BadQuestion` where a load does not say what its arrivals need."""
+    """Raises `BadQuestion` if a load lacks a field that its kind of arrivals needs."""
     if load.arrivals == "closed" and load.concurrency is None:
-        raise BadQuestion("a closed loop needs a concurrency", hint="how many requests are to be in flight?")
+        raise BadQuestion("a closed loop needs a concurrency", hint="specify the number of requests in flight")
     if load.arrivals in ("poisson", "constant", "burst") and load.requests_per_s is None:
-        raise BadQuestion(f"{load.arrivals} arrivals need a rate", hint="how many requests each second?")
+        raise BadQuestion(f"{load.arrivals} arrivals need a rate", hint="specify the requests per second")
     if load.arrivals == "burst" and load.burst is None:
-        raise BadQuestion("bursts need a size", hint="how many requests come at once?")
+        raise BadQuestion("bursts need a size", hint="specify the number of requests in a burst")
     if load.arrivals == "replay" and not shapes:
         raise BadQuestion("a replay needs the requests of a trace")
     if load.arrivals == "replay" and any(shape.started_s is None for shape in shapes):
-        raise BadQuestion("the trace does not say when its requests came", hint="give a rate instead of a replay")
+        raise BadQuestion("the trace has no arrival times", hint="specify a rate instead of a replay")
     if load.concurrency is not None and load.concurrency > MOST_IN_FLIGHT:
-        raise BadQuestion(f"one client keeps at most {MOST_IN_FLIGHT} requests in flight")
+        raise BadQuestion(f"a concurrency of {load.concurrency} is more than the maximum of {MOST_IN_FLIGHT}")
     if load.shared_prefix_tokens >= load.prompt_tokens and load.shared_prefix_tokens:
         raise BadQuestion(
-            f"a prompt of {load.prompt_tokens} tokens cannot share {load.shared_prefix_tokens} of them with all others",
-            hint="leave some tokens that are its own",
+            f"a shared prefix of {load.shared_prefix_tokens} tokens is not shorter than a prompt of "
+            f"{load.prompt_tokens} tokens",
+            hint="specify a shorter shared prefix",
         )
 
 
 def arrivals(load: Load, round_number: int = 0, shapes: Sequence[RequestShape] = ()) -> Iterator[float]:
-    """The moments of an open loop; without end, but for a replay."""
+    """The arrival times of an open loop; endless, except for a replay."""
     rate = load.requests_per_s or 0.0
     if load.arrivals == "poisson":
         return _poisson(rate, random.Random(f"{load.seed}/{round_number}/arrivals"))  # noqa: S311
@@ -49,7 +50,7 @@ def arrivals(load: Load, round_number: int = 0, shapes: Sequence[RequestShape] =
 
 
 def stagger_s(concurrency: int, warmup_s: float, request_s: float | None) -> float:
-    """Over how long the first requests of a closed loop are spread: about one request, within the warm-up."""
+    """The time over which the first requests of a closed loop are spread: about one request, within the warm-up."""
     if concurrency == 1:
         return 0.0
     return min(warmup_s / 2, request_s) if request_s is not None else warmup_s / 2
@@ -62,10 +63,10 @@ def _forever() -> Iterator[int]:
         number += 1
 
 
-def _poisson(rate: float, chance: random.Random) -> Iterator[float]:
+def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
     moment = 0.0
     while True:
-        moment += chance.expovariate(rate)
+        moment += rng.expovariate(rate)
         yield moment
 
 

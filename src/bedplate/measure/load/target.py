@@ -1,4 +1,4 @@
-"""Where the load goes: any OpenAI-compatible endpoint, known by nothing but its URL."""
+"""The target of a load: an OpenAI-compatible endpoint, known only by its URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bedplate.values.record import Record
 
 Api = Literal["completions", "chat"]
 PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_HINT = "give the endpoint's address, as in http://127.0.0.1:8000 or https://api.example.com/v1"
+_HINT = "pass the endpoint's address, for example http://127.0.0.1:8000 or https://api.example.com/v1"
 
 
 class Target(Record, frozen=True, kw_only=True):
@@ -18,23 +18,25 @@ class Target(Record, frozen=True, kw_only=True):
     host: str
     port: int
     prefix: str = ""
-    """What stands before /v1 in its paths."""
+    """The part of its paths before /v1."""
     model: str | None = None
-    """`None`: the first that the endpoint lists."""
+    """`None`: the first model that the endpoint lists."""
     api: Api | None = None
-    """`None`: completions, whose prompts are exact, where the endpoint has it; else chat."""
+    """`None`: completions, whose prompts are exact, if the endpoint has it; otherwise chat."""
     key: str | None = None
 
     @classmethod
     def of(cls, url: str, *, key: str | None = None, model: str | None = None, api: Api | None = None) -> Target:
-        """Reads a URL with or without /v1, or with the whole path of one API."""
+        """Parses a URL with or without /v1, or with the full path of one API."""
         parts, port = _parts(url)
         path = parts.path.rstrip("/")
         for name, end in PATHS.items():
             if path.endswith(end):
                 api, path = api or name, path.removesuffix(end)
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-            raise BadQuestion("the API key holds characters that no HTTP header may", hint="check for a line break")
+            raise BadQuestion(
+                "the API key contains characters that are invalid in an HTTP header", hint="check for a line break"
+            )
         return cls(
             scheme="https" if parts.scheme == "https" else "http",
             host=parts.hostname or "",
@@ -57,7 +59,7 @@ class Target(Record, frozen=True, kw_only=True):
         return host if self.port == usual else f"{host}:{self.port}"
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole HTTP request."""
+        """A complete HTTP request."""
         lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"host: {self.authority}", "accept: */*"]
         lines.append("user-agent: bedplate")
         if self.key is not None:
@@ -67,7 +69,7 @@ class Target(Record, frozen=True, kw_only=True):
         return "\r\n".join((*lines, "", "")).encode("ascii") + body
 
     def without_key(self, text: str) -> str:
-        """Endpoints like to repeat the key that they refuse."""
+        """Hides the key in a text, because endpoints repeat a rejected key in their errors."""
         return text.replace(self.key, "***") if self.key else text
 
     def __repr__(self) -> str:
@@ -79,11 +81,11 @@ def _parts(url: str) -> tuple[SplitResult, int]:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise BadQuestion("that is not a URL", cause=str(error), hint=_HINT) from error
+        raise BadQuestion("the endpoint's address is not a URL", cause=str(error), hint=_HINT) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadQuestion("that is not an HTTP URL", hint=_HINT)
+        raise BadQuestion("the endpoint's address is not an HTTP URL", hint=_HINT)
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise BadQuestion("the URL must have no user, query or fragment", hint="a key is given apart from the URL")
+        raise BadQuestion("the URL must not contain a user, query or fragment", hint="pass the key separately")
     if not (parts.hostname + parts.path).isascii() or not (parts.hostname + parts.path).isprintable():
-        raise BadQuestion("the URL must be plain ASCII", hint="write other names as xn--…, other paths with %")
+        raise BadQuestion("the URL must be ASCII", hint="encode host names as xn--… and paths with %")
     return parts, port

@@ -1,4 +1,4 @@
-"""One keep-alive HTTP/1.1 connection. Each socket read is stamped before anything looks at its bytes."""
+"""A keep-alive HTTP/1.1 connection. Each socket read gets its timestamp before its bytes are parsed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bedplate.measure.load.target import Target
 
 CONNECT_LIMIT_S = 10.0
 BODY_LIMIT_BYTES = 512 << 20
-"""Of one answer: no stream of text comes near it."""
+"""Limit of one response, far above any stream of text."""
 
 
 class Exchange:
-    """One request, and what came back as it came: read only after the clocks have stopped."""
+    """One request and its raw response, which is parsed after the measurement."""
 
     __slots__ = (
         "content_type",
@@ -52,20 +52,20 @@ class Exchange:
         self.status = 0
         self.content_type = b""
         self.stamps: list[int] = []
-        """One for each piece: when the read that brought it came."""
+        """Timestamps of the reads, one for each piece."""
         self.pieces: list[bytes] = []
         self.size = 0
         self.whole = False
-        """Whether HTTP says that the answer is complete."""
+        """Whether the response is complete according to HTTP."""
         self.measured = False
         self.timed_out = False
         self.fresh = False
-        """Whether its connection had to be opened for it."""
+        """Whether a new connection was opened for it."""
         self.error: str | None = None
 
 
 class Connection(asyncio.Protocol):
-    """Carries one exchange at a time, and tells when it is over."""
+    """Sends one request at a time, and calls `over` when its exchange has ended."""
 
     def __init__(self, over: Callable[[Connection, Exchange], None]) -> None:
         self._over = over
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
         return self._exchange
 
     def send(self, exchange: Exchange, request: bytes) -> None:
-        """Starts the clock, then writes."""
+        """Takes the timestamp, then writes."""
         transport = self._transport
         self._exchange = exchange
         self._complete = self._ends_at_close = False
@@ -97,12 +97,12 @@ class Connection(asyncio.Protocol):
             transport.write(request)
 
     def cut(self) -> None:
-        """Hangs up, which is how an endpoint learns that nobody wants the rest. The exchange is not told of again."""
+        """Closes the connection, which tells the endpoint to cancel the request. `over` is not called."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
 
-    # asyncio's side
+    # asyncio callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._stamp_ns = monotonic_ns()
         if self._exchange is None:
-            self.cut()  # an endpoint that speaks without being asked is out of step
+            self.cut()  # data without a request
             return
         try:
             self._parser.feed_data(data)
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             exchange.error = "the connection was lost" + (f": {exc}" if exc else "")
         self._finish()
 
-    # httptools' side
+    # httptools callbacks
 
     def on_message_begin(self) -> None:
         self._ends_at_close = True
@@ -158,7 +158,7 @@ class Connection(asyncio.Protocol):
         exchange.pieces.append(body)
         exchange.size += len(body)
         if exchange.size > BODY_LIMIT_BYTES:
-            self._fail("the answer is too long to be text")
+            self._fail("the response is too long to be text")
 
     def on_message_complete(self) -> None:
         if self._exchange is not None and self._exchange.status >= 200:
@@ -193,7 +193,7 @@ def tls() -> ssl.SSLContext:
 
 
 async def connect(target: Target, over: Callable[[Connection, Exchange], None]) -> Connection:
-    """Opens a connection; raises OSError, TimeoutError among them."""
+    """Opens a connection. Raises OSError, including TimeoutError."""
     loop = asyncio.get_running_loop()
     secure = target.scheme == "https"
     async with asyncio.timeout(CONNECT_LIMIT_S):
@@ -212,7 +212,7 @@ async def connect(target: Target, over: Callable[[Connection, Exchange], None]) 
 
 
 async def ask(target: Target, request: bytes, limit_s: float) -> Exchange:
-    """One request on a connection of its own, outside of any measured time; raises OSError, TimeoutError among them."""
+    """Sends one request on a new connection, not as part of a measurement. Raises OSError, including TimeoutError."""
     ended: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
 
     def over(_connection: Connection, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""Common English words, each one token in most tokenizers that have seen English. Prompts are made of them."""
+"""Common English words for prompts; each is one token in most tokenizers."""
 
 _TEXT = """
     able above action against agree allow already among another apply army article author back ball bar bear
