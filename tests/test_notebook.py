@@ -31,7 +31,7 @@ def table(one: Any) -> list[dict[str, str]]:
 
 
 def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     rows = table(cell(notebook, "empty-table"))
     assert len(rows) == 8
     assert all(row[name] == "TBD" for row in rows for name in ("ttft_ms", "tok_per_s", "peak_mem_gb", "version"))
@@ -41,7 +41,7 @@ def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_running_it_fills_the_table(builtin_gguf: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     parameters = cell(notebook, "parameters")
     for usual, quick in QUICK.items():
         assert usual in parameters.source
