@@ -10,14 +10,15 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-# Assertions are rewritten once and cached, also where the environment forbids bytecode.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+# Assertions are rewritten once and cached, also where the environment forbids bytecode. A `make` that a test runs is
+# not part of this one.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE -u MAKEFLAGS $(BIN)/python -m pytest
 # Each test is in one of these sets by its marks (pyproject.toml); tests/conftest.py adds `engine` by fixtures.
 QUICK := first_answer or not (engine or browser or measures or nightly)
 REST := (engine or browser) and not (first_answer or measures or nightly)
 MEASURES := measures and not nightly
 
-.PHONY: help serve test test-rest test-all nightly coverage fleet lint types format score docs clean
+.PHONY: help serve test quick test-rest test-all nightly coverage fleet lint style types format score docs clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
@@ -35,7 +36,11 @@ help:
 serve: $(READY)
 	@exec $(BIN)/bedplate serve $(ARGS)
 
-test: lint
+# mypy uses one core for a while, and tests wait now and then: together they leave less of either unused.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types quick
+
+quick: $(READY_DEV)
 	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 # Without what `make test` runs. Measuring tests run alone, after all others.
@@ -57,9 +62,13 @@ coverage: $(READY_DEV)
 fleet: $(READY_DEV)
 	env -u UV_COMPILE_BYTECODE $(BIN)/python -m tests.fleet $(ARGS)
 
-lint: $(READY_DEV)
+lint: style types
+
+style: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY_DEV)
 	$(BIN)/mypy
 
 score: $(READY)

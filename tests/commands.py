@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import click
 import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from bedplate.cli.app import app
 from bedplate.errors import BedplateError
@@ -33,8 +34,14 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def invoke(*arguments: str) -> Answer:
-    done = CliRunner().invoke(app, list(arguments))
+@cache
+def command_tree() -> click.Command:
+    """All verbs. typer makes this tree anew for each call of `app`, which takes longer than most plans."""
+    return typer.main.get_command(app)
+
+
+def invoke(*arguments: str, stdin: bytes | None = None) -> Answer:
+    done = CliRunner().invoke(command_tree(), list(arguments), input=stdin, prog_name="bedplate")
     if isinstance(done.exception, BedplateError):
         error = done.exception
         said = "\n".join(part for part in (error.message, error.cause, error.hint) if part)
@@ -48,7 +55,7 @@ def all_commands(
     command: click.Command | None = None, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command with the words that call it."""
-    command = command or typer.main.get_command(app)
+    command = command or command_tree()
     yield path, command
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():

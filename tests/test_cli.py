@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import invoke
 
 import bedplate
 from bedplate.run.environments import Environment
@@ -29,7 +30,8 @@ def test_version_is_printed() -> None:
 
 
 def test_no_arguments_show_the_help() -> None:
-    assert "Usage: bedplate" in run().stdout + run().stderr
+    answer = invoke()
+    assert "Usage: bedplate" in answer.out + answer.err
 
 
 def test_an_unknown_verb_is_a_usage_error() -> None:
@@ -37,19 +39,19 @@ def test_an_unknown_verb_is_a_usage_error() -> None:
 
 
 def test_probe_json_is_a_hardware() -> None:
-    hardware = from_json(Hardware, run("probe", "--json").stdout)
+    hardware = from_json(Hardware, invoke("probe", "--json").out)
     assert hardware.cpu.allowed_physical_cores <= len(os.sched_getaffinity(0))
     assert hardware.disk is not None and hardware.disk.free_bytes > 0
 
 
 def test_inspect_json_is_a_model(builtin_gguf: Path) -> None:
-    model = from_json(Model, run("inspect", str(builtin_gguf), "--json").stdout)
+    model = from_json(Model, invoke("inspect", str(builtin_gguf), "--json").out)
     assert (model.num_layers, model.num_kv_heads, model.kv_bytes_per_token) == (30, 3, 23040)
 
 
 def test_plan_json_is_a_decision_with_a_launch(builtin_gguf: Path) -> None:
-    done = run("plan", str(builtin_gguf), "--concurrency", "3", "--context", "2048", "--json")
-    decision = from_json(Decision, done.stdout)
+    answer = invoke("plan", str(builtin_gguf), "--concurrency", "3", "--context", "2048", "--json")
+    decision = from_json(Decision, answer.out)
     assert decision.engine == "llama.cpp" and decision.fits and decision.launch is not None
     argv = decision.launch.argv
     assert argv[argv.index("--parallel") + 1] == "3" and argv[argv.index("--ctx-size") + 1] == str(3 * 2048)
@@ -62,11 +64,11 @@ def test_plan_needs_no_download(tmp_path: Path) -> None:
 
 
 def test_pages_contain_the_main_facts(builtin_gguf: Path) -> None:
-    page = run("plan", str(builtin_gguf)).stdout
+    page = invoke("plan", str(builtin_gguf)).out
     for word in ("llama.cpp", "hardware.cpu", "needs an NVIDIA GPU", "--threads", "Expect"):
         assert word in page
-    assert "22.5 KiB per token" in run("inspect", str(builtin_gguf)).stdout
-    assert "cores allowed" in run("probe").stdout
+    assert "22.5 KiB per token" in invoke("inspect", str(builtin_gguf)).out
+    assert "cores allowed" in invoke("probe").out
 
 
 def test_output_to_a_pipe_has_no_colours(builtin_gguf: Path) -> None:

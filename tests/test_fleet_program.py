@@ -251,7 +251,7 @@ class Scripted(Endpoint):
     """An endpoint that answers from a list and repeats the last answer."""
 
     def __init__(self, *texts: str, gap: float | None = None) -> None:
-        super().__init__("", "m", None)  # type: ignore[arg-type]
+        super().__init__("", "m", None)
         object.__setattr__(self, "texts", list(texts))
         object.__setattr__(self, "gap", gap)
 

@@ -7,9 +7,10 @@ import shlex
 
 import click
 import pytest
+import typer
 from tests.commands import all_commands
 
-from bedplate.cli.app import PANELS, name_of
+from bedplate.cli.app import PANELS, VERBS, app, app_for, name_of
 
 COMMANDS = {" ".join(path) or "bedplate": command for path, command in all_commands()}
 every_command = pytest.mark.parametrize("name", COMMANDS)
@@ -73,3 +74,14 @@ def test_help_groups_the_verbs() -> None:
 
 def test_every_summary_of_the_overview_fits_on_its_line() -> None:
     assert "..." not in read_help("bedplate").partition("Run:")[2]
+
+
+def test_a_named_verb_is_built_alone_and_with_the_same_help() -> None:
+    """typer builds every option of every verb that is there, which takes longer than `plan`."""
+    for name in map(name_of, VERBS):
+        alone = typer.main.get_command(app_for([name, "--help"]))
+        assert isinstance(alone, click.Group) and list(alone.commands) == [name]
+        shown = alone.commands[name].get_help(click.Context(alone.commands[name], info_name=name, terminal_width=80))
+        assert shown == read_help(name)
+    for words in ([], ["--help"], ["plann"], ["--version", "plan"]):
+        assert app_for(words) is app

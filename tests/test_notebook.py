@@ -31,7 +31,7 @@ def read_table(one: Any) -> list[dict[str, str]]:
 
 
 def test_the_stored_notebook_has_tbd_cells() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     rows = read_table(find_cell(notebook, "empty-table"))
     assert len(rows) == 8
     assert all(row[name] == "TBD" for row in rows for name in ("ttft_ms", "tok_per_s", "peak_mem_gb", "version"))
@@ -41,7 +41,7 @@ def test_the_stored_notebook_has_tbd_cells() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_running_the_notebook_fills_the_table(builtin_gguf: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     parameters = find_cell(notebook, "parameters")
     for usual, quick in QUICK.items():
         assert usual in parameters.source

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.commands import Answer
 
 WITHOUT_POSIX = """
-import asyncio, contextlib, ctypes, multiprocessing, os, platform, signal, sqlite3, subprocess, sys, tempfile, types
+import asyncio, contextlib, ctypes, io, json, multiprocessing, os, platform, signal, sqlite3, subprocess, sys, tempfile
+import traceback, types
 # These choose their own code for the operating system while they are imported, and could not be imported afterwards.
 import click, filelock, platformdirs, psutil, rich.console, typer, yaml
 
@@ -38,54 +39,75 @@ winreg.QueryValueEx = lambda key, name: ("AMD Ryzen 9 7950X 16-Core Processor ",
 sys.modules["winreg"] = winreg
 
 import bedplate.cli
-sys.argv = ["bedplate", *sys.argv[1:]]
-bedplate.cli.main()
+
+
+def run(words):
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv = ["bedplate", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            bedplate.cli.main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            code = 1
+            traceback.print_exc()
+    return {"code": code or 0, "out": out.getvalue(), "err": err.getvalue()}
+
+
+print(json.dumps([run(words) for words in json.load(sys.stdin)]))
 """
 LLAMA, CARD = "meta-llama/Llama-3.1-8B", "RTX 4090"
 ROWS = "hardware,engine,model,quantization,metric\nRTX 4090,llama.cpp,Llama 3.1 8B,Q4_K_M,output_tok_s\n"
 
 
-def run_without_posix(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_POSIX, *arguments],
+def run_without_posix(home: Path, *commands: list[str]) -> list[Answer]:
+    """The commands one after the other, in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_POSIX],
+        input=json.dumps(commands),
         capture_output=True,
         text=True,
-        env={**os.environ, "BEDPLATE_HOME": str(tmp_path / "home")},
+        env={**os.environ, "BEDPLATE_HOME": str(home)},
     )
+    assert done.returncode == 0, done.stderr
+    return [Answer(**answer) for answer in json.loads(done.stdout)]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan"],
-        ["plan", LLAMA, "--hardware", CARD],
-        ["plan", LLAMA, "--hardware", "H100 SXM", "--emit", "compose"],
-        ["models", "--search", "smollm2"],
-        ["models", "--hardware", CARD, "--search", "llama"],
-        ["inspect", "Llama 3.1 8B FP8"],
-        ["estimate", "--rows", "{rows}"],
-        ["simulate", LLAMA, "--hardware", "H100 SXM", "--requests", "50", "--rate", "5", "--replicas", "1"],
-        ["--help"],
-        ["schema", "decision"],
-    ],
-    ids=lambda arguments: " ".join(arguments),
-)
-def test_verb_runs_without_posix(arguments: list[str], tmp_path: Path) -> None:
+VERBS = [
+    ["plan"],
+    ["plan", LLAMA, "--hardware", CARD],
+    ["plan", LLAMA, "--hardware", "H100 SXM", "--emit", "compose"],
+    ["models", "--search", "smollm2"],
+    ["models", "--hardware", CARD, "--search", "llama"],
+    ["inspect", "Llama 3.1 8B FP8"],
+    ["estimate", "--rows", "{rows}"],
+    ["simulate", LLAMA, "--hardware", "H100 SXM", "--requests", "50", "--rate", "5", "--replicas", "1"],
+    ["--help"],
+    ["schema", "decision"],
+]
+
+
+def test_verbs_run_without_posix(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(ROWS)
-    done = run_without_posix(tmp_path, *(word.format(rows=tmp_path / "rows.csv") for word in arguments))
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert done.stdout
+    commands = [[word.format(rows=tmp_path / "rows.csv") for word in words] for words in VERBS]
+    for words, answer in zip(VERBS, run_without_posix(tmp_path / "home", *commands), strict=True):
+        assert (answer.code, "Traceback" in answer.err) == (0, False), (words, answer.err)
+        assert answer.out, words
 
 
 def test_the_machine_is_probed_as_a_windows_machine(tmp_path: Path) -> None:
-    done = run_without_posix(tmp_path, "probe", "--json")
-    assert done.returncode == 0, done.stderr
-    machine = json.loads(done.stdout)
+    (done,) = run_without_posix(tmp_path / "home", ["probe", "--json"])
+    assert done.code == 0, done.err
+    machine = json.loads(done.out)
     assert (machine["os"], machine["cpu"]["name"]) == ("windows", "AMD Ryzen 9 7950X 16-Core Processor")
 
 
 def test_the_store_is_written_and_read_without_posix(tmp_path: Path) -> None:
-    added = run_without_posix(tmp_path, "keys", "add", "alice", "--json")
-    assert added.returncode == 0, added.stderr
-    assert json.loads(run_without_posix(tmp_path, "keys", "--json").stdout)["tenants"][0]["name"] == "alice"
-    assert run_without_posix(tmp_path, "plan").returncode == 0
+    home = tmp_path / "home"
+    (added,) = run_without_posix(home, ["keys", "add", "alice", "--json"])
+    assert added.code == 0, added.err
+    # What one process wrote, another reads.
+    listed, planned = run_without_posix(home, ["keys", "--json"], ["plan"])
+    assert json.loads(listed.out)["tenants"][0]["name"] == "alice"
+    assert planned.code == 0

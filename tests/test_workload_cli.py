@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import Answer, invoke
 
 from bedplate.decide.intent import read_intent
 from bedplate.facts.workload import summarise, to_workload
@@ -18,15 +19,12 @@ from bedplate.values.workload import Arrivals, CacheSize, LengthBin, Lengths, Pr
 CAPTURES = Path(__file__).parent / "captures" / "traces"
 
 
-def run(*arguments: str | Path, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "bedplate", "workload", *map(str, arguments)], capture_output=True, input=stdin
-    )
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+def run(*arguments: str | Path, stdin: bytes | None = None) -> Answer:
+    return invoke("workload", *map(str, arguments), stdin=stdin)
 
 
 def test_the_page_shows_the_summary() -> None:
-    page = run(CAPTURES / "mooncake-synthetic.jsonl").stdout
+    page = run(CAPTURES / "mooncake-synthetic.jsonl").out
     for words in (
         "66 requests in", "Mooncake trace", "p99", "In flight", "estimate, assuming 500 ms", "requests/s",
         "an unlimited prefix cache would save about 5% of prompt tokens",
@@ -37,46 +35,48 @@ def test_the_page_shows_the_summary() -> None:
 
 
 def test_json_is_a_summary() -> None:
-    summary = from_json(TraceSummary, run(CAPTURES / "azure-2023-conv.csv", "--json").stdout)
+    summary = from_json(TraceSummary, run(CAPTURES / "azure-2023-conv.csv", "--json").out)
     assert summary == summarise(CAPTURES / "azure-2023-conv.csv")
 
 
 def test_assumed_latencies_can_be_specified() -> None:
     done = run(CAPTURES / "azure-2023-conv.csv", "--json", "--ttft-ms", "0", "--tpot-ms", "10")
-    flight = from_json(TraceSummary, done.stdout).in_flight
+    flight = from_json(TraceSummary, done.out).in_flight
     assert flight is not None and flight.assumption == "0 ms to the first token and 10 ms for each one"
 
 
 def test_the_intent_is_written_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     done = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
-    assert done.returncode == 0 and f"written: {path}" in done.stdout
+    assert done.code == 0 and f"written: {path}" in done.out
     assert read_intent(path).workload == to_workload(summarise(CAPTURES / "azure-2023-conv.csv"))
     again = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
-    assert again.returncode == 2 and "already exists" in again.stderr
-    assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").returncode == 3
+    assert again.code == 2 and "already exists" in again.err
+    assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").code == 3
 
 
 def test_standard_input_may_be_gzip() -> None:
     packed = gzip.compress((CAPTURES / "azure-2024.csv").read_bytes())
-    assert "10 requests in 7.0 days" in run("-", stdin=packed).stdout
+    command = [sys.executable, "-m", "bedplate", "workload", "-"]
+    done = subprocess.run(command, input=packed, capture_output=True, check=True)
+    assert "10 requests in 7.0 days" in done.stdout.decode()
 
 
 def test_bad_rows_are_shown_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes((CAPTURES / "azure-2024.csv").read_bytes() + b"[red]oops\n")
-    page = run(path).stdout
+    page = run(path).out
     assert "1 unreadable, skipped" in page and "line 12: '[red]oops'" in page
 
 
 @pytest.mark.parametrize("arguments", [("absent.csv",), (__file__,), (__file__, "--format", "azure"), ()])
 def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
-    assert done.returncode == 2 and done.stderr and not done.stdout
+    assert done.code == 2 and done.err and not done.out
 
 
 def test_help_has_examples() -> None:
-    assert "bedplate workload conversation_trace.jsonl.gz" in run("--help").stdout
+    assert "bedplate workload conversation_trace.jsonl.gz" in run("--help").out
 
 
 def test_small_outer_bins_are_merged() -> None:

@@ -1,14 +1,12 @@
 """Replaces every program that an emitted script calls: logs the call and creates what the real program would create.
 
 It runs through links with the programs' names. Installing a package adds the same programs as the real package,
-so a script that calls one too early fails as it would on a real machine.
+so a script that calls one too early fails as it would on a real machine. Tests start it a thousand times, so it imports
+as little as it can.
 """
 
-import json
 import os
-import re
 import sys
-from pathlib import Path
 
 BRINGS = {
     "uv": ("uv", "uvx"),
@@ -25,38 +23,40 @@ OPTIMIZER = "examples/llm_ptq/hf_ptq.py"
 
 
 def main() -> None:
-    program, words = Path(sys.argv[0]), sys.argv[1:]
-    name = program.name
+    program, words = sys.argv[0], sys.argv[1:]
+    name = os.path.basename(program)
     if name in ("python", "python3") and words[0].startswith("/"):
         # One of bedplate's programs, whose first line names this interpreter.
-        name, words = Path(words[0]).name, words[1:]
-    with Path(os.environ["CALLS"]).open("a") as log:
-        log.write(json.dumps([name, *words]) + "\n")
+        name, words = os.path.basename(words[0]), words[1:]
+    with open(os.environ["CALLS"], "a") as log:
+        log.write(f"{[name, *words]!r}\n")
     imitate(program, name, words)
     if os.environ.get("BREAKS", "never") in " ".join([name, *words]):
         sys.exit(f"{name} was interrupted")
 
 
-def imitate(program: Path, name: str, words: list[str]) -> None:
+def imitate(program: str, name: str, words: list[str]) -> None:
     if words[:2] == ["-m", "venv"]:
-        link(Path(words[2]) / "bin", "python", "python3", "pip")
+        link(f"{words[2]}/bin", "python", "python3", "pip")
     elif name == "pip" or words[:2] == ["pip", "install"]:
         at = words.index("--python") if "--python" in words else None
-        bin_folder = Path(words[at + 1]).parent if at is not None else program.parent
+        bin_folder = os.path.dirname(words[at + 1] if at is not None else program)
         for word in words:
-            link(bin_folder, *BRINGS.get(re.split(r"[\[=;]", word)[0], ()))
+            for mark in "[=;":
+                word = word.partition(mark)[0]
+            link(bin_folder, *BRINGS.get(word, ()))
     elif name == "uvx":
         assert words[0] == "--from" and words[1].startswith(f"{HUB_CLIENT}==") and words[2] == "hf", words
         create_folder(words[words.index("--local-dir") + 1])
     elif words[:3] == ["-m", "pip", "download"]:
         package = next(word for word in words if "==" in word)
-        Path(f"{package.replace('-', '_').replace('==', '-')}.tar.gz").touch()
+        create_file(f"{package.replace('-', '_').replace('==', '-')}.tar.gz")
     elif name == "tar":
         create_file(f"{words[-1].removesuffix('.tar.gz')}/{MADE_OF_SOURCE}")
     elif name == "git":
         create_file(f"{words[-1]}/{OPTIMIZER}")
     elif name == "cmake" and words[0] == "--build":
-        link(Path(words[1]) / "bin", *words[words.index("--target") + 1 :])
+        link(f"{words[1]}/bin", *words[words.index("--target") + 1 :])
     elif name == "cmake":
         create_folder(words[words.index("-B") + 1])
     else:
@@ -66,30 +66,34 @@ def imitate(program: Path, name: str, words: list[str]) -> None:
 def convert(words: list[str]) -> None:
     """Convert, compile or serve: require the input files, and create the output."""
     for word in words:
-        if word == os.environ["SOURCE"] and not Path(word).is_dir():
+        if word == os.environ["SOURCE"] and not os.path.isdir(word):
             sys.exit(f"FileNotFoundError: {word}")
-        if word.endswith(".py") and "/" in word and not Path(word).is_file():
+        if word.endswith(".py") and "/" in word and not os.path.isfile(word):
             sys.exit(f"can't open file {word}")
-        for made in re.findall(r"'([^']+\.part)'|abspath\(\"([^\"]+)\"\)", word):
-            create_folder("".join(made))
+        if ".part'" in word or "abspath(" in word:
+            import re
+
+            for made in re.findall(r"'([^']+\.part)'|abspath\(\"([^\"]+)\"\)", word):
+                create_folder("".join(made))
         if word.endswith(".part"):
             create_folder(word)
 
 
-def link(where: Path, *names: str) -> None:
-    where.mkdir(parents=True, exist_ok=True)
+def link(where: str, *names: str) -> None:
+    create_folder(where)
     for name in names:
-        if not (where / name).exists():
-            (where / name).symlink_to(os.environ["SELF"])
+        if not os.path.exists(f"{where}/{name}"):
+            os.symlink(os.environ["SELF"], f"{where}/{name}")
 
 
 def create_folder(path: str) -> None:
-    Path(path).mkdir(parents=True, exist_ok=True)
+    os.makedirs(path, exist_ok=True)
 
 
 def create_file(path: str) -> None:
-    create_folder(str(Path(path).parent))
-    Path(path).touch()
+    create_folder(os.path.dirname(path) or ".")
+    with open(path, "a"):
+        pass
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import shutil
 import subprocess
 import sys
@@ -116,7 +116,7 @@ class Machine:
 
     def calls(self) -> list[list[str]]:
         path = self.folder / "calls"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [ast.literal_eval(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize("name", list(CASES))

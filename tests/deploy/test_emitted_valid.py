@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import importlib.util
 import json
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from tests.deploy.intents import emit_files
-from tests.deploy.schemas import load_custom_kinds
+from tests.deploy.schemas import CORE_VERSION, LOADER, core_validator, load_custom_kinds
 from tests.deploy.test_emitted_walk import ON_A_CLUSTER, WITH_COMPOSE
 from tests.deploy.walk import read_manifests
 
-CORE_VERSION = "1.33"
 CUSTOM_GROUPS = ("kueue.x-k8s.io", "leaderworkerset.x-k8s.io", "keda.sh", "monitoring.coreos.com", "nvidia.com",
                  "ray.io", "inference.networking.k8s.io", "gateway.networking.k8s.io")  # fmt: skip
 
@@ -26,20 +27,18 @@ def is_custom(tree: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
 def test_core_kinds_match_kubernetes_schemas(name: str, target: str) -> None:
-    import kubernetes_validate
-
     for tree in read_manifests(emit_files(name, target)):
         if not is_custom(tree):
-            kubernetes_validate.validate(tree, CORE_VERSION, strict=True)
+            core_validator(tree["apiVersion"], tree["kind"]).validate(tree)
 
 
 def test_unknown_field_of_a_core_kind_is_detected() -> None:
-    import kubernetes_validate
-
     tree = next(tree for tree in read_manifests(emit_files("h100-chat", "kubernetes")) if tree["kind"] == "Deployment")
     tree["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
+    with pytest.raises(kubernetes_validate.ValidationError, match="readinesProbe"):
         kubernetes_validate.validate(tree, CORE_VERSION, strict=True)
+    with pytest.raises(jsonschema.ValidationError, match="readinesProbe"):
+        core_validator(tree["apiVersion"], tree["kind"]).validate(tree)
 
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
@@ -63,6 +62,7 @@ def test_unknown_field_of_a_custom_kind_is_detected() -> None:
         jsonschema.Draft7Validator(schema).validate(tree)
 
 
+@functools.cache
 def load_compose_schema() -> dict[str, Any]:
     """Load the Compose specification that the package check-jsonschema contains."""
     if importlib.util.find_spec("check_jsonschema") is None:
@@ -79,7 +79,7 @@ def test_compose_files_match_the_specification(name: str) -> None:
     kind = jsonschema.validators.validator_for(schema)
     for path, text in files.items():
         if path.endswith("compose.yaml"):
-            kind(schema).validate(yaml.safe_load(text))
+            kind(schema).validate(yaml.load(text, LOADER))
 
 
 def test_unknown_field_of_a_compose_file_is_detected() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
+from tests.deploy.schemas import LOADER
 
 Tree = dict[str, Any]
 OPERATOR_PORTS = {9090}
@@ -14,8 +15,8 @@ OPERATOR_PORTS = {9090}
 
 def read_manifests(files: Mapping[str, str]) -> list[Tree]:
     """Read every manifest that kustomization.yaml lists."""
-    listed = yaml.safe_load(files["kustomization.yaml"])["resources"]
-    return [tree for name in listed for tree in yaml.safe_load_all(files[name]) if tree]
+    listed = yaml.load(files["kustomization.yaml"], LOADER)["resources"]
+    return [tree for name in listed for tree in yaml.load_all(files[name], LOADER) if tree]
 
 
 def iterate_pods(tree: Tree) -> Iterator[tuple[Tree, Tree]]:

@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 import psutil
 import pytest
+from tests.commands import invoke
 from tests.conftest import HANG_S, Served, no_new_children, wait_for
 
 
@@ -39,24 +40,30 @@ def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str)
         assert word in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_missing_file(verb: str, tmp_path: Path) -> None:
-    assert_clear(bedplate(verb, str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
+def assert_refused_by_every_verb(model: Path, *words: str) -> None:
+    """`serve` as a process; the other verbs in this one, where an error is its message, cause and hint."""
+    assert_clear(bedplate("serve", str(model)), 2, *words)
+    for verb in ("plan", "inspect"):
+        answer = invoke(verb, str(model))
+        assert answer.code == 2 and len(answer.err.splitlines()) > 1, answer
+        assert [word for word in words if word not in answer.err] == []
 
 
-@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert_refused_by_every_verb(tmp_path / "nothing.gguf", "nothing.gguf")
+
+
+def test_a_truncated_gguf(tmp_path: Path, builtin_gguf: Path) -> None:
     cut = tmp_path / "cut.gguf"
     with builtin_gguf.open("rb") as whole:
         cut.write_bytes(whole.read(50_000_000))
-    assert_clear(bedplate(verb, str(cut)), 2, "cut.gguf", "cut short", "50,000,000")
+    assert_refused_by_every_verb(cut, "cut.gguf", "cut short", "50,000,000")
 
 
-@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_file_that_is_no_gguf(verb: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_text("<html>404 not found</html>")
-    assert_clear(bedplate(verb, str(other)), 2, "other.gguf")
+    assert_refused_by_every_verb(other, "other.gguf")
 
 
 def test_a_port_in_use() -> None:
@@ -108,12 +115,13 @@ def test_no_network_on_the_first_start(tmp_path: Path) -> None:
 
 
 def test_an_unknown_engine() -> None:
-    assert_clear(bedplate("plan", "--engine", "llama.ccp"), 2, "did you mean llama.cpp")
+    answer = invoke("plan", "--engine", "llama.ccp")
+    assert answer.code == 2 and "did you mean llama.cpp" in answer.err
 
 
 def test_an_engine_that_cannot_run_here() -> None:
-    done = bedplate("plan", "--engine", "tensorrt-llm")
-    assert done.returncode == 1 and "tensorrt-llm needs an NVIDIA GPU" in done.stdout
+    answer = invoke("plan", "--engine", "tensorrt-llm")
+    assert answer.code == 1 and "tensorrt-llm needs an NVIDIA GPU" in answer.out
 
 
 def huge_gguf(path: Path) -> Path:
@@ -137,14 +145,14 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     model = huge_gguf(tmp_path / "huge.gguf")
     done = bedplate("serve", "--port", "0", str(model))
     assert_clear(done, 1, "weights 466 GiB", "more free memory")
-    done = bedplate("plan", "--json", str(model))
-    assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
+    answer = invoke("plan", "--json", str(model))
+    assert answer.code == 1 and json.loads(answer.out)["fits"] is False
 
 
 @pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
 def test_bad_options(bad: list[str]) -> None:
-    done = bedplate("serve", *bad)
-    assert done.returncode == 2 and bad[0] in done.stderr
+    answer = invoke("serve", *bad)
+    assert answer.code == 2 and bad[0] in answer.err
 
 
 def test_an_engine_environment_that_was_damaged_is_reported(

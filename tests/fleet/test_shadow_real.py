@@ -43,7 +43,7 @@ def conversations(one: Serving, count: int) -> None:
             messages = [("system", RULES), ("user", f"Where is book number {number}?")]
             at.client.chat.completions.create(
                 model=at.model, max_tokens=TOKENS, temperature=0,
-                messages=[{"role": role, "content": text} for role, text in messages],  # type: ignore[misc]
+                messages=[{"role": role, "content": text} for role, text in messages],
             )  # fmt: skip
 
 

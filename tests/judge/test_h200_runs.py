@@ -6,7 +6,7 @@ import lzma
 from pathlib import Path
 
 import pytest
-from tests.commands import run as command
+from tests.commands import invoke
 
 from bedplate.cli.judging import diagnosis_of
 from bedplate.values import from_json, replaced, to_json
@@ -71,7 +71,7 @@ def test_a_run_without_model_facts_needs_the_model_option(source: str, tmp_path:
         run = replaced(run, models=())
     (tmp_path / "run.json").write_text(to_json(run))
     options = ("--model", "meta-llama/Llama-3.1-8B") if source == "option" else ()
-    done = command("diagnose", str(tmp_path / "run.json"), "--json", *options)
+    done = invoke("diagnose", str(tmp_path / "run.json"), "--json", *options)
     assert done.code == 0, done.err
     (found,) = from_json(Diagnosis, done.out).bottlenecks
     assert found.limit == (None if source == "none" else "runtime overhead")

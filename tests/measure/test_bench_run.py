@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.commands import invoke
 from tests.commands import run as command
 from tests.conftest import HANG_S, gone, wait_for
 from tests.decide.test_tuned import MACHINE, tuned_for
@@ -109,15 +110,15 @@ def test_rejects_invalid_options(home: Path, null: str) -> None:
 
 
 def test_reports_an_unreachable_endpoint(home: Path) -> None:
-    done = command("bench", "--url", "http://127.0.0.1:9", *SHORT)
+    done = invoke("bench", "--url", "http://127.0.0.1:9", *SHORT)
     assert done.code == 3 and "cannot connect to" in done.err
 
 
 def test_stores_and_shows_imported_runs(home: Path) -> None:
     file = Path(__file__).parents[1] / "captures" / "runs" / "guidellm.json"
-    done = command("bench", "--import", str(file))
+    done = invoke("bench", "--import", str(file))
     assert done.code == 0 and "2.5/s" in done.out and len(store.run().cells) == 2
-    again = command("bench", "--import", str(file), "--jsonl")
+    again = invoke("bench", "--import", str(file), "--jsonl")
     assert again.code == 0 and len(store.runs()) == 1
     assert [json.loads(line)["offered_per_s"] for line in again.out.splitlines()] == [None, 2.5]
 
@@ -247,7 +248,7 @@ def test_reports_why_an_engine_cannot_serve_the_model(
         pytest.skip("this machine has a GPU, on which the engine may run")
     (tmp_path / "models").symlink_to(bedplate_home / "models")
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
-    done = command("bench", "--engines", "exllamav3", "--concurrency", "1", *SHORT)
+    done = invoke("bench", "--engines", "exllamav3", "--concurrency", "1", *SHORT)
     assert done.code == 1 and "exllamav3" in done.err and "GPU" in done.err
 
 

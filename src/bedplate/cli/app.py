@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +63,18 @@ PANELS: dict[str, tuple[ModuleType, ...]] = {
 """The verbs as `bedplate --help` groups them, each in a module of its name."""
 
 
+EXAMPLES = """Examples:
+
+\b
+  bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
+  bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
+  bedplate plan model.gguf           which engine and why, without running anything
+  bedplate models                    the models that this machine can run
+  bedplate probe --json              this machine as JSON, for other programs
+
+Exit codes: 0 done; 1 not possible; 2 usage error; 3 external failure."""
+
+
 class _HelpedArgument(TyperArgument):
     """Keeps the help of an argument. typer before 0.25 sets `help` before click 8.5 resets it, and click would list
     arguments with `help` once more, in a section of its own."""
@@ -99,48 +112,52 @@ def name_of(verb: ModuleType) -> str:
     return verb.__name__.rpartition(".")[2]
 
 
-app = typer.Typer(
-    name="bedplate",
-    cls=GroupedVerbs,
-    help="You don't pick an inference engine, you pick a hardware strategy, and the engine follows.",
-    epilog="""Examples:
-
-\b
-  bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
-  bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
-  bedplate plan model.gguf           which engine and why, without running anything
-  bedplate models                    the models that this machine can run
-  bedplate probe --json              this machine as JSON, for other programs
-
-Exit codes: 0 done; 1 not possible; 2 usage error; 3 external failure.""",
-    no_args_is_help=True,
-    add_completion=True,
-    # Plain help needs no rich, and so answers in half the time.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-engines_use.register(engines.app)
-for _verb in chain.from_iterable(PANELS.values()):
-    if hasattr(_verb, "app"):
-        app.add_typer(_verb.app, name=name_of(_verb))
-    else:
-        app.command(epilog=_verb.EXAMPLES)(getattr(_verb, name_of(_verb)))
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"bedplate {__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None: ...
+
+
+def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
+    """The command line with these verbs."""
+    made = typer.Typer(
+        name="bedplate",
+        cls=GroupedVerbs,
+        help="You don't pick an inference engine, you pick a hardware strategy, and the engine follows.",
+        epilog=EXAMPLES,
+        no_args_is_help=True,
+        add_completion=True,
+        # Plain help needs no rich, and so answers in half the time.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(_options)
+    for verb in verbs:
+        if hasattr(verb, "app"):
+            made.add_typer(verb.app, name=name_of(verb))
+        else:
+            made.command(epilog=verb.EXAMPLES)(getattr(verb, name_of(verb)))
+    return made
+
+
+engines_use.register(engines.app)
+VERBS = tuple(chain.from_iterable(PANELS.values()))
+app = make_app(VERBS)
+
+
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """typer builds all options of all verbs before it runs one, which takes as long as a plan. So the verb comes alone,
+    unless the first argument is not a verb: then help, completion and the suggestions for a typing error need all."""
+    asked = [verb for verb in VERBS if [name_of(verb)] == list(arguments[:1])]
+    return make_app(asked) if asked else app
 
 
 def main() -> None:
@@ -152,7 +169,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         try:
-            app(prog_name="bedplate")
+            app_for(sys.argv[1:])(prog_name="bedplate")
         finally:
             # Now, while an error can still be reported.
             if sys.stdout is not None:

@@ -180,6 +180,7 @@ def find_model(text: str) -> Model:
     return found
 
 
+@lru_cache(maxsize=512)
 def lookup(text: str) -> Model | None:
     """Like `find_model`, but None if there is none."""
     asked = understood(text)
@@ -445,18 +446,23 @@ def _scale_weights(model: Model, label: str, bits: float, details: Quantization 
     return _sum_parts(model, parts, label, details, bits)
 
 
+@lru_cache(maxsize=512)
+def _sum_quantized(name: str, scheme: Scheme) -> tuple[tuple[Part, ...], tuple[TensorGroup, ...]]:
+    """The parts and storage types of a known model with quantized linear layers; engines share most schemes."""
+    quantizable = ("attention", "state space", "mlp", "experts", "shared experts", "mtp")
+
+    def choose(weight: Weight) -> Scheme | None:
+        return scheme if weight.matrix and weight.cols > 1 and weight.part in quantizable else None
+
+    parts, groups = summed(anatomy(Config(essentials(name))).weights, Storage(None, 2, "BF16", choose))
+    return tuple(parts.values()), groups
+
+
 def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
     """The model with quantized linear layers. Embedding, output, norms and routers stay as they are."""
     bits = scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)
     try:
-        found = anatomy(Config(essentials(model.name)))
-        quantizable = ("attention", "state space", "mlp", "experts", "shared experts", "mtp")
-
-        def choose(weight: Weight) -> Scheme | None:
-            return scheme if weight.matrix and weight.cols > 1 and weight.part in quantizable else None
-
-        parts, groups = summed(found.weights, Storage(None, 2, "BF16", choose))
-        ordered = tuple(parts.values())
+        ordered, groups = _sum_quantized(model.name, scheme)
     except KeyError:
         kept = ("embedding", "output", "norms", "router", "vision")
         ordered = tuple(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.resources
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ def reference_text() -> str:
     return (importlib.resources.files("bedplate.measure") / "data" / "reference_text.txt").read_text(encoding="utf-8")
 
 
+@functools.cache
 def fixed_prefixes() -> tuple[str, ...]:
     return cut(reference_text(), PREFIXES)
 
@@ -46,9 +49,10 @@ def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, .
     found: dict[str, None] = {}
     for number, end in enumerate(spread(usable, count)):
         length = lengths[number % len(lengths)]
-        start = next((start for start in starts if start >= end - length), end)
+        following = bisect_left(starts, end - length)
+        start = starts[following] if following < len(starts) else end
         if end - start < LEAST_CHARACTERS:  # only the last word fits
-            start = max(start for start in starts if end - start >= LEAST_CHARACTERS)
+            start = starts[bisect_right(starts, end - LEAST_CHARACTERS) - 1]
         found.setdefault(text[start:end])
     return tuple(found)
 
