@@ -91,4 +91,4 @@ def test_last_words_are_the_engines_own(tmp_path: Path) -> None:
     assert one.last_words == "listening"
     one.log.tail.clear()
     one.log.tail.append("# ours")
-    assert one.last_words == "it has said nothing yet"
+    assert one.last_words == "no output yet"

@@ -336,7 +336,7 @@ class House:
         return client
 
     def active(self) -> int:
-        return sum(way.pool.active for route in self.gateway.routes for way in route.ways)
+        return sum(link.pool.active for route in self.gateway.routes for link in route.links)
 
     def waiting(self) -> int:
         return sum(self.gateway.waiting(model) for model in self.gateway.models)
@@ -435,8 +435,8 @@ class Bench:
         self.client = ClientConnection(self.gateway)
         self.to_client = Wire()
         self.client.connection_made(self.to_client)
-        ((way,),) = (route.ways for route in self.gateway.routes)
-        self.pool = way.pool
+        ((link,),) = (route.links for route in self.gateway.routes)
+        self.pool = link.pool
         self.engine = EngineConnection(self.pool, ("127.0.0.1", 1))
         self.to_engine = Wire()
         self.engine.connection_made(self.to_engine)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import LEAD_READING, SEAT_KEPT_S, FairQueue, Line
+from bedplate.run.gateway.fair import LEAD_READING, SLOT_KEPT_S, FairQueue, Line
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, key_digest
 
@@ -108,7 +108,7 @@ def test_a_tenant_keeps_the_seats_that_it_used_up_to_its_part_and_for_a_while() 
         taken += 1
     assert taken == 6  # two are kept for the other one
     assert queue.may_pass(quiet, 2, 8, 0.2) and not queue.may_pass(flood, 2, 8, 0.2)
-    later = 2 * SEAT_KEPT_S + 1
+    later = 2 * SLOT_KEPT_S + 1
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
 
 
@@ -122,7 +122,7 @@ def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[
         queue.seated(quiet, 100, 0.0)
     for _ in range(20):
         queue.join(flood, Job("flood"), 0.0)
-    quiet.reading = 2
+    quiet.prefilling = 2
     quiet.served += flood_tokens
     return queue, flood, quiet
 
@@ -131,13 +131,13 @@ def test_a_flood_waits_until_the_prompts_of_others_are_read() -> None:
     queue, flood, quiet = crowded()
     assert queue.take(6, 8, 0.1) is None and not queue.may_pass(flood, 6, 8, 0.1)
     assert queue.may_pass(quiet, 6, 8, 0.1)  # who stays within its part never waits for that
-    quiet.reading = 0
+    quiet.prefilling = 0
     found = queue.take(6, 8, 0.1)
     assert found is not None and found[0] is flood
     queue.seated(flood, 100, 0.1)
-    flood.reading = 1
+    flood.prefilling = 1
     assert queue.take(5, 8, 0.1) is None  # one of four seats reads at a time
-    flood.reading = 0
+    flood.prefilling = 0
     assert queue.take(5, 8, 0.1) is not None
 
 
@@ -149,7 +149,7 @@ def test_a_flood_waits_until_the_prompts_of_others_are_read() -> None:
 def test_whoever_falls_behind_waits_for_no_prompt(ahead: float, reading: int, own: int) -> None:
     """Else one that always reads a prompt would starve the others."""
     queue, flood, quiet = crowded(ahead)
-    quiet.reading, flood.reading = reading, own
+    quiet.prefilling, flood.prefilling = reading, own
     is_behind = quiet.served > flood.served + LEAD_READING * 100
     assert (queue.take(6, 8, 0.1) is not None) == (is_behind or not (reading or own))
 
@@ -158,7 +158,7 @@ def test_among_floods_nobody_waits_for_a_prompt_of_another() -> None:
     queue, flood, quiet = crowded()
     for _ in range(20):
         queue.join(quiet, Job("quiet"), 0.1)
-    assert queue.take(6, 8, 0.1) is not None and flood.reading == 0
+    assert queue.take(6, 8, 0.1) is not None and flood.prefilling == 0
 
 
 def test_nobody_keeps_all_seats() -> None:

@@ -185,7 +185,7 @@ async def test_an_engine_that_comes_back_elsewhere_is_found() -> None:
     [
         ("loading", "llama.cpp is still loading small (50%)"),
         ("restarting", "llama.cpp stopped and is being restarted"),
-        ("failed", "llama.cpp could not be kept running: out of memory"),
+        ("failed", "llama.cpp failed repeatedly and is not restarted: out of memory"),
         ("stopped", "bedplate is shutting down"),
     ],
 )
@@ -330,8 +330,8 @@ async def test_a_reset_is_no_way_to_end_a_body_without_a_length() -> None:
         house.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', sent, End.RESET)
         asking = asyncio.ensure_future(ask(house))
         await house.engine.request()
-        ((way,),) = (route.ways for route in house.gateway.routes)
-        pool = way.pool
+        ((link,),) = (route.links for route in house.gateway.routes)
+        pool = link.pool
         await until(lambda: any(c._ends_at_close for c in engine_connections(house)), "the head to arrive")
         sent.set()
         assert is_engine_stopped(await within(asking))
@@ -409,13 +409,13 @@ async def test_a_mistake_of_our_own_is_answered_and_reported(monkeypatch: pytest
             patch.setattr("bedplate.run.gateway.sse.read_body_usage", fail)
             answer = await client.post(CHAT, chat())
             assert (answer.status, answer.error["code"]) == (502, "engine_stopped")
-            assert PROBLEMS == ["an answer could not be passed on: KeyError('a mistake')"]
+            assert PROBLEMS == ["internal error while forwarding an answer: KeyError('a mistake')"]
         assert (await client.post(CHAT, chat())).status == 200
         with monkeypatch.context() as patch:
             patch.setattr(house.gateway, "route_for", fail)
             answer = await client.post(CHAT, chat())
             assert (answer.status, answer.error["code"]) == (500, "internal_error")
-            assert PROBLEMS[1:] == ["a request could not be taken: KeyError('a mistake')"]
+            assert PROBLEMS[1:] == ["internal error while reading a request: KeyError('a mistake')"]
             assert await client.is_closed()
         PROBLEMS.clear()
 
@@ -529,8 +529,8 @@ async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
         gates = [asyncio.Event() for _ in range(6)]
         for number, gate in enumerate(gates):
             house.engine.answer(gate, plain({"n": number}))
-        ((way,),) = (route.ways for route in house.gateway.routes)
-        pool = way.pool
+        ((link,),) = (route.links for route in house.gateway.routes)
+        pool = link.pool
         asking = []
         for number in range(6):
             client = await house.client()

@@ -230,7 +230,7 @@ async def test_who_looks_on_gets_each_request_with_its_words_and_harms_nobody() 
         house.gateway.seen = fail
         await post(house, chat())
         assert house.outcome("ok") == 2
-        assert PROBLEMS == ["a request could not be looked at: KeyError('a mistake')"]
+        assert PROBLEMS == ["the observer of requests failed: KeyError('a mistake')"]
         PROBLEMS.clear()
 
 

@@ -484,7 +484,7 @@ async def test_a_port_that_does_not_exist_is_a_bad_question(port: int) -> None:
 def test_a_port_that_needs_rights_is_said_with_what_to_do() -> None:
     failure = bind_failure(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "127.0.0.1", 80)
     assert isinstance(failure, OutsideFailed)
-    assert failure.message == "port 80 may not be opened"
+    assert failure.message == "no permission to listen on port 80"
     assert failure.hint is not None and "1023" in failure.hint
 
 

@@ -452,7 +452,7 @@ async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() ->
         ("400 Bad Request", "application/json", b'{"error":{"code":400,"message":"too long","type":"x"}}', "too long"),
         ("422 Unprocessable", "application/json", b'{"detail":"field required"}', "field required"),
         ("500 Internal", "text/html", b"<h1>Oops</h1>", "<h1>Oops</h1>"),
-        ("503 Unavailable", "text/plain", b"", "the engine answered 503"),
+        ("503 Unavailable", "text/plain", b"", "the engine answered with status 503"),
         ("429 Too Many", "application/json", b'{"message":"\xff"}', '{"message":"�"}'),
         ("400 Bad Request", "text/event-stream", b'{"error":"no"}', "no"),
     ],
@@ -638,7 +638,7 @@ async def test_a_page_that_fails_is_an_openai_error(caplog: pytest.LogCaptureFix
         house.backend.progress = object()  # type: ignore[assignment]
         answer = await client.get("/health")
         assert (answer.status, answer.error["code"]) == (500, "internal_error")
-        assert "the page /health failed" in caplog.text
+        assert "cannot build the page /health" in caplog.text
         assert (await client.get("/v1/models")).status == 200
 
 

@@ -251,7 +251,7 @@ def test_a_stream_that_does_not_say_so_was_cut(api: sse.Api, events: bytes) -> N
          "invalid_request_error", None),
         (500, b'{"error":"out of memory"}', "out of memory", "server_error", None),
         (502, b"<html><body>Bad Gateway</body></html>", "<html><body>Bad Gateway</body></html>", "server_error", None),
-        (503, b"", "the engine answered 503", "server_error", None),
+        (503, b"", "the engine answered with status 503", "server_error", None),
         (500, b"\xff\xfe", "��", "server_error", None),
         (500, b'"\xff"', '"�"', "server_error", None),
         (500, b'["a"]', "['a']", "server_error", None),
