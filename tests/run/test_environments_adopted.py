@@ -109,14 +109,14 @@ class TestAdopting:
             adopt(WithServer(), theirs)
         python = theirs / "bin" / "python"
         assert caught.value.hint == (
-            f"install what it lacks: uv pip install --python {python} uvicorn==0.54.0 starlette==1.10.0"
+            f"install the missing packages: uv pip install --python {python} uvicorn==0.54.0 starlette==1.10.0"
         )
         (packages / "bedplate_tiny_engine.py").unlink()
         (packages / "bedplate_tiny_engine-1.5.dist-info" / "METADATA").unlink()
         (packages / "bedplate_tiny_engine-1.5.dist-info").rmdir()
         with pytest.raises(OutsideFailed) as caught:
             adopt(WithServer(), theirs)
-        assert caught.value.hint == "is that the environment that has its packages?"
+        assert caught.value.hint == "check that this is the environment with its packages"
 
     def test_an_engine_that_bedplate_cannot_install(self, theirs: Path) -> None:
         class Planned(Tiny):
@@ -140,7 +140,7 @@ class TestAdopting:
 
 class TestRefusing:
     def test_what_is_no_python(self, tmp_path: Path) -> None:
-        with pytest.raises(BadQuestion, match="is no Python"):
+        with pytest.raises(BadQuestion, match="is not a Python interpreter"):
             adopt(Tiny(), tmp_path / "nothing")
         (tmp_path / "file").write_text("#!/bin/false\n")
         os.chmod(tmp_path / "file", 0o755)  # noqa: PTH101
@@ -169,7 +169,7 @@ class TestForgetting:
         before = everything(theirs)
         assert forget(Tiny()).adopted == str(theirs / "bin" / "python")
         assert everything(theirs) == before and installed() == []
-        with pytest.raises(BadQuestion, match="no Python was adopted for Tiny"):
+        with pytest.raises(BadQuestion, match="no Python or program is registered for Tiny"):
             forget(Tiny())
 
     def test_removing_the_engine_forgets_it_too(self, theirs: Path) -> None:
@@ -224,7 +224,7 @@ class TestPrograms:
         assert LLAMA.recipe is not None and "SIGILL" in str(why_not(Path(found.path), LLAMA.recipe))
 
     def test_what_is_no_program_and_who_takes_none(self, tmp_path: Path, their_server: Path) -> None:
-        with pytest.raises(BadQuestion, match="is no program"):
+        with pytest.raises(BadQuestion, match="is not a program"):
             adopt_program(LLAMA, tmp_path / "nothing")
         with pytest.raises(BadQuestion, match="no program by itself") as caught:
             adopt_program(engine("vllm"), their_server)
@@ -233,7 +233,7 @@ class TestPrograms:
     def test_gone_and_forgotten(self, their_server: Path) -> None:
         adopt_program(LLAMA, their_server)
         their_server.rename(their_server.with_name("moved"))
-        with pytest.raises(OutsideFailed, match=r"the program that was given for llama\.cpp is gone"):
+        with pytest.raises(OutsideFailed, match=r"the program that was registered for llama\.cpp does not exist"):
             make_environment(LLAMA)
         assert forget(LLAMA).theirs == str(their_server)
         assert installed() == []

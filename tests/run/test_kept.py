@@ -103,7 +103,7 @@ class TestListed:
         broken = put("d" * 20)
         (broken / prepare_module.MANIFEST).write_bytes(b"{")
         found = {one.id: one.stale for one in kept()}
-        assert found == {"a" * 20: None, "c": "it is not whole", "d" * 20: "it is not whole"}
+        assert found == {"a" * 20: None, "c": "it is incomplete", "d" * 20: "it is incomplete"}
 
 
 class TestStale:

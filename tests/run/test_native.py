@@ -277,7 +277,7 @@ class TestTrials:
         assert tried == ["version: 7 (fast)", "version: 7 (safe)"]
         assert installed() == []
         monkeypatch.setattr(native, "take_source", None)
-        with pytest.raises(NotUsable, match="built here before: death 2"):
+        with pytest.raises(NotUsable, match="an earlier build failed its test: death 2"):
             made(dies)
 
     def test_wrong_answers_are_not_cured_by_another_variant(self, sources: Path) -> None:
@@ -323,7 +323,7 @@ class TestFailing:
     def test_an_archive_that_is_cut_short(self, sources: Path, own_home: Path) -> None:
         whole = (sources / ARCHIVE).read_bytes()
         (sources / ARCHIVE).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(OutsideFailed, match="cannot be unpacked"):
+        with pytest.raises(OutsideFailed, match="cannot extract"):
             made()
         assert leftovers(own_home) == []
 
@@ -506,7 +506,7 @@ class TestUnpacking:
 
     def test_another_package(self, tmp_path: Path) -> None:
         path = archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
-        with pytest.raises(OutsideFailed, match="does not hold"):
+        with pytest.raises(OutsideFailed, match="does not contain"):
             unpack(path, "p/x", tmp_path / "to")
 
     def test_the_folders_of_uv_and_pip(self, tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ class TestWhere:
         )
         folder = prepare(plan_for(source), [step("unpack", source, "folder")], own, notes)
         assert folder is not None and (folder / "folder" / "weights").read_text() == "bits+"
-        assert any("Other is installed too" in note for note in notes.notes)
+        assert any("installing Other to convert the weights" in note for note in notes.notes)
 
     def test_nothing_is_looked_for_on_the_hub_and_no_secret_is_handed_on(
         self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
@@ -506,7 +506,7 @@ class TestCompared:
         checker.write_text(WRONG)
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("make", source, "folder")], own)
-        assert caught.value.message == "folder came out wrong, and is not kept"
+        assert caught.value.message == "folder: the result differs from its source and was discarded"
         assert "3 of 40 clear next tokens" in str(caught.value.cause) and "not 'z'" in str(caught.value.cause)
         assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
@@ -534,17 +534,17 @@ class TestFailing:
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("break", source, "folder")], own)
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "it is too wide")
-        assert str(caught.value.hint).startswith("take a narrower one; its log may say more: ")
+        assert str(caught.value.hint).startswith("take a narrower one; log: ")
 
     def test_a_step_that_makes_nothing_has_failed(self, own: Environment, source: Path) -> None:
         idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [idle], own)
-        assert caught.value.cause == "it ended without making it; its last words: done"
+        assert caught.value.cause == "it ended without creating it; its last line of output: done"
         assert leftovers() == []
 
     def test_a_step_without_a_command_is_for_people(self, own: Environment, source: Path) -> None:
-        with pytest.raises(OutsideFailed, match="does not prepare it by itself"):
+        with pytest.raises(OutsideFailed, match="cannot prepare it"):
             prepare(plan_for(source), [Preparation(kind="build", what="it", where="there")], own)
 
     @pytest.mark.usefixtures("nothing_runs")

@@ -24,8 +24,8 @@ def captures(kind: str) -> list[str]:
     [
         ("offline", "No solution found", "your requirements are unsatisfiable.", "UV_OFFLINE=1 and UV_FIND_LINKS"),
         ("not-found", "No solution found", "your requirements are unsatisfiable.", "the index has no such package"),
-        ("refused", "", "Connection refused (os error 111)", "a package index must be reachable"),
-        ("no-dns", "Failed to fetch: ", "Name or service not known", "a package index must be reachable"),
+        ("refused", "", "Connection refused (os error 111)", "the first start needs a package index"),
+        ("no-dns", "Failed to fetch: ", "Name or service not known", "the first start needs a package index"),
         ("hash", "Failed to download", "Hash mismatch for `six==1.17.0`", "another file than the one that was pinned"),
         ("no-space", "Failed to install", "No space left on device (os error 28)", "free some space"),
     ],

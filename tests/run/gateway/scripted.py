@@ -1,4 +1,4 @@
-"""An engine that answers by script, a client that speaks raw HTTP, and the gateway between them."""
+"""A scripted engine, a raw HTTP client, and the gateway between them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from bedplate.run.gateway.upstream import EngineConnection
 
 T = TypeVar("T")
 PATIENCE_S = 240.0
-"""How long a test waits for what must happen."""
+"""How long a test waits for an expected event."""
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}\n\n'
 
 PROBLEMS: list[str] = []
-"""What the event loop reported as nobody's: an exception in a callback, a task that failed unseen."""
+"""Errors that the event loop reported: exceptions in callbacks, and failed tasks whose result was never read."""
 
 
 async def within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
-    # Not wait_for, which before Python 3.12 forgets a cancellation that comes with the result.
+    # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
     async with asyncio.timeout(seconds):
         return await what
 
 
 async def until(look: Callable[[], object], what: str) -> None:
-    """Lets the loop turn until something is so."""
+    """Runs the event loop until the condition holds."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while not look():
         assert asyncio.get_running_loop().time() < deadline, f"waited {PATIENCE_S} s for {what}"
@@ -81,16 +81,16 @@ Step = bytes | asyncio.Event | End
 
 @dataclass(eq=False)
 class Seen:
-    """One request as the engine saw it."""
+    """One request as the engine received it."""
 
     method: str
     target: str
     headers: list[tuple[str, str]]
     body: bytes
     line: int
-    """Which connection it came on, counted from 0."""
+    """The number of its connection, from 0."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its connection is no more."""
+    """Set when its connection is closed."""
 
     def header(self, name: str) -> list[str]:
         return [value for key, value in self.headers if key.lower() == name]
@@ -102,13 +102,13 @@ class Seen:
 
 
 class Engine:
-    """Answers each request with the next list of steps: bytes are sent, events are waited for."""
+    """Answers each request with the next list of steps: sends bytes, waits for events."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
         self.lines: list[Line] = []
         self.otherwise: tuple[Step, ...] = (plain(ANSWER),)
-        """The answer when the script is at its end."""
+        """The answer after the end of the script."""
         self.port = 0
         self._answers: deque[tuple[Step, ...]] = deque()
         self._server: asyncio.Server | None = None
@@ -129,7 +129,7 @@ class Engine:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Ends like a process that is killed: nobody listens, every connection is closed."""
+        """Ends like a killed process: stops listening and closes every connection."""
         if self._server is not None:
             self._server.close()
         for line in self.lines:
@@ -164,7 +164,7 @@ class Line(asyncio.Protocol):
             self.transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -232,7 +232,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The OpenAI error object, with all that belongs to one."""
+        """The OpenAI error object, checked for its fields."""
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str) and error["message"]
@@ -241,7 +241,7 @@ class Answer:
 
 
 def request(path: str, body: bytes | dict[str, Any] | None = None, method: str = "", **headers: str) -> bytes:
-    """A request's bytes. Underscores in header names stand for dashes."""
+    """The bytes of a request. Underscores in header names become dashes."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -255,7 +255,7 @@ def chat(stream: bool = False, **fields: Any) -> dict[str, Any]:
 
 
 class Client:
-    """Speaks HTTP/1.1 over a socket of its own, one byte string at a time."""
+    """Sends and reads raw HTTP/1.1 on its own socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -305,7 +305,7 @@ class Client:
         return data[:-2]
 
     async def is_closed(self) -> bool:
-        """Whether the gateway closes, and says nothing more before that."""
+        """Whether the gateway closes the connection without sending more data."""
         return await within(self.reader.read(1)) == b""
 
     def reset(self) -> None:
@@ -323,7 +323,7 @@ class Client:
 
 
 @dataclass
-class House:
+class Setup:
     gateway: Gateway
     engine: Engine
     backend: Backend
@@ -362,7 +362,7 @@ def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **mor
 
 
 @contextlib.asynccontextmanager
-async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[House]:
+async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
     """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
 
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.
@@ -372,27 +372,27 @@ async def serving(*others: Backend, api_key: str | None = None, **options: Any) 
     await engine.start()
     backend = backend_at(engine.port, **options)
     gateway = Gateway([backend, *others], api_key=api_key, **limit)
-    house = House(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
+    setup = Setup(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
     try:
-        yield house
-        for client in house.clients:
+        yield setup
+        for client in setup.clients:
             await client.close()
-        await until(house.is_at_rest, "requests to end")
+        await until(setup.is_at_rest, "requests to end")
         await until(lambda: not gateway.connections, "connections to close")
     finally:
         await within(gateway.stop(0))
         await engine.stop()
-        for client in house.clients:
+        for client in setup.clients:
             await client.close()
-    assert house.active() == 0
+    assert setup.active() == 0
     assert gateway.arriving_bytes == 0
 
 
-# the same without sockets, for what must be seen write by write
+# without sockets, to check each write
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written, each write apart."""
+    """A transport that records each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ class Wire(asyncio.Transport):
 
 
 class Bench:
-    """A client's and an engine's connection of one gateway, driven by hand. Needs a running loop."""
+    """A client connection and an engine connection of one gateway, fed by the test. Needs a running loop."""
 
     def __init__(self) -> None:
         self.backend = backend_at(1)
@@ -448,7 +448,7 @@ class Bench:
 
 
 def unchunk(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """The head, the body and the rest of an answer in chunks."""
+    """Splits a chunked answer into head, body and rest."""
     head, _, rest = data.partition(b"\r\n\r\n")
     body = b""
     while True:

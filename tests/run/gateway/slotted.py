@@ -1,4 +1,4 @@
-"""An engine that computes so many requests at once and no more, with known timing; others wait in its own line."""
+"""An engine with known timing and a fixed number of slots; further requests wait in its own queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS = 3
 
 
 class SlottedEngine:
-    """Streams `tokens` tokens in three events: the first after `ttft_s`, the rest after `token_s` for each."""
+    """Streams `tokens` tokens in three events: the first after `ttft_s`, the others after `token_s` per token."""
 
     def __init__(self, slots: int, *, ttft_s: float = 0.03, token_s: float = 0.005, tokens: int = 12) -> None:
         self.port = 0
