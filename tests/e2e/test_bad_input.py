@@ -40,12 +40,12 @@ def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str)
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_missing_file(verb: str, tmp_path: Path) -> None:
+def test_reports_missing_file(verb: str, tmp_path: Path) -> None:
     assert_clear(bedplate(verb, str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -> None:
+def test_reports_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -> None:
     cut = tmp_path / "cut.gguf"
     with builtin_gguf.open("rb") as whole:
         cut.write_bytes(whole.read(50_000_000))
@@ -53,13 +53,13 @@ def test_a_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -> None
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
-def test_a_file_that_is_no_gguf(verb: str, tmp_path: Path) -> None:
+def test_reports_file_that_is_not_gguf(verb: str, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_text("<html>404 not found</html>")
     assert_clear(bedplate(verb, str(other)), 2, "other.gguf")
 
 
-def test_a_port_in_use() -> None:
+def test_reports_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -67,18 +67,18 @@ def test_a_port_in_use() -> None:
         assert_clear(bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_reports_address_of_another_machine() -> None:
     assert_clear(bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+def test_reports_unwritable_home(tmp_path: Path) -> None:
     """A file stands where the folder should be: not even root can write there."""
     (tmp_path / "home").write_text("in the way")
     done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
     assert_clear(done, 3, "cannot write", "BEDPLATE_HOME")
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_reports_full_disk_at_start(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -94,7 +94,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_no_network_on_the_first_start(tmp_path: Path) -> None:
+def test_reports_missing_network_on_the_first_start(tmp_path: Path) -> None:
     nowhere = {
         "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple",
         "UV_CACHE_DIR": str(tmp_path / "cache"),
@@ -107,11 +107,11 @@ def test_no_network_on_the_first_start(tmp_path: Path) -> None:
     assert [engine["installed"] for engine in listed["engines"]] == [[] for _ in listed["engines"]]
 
 
-def test_an_unknown_engine() -> None:
+def test_reports_unknown_engine() -> None:
     assert_clear(bedplate("plan", "--engine", "llama.ccp"), 2, "did you mean llama.cpp")
 
 
-def test_an_engine_that_cannot_run_here() -> None:
+def test_reports_engine_that_cannot_run_here() -> None:
     done = bedplate("plan", "--engine", "tensorrt-llm")
     assert done.returncode == 1 and "tensorrt-llm needs an NVIDIA GPU" in done.stdout
 
@@ -133,7 +133,7 @@ def huge_gguf(path: Path) -> Path:
     return path
 
 
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+def test_reports_model_that_does_not_fit(tmp_path: Path) -> None:
     model = huge_gguf(tmp_path / "huge.gguf")
     done = bedplate("serve", "--port", "0", str(model))
     assert_clear(done, 1, "weights 466 GiB", "more free memory")
@@ -142,12 +142,12 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
-def test_bad_options(bad: list[str]) -> None:
+def test_reports_invalid_options(bad: list[str]) -> None:
     done = bedplate("serve", *bad)
     assert done.returncode == 2 and bad[0] in done.stderr
 
 
-def test_an_engine_environment_that_was_damaged_is_reported(
+def test_reports_damaged_engine_environment(
     tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, llama_environment: object
 ) -> None:
     """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
@@ -161,7 +161,7 @@ def test_an_engine_environment_that_was_damaged_is_reported(
     assert_clear(done, 3, "did not start", "the library is broken", "log")
 
 
-def test_a_wrong_key_and_a_right_one(serve: Callable[..., Served]) -> None:
+def test_accepts_right_key_and_rejects_wrong_one(serve: Callable[..., Served]) -> None:
     served = serve(env={"BEDPLATE_API_KEY": "s3cret-key"})
 
     def ask(key: str | None) -> int:
@@ -182,7 +182,7 @@ def test_a_wrong_key_and_a_right_one(serve: Callable[..., Served]) -> None:
     assert "s3cret-key" not in Path(served.endpoint["log"]).read_text()
 
 
-def test_output_to_a_closed_pipe_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     code = f"{sys.executable} -m bedplate plan | head -n 1"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr

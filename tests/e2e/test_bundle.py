@@ -79,9 +79,7 @@ def serving(path: Path) -> list[str]:
     return [sys.executable, "-m", "bedplate", "serve", "--bundle", str(path), "--json", "--port", "0", "--no-check"]
 
 
-def test_a_folder_is_served_with_the_network_cut_off_and_again_without_installing(
-    unpacked: Path, tmp_path: Path
-) -> None:
+def test_serves_bundle_folder_offline_and_again_without_installing(unpacked: Path, tmp_path: Path) -> None:
     answer, said = cut_off(tmp_path, *serving(unpacked))
     assert answer.code == 0, answer.err
     assert said["endpoint"]["engine"] == "llama.cpp" and said["endpoint"]["model"] == "smollm2-135m-instruct"
@@ -93,7 +91,7 @@ def test_a_folder_is_served_with_the_network_cut_off_and_again_without_installin
     assert "installing llama.cpp" not in again.err
 
 
-def test_its_own_program_serves_where_there_is_only_a_python(unpacked: Path, tmp_path: Path) -> None:
+def test_bundle_program_serves_with_only_a_python(unpacked: Path, tmp_path: Path) -> None:
     python = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     assert (unpacked / "serve").stat().st_mode & 0o111
     options = ["--json", "--port", "0", "--no-check"]
@@ -104,7 +102,7 @@ def test_its_own_program_serves_where_there_is_only_a_python(unpacked: Path, tmp
     assert not list((tmp_path / "home" / "bundles").glob(".making-*"))
 
 
-def test_an_archive_is_unpacked_once_and_served(archive: Path, tmp_path: Path) -> None:
+def test_extracts_archive_once_and_serves_it(archive: Path, tmp_path: Path) -> None:
     answer, said = cut_off(tmp_path, *serving(archive))
     assert answer.code == 0, answer.err
     assert said["answer"]["choices"] and "unpacking" in answer.err
@@ -112,14 +110,14 @@ def test_an_archive_is_unpacked_once_and_served(archive: Path, tmp_path: Path) -
     assert len(kept) == 1 and (kept[0] / MANIFEST).is_file()
 
 
-def test_it_is_told_whole_and_what_is_in_it(archive: Path) -> None:
+def test_check_reports_complete_bundle_and_its_content(archive: Path) -> None:
     answer = run("bundle", "--check", str(archive))
     assert answer.code == 0, answer.err
     told = " ".join(answer.out.split())  # lines end where the folder's name leaves room
     assert "unchanged since" in told and "llama.cpp" in told
 
 
-def test_what_people_check_without_bedplate_is_right_too(unpacked: Path) -> None:
+def test_checksum_files_are_valid_without_bedplate(unpacked: Path) -> None:
     if shutil.which("sha256sum") is None:
         pytest.skip("this system has no sha256sum")
     done = subprocess.run(
@@ -131,7 +129,7 @@ def test_what_people_check_without_bedplate_is_right_too(unpacked: Path) -> None
     assert listed == there - {"SHA256SUMS"}
 
 
-def test_one_changed_byte_is_seen_before_anything_is_installed(unpacked: Path, tmp_path: Path) -> None:
+def test_detects_one_changed_byte_before_installing(unpacked: Path, tmp_path: Path) -> None:
     model = next((unpacked / "model").iterdir())
     with model.open("r+b") as file:
         file.seek(1_000_000)
@@ -144,7 +142,7 @@ def test_one_changed_byte_is_seen_before_anything_is_installed(unpacked: Path, t
     assert not (tmp_path / "home" / "engines").exists()
 
 
-def test_an_archive_that_was_cut_short_says_so(archive: Path, tmp_path: Path) -> None:
+def test_reports_truncated_archive(archive: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
     with archive.open("rb") as source, cut.open("wb") as out:
         out.write(source.read(archive.stat().st_size // 2))
@@ -152,7 +150,7 @@ def test_an_archive_that_was_cut_short_says_so(archive: Path, tmp_path: Path) ->
     assert answer.code == 3 and "cut short" in answer.err and "copy it again" in answer.err
 
 
-def test_the_manifest_says_what_a_site_needs(unpacked: Path) -> None:
+def test_manifest_lists_requirements_of_the_site(unpacked: Path) -> None:
     bundle = from_json(Bundle, (unpacked / MANIFEST).read_bytes())
     assert bundle.site.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert any(pin.startswith("xllamacpp==") for pin in bundle.packages)
@@ -168,7 +166,7 @@ def test_the_manifest_says_what_a_site_needs(unpacked: Path) -> None:
 @pytest.mark.skipif(
     not os.environ.get("BEDPLATE_FLEET"), reason="makes an environment with pip, which takes long: set BEDPLATE_FLEET=1"
 )
-def test_pip_alone_installs_bedplate_from_it(unpacked: Path, tmp_path: Path) -> None:
+def test_pip_installs_bedplate_from_the_bundle(unpacked: Path, tmp_path: Path) -> None:
     """As README.txt has it, for those who want it in an environment of their own."""
     env = elsewhere(tmp_path)
     made = subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "own")], capture_output=True, text=True)

@@ -72,7 +72,7 @@ def healthy(served: Served) -> bool:
 
 
 @pytest.mark.timeout(600)
-def test_killed_in_mid_stream_twenty_times(serve: Callable[..., Served]) -> None:
+def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[..., Served]) -> None:
     served = serve()
     engines = set()
     for round_number in range(KILLS):
@@ -90,7 +90,7 @@ def test_killed_in_mid_stream_twenty_times(serve: Callable[..., Served]) -> None
     assert len(engines) == KILLS
 
 
-def test_kill_9_of_bedplate_leaves_nothing(serve: Callable[..., Served]) -> None:
+def test_sigkill_of_bedplate_leaves_no_process(serve: Callable[..., Served]) -> None:
     served = serve()
     below = served.descendants()
     assert len(below) == 2
@@ -99,7 +99,7 @@ def test_kill_9_of_bedplate_leaves_nothing(serve: Callable[..., Served]) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_everything_with_status_0(serve: Callable[..., Served], number: int) -> None:
+def test_signal_stops_everything_with_status_0(serve: Callable[..., Served], number: int) -> None:
     served = serve()
     below = served.descendants()
     assert served.stop(number) == 0

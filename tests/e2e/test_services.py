@@ -109,7 +109,7 @@ def assert_clear(answer: Answer, code: int, *words: str) -> None:
         assert word in answer.err, answer.err
 
 
-def test_a_service_in_the_background_from_its_start_to_its_end(background: Background) -> None:
+def test_background_service_starts_answers_and_stops(background: Background) -> None:
     endpoint = background.start("--name", "chat", *SMALL)
     assert endpoint["name"] == "chat" and ask(endpoint)[0] == 200
     host = psutil.Process(endpoint["pid"])
@@ -157,7 +157,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert "asked to stop" in run("logs", "chat").out
 
 
-def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -> None:
+def test_sigkill_of_a_host_with_replicas_leaves_no_process(background: Background) -> None:
     endpoint = background.start("--name", "twins", "--replicas", "2", "--context", "512", "--concurrency", "2")
     everything = descendants(endpoint["pid"])
     assert len(everything) == 5  # the host, two wardens and two engines
@@ -171,7 +171,7 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     assert_clear(run("status", "twins"), 1, "no service called twins")
 
 
-def test_two_models_on_demand_take_turns_within_a_budget(
+def test_two_models_on_demand_alternate_within_a_memory_budget(
     background: Background, builtin_gguf: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.gguf"
@@ -203,7 +203,9 @@ def test_two_models_on_demand_take_turns_within_a_budget(
     )
 
 
-def test_ctrl_c_while_it_starts_stops_it(builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
+def test_ctrl_c_during_start_stops_the_service(
+    builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "-d", "--port", "0", "--name", "hasty", "--no-check"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -218,7 +220,9 @@ def test_ctrl_c_while_it_starts_stops_it(builtin_gguf: Path, llama_environment: 
     assert not record.exists()
 
 
-def test_why_it_did_not_start_is_told(tmp_path: Path, builtin_gguf: Path, llama_environment: Environment) -> None:
+def test_reports_why_the_service_did_not_start(
+    tmp_path: Path, builtin_gguf: Path, llama_environment: Environment
+) -> None:
     assert_clear(run("serve", "-d", str(tmp_path / "none.gguf"), "--port", "0"), 2, "none.gguf")
     assert_clear(run("serve", "-d", "--port", "0", "--context", "90000"), 1, "cannot be served here")
     (tmp_path / "home").write_text("in the way")

@@ -53,7 +53,7 @@ def install(folder: Path, home: Path) -> tuple[int, dict[str, object], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def test_it_is_installed_without_a_network_and_serves(made: Path, tmp_path: Path) -> None:
+def test_target_bundle_installs_offline_and_serves(made: Path, tmp_path: Path) -> None:
     code, said, err = install(made, tmp_path)
     assert code == 0 and said["installed"], err
     home = tmp_path / "home"
@@ -71,7 +71,7 @@ def test_it_is_installed_without_a_network_and_serves(made: Path, tmp_path: Path
     assert code == 0 and "is unpacked already" in err
 
 
-def test_its_manifest_and_pieces(made: Path) -> None:
+def test_manifest_lists_pieces(made: Path) -> None:
     bundle = from_json(TargetBundle, (made / MANIFEST).read_bytes())
     assert [engine.engine for engine in bundle.engines] == ["llama.cpp"] and bundle.model == "SmolLM2-135M-Instruct"
     assert len(bundle.pieces) > 1 and all(piece.size_bytes <= PIECE_BYTES for piece in bundle.pieces)
@@ -85,7 +85,7 @@ def test_its_manifest_and_pieces(made: Path) -> None:
     assert answer.code == 1 and "install.py" in answer.err
 
 
-def test_one_changed_byte_is_seen_on_both_sides_before_anything_is_unpacked(made: Path, tmp_path: Path) -> None:
+def test_both_sides_detect_one_changed_byte_before_extracting(made: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
     with (copy / "piece.001").open("r+b") as file:

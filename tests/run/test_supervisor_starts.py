@@ -44,25 +44,25 @@ def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Su
 
 
 @pytest.mark.usefixtures("impatient")
-class TestPatience:
-    def test_an_engine_that_computes_is_waited_for(self, tmp_path: Path) -> None:
+class TestStartLimit:
+    def test_limit_is_extended_while_the_engine_uses_the_cpu(self, tmp_path: Path) -> None:
         one = start(fake_environment(tmp_path / "env", SLOWLY), tmp_path)
         assert one.backend.restarts == 0
 
-    def test_but_not_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_extension_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LONGEST_START_S", 1.0)
         with pytest.raises(OutsideFailed, match="Fake did not start: it was not ready after"):
             start(fake_environment(tmp_path / "env", CIRCLES), tmp_path)
 
 
-def test_processor_time_counts_descendants() -> None:
+def test_cpu_time_includes_descendants() -> None:
     own = busy_seconds(os.getpid())
     sum(range(3_000_000))
     assert busy_seconds(os.getpid()) > own > 0
     assert busy_seconds(2**22 + 1) == 0
 
 
-def test_nothing_is_said_before_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_extension_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = Patience(60)
     assert patience.longer(os.getpid()) is None
     monkeypatch.setattr(module, "LOOK_S", 0.0)
@@ -71,9 +71,7 @@ def test_nothing_is_said_before_it_was_looked_for(monkeypatch: pytest.MonkeyPatc
     assert longer is not None and 59 < longer <= 60
 
 
-def test_it_is_started_where_its_weights_are_and_without_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_in_the_folder_of_its_weights_and_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -86,7 +84,7 @@ def test_it_is_started_where_its_weights_are_and_without_the_hub(
     assert Path(env["HF_HOME"]).is_relative_to(home())
 
 
-def test_last_words_are_the_engines_own(tmp_path: Path) -> None:
+def test_last_words_exclude_lines_of_bedplate(tmp_path: Path) -> None:
     one = start(fake_environment(tmp_path / "env", HEALTHY), tmp_path)
     assert one.last_words == "listening"
     one.log.tail.clear()

@@ -123,7 +123,7 @@ def started_pid(process: subprocess.Popen[str]) -> int:
     return int(pid)
 
 
-def test_output_and_exit_status_arrive(tree: Tree) -> None:
+def test_reports_output_and_exit_status(tree: Tree) -> None:
     warden = tree.guard("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
     assert started_pid(warden) > 0
     assert line(warden) == "exited 7"
@@ -132,21 +132,21 @@ def test_output_and_exit_status_arrive(tree: Tree) -> None:
     assert sorted(warden.stderr.read().split("\n")) == ["", "to stderr", "to stdout"]
 
 
-def test_the_signal_that_ended_it_is_reported(tree: Tree) -> None:
+def test_reports_signal_that_ended_the_engine(tree: Tree) -> None:
     warden = tree.guard("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     started_pid(warden)
     assert line(warden) == f"exited {-signal.SIGSEGV}"
     assert warden.wait(HANG_S) == 128 + signal.SIGSEGV
 
 
-def test_what_cannot_be_executed_is_reported(tree: Tree, tmp_path: Path) -> None:
+def test_reports_program_that_cannot_be_executed(tree: Tree, tmp_path: Path) -> None:
     warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
     report = line(warden)
     assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
     assert warden.wait(HANG_S) == 127
 
 
-def test_t_asks_and_k_insists(tree: Tree) -> None:
+def test_t_sends_sigterm_and_k_sends_sigkill(tree: Tree) -> None:
     polite = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('up', flush=True)"
     warden = tree.guard(f"{polite}\nwhile True: time.sleep(600)")
     started_pid(warden)
@@ -165,7 +165,7 @@ def test_t_asks_and_k_insists(tree: Tree) -> None:
     assert line(warden) == f"exited {-signal.SIGKILL}"
 
 
-def test_signals_meant_for_a_terminals_foreground_do_not_end_the_warden(tree: Tree) -> None:
+def test_warden_ignores_terminal_signals(tree: Tree) -> None:
     warden = tree.guard("import sys; print('up', flush=True); sys.stdin.read()")
     pid = started_pid(warden)
     assert log_line(warden) == "up"
@@ -178,7 +178,7 @@ def test_signals_meant_for_a_terminals_foreground_do_not_end_the_warden(tree: Tr
 
 
 @pytest.mark.parametrize("how", ["lifeline", "kill", "exit"])
-def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
+def test_process_tree_ends_with_the_engine(tree: Tree, how: str) -> None:
     warden = tree.guard(TREE + "input()" if how == "exit" else FOREVER)
     engine = started_pid(warden)
     assert {log_line(warden), log_line(warden)} == {"up", "daemon is up"}
@@ -194,7 +194,7 @@ def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
     tree.wait_until_gone()
 
 
-def test_the_whole_tree_goes_when_the_holder_of_the_lifeline_is_killed(tree: Tree) -> None:
+def test_process_tree_ends_when_the_lifeline_closes(tree: Tree) -> None:
     holder = tree.start([sys.executable, "-c", HOLDER, *guarded([sys.executable, "-c", FOREVER])])
     assert line(holder).startswith("started")
     assert {log_line(holder), log_line(holder)} == {"up", "daemon is up"}
@@ -203,7 +203,7 @@ def test_the_whole_tree_goes_when_the_holder_of_the_lifeline_is_killed(tree: Tre
     tree.wait_until_gone()
 
 
-def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
+def test_engine_ends_when_the_warden_is_killed(tree: Tree) -> None:
     warden = tree.guard("import time; print('up', flush=True); time.sleep(600)")
     engine = psutil.Process(started_pid(warden))
     assert log_line(warden) == "up"
@@ -212,7 +212,7 @@ def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("session", ["its own", "the engine's"])
-def test_nothing_outruns_the_kill_by_forking(tree: Tree, session: str) -> None:
+def test_kills_processes_that_keep_forking(tree: Tree, session: str) -> None:
     """Each generation forks the next one and ends: by their pids they can hardly be caught."""
     leave = "os.setsid()" if session == "its own" else ""
     chain = f"""
@@ -237,7 +237,7 @@ time.sleep(600)
     assert warden.returncode == 128 + signal.SIGKILL
 
 
-def test_a_growing_crowd_is_killed_to_the_last(tree: Tree) -> None:
+def test_kills_growing_number_of_processes(tree: Tree) -> None:
     crowd = """
 import os, time
 for number in range(400):
@@ -256,7 +256,7 @@ time.sleep(600)
     tree.wait_until_gone()
 
 
-def test_orphans_that_end_are_not_kept_as_zombies(tree: Tree) -> None:
+def test_reaps_orphans(tree: Tree) -> None:
     orphans = """
 import os, time
 for number in range(20):
@@ -284,14 +284,14 @@ class TestRunChild:
         assert run_child([sys.executable, "-c", "print('said'); exit(4)"]) == (4, "said\n")
         assert run_child([sys.executable, "-c", "import os; os.abort()"]).code == 128 + signal.SIGABRT
 
-    def test_says_why_it_could_not_start(self, tmp_path: Path) -> None:
+    def test_reports_why_it_could_not_start(self, tmp_path: Path) -> None:
         code, output = run_child([str(tmp_path / "nothing-here")])
         assert code == 127 and "No such file" in output
 
     def test_much_output_does_not_block(self) -> None:
         assert len(run_child([sys.executable, "-c", "print('x' * 3_000_000)"]).output) == 3_000_001
 
-    def test_a_limit_ends_it(self, tree: Tree) -> None:
+    def test_time_limit_ends_it(self, tree: Tree) -> None:
         env = {**os.environ, "BEDPLATE_TEST_TREE": tree.mark}
         with pytest.raises(TimeoutError):
             run_child([sys.executable, "-c", FOREVER], env, limit_s=0.5)

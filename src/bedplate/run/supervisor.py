@@ -101,7 +101,7 @@ def explain(death: Death, engine: Engine) -> Failure:
         return Failure(message=message, hint="check whether the disk with the model is very slow; see the engine's log")
     code = death.code
     if code == -signal.SIGKILL:
-        message = "it was killed (SIGKILL), most likely by the kernel because memory ran out"
+        message = "it was killed (SIGKILL), most likely because the system was out of memory"
         return Failure(message=message, hint="reduce memory use: --context 4096, or a smaller model")
     if code == -signal.SIGILL:
         message = "it used an instruction that this CPU does not support (SIGILL)"
