@@ -1,4 +1,4 @@
-"""Bad input gets a clear error and the right exit code, and nothing is left running."""
+"""Bad input gets a clear error and the right exit code, and no process is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import HANG_S, Served, no_new_children, wait_for
 
 
 def bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs to the end; on the way out, checks that no child is left."""
+    """Runs bedplate to its end, and checks that no child is left."""
     before = psutil.Process().children(recursive=True)
     done = subprocess.run(
         [sys.executable, "-m", "bedplate", *arguments],
@@ -72,7 +72,7 @@ def test_reports_address_of_another_machine() -> None:
 
 
 def test_reports_unwritable_home(tmp_path: Path) -> None:
-    """A file stands where the folder should be: not even root can write there."""
+    """A file has the folder's name: not even root can write there."""
     (tmp_path / "home").write_text("in the way")
     done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
     assert_clear(done, 3, "cannot write", "BEDPLATE_HOME")
@@ -117,7 +117,7 @@ def test_reports_engine_that_cannot_run_here() -> None:
 
 
 def huge_gguf(path: Path) -> Path:
-    """A model of 500 GB: a real header, and a file that is mostly a hole."""
+    """A model of 500 GB: a real header in a sparse file."""
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in (
         (writer.add_block_count, 80), (writer.add_context_length, 8192), (writer.add_embedding_length, 8192),
@@ -150,7 +150,7 @@ def test_reports_invalid_options(bad: list[str]) -> None:
 def test_reports_damaged_engine_environment(
     tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, llama_environment: object
 ) -> None:
-    """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
+    """The engine cannot start: three attempts, then the reason, the log, and exit code 3."""
     home = tmp_path / "home"
     shutil.copytree(bedplate_home, home, symlinks=True, ignore=shutil.ignore_patterns("run", "services"))
     for program in home.glob("engines/llama.cpp/*/bin/llama-server"):

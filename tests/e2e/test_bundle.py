@@ -1,4 +1,4 @@
-"""A bundle of the real engine and the real model, served where nothing outside can be reached."""
+"""A bundle of the real engine and the real model, served without a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """An engine whose threads wait for each other shares the machine with whatever else runs."""
+    """Idle threads block instead of spinning, since other processes use the machine, too."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def unpacked(archive: Path, tmp_path: Path) -> Path:
 
 
 def elsewhere(home: Path) -> dict[str, str]:
-    """Another machine's environment: an empty home and cache, and an index that answers nobody."""
+    """The environment of another machine: an empty home and cache, and an unreachable package index."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "BEDPLATE_"))}
     nowhere = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE)
     return env | nowhere | {
@@ -62,7 +62,7 @@ def elsewhere(home: Path) -> dict[str, str]:
 
 
 def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tuple[Answer, dict[str, Any]]:
-    """Runs it in a network namespace of its own where the system allows that."""
+    """Runs it in a separate network namespace if the system allows that."""
     namespace = ["unshare", "-rn"]
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
@@ -113,7 +113,7 @@ def test_extracts_archive_once_and_serves_it(archive: Path, tmp_path: Path) -> N
 def test_check_reports_complete_bundle_and_its_content(archive: Path) -> None:
     answer = run("bundle", "--check", str(archive))
     assert answer.code == 0, answer.err
-    told = " ".join(answer.out.split())  # lines end where the folder's name leaves room
+    told = " ".join(answer.out.split())  # line breaks depend on the folder's name
     assert "unchanged since" in told and "llama.cpp" in told
 
 
@@ -167,7 +167,7 @@ def test_manifest_lists_requirements_of_the_site(unpacked: Path) -> None:
     not os.environ.get("BEDPLATE_FLEET"), reason="makes an environment with pip, which takes long: set BEDPLATE_FLEET=1"
 )
 def test_pip_installs_bedplate_from_the_bundle(unpacked: Path, tmp_path: Path) -> None:
-    """As README.txt has it, for those who want it in an environment of their own."""
+    """As README.txt describes, for users who want their own environment."""
     env = elsewhere(tmp_path)
     made = subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "own")], capture_output=True, text=True)
     if made.returncode != 0:

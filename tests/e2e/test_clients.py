@@ -38,7 +38,7 @@ def metric(served: Served, pattern: str) -> float:
 
 
 def slots_in_use(served: Served) -> int:
-    """What the engine itself says, on its private port, to those who have its key."""
+    """The slots in use, from the engine's private port, with its key."""
     engine = served.engine()
     headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
     with urllib.request.urlopen(urllib.request.Request(f"{private_url(engine)}/slots", headers=headers)) as answer:
@@ -109,7 +109,7 @@ def test_output_matches_json_schema(client: OpenAI) -> None:
 
 
 def test_tool_call_and_its_result_work(client: OpenAI) -> None:
-    """The model's own template knows no tools; and a model of this size calls one only when told word by word."""
+    """The model's own template does not support tools, and so small a model needs exact instructions to call one."""
     tool: ChatCompletionToolParam = {
         "type": "function",
         "function": {
@@ -214,7 +214,7 @@ def test_rejects_prompt_longer_than_context_and_engine_survives(client: OpenAI) 
 
 
 def test_llm_command_line_works(served: Served, tmp_path: Path) -> None:
-    """Simon Willison's `llm`, as its documentation says to add an OpenAI-compatible model."""
+    """Simon Willison's `llm`, configured as its documentation describes for OpenAI-compatible models."""
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: {MODEL}\n  api_base: {served.url}\n"
     )

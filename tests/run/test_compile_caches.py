@@ -1,4 +1,4 @@
-"""What an engine compiles is kept under BEDPLATE_HOME, by engine and version, unless the user says where."""
+"""What an engine compiles is cached under BEDPLATE_HOME, by engine and version, unless the user sets a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine environments: whole or not there, whoever is killed when, and errors that say what to do."""
+"""Engine environments are installed atomically, also when processes are killed, and errors have hints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print("path", make_environment(engine("llama.cpp"), Notes()).path, flush=True)
 
 
 class Tiny(Engine):
-    """An engine of one file, which a test puts into a wheel."""
+    """An engine of one file, which the tests pack into a wheel."""
 
     id = "tiny"
     name = "Tiny"
@@ -60,7 +60,7 @@ class Tiny(Engine):
 
 
 class Wanting(Tiny):
-    """An engine of a package that no index has."""
+    """An engine whose package exists in no index."""
 
     id = "wanting"
     name = "Wanting"
@@ -68,7 +68,7 @@ class Wanting(Tiny):
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
-    """A wheel as small as one can be."""
+    """A minimal wheel."""
     folder.mkdir(parents=True, exist_ok=True)
     base = f"{name.replace('-', '_')}-{version}"
     info = f"{base}.dist-info"
@@ -95,7 +95,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with Tiny's wheel, and nothing else to install from."""
+    """A folder with Tiny's wheel, as the only source of packages."""
     folder = tmp_path / "wheels"
     wheel(folder, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "answer = 42\n"})
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -120,7 +120,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def leftovers(home: Path) -> list[str]:
-    """All that is not an environment or a lock."""
+    """All files that are not environments or locks."""
     engines = home / "engines"
     odd = [path for path in engines.glob("*/*") if not (path / "bedplate.json").is_file()]
     return [str(path.relative_to(home)) for path in (*odd, *engines.glob("**/.writable*"))]
@@ -223,7 +223,7 @@ class TestMaking:
         (tmp_path / "project").mkdir()
         (tmp_path / "project" / "uv.toml").write_text('constraint-dependencies = ["bedplate-tiny-engine<1"]\n')
         monkeypatch.chdir(tmp_path / "project")
-        monkeypatch.setenv("UV_FIND_LINKS", "../wheels")  # relative to where the user stands, all the same
+        monkeypatch.setenv("UV_FIND_LINKS", "../wheels")  # relative to the working directory
         assert make_environment(Tiny()).packages == ("bedplate-tiny-engine==1.0",)
 
 

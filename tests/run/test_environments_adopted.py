@@ -1,4 +1,4 @@
-"""A Python of somebody else's, which has an engine's packages already."""
+"""A Python of the user that already has an engine's packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("own_home")
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A virtual environment with Tiny's package in it, and a program of its own."""
+    """A virtual environment with Tiny's package, and a program."""
     folder = tmp_path / "their env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/*/site-packages")
@@ -87,7 +87,7 @@ class TestAdopting:
     def test_checks_environment_with_the_same_options_as_a_start(
         self, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Their PYTHONPATH counts, since their engine may be there."""
+        """The user's PYTHONPATH applies, since the engine may be there."""
         (package,) = theirs.glob("lib/*/site-packages/bedplate_tiny_engine.py")
         (tmp_path / "elsewhere").mkdir()
         package.rename(tmp_path / "elsewhere" / package.name)
@@ -106,7 +106,7 @@ class TestAdopting:
             )
 
         (packages,) = theirs.glob("lib/*/site-packages")
-        (packages / "bedplate_none.py").touch()  # as where somebody has built it from source
+        (packages / "bedplate_none.py").touch()  # as after a build from source
         with pytest.raises(OutsideFailed, match="does not run in") as caught:
             adopt(WithServer(), theirs)
         python = theirs / "bin" / "python"
@@ -195,7 +195,7 @@ LLAMA = engine("llama.cpp")
 
 @pytest.fixture
 def their_server(tmp_path: Path) -> Path:
-    """A llama-server of a package manager's, as far as its version goes."""
+    """A llama-server of a package manager that only prints its version."""
     program = tmp_path / "their bin" / "llama-server"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)' >&2\necho 'built with Apple clang' >&2\n")
@@ -253,5 +253,5 @@ class TestPrograms:
         ],
     )
     def test_parses_versions(self, text: str, version: str | None) -> None:
-        """The second as a native build prints it."""
+        """The second is the output of a native build."""
         assert read_version(text) == version

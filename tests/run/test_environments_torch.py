@@ -1,4 +1,4 @@
-"""Which build of PyTorch an environment gets, and what is taken out of it again."""
+"""Which build of PyTorch an environment gets, and which packages are removed from it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_removes_packages_that_break_the_engine(wheels: Path, own_home: Path) ->
 
 
 def asking_for(path: Path, requirement: str) -> None:
-    """The same wheel, with a requirement."""
+    """Adds a requirement to a wheel."""
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:

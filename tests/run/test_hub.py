@@ -35,7 +35,7 @@ def content(name: str, size: int = 300_000) -> bytes:
 
 @dataclass
 class Hub:
-    """A hub of our own: what it has, how it misbehaves, and what it was asked."""
+    """A local hub: its files, its faults, and the requests that it received."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def cdn() -> Iterator[Hub]:
-    """A second machine, which keeps the bytes, as the hub's content network does."""
+    """A second server with the bytes, like the hub's content delivery network."""
     state = Hub()
     for _ in serving(state):
         yield state
@@ -384,7 +384,7 @@ class TestDownload:
     def test_sends_token_only_to_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         server.files = {"m-Q4_K_M.gguf": content("m")}
-        # The second server knows the file under the same path, and answers like the first.
+        # The second server has the file under the same path, and answers like the first.
         cdn.files, server.cdn = server.files, f"{cdn.url}/me/model/resolve/main"
         assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
         assert cdn.downloads() == [""]

@@ -1,4 +1,4 @@
-"""What was prepared: listed with its size and last use, stale where nothing asks for it again, never removed in use."""
+"""Prepared weights are listed with size and last use, marked as stale, and never removed while in use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def held() -> Iterator[object]:
-    """Another process uses a folder, until the test ends or says so."""
+    """Another process uses a folder until the test ends or releases it."""
     running: list[subprocess.Popen[str]] = []
 
     def start(folder: Path) -> subprocess.Popen[str]:

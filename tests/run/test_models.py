@@ -1,4 +1,4 @@
-"""From what a person types to a model."""
+"""Finds models by name, path or hub id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.run.models import is_builtin, known_model, local_model
 
 @pytest.fixture
 def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which no program has left any model."""
+    """A machine without any model."""
     for name in ("HOME", "BEDPLATE_HOME", "HF_HOME", "HF_HUB_CACHE", "OLLAMA_MODELS"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.chdir(tmp_path)

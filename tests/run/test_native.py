@@ -1,4 +1,4 @@
-"""Engines that are built here: a small cmake project stands for the source; cmake and the compiler are real."""
+"""Native builds: a small cmake project instead of an engine's source, with the real cmake and compiler."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def source(folder: Path, **files: str) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the source package, as somebody brings it to a machine that reaches nothing."""
+    """A folder with the source package, as on an air-gapped site."""
     folder = tmp_path / "links"
     source(folder)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -204,7 +204,7 @@ def test_installs_missing_cmake_and_ninja(sources: Path, own_home: Path, monkeyp
 
 @needs_tools
 class TestFetching:
-    """From a package index, here one of files, as uv is told to find it."""
+    """From a package index of local files."""
 
     @pytest.fixture(autouse=True)
     def index(self, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ class TestTrials:
         assert says(found) == "version: 7 (safe)"
         assert "without LUCK" in found.notes and "fine" in found.notes
         assert any("illegal instruction" in note and "without LUCK" in note for note in notes.said)
-        assert made(good) == found  # and not the first one, which is known to die
+        assert made(good) == found  # without the first variant, which is known to crash
 
     def test_build_that_never_runs_is_not_repeated(
         self, sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
@@ -377,7 +377,7 @@ def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path
     assert installed() == []
     if number == signal.SIGINT:
         assert leftovers(own_home) == []
-    else:  # nobody was there to clean up; the next build does
+    else:  # the killed process could not clean up; the next build does
         source(sources)
         made()
         assert leftovers(own_home) == []

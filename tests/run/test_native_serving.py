@@ -1,4 +1,4 @@
-"""serve --build native: what is built, what is said, and what is used when the build is no good."""
+"""serve --build native: the engine that is built, the notes, and the fallback when the build fails its test."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TestFailedBuild:
 
 
 class TestTunedBuild:
-    """That the build for this machine is better is used where it is there, and said where it is not."""
+    """A tuned native build is used if it is installed; otherwise there is a note."""
 
     @pytest.mark.parametrize("there", [True, False])
     def test_uses_tuned_native_build(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ class TestTunedBuild:
 
 
 class TestTrial:
-    """With a build in the place of the real one, that ends as builds with a wrong instruction do."""
+    """With a program that crashes like a build with an unsupported instruction."""
 
     def test_distinguishes_crash_from_answers(
         self, tmp_path: Path, own_home: Path, llama_environment: Environment, builtin_gguf: Path
@@ -139,7 +139,9 @@ class TestTrial:
         facts = builtin_facts()
         found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
         assert not found.runs and "SIGILL" in found.why
-        assert (tmp_path / "policy").read_text() == "passive\n"  # so that a busy machine does not make it last for ever
+        assert (
+            tmp_path / "policy"
+        ).read_text() == "passive\n"  # blocking threads, so that the trial is not slow on a busy machine
 
     def test_trial_returns_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
         class Asks:

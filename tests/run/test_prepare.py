@@ -1,4 +1,4 @@
-"""Preparation: each step once, kept by content, whole or not there, whoever is killed when."""
+"""Preparation: each step runs once and is stored by content, atomically, also when processes are killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(dict(os.environ)))
 
 
 class Fake(Engine):
-    """An engine whose programs are those of a folder."""
+    """An engine whose programs are in a folder."""
 
     id = "fake"
     name = "Fake"
@@ -81,7 +81,7 @@ class Notes(Silent):
 
 
 def environment(folder: Path, engine: str = "fake") -> Environment:
-    """As an engine's environment looks: an interpreter and programs beside it."""
+    """Like an engine's environment: an interpreter, and programs next to it."""
     if not folder.exists():
         (folder / "bin").mkdir(parents=True)
         (folder / "bin" / "python").symlink_to(sys.executable)
@@ -272,7 +272,7 @@ ADA, HOPPER = card("RTX 4090"), card("H100 SXM")
 
 
 class Kernels:
-    """An engine's plans: its kernels are compiled, and what its launch and its conversions see of them is told."""
+    """Plans with compiled kernels, and what the launch and the conversions see of them."""
 
     def __init__(self, own: Environment, tmp_path: Path) -> None:
         self.own, self.log, self.folder = own, tmp_path / "compiled", tmp_path
@@ -350,7 +350,7 @@ class TestCompiled:
         if "path" in changed:
             shutil.copytree(own.path, tmp_path / "elsewhere", symlinks=True)
             changed = {"path": str(tmp_path / "elsewhere")}
-        # The weights stay what they are; their folder leads to the other kernels from now on.
+        # The weights are unchanged; their folder now links to the other kernels.
         assert kernels.served("one", **changed) == first and kernels.times == 2  # type: ignore[arg-type]
         assert (first / "kernels" / "ext" / "ext.so").read_text() == "4"
         assert (first / "result" / "weights").read_text() == "made with 2"
@@ -476,7 +476,7 @@ raise SystemExit("conversion-check: 3 of 40 clear next tokens are the source's: 
 
 @pytest.fixture
 def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of the shipped one."""
+    """Replaces the shipped check."""
     program = tmp_path / "checker.py"
     program.write_text(RIGHT)
     monkeypatch.setattr(module, "CHECK", str(program))

@@ -1,4 +1,4 @@
-"""One engine kept running: the real one on the real model, and small programs that misbehave on purpose."""
+"""The supervisor with the real engine on the real model, and with small faulty programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class Fake(Engine):
-    """An engine whose program is whatever a test wrote."""
+    """An engine whose program is written by the test."""
 
     id = "fake"
     name = "Fake"
@@ -68,7 +68,7 @@ class Fake(Engine):
 
 
 class Recorder(Backend):
-    """Remembers the states it went through, and how far loading was said to be."""
+    """Records the states and the loading progress."""
 
     def __init__(self) -> None:
         self.states: list[str] = []
@@ -84,7 +84,7 @@ class Recorder(Backend):
 
 
 def fake_environment(folder: Path, script: str) -> Environment:
-    """As an engine's environment looks: an interpreter and a program beside it."""
+    """Like an engine's environment: an interpreter, and a program next to it."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "fake").write_text(script)
@@ -119,7 +119,7 @@ def supervise(
     kind: Engine | None = None,
     loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
 ) -> Recorder:
-    """Starts an engine, does `then` with it, and stops it; nothing of it may be left."""
+    """Starts an engine, calls `then` with it, and stops it; no process may be left."""
     backend = Recorder()
 
     async def run() -> None:
@@ -150,7 +150,7 @@ class TestTheRealEngine:
         log = tmp_path / "log"
 
         async def said_so(times: int) -> None:
-            # It answers before its line about that is written, and one that is killed writes no more.
+            # It answers before it logs that, and a killed engine logs nothing more.
             await until(lambda: log.read_text().count("model loaded") == times, f"{times} x 'model loaded' in the log")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
@@ -392,7 +392,7 @@ class TestPolicy:
 
     @given(st.lists(deaths, min_size=1, max_size=30), st.integers(0, 2 * LATER_DEATHS))
     def test_stops_after_consecutive_early_exits(self, history: list[Death], more: int) -> None:
-        """Three, or ten of one that has been ready before."""
+        """After three, or after ten if the engine has been ready before."""
         history = [*history, *[Death(-9, "", was_ready=False, worked=False)] * more]
         most = LATER_DEATHS if any(death.was_ready for death in history) else EARLY_DEATHS
         in_a_row = [not death.was_ready for death in history[-most:]]
@@ -466,7 +466,7 @@ class TestLog:
         async def then(one: Supervisor, backend: Recorder) -> None:
             await one.ready()
             assert one.log.text().splitlines()[1:] == ["listening"]
-            # As soon as there is room again, lines are kept again.
+            # Once there is free space again, lines are written again.
             path.unlink()
             one.log.write("there is room")
             assert path.read_text() == "there is room\n"

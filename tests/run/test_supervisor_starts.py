@@ -1,4 +1,4 @@
-"""Starts that take long: an engine that computes is waited for, one that waits is not; and where it is started."""
+"""Slow starts: the limit is extended while the engine uses the CPU; and the working directory of a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uv's own words on why it failed, captured from the oldest and the newest version, as errors that help."""
+"""Converts captured errors of the oldest and the newest uv version to errors with hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real process trees under the real warden: whatever ends it, nothing of them is left."""
+"""Real process trees under the real warden: however it ends, no process is left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ warden.wait()
 
 
 class Tree:
-    """Processes that can be told from all others by a mark in their environment, whoever their parent is."""
+    """Processes that are identified by a mark in their environment, whatever their parent."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -172,7 +172,7 @@ def test_warden_ignores_terminal_signals(tree: Tree) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         warden.send_signal(number)
     assert psutil.Process(pid).is_running() and warden.poll() is None
-    # The engine itself keeps the usual meaning of these signals, though the warden ignores them.
+    # The engine has the default handlers for these signals, though the warden ignores them.
     os.kill(pid, signal.SIGTERM)
     assert line(warden) == f"exited {-signal.SIGTERM}"
 
@@ -213,7 +213,7 @@ def test_engine_ends_when_the_warden_is_killed(tree: Tree) -> None:
 
 @pytest.mark.parametrize("session", ["its own", "the engine's"])
 def test_kills_processes_that_keep_forking(tree: Tree, session: str) -> None:
-    """Each generation forks the next one and ends: by their pids they can hardly be caught."""
+    """Each generation forks the next one and ends, so pids are outdated immediately."""
     leave = "os.setsid()" if session == "its own" else ""
     chain = f"""
 import os, time
@@ -232,7 +232,7 @@ time.sleep(600)
     started_pid(warden)
     assert log_line(warden) == "running"
     say(warden, "k")
-    # Its processes live too shortly to be listed, but they hold the other end of the log.
+    # Its processes are too short-lived to be listed, but they hold the other end of the log.
     warden.communicate(timeout=HANG_S)
     assert warden.returncode == 128 + signal.SIGKILL
 
@@ -278,7 +278,7 @@ time.sleep(600)
 
 
 class TestRunChild:
-    """Programs that run to their end, such as uv, stand under a warden too."""
+    """Programs that run to their end, such as uv, also run under a warden."""
 
     def test_returns_status_and_output(self) -> None:
         assert run_child([sys.executable, "-c", "print('said'); exit(4)"]) == (4, "said\n")

@@ -1,4 +1,4 @@
-"""Installed packages as wheels again: the same files, what they need, and nothing that was changed since."""
+"""Packs installed packages as wheels: the same files, their dependencies, and a note about changed files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = {
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """An environment that may be moved, as those of engines are, with a package of all that a wheel can hold."""
+    """A relocatable environment, like those of engines, with a package that has all kinds of files."""
     path = tmp_path / "odd_package-1.2-py2.py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in FILES.items():
@@ -42,7 +42,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def listed(file: tuple[str, str]) -> str:
-    """A line of a wheel's own list."""
+    """A line of a wheel's RECORD."""
     name, data = file[0], file[1].encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
     return f"{name},sha256={digest},{len(data)}\n"
@@ -103,7 +103,7 @@ def test_packs_modified_file_with_a_note(installed: Path, tmp_path: Path) -> Non
     wheels.pack(distribution(installed), tmp_path, telling)
     assert notes == []
     file = next(installed.rglob("odd_package/__init__.py"))
-    file.unlink()  # a hard link of uv's cache is not ours to write to
+    file.unlink()  # it may be a hard link to uv's cache, which must not change
     file.write_text("def main(): print('changed')\n")
     again = install(wheels.pack(distribution(installed), tmp_path, telling), tmp_path / "second")
     assert len(notes) == 1 and "odd_package/__init__.py differs from its package's hash" in notes[0]
