@@ -165,7 +165,7 @@ def test_a_process_that_is_below_nobody_is_seen() -> None:
 
 def test_fewer_kills_than_asked_for_is_no_success() -> None:
     done = Outcome([answer(100)], [], [life([100] * 60)], [], 0, Orphans("t"), 0, Kept(found=1), "ok", 5, 60.0)
-    assert done.violations() == ["0 kills of 5"] and "| whole answers | 1," in done.table()
+    assert done.violations() == ["0 kills of 5"] and "| complete answers | 1," in done.table()
 
 
 def test_requests_that_are_slowed_by_a_shadow_are_seen() -> None:

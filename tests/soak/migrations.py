@@ -1,9 +1,9 @@
-"""Ten migrations in a row under steady streams, three of them to challengers that are no good.
+"""Runs ten migrations under steady streams, three of them to defective challengers.
 
     python tests/soak/migrations.py --third mistral.rs
 
-Engines are those of BEDPLATE_HOME; what is not installed there is installed first. Prints a table, and ends with 1
-when a request failed, was cut short or answered twice, or when a challenger was not treated as it deserves.
+Uses the engines in BEDPLATE_HOME, and installs missing ones first. Prints a table. Exits with 1 when a request failed,
+was truncated or answered twice, or when a migration did not have the expected outcome.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bedplate(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[st
 
 
 def ways(third: str) -> list[tuple[str, str]]:
-    """Engines in turn, and what should come of each."""
+    """The engines to migrate to, and the expected outcome of each migration."""
     return [
         ("pytorch", "migrated"),
         ("llama.cpp", "migrated"),
@@ -78,9 +78,9 @@ async def under_load(
 
 
 def row(engine: str, done: dict[str, Any], answers: int, took_s: float, as_expected: bool) -> str:
-    said = done.get("reason") or ("side by side" if done.get("side_by_side") else "one after the other")
+    how = done.get("reason") or ("side by side" if done.get("side_by_side") else "one after the other")
     mark = "" if as_expected else " **not as expected**"
-    return f"| {engine} | {done.get('outcome', 'failed')}{mark} | {said} | {took_s:.0f} | {answers} |"
+    return f"| {engine} | {done.get('outcome', 'failed')}{mark} | {how} | {took_s:.0f} | {answers} |"
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--ttft-ms", type=float, default=20_000)
     parser.add_argument("--tpot-ms", type=float, default=2_000)
-    parser.add_argument("--pause-s", type=float, default=3.0, help="what `slow` waits for before each event")
+    parser.add_argument("--pause-s", type=float, default=3.0, help="the delay of `slow` before each event")
     parser.add_argument("--before-s", type=float, default=10.0)
     parser.add_argument("--step-limit", type=float, default=60.0)
     options = parser.parse_args()
@@ -105,9 +105,7 @@ def main() -> int:
             print(started.stderr, file=sys.stderr)
             return 3
         endpoint = json.loads(started.stdout)
-        print(
-            "| to | came of it | how, or why not | s | answers meanwhile |\n| --- | --- | --- | --- | --- |", flush=True
-        )
+        print("| to | outcome | mode, or reason | s | answers meanwhile |\n| --- | --- | --- | --- | --- |", flush=True)
         try:
             counts, _, good = asyncio.run(under_load(endpoint["url"], endpoint["model"], options, env))
         finally:
@@ -125,7 +123,7 @@ def summary(counts: Counts, streams: int) -> str:
     return (
         f"\n{streams} streams, {asked} requests: "
         f"{len(counts.failed)} failed, {len(counts.truncated)} truncated, {len(counts.duplicated)} duplicated, "
-        f"{counts.turned_away} turned away before they were accepted; TTFT median {statistics.median(first):.2f} s, "
+        f"{counts.turned_away} rejected; TTFT median {statistics.median(first):.2f} s, "
         f"longest {first[-1]:.1f} s"
     )
 

@@ -1,12 +1,12 @@
-"""Are real requests slowed by a shadow? The same requests with and without one, in turns, in one run.
+"""Measures whether a shadow slows real requests: the same requests with and without one, interleaved, in one run.
 
     python tests/soak/shadows.py --engine pytorch --rounds 3
 
-Serves the built-in model with llama.cpp in the background and asks it now and then, so that there are idle moments for
-`bedplate shadow` to use and requests that come in the midst of them. Engines are those of BEDPLATE_HOME. Times are
-those of the client; and, since other work on a machine moves those, the processor time that the shadow's own processes
-took while requests were under way. Prints a table, and ends with 1 when requests beside a shadow are shown to take
-longer, or when the shadow took more than a hundredth of their time.
+Serves the built-in model with llama.cpp in the background and sends requests at random moments, so that `bedplate
+shadow` has idle time to use, and requests arrive while it works. Uses the engines in BEDPLATE_HOME. Measures the
+latency at the client; and, since other processes affect that, the CPU time that the shadow's own processes used while
+requests were running. Prints a table. Exits with 1 when requests take significantly longer with a shadow, or when the
+shadow used more than 1 % of their time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PHASES: tuple[Phase, ...] = ("without", "while it loads", "while it is tried")
 RESAMPLES = 2000
 WORDS = ("river", "stone", "lamp", "cloud", "house", "bread", "winter", "song", "garden", "bridge", "letter", "road")
 MORE = 0.05
-"""What must not be exceeded: the lower end of the interval of how much longer requests take."""
+"""Limit of the lower end of the confidence interval of the slowdown."""
 
 
 MOST_TAKEN = 0.01
-"""Of the time that requests take, what the shadow's processes may compute meanwhile."""
+"""Limit of the CPU time of the shadow's processes, as a share of the requests' time."""
 
 
 @dataclass
@@ -51,18 +51,18 @@ class Timed:
     tpot_ms: float
     took_ms: float = 1.0
     shadow_ms: float = 0.0
-    """Processor time of the shadow's processes meanwhile."""
+    """CPU time of the shadow's processes meanwhile."""
 
 
 class Others:
-    """All processes below a host but those that were there before a shadow came."""
+    """All descendants of a host except those that existed before the shadow."""
 
     def __init__(self, host: int) -> None:
         self._host = psutil.Process(host)
         self._before = {one.pid for one in self._host.children(recursive=True)}
 
     def busy_ms(self) -> dict[int, float]:
-        """Of each, the time on a processor so far, to the nanosecond that the kernel's scheduler knows it."""
+        """The CPU time of each so far, from the kernel's scheduler."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for one in self._host.children(recursive=True):
@@ -72,7 +72,7 @@ class Others:
 
 
 def _on_processor_ms(pid: int) -> float:
-    """Of all threads that live."""
+    """The sum over all running threads."""
     total = 0.0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):
@@ -81,12 +81,12 @@ def _on_processor_ms(pid: int) -> float:
 
 
 def since(before: dict[int, float], after: dict[int, float]) -> float:
-    """What was taken between two looks; whoever has ended meanwhile is not counted, whoever came is."""
+    """CPU time between two samples, without processes that ended meanwhile and with new ones."""
     return sum(max(0.0, taken - before.get(pid, 0.0)) for pid, taken in after.items())
 
 
 class Visitors:
-    """Ask at random moments, however long the others' answers take."""
+    """Clients that send requests at random moments (open loop)."""
 
     def __init__(self, url: str, model: str, others: Others, options: argparse.Namespace) -> None:
         self.url, self.model, self.others, self.options = url, model, others, options
@@ -128,7 +128,7 @@ class Visitors:
             return
         took_ms, taken_ms = 1000 * (time.monotonic() - began), since(before, self.others.busy_ms())
         tpot_ms = 1000 * (last - first) / (self.options.tokens - 1)
-        if phase == self.phase:  # else it was beside both
+        if phase == self.phase:  # otherwise it overlapped two phases
             self.timed.append(Timed(phase, 1000 * (first - began), tpot_ms, took_ms, taken_ms))
 
 
@@ -141,7 +141,7 @@ def environment() -> dict[str, str]:
 
 
 async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callable[[str], None]) -> dict[str, Any]:
-    """`bedplate shadow`, as a person calls it; what it says tells how far it is."""
+    """Runs `bedplate shadow`, and sets the phase from its output."""
     words = ("shadow", options.engine, NAME, "--share", "100%", "--for", f"{options.for_s:g}s", "--json")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bedplate", *words, env=environment(),
@@ -172,7 +172,7 @@ async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: C
             done = await shadowed(options, visitors, say)
             verdict = done.get("verdict", {}).get("answer", "no verdict")
             say(
-                f"round {number + 1}: {verdict}, {done.get('turns')} turns, interrupted {done.get('pauses')} times; "
+                f"round {number + 1}: {verdict}, {done.get('turns')} rounds, interrupted {done.get('pauses')} times; "
                 f"{len(visitors.timed)} requests so far, {len(visitors.failed)} failed"
             )
         await asyncio.sleep(options.without_s)
@@ -183,7 +183,7 @@ async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: C
 
 
 def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """How much longer at the median, and the 95 % interval of that by resampling."""
+    """The relative change of the median, and its 95 % confidence interval by resampling."""
     dice = random.Random(seed)
     found = sorted(
         statistics.median(dice.choices(mine, k=len(mine))) / statistics.median(dice.choices(usual, k=len(usual))) - 1
@@ -194,10 +194,10 @@ def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tupl
 
 
 def table(timed: Sequence[Timed]) -> tuple[str, bool]:
-    """And whether requests were slowed."""
+    """The table, and whether requests were slowed."""
     lines = [
-        "| requests | number | TTFT ms, p50 | p95 | longer at p50 | TPOT ms, p50 | p95 | longer at p50 "
-        "| of their time, the shadow computed |",
+        "| requests | number | TTFT ms, p50 | p95 | change at p50 | TPOT ms, p50 | p95 | change at p50 "
+        "| shadow's CPU time, of the requests' time |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     slowed = False
