@@ -30,8 +30,6 @@ NOT_YET = {
     "src/bedplate/measure",
     "src/bedplate/page",
     "src/bedplate/published",
-    "src/bedplate/run",
-    "src/bedplate/serving",
     "src/bedplate/tuning",
     "src/bedplate/values",
 }

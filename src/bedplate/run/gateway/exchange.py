@@ -306,7 +306,7 @@ class Exchange:
         return self._link.backend
 
     def _let_go(self) -> None:
-        """Closes the engine's connection, or leaves the queue: the answer is no longer needed."""
+        """Cancels the request: closes the engine's connection, or leaves the queue."""
         if self._connection is not None:
             self._connection.pool.abandon(self._connection)
         else:
