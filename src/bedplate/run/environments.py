@@ -89,8 +89,8 @@ def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> 
     """The folder of this recipe's environment. Other pins or another Python have another folder: none is modified."""
     programs = [shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    more = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
-    what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *more))
+    optional = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
+    what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *optional))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
@@ -116,8 +116,8 @@ def make_environment(
         return adopted
     recipe = _recipe(engine, device)
     path = environment_path(engine, recipe, device)
-    if there := read(path):
-        return there
+    if existing := read(path):
+        return existing
     writable(engines_dir())
     try:
         # One lock for all environments of an engine, outside the folder that `remove` deletes.
@@ -154,12 +154,12 @@ def check_version(engine: Engine) -> None:
     """Raises an error for a requested version that is neither registered nor the one that bedplate installs."""
     if not engine.is_version_named or engine.version == engine.pinned_version or find_adopted(engine) is not None:
         return
-    there = _record(_adopted_path(engine))
+    registered = _record(_adopted_path(engine))
     raise BadQuestion(
         f"{engine.name} {engine.version} is not installed",
-        cause=f"{there.theirs} has version {there.version}" if there is not None else None,
+        cause=f"{registered.theirs} has version {registered.version}" if registered is not None else None,
         hint=f"register an environment that has it: bedplate engines use {engine.id} --python PATH; without a version, "
-        f"{engine.pinned_version if there is None else there.version} is used",
+        f"{engine.pinned_version if registered is None else registered.version} is used",
     )
 
 
@@ -283,14 +283,14 @@ def remove(engine_id: str) -> list[Environment]:
         raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists the installed engines")
     try:
         with locked(folder, f"installing {engine_id}"):
-            gone = [environment for environment in installed() if environment.engine == engine_id]
-            for environment in gone:
+            removed = [environment for environment in installed() if environment.engine == engine_id]
+            for environment in removed:
                 # The manifest first: an interrupted removal must not leave a part that looks complete.
                 (Path(environment.path) / _MANIFEST).unlink()
             shutil.rmtree(folder)
     except OSError as error:
         raise disk_failure(error, folder) from error
-    return gone
+    return removed
 
 
 def command(environment: Environment, launch: Launch) -> list[str]:
@@ -499,8 +499,8 @@ def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
 def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
     """The version of the engine's own package: the first of its recipe, or the one named like the engine."""
     named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
-    for wanted in (*named, engine.id):
-        name = _package_name(wanted)
+    for requirement in (*named, engine.id):
+        name = _package_name(requirement)
         for package in packages:
             found, _, version = package.partition("==")
             if _normal(found) == name:

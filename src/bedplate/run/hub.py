@@ -273,7 +273,7 @@ def _transfer(
     choice: HubChoice, file: HubFile, partial: Path, url: str, size: int, report: Callable[[int], None]
 ) -> None:
     """Appends to `partial` until it has `size` bytes; retries while attempts transfer bytes."""
-    fruitless = 0
+    failed_attempts = 0
     with partial.open("ab") as target:
         if target.tell() > size:
             target.truncate(0)
@@ -284,16 +284,16 @@ def _transfer(
                 _stream(url, choice, target, size, report)
                 if target.tell() >= size:
                     break
-                broken: Exception = ConnectionError("the connection was closed early")
+                failure: Exception = ConnectionError("the connection was closed early")
             except Exception as error:
                 if not _transient(error):
                     raise
-                broken = error
+                failure = error
             target.flush()
-            fruitless = 0 if target.tell() > before else fruitless + 1
-            if fruitless > len(_PAUSES_S):
-                raise broken
-            time.sleep(_PAUSES_S[max(0, fruitless - 1)])
+            failed_attempts = 0 if target.tell() > before else failed_attempts + 1
+            if failed_attempts > len(_PAUSES_S):
+                raise failure
+            time.sleep(_PAUSES_S[max(0, failed_attempts - 1)])
             # The signed URL may have expired during a long download.
             url, _, _ = _where(choice, file)
 
@@ -399,13 +399,13 @@ def _best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: 
     by_label: dict[str | None, tuple[HubFile, ...]] = {}
     for group in groups:
         by_label.setdefault(quantization_of(group[0].path), group)
-    sweet = next((by_label[label] for label in _SWEET_SPOT if label in by_label), None)
-    if sweet is None:
+    usual = next((by_label[label] for label in _SWEET_SPOT if label in by_label), None)
+    if usual is None:
         above = [group for group in fitting if _bits(group) > 4]
         return min(above, key=_total) if above else max(fitting, key=_total)
-    if sweet in fitting:
-        return sweet
-    below = [group for group in fitting if _total(group) < _total(sweet)]
+    if usual in fitting:
+        return usual
+    below = [group for group in fitting if _total(group) < _total(usual)]
     return max(below or fitting, key=_total)
 
 
@@ -464,14 +464,14 @@ def _need_free(choice: HubChoice) -> None:
     blobs = choice.folder / "blobs"
     try:
         blobs.mkdir(parents=True, exist_ok=True)
-        here = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
+        partial_bytes = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
         free = shutil.disk_usage(blobs).free
     except OSError as error:
         raise _unwritable(choice.repo, error) from error
-    wanted = max(0, choice.missing_bytes - here)
-    if wanted and wanted + _DISK_MARGIN_BYTES > free:
+    missing_bytes = max(0, choice.missing_bytes - partial_bytes)
+    if missing_bytes and missing_bytes + _DISK_MARGIN_BYTES > free:
         raise OutsideFailed(
-            f"not enough disk space for {choice.name}: the download needs {human_size(wanted)}, "
+            f"not enough disk space for {choice.name}: the download needs {human_size(missing_bytes)}, "
             f"and {human_size(free)} are free in {choice.folder.parent}",
             hint="free some space (hf cache prune), or set HF_HOME to a folder on a larger disk",
         )

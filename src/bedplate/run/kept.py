@@ -57,34 +57,34 @@ def kept() -> list[Kept]:
 
 def chosen(ids: Sequence[str], *, stale: bool = False, unused: bool = False) -> list[Kept]:
     """Selects by ids or their prefixes; or all stale ones, or all that are not in use."""
-    there = kept()
-    found = [one for one in there if (stale and one.stale) or (unused and not one.in_use)]
-    for wanted in ids:
-        alike = [one for one in there if one.id.startswith(wanted)]
-        if len(alike) != 1:
-            count = "no prepared weights have" if not alike else f"{len(alike)} prepared weights have"
-            raise BadQuestion(f"{count} an id that starts with {wanted}", hint="bedplate prepared lists the ids")
-        found += [one for one in alike if one not in found]
+    prepared = kept()
+    found = [one for one in prepared if (stale and one.stale) or (unused and not one.in_use)]
+    for prefix in ids:
+        matching = [one for one in prepared if one.id.startswith(prefix)]
+        if len(matching) != 1:
+            count = "no prepared weights have" if not matching else f"{len(matching)} prepared weights have"
+            raise BadQuestion(f"{count} an id that starts with {prefix}", hint="bedplate prepared lists the ids")
+        found += [one for one in matching if one not in found]
     return found
 
 
 def remove(which: Sequence[Kept]) -> tuple[list[Kept], list[Kept]]:
     """Returns those that were removed, and those that stay because a running bedplate uses or creates them."""
-    gone, stay = [], []
+    removed, kept_in_use = [], []
     for one in which:
         folder = Path(one.path)
         try:
             with _alone(folder) as alone:
                 if not alone:
-                    stay.append(one)
+                    kept_in_use.append(one)
                     continue
                 # The manifest first: an interrupted removal must not leave a part that looks complete.
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder)
         except OSError as error:
             raise disk_failure(error, folder) from error
-        gone.append(one)
-    return gone, stay
+        removed.append(one)
+    return removed, kept_in_use
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _read(folder: Path) -> Kept | None:
         return None
     with _alone(folder) as alone:
         in_use = not alone
-    made = MAKING in folder.name
+    temporary = MAKING in folder.name
     try:
         record = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Prepared)
         used: str | None = _time((folder / MANIFEST).stat().st_mtime)
@@ -140,7 +140,7 @@ def _read(folder: Path) -> Kept | None:
         return Kept(
             id=folder.name.removeprefix(MAKING),
             path=str(folder),
-            what="conversion in progress" if made and in_use else "remains of an interrupted conversion",
+            what="conversion in progress" if temporary and in_use else "remains of an interrupted conversion",
             model="",
             engine="",
             disk_bytes=_own_bytes(folder),

@@ -75,10 +75,10 @@ def inspected_model(text: str | None = None) -> Model:
 
 
 def _way_out(text: str) -> str:
-    near = nearest(text)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    similar = nearest(text)
+    suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
     fetch = f"`bedplate serve {text}` downloads it if it is on the hub"
-    return f"{meant}{fetch}; or give a folder or a .gguf file"
+    return f"{suggestion}{fetch}; or give a folder or a .gguf file"
 
 
 def fetched_model(text: str, available_bytes: int, progress: Progress) -> Model:

@@ -113,8 +113,8 @@ def build_environment(
     progress = progress or Silent()
     build = buildable(engine)
     tools, paths = _paths(engine, build, hardware, device)
-    if there := _made(paths):
-        return there
+    if existing := _made(paths):
+        return existing
     writable(engines_dir())
     try:
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
@@ -151,8 +151,8 @@ def _paths(
 def _made(paths: Sequence[tuple[Variant, Path]]) -> Environment | None:
     """The first variant that was built. Later variants count only if all before them were tested and failed."""
     for variant, path in paths:
-        if there := read(path):
-            return there
+        if existing := read(path):
+            return existing
         if (refused := _refused(path)) is None:
             return None
         if variant is paths[-1][0] or refused.runs:
@@ -278,17 +278,17 @@ def _build(
     progress: Progress,
 ) -> Environment:
     folder = writable(paths[0][1].parent)
-    small = device in ("cpu", "metal")
-    wanted = build.disk_bytes if small else build.gpu_disk_bytes
-    need_free(folder, wanted + build.download_bytes, f"building {engine.name}")
+    cpu_only = device in ("cpu", "metal")
+    needed_bytes = build.disk_bytes if cpu_only else build.gpu_disk_bytes
+    need_free(folder, needed_bytes + build.download_bytes, f"building {engine.name}")
     for leftover in folder.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     jobs = jobs_for(hardware)
-    took_s = (build.core_seconds if small else build.gpu_core_seconds) / jobs
+    took_s = (build.core_seconds if cpu_only else build.gpu_core_seconds) / jobs
     progress.note(
-        f"building {engine.name} for {'this CPU' if small else f'the GPU ({device})'} from {build.package} with "
+        f"building {engine.name} for {'this CPU' if cpu_only else f'the GPU ({device})'} from {build.package} with "
         f"{tools.compiler_version}: about {seconds(took_s)} on {jobs} core{'s' if jobs > 1 else ''} "
-        f"(estimate: {build.basis}), {size(wanted)} of temporary disk space; Ctrl-C removes everything"
+        f"(estimate: {build.basis}), {size(needed_bytes)} of temporary disk space; Ctrl-C removes everything"
     )
     log = writable(logs_dir()) / f"build-{engine.id}.log"
     log.unlink(missing_ok=True)
@@ -299,13 +299,13 @@ def _build(
         last: Verdict | None = None
         for number, (variant, path) in enumerate(paths):
             without = paths[number + 1][0].name if number + 1 < len(paths) else None
-            if (before := _refused(path)) is not None:
-                last = before
-                progress.note(f"an earlier build did not run ({before.why}); building without {without}")
+            if (earlier := _refused(path)) is not None:
+                last = earlier
+                progress.note(f"an earlier build did not run ({earlier.why}); building without {without}")
                 continue
             began = time.monotonic()
             staging = maker.make(variant)
-            made = Environment(
+            environment = Environment(
                 engine=engine.id,
                 version=build.version,
                 path=str(staging),
@@ -317,12 +317,12 @@ def _build(
                 built=True,
                 notes=_notes(variant, tools, time.monotonic() - began, jobs),
             )
-            last = trial(made)
+            last = trial(environment)
             if last.right:
                 progress.note(f"the native build passed its test: {last.why}")
-                made = msgspec.structs.replace(made, path=str(path), notes=(*made.notes, last.why))
-                keep(made, staging)
-                return made
+                environment = msgspec.structs.replace(environment, path=str(path), notes=(*environment.notes, last.why))
+                keep(environment, staging)
+                return environment
             _refuse(path, last)
             if last.runs:  # wrong answers are not fixed by omitting an instruction set
                 break
@@ -332,9 +332,9 @@ def _build(
 
 
 def _notes(variant: Variant, tools: Toolchain, took_s: float, jobs: int) -> tuple[str, ...]:
-    with_what = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
-    left_out = (f"without {variant.name}",) if variant.name else ()
-    return (f"built in {seconds(took_s)} with {jobs} jobs, {with_what}", *left_out)
+    compilers = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
+    omitted = (f"without {variant.name}",) if variant.name else ()
+    return (f"built in {seconds(took_s)} with {jobs} jobs, {compilers}", *omitted)
 
 
 def _refuse(path: Path, verdict: Verdict) -> None:
@@ -548,17 +548,17 @@ def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
     builder = tools.ninja or tools.make
     if tools.cmake is not None and builder is not None:
         return tools
-    wanted = [
+    missing_packages = [
         package
         for package, missing in zip(CMAKE_PACKAGES, (tools.cmake is None, builder is None), strict=True)
         if missing
     ]
-    words = " and ".join(wanted)
-    progress.note(f"installing {words} from the package index for this build, since this machine lacks them")
+    names = " and ".join(missing_packages)
+    progress.note(f"installing {names} from the package index for this build, since this machine lacks them")
     target = work / "tools"
     run_uv(
-        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *wanted],
-        f"fetching {words}",
+        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *missing_packages],
+        f"fetching {names}",
         work,
     )
     changes: dict[str, Any] = {}

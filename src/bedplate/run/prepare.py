@@ -165,17 +165,17 @@ def _last(chain: tuple[Step, ...]) -> Step:
 def _point(last: Step, chain: tuple[Step, ...]) -> None:
     """Links compiled code into the launch's folder; it changes with packages and GPUs, the weights do not."""
     for one in chain:
-        link, leads_to = last.folder / one.step.where, Path("..") / one.folder.name / one.step.where
+        link, target = last.folder / one.step.where, Path("..") / one.folder.name / one.step.where
         if one is last or one.step.kind != "build" or not one.made.exists():
             continue
-        if link.is_symlink() and link.readlink() == leads_to:
+        if link.is_symlink() and link.readlink() == target:
             continue
         if link.is_dir() and not link.is_symlink():
             shutil.rmtree(link)
-        beside = last.folder / f".{one.folder.name}-{os.getpid()}"
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(leads_to)
-        beside.replace(link)
+        temporary = last.folder / f".{one.folder.name}-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(link)
 
 
 def _unlock(made: Path) -> None:
@@ -305,9 +305,9 @@ class _Taking:
         environment = self.own if one.engine.id == self.own.engine else self._environment(one.engine)
         for leftover in prepared_dir().glob(f".making-{one.folder.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        about = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
-        about += [size(step.disk_bytes)] if step.disk_bytes else []
-        self.progress.note(f"{one.doing} ({', '.join([*about, one.engine.name])}) to {one.folder}")
+        estimates = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
+        estimates += [size(step.disk_bytes)] if step.disk_bytes else []
+        self.progress.note(f"{one.doing} ({', '.join([*estimates, one.engine.name])}) to {one.folder}")
         began = time.monotonic()
         with tempfile.TemporaryDirectory(
             prefix=f".making-{one.folder.name}-", dir=prepared_dir(), ignore_cleanup_errors=True
@@ -534,16 +534,16 @@ def file_sha256(file: Path) -> str:
     """The hash of a file; cached while its size and modification time stay the same."""
     try:
         stat = file.stat()
-        seen = prepared_dir() / "hashes" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:20]
-        known = seen.read_text().split() if seen.is_file() else []
-        if known[:2] == [str(stat.st_size), str(stat.st_mtime_ns)] and len(known) == 3:
-            return known[2]
+        cache_file = prepared_dir() / "hashes" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:20]
+        cached = cache_file.read_text().split() if cache_file.is_file() else []
+        if cached[:2] == [str(stat.st_size), str(stat.st_mtime_ns)] and len(cached) == 3:
+            return cached[2]
         with file.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise OutsideFailed(f"cannot read {file}", cause=error.strerror or str(error)) from error
-    writable(seen.parent)
-    seen.write_text(f"{stat.st_size} {stat.st_mtime_ns} {found}")
+    writable(cache_file.parent)
+    cache_file.write_text(f"{stat.st_size} {stat.st_mtime_ns} {found}")
     return found
 
 

@@ -246,9 +246,11 @@ def readied(
     `to_measure`: a build that cannot be used is not replaced by another one, and there is no advice about builds.
     """
     chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
-    asked = one.wanted.engine
-    if asked is not None and not to_measure and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
-        progress.note(words)
+    requested = one.wanted.engine
+    if requested is not None and not to_measure:
+        note = _idle_words(engine_by_id(requested), one.hardware, chosen)
+        if note is not None:
+            progress.note(note)
     if environment is None:
         environment = _environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
     if environment.theirs or environment.built:
@@ -264,15 +266,16 @@ def readied(
 
 def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:
     """The engine to build. Raises an error if its toolchain is missing."""
-    able = [one for one in all_engines().values() if one.build is not None]
-    wanted = engine_by_id(engine) if engine is not None else able[0] if len(able) == 1 else None
-    if wanted is None:
-        hint = f"--engine {' or '.join(one.id for one in able)}"
+    buildable_engines = [one for one in all_engines().values() if one.build is not None]
+    only = buildable_engines[0] if len(buildable_engines) == 1 else None
+    chosen = engine_by_id(engine) if engine is not None else only
+    if chosen is None:
+        hint = f"--engine {' or '.join(one.id for one in buildable_engines)}"
         raise BadQuestion("--build native needs the name of an engine", hint=hint)
-    buildable(wanted)
-    if (target := wanted.target(hardware)) is not None:
-        toolchain(wanted.name, target.device, os.environ)
-    return wanted
+    buildable(chosen)
+    if (target := chosen.target(hardware)) is not None:
+        toolchain(chosen.name, target.device, os.environ)
+    return chosen
 
 
 def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
@@ -288,14 +291,14 @@ def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | Non
     """A note that the packaged engine does not use some instructions of this CPU, if a native build would."""
     if engine.build is None or chosen.settings.device != "cpu":
         return None
-    known = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
-    if not known:
+    usable = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
+    if not usable:
         return None
-    name, brought = known[0]
+    name, gain = usable[0]
     how = "uses the native build" if usable_build(engine, hardware, "cpu") else "builds it from source"
     return (
         f"the packaged {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this CPU "
-        f"supports; a native build gained {brought}. --build native {how}; `bedplate tune` measures the gain"
+        f"supports; a native build reached {gain}. --build native {how}; `bedplate tune` measures the gain"
     )
 
 
@@ -310,8 +313,8 @@ def _environment(
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
         if is_native(chosen.settings):
-            if there := usable_build(engine, hardware, device):
-                return there
+            if existing := usable_build(engine, hardware, device):
+                return existing
             progress.note(
                 f"the tuned settings of {engine.name} were measured with its native build, which is not installed; "
                 f"the packaged one runs with the same settings; --build native builds it from source"
@@ -319,8 +322,8 @@ def _environment(
         else:
             engine = engine_of(chosen)
         environment = make_environment(engine, progress, device)
-        if environment.server is None and not to_measure and (words := _unused_words(engine, hardware, chosen)):
-            progress.note(words)
+        if environment.server is None and not to_measure and (note := _unused_words(engine, hardware, chosen)):
+            progress.note(note)
         return environment
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)

@@ -457,11 +457,11 @@ class Supervisor:
         await asyncio.sleep(wait_s)
 
     def _variables(self, launch: Launch) -> dict[str, str]:
-        given = surroundings(self.plan, self.engine, self.environment, launch, self.env)
+        env = surroundings(self.plan, self.engine, self.environment, launch, self.env)
         if self.engine.key_variable is not None:
             self.backend.engine_key = secrets.token_urlsafe(32)
-            given[self.engine.key_variable] = self.backend.engine_key
-        return given
+            env[self.engine.key_variable] = self.backend.engine_key
+        return env
 
     def _read_line(self, line: str) -> None:
         try:
@@ -474,7 +474,7 @@ class Supervisor:
 
 
 def surroundings(
-    plan: Plan, engine: Engine, environment: Environment, launch: Launch, more: Mapping[str, str]
+    plan: Plan, engine: Engine, environment: Environment, launch: Launch, additional: Mapping[str, str]
 ) -> dict[str, str]:
     """The engine's environment variables: bedplate's own without secrets, and those of the launch."""
     given = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -482,7 +482,7 @@ def surroundings(
         given = offline(given)
     compiled = compiled_dir(engine.id, environment.version)
     given = {**{name: str(compiled / name.lower()) for name in engine.compile_caches}, **given}
-    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **more})
+    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **additional})
 
 
 def free_port(highest: int = HIGHEST_PORT) -> int:

@@ -50,8 +50,8 @@ def native_environment(
 
     It is tested on the built-in model, or on `served` if the built-in model cannot be downloaded.
     """
-    if there := built_here(engine, hardware, device):
-        return there
+    if existing := built_here(engine, hardware, device):
+        return existing
     # Before the build, which holds the lock that an installation needs.
     packaged = _packaged(engine, progress)
     model = builtin_facts()
@@ -98,15 +98,15 @@ def _tried(
         return Verdict(runs=False, right=False, why=error.message)
     if examiner is None:
         return Verdict(runs=True, right=True, why="it answers; its answers were not compared")
-    others = None
+    reference = None
     if packaged is not None:
-        small = _small_plan(engine, hardware, model, packaged=True)
+        reference_plan = _small_plan(engine, hardware, model, packaged=True)
         try:
             with progress.step(f"sending the same prompts to the packaged {engine.name}"):
-                others = asyncio.run(_answers(engine, packaged, small, log, examiner))
+                reference = asyncio.run(_answers(engine, packaged, reference_plan, log, examiner))
         except OutsideFailed as error:
             progress.note(f"{error.message}: the build is not compared with it")
-    return examiner.judge(chosen, answers, others)
+    return examiner.judge(chosen, answers, reference)
 
 
 async def _answers(engine: Engine, environment: Environment, chosen: Plan, log: Path, examiner: Examiner | None) -> Any:

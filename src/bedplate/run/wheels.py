@@ -71,36 +71,36 @@ def pin(one: importlib.metadata.Distribution) -> str:
 def needed_by(name: str) -> list[importlib.metadata.Distribution]:
     """A package of this Python and all of its dependencies, as installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
-    asked: set[tuple[str, str]] = set()
-    ahead: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
-    while ahead:
-        package, extras, must = ahead.pop()
-        new = {(package, extra) for extra in ("", *extras)} - asked
+    visited: set[tuple[str, str]] = set()
+    pending: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
+    while pending:
+        package, extras, required = pending.pop()
+        new = {(package, extra) for extra in ("", *extras)} - visited
         if not new:
             continue
-        asked |= new
+        visited |= new
         try:
             one = importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
-            if not must:
+            if not required:
                 continue  # not installed because of its marker, for example for another system
             raise OutsideFailed(
                 f"{package} is not installed as a package, so it cannot be packed",
                 hint="install bedplate with pip, uv or pipx, and create the bundle with that installation",
             ) from None
         found[package] = one
-        ahead += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
+        pending += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
     return [found[package] for package in sorted(found)]
 
 
 def _required(text: str, extras: frozenset[str]) -> tuple[str, frozenset[str], bool] | None:
     """A requirement as name, extras, and whether it has no marker; `None` if it belongs to an extra not requested."""
-    words, _, marker = text.partition(";")
-    found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", words)
+    requirement, _, marker = text.partition(";")
+    found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", requirement)
     if found is None:
         return None
-    of = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
-    if of is not None and normal(of[1]) not in extras:
+    extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+    if extra is not None and normal(extra[1]) not in extras:
         return None
     wanted = frozenset(normal(one.strip()) for one in (found[2] or "").split(",") if one.strip())
     return normal(found[1]), wanted, not marker.strip()
@@ -128,10 +128,10 @@ def is_editable(one: importlib.metadata.Distribution) -> bool:
 def pack_source(one: importlib.metadata.Distribution, package: Path, folder: Path, tell: Telling = SILENT) -> Path:
     """Like `pack`, for pure Python that may be an editable installation: its files are those in `package`."""
     info = _info(one)
-    about = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
+    metadata = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
     sources = (file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
     code = [Member(file, f"{package.name}/{file.relative_to(package).as_posix()}") for file in sources]
-    return _written(one, [*code, *about], folder, tell, tags=["py3-none-any"])
+    return _written(one, [*code, *metadata], folder, tell, tags=["py3-none-any"])
 
 
 def _info(one: importlib.metadata.Distribution) -> str:
@@ -148,25 +148,25 @@ def _info(one: importlib.metadata.Distribution) -> str:
 def _members(one: importlib.metadata.Distribution) -> list[Member]:
     info = _info(one)
     data = f"{info.removesuffix('.dist-info')}.data"
-    made = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
+    scripts = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
     found = []
     for file in one.files or ():
         if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _OF_THE_INSTALLER):
             continue
-        place = Path(str(one.locate_file(file)))
-        known = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
+        path = Path(str(one.locate_file(file)))
+        sha256 = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
         if file.parts[0] != ".." and not file.is_absolute():
-            found.append(Member(place, file.as_posix(), known))
+            found.append(Member(path, file.as_posix(), sha256))
             continue
         # Outside site-packages: programs, headers and data files.
         rest = [part for part in file.parts if part != ".."]
         if rest[0] in _SCRIPT_FOLDERS:
-            if PurePosixPath(rest[-1]).stem not in made and rest[-1] not in made:
-                found.append(Member(place, f"{data}/scripts/{'/'.join(rest[1:])}", known, script=True))
+            if PurePosixPath(rest[-1]).stem not in scripts and rest[-1] not in scripts:
+                found.append(Member(path, f"{data}/scripts/{'/'.join(rest[1:])}", sha256, script=True))
         elif rest[:2] == ["include", "site"]:
-            found.append(Member(place, f"{data}/headers/{'/'.join(rest[4:])}", known))
+            found.append(Member(path, f"{data}/headers/{'/'.join(rest[4:])}", sha256))
         else:
-            found.append(Member(place, f"{data}/data/{'/'.join(rest)}", known))
+            found.append(Member(path, f"{data}/data/{'/'.join(rest)}", sha256))
     return found
 
 
@@ -284,16 +284,16 @@ def least_glibc(names: Iterable[str], own: str | None) -> str | None:
     """The glibc version that these wheels need; a wheel tagged only `linux` may need the one of this machine."""
     needed: list[tuple[int, int]] = []
     for name in names:
-        here: list[tuple[int, int]] = []
+        versions: list[tuple[int, int]] = []
         for part in name.removesuffix(".whl").rpartition("-")[2].split("."):
             if found := re.match(r"manylinux_(\d+)_(\d+)_", part):
-                here.append((int(found[1]), int(found[2])))
+                versions.append((int(found[1]), int(found[2])))
             elif found := re.match(r"(manylinux\d+)_", part):
-                here.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
+                versions.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
             elif part.startswith("linux_") and own is not None:
-                here.append(version(own))
-        if here:
-            needed.append(min(here))
+                versions.append(version(own))
+        if versions:
+            needed.append(min(versions))
     return ".".join(map(str, max(needed))) if needed else None
 
 

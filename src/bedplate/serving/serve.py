@@ -275,20 +275,22 @@ class _Session:
             await adding
             return not host.stopping.is_set()
         loop, name = asyncio.get_running_loop(), host_engine_name(one)
-        many = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
+        count = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
         on = ""
         if self.on is not None:
             on, above = f" on {NAMES[self.on.above.orchestrator]}", self.on.above
             name = name if above.real else above.workers
-        with self.hooks.progress.step(f"starting {many}{name}{on}", 100) as done:
-            began = told = loop.time()
+        with self.hooks.progress.step(f"starting {count}{name}{on}", 100) as done:
+            began = reported_at = loop.time()
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
                 done(_progress(service))
-                if loop.time() - told >= TELL_EVERY_S and service is not None and service.engines:
-                    told = loop.time()
-                    words = service.engines[0].supervisor.last_words
-                    self.hooks.progress.note(f"{name} has been starting for {seconds(told - began)}: {words}")
+                if loop.time() - reported_at >= TELL_EVERY_S and service is not None and service.engines:
+                    reported_at = loop.time()
+                    last_line = service.engines[0].supervisor.last_words
+                    self.hooks.progress.note(
+                        f"{name} has been starting for {seconds(reported_at - began)}: {last_line}"
+                    )
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         if host.stopping.is_set():
             adding.cancel()

@@ -406,10 +406,10 @@ class ClientConnection(asyncio.Protocol):
         exchange.start()
 
     def _show_page(self, request: Request) -> None:
-        shown = show_page(self._gateway, request)
-        extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in shown.headers.items())
-        content_type, to_head = shown.content_type.encode(), request.method == b"HEAD"
-        self.respond(shown.status, shown.body, content_type=content_type, extra=extra, to_head=to_head)
+        response = show_page(self._gateway, request)
+        extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
+        content_type, to_head = response.content_type.encode(), request.method == b"HEAD"
+        self.respond(response.status, response.body, content_type=content_type, extra=extra, to_head=to_head)
 
     def _turn_away(
         self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, why: Unaccepted

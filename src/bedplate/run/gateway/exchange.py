@@ -209,10 +209,10 @@ class Exchange:
         if self._held:
             data = self._held + data
             self._held = b""
-        whole = sse.whole_events(data)
-        if whole < len(data):
-            self._held = data[whole:]
-            data = data[:whole]
+        complete_bytes = sse.whole_events(data)
+        if complete_bytes < len(data):
+            self._held = data[complete_bytes:]
+            data = data[:complete_bytes]
             if len(self._held) > MAX_EVENT_BYTES:
                 self._too_much(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
                 return
@@ -405,8 +405,8 @@ class Exchange:
         return outcome, engine, ended
 
     def _keep_record(self, end: _End) -> None:
-        keeper, seen = self._gateway.keeper, self._gateway.seen
-        if keeper is None and seen is None:
+        keeper, observer = self._gateway.keeper, self._gateway.seen
+        if keeper is None and observer is None:
             return
         row = self._row(end)
         words = None
@@ -416,9 +416,9 @@ class Exchange:
             keeper.add(row)
             if keeper.content is not None and words is not None:
                 keeper.add_content(row, words)
-        if seen is not None and words is not None:
+        if observer is not None and words is not None:
             try:
-                seen(row, words)
+                observer(row, words)
             except Exception as error:  # a bug in the observer must not affect the client
                 context = {"message": "the observer of requests failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)

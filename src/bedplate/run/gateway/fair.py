@@ -146,10 +146,10 @@ class FairQueue(Generic[W]):
 
     def take(self, free_slots: int | None, slots: int | None, now: float) -> tuple[Line[W], W] | None:
         """Removes and returns the next request that may use one of the free slots."""
-        aside: list[Line[W]] = []
+        skipped: list[Line[W]] = []
         parts = self._parts(slots, now) if slots is not None else {}
-        kept = self._kept(parts, now)
-        all_kept = sum(kept.values())
+        reserved = self._kept(parts, now)
+        all_kept = sum(reserved.values())
         found: tuple[Line[W], W] | None = None
         while self._heap and found is None:
             served, number, name = heapq.heappop(self._heap)
@@ -158,23 +158,24 @@ class FairQueue(Generic[W]):
                 continue
             line._entry = None
             if free_slots is not None and (
-                free_slots <= all_kept - kept.get(name, 0) or self._gives_way(line, parts, now)
+                free_slots <= all_kept - reserved.get(name, 0) or self._gives_way(line, parts, now)
             ):
-                aside.append(line)
+                skipped.append(line)
                 continue
             found = line, line.queue.popleft()
             self.count -= 1
             if line.queue:
-                aside.append(line)
-        for line in aside:
+                skipped.append(line)
+        for line in skipped:
             self._enter(line)
         return found
 
     def may_pass(self, line: Line[W], free_slots: int, slots: int, now: float) -> bool:
         """Whether a tenant may use a free slot at once when no requests wait."""
         parts = self._parts(slots, now)
-        kept = self._kept(parts, now)
-        return free_slots > sum(kept.values()) - kept.get(line.name, 0) and not self._gives_way(line, parts, now)
+        reserved = self._kept(parts, now)
+        reserved_for_others = sum(reserved.values()) - reserved.get(line.name, 0)
+        return free_slots > reserved_for_others and not self._gives_way(line, parts, now)
 
     def seated(self, line: Line[W], cost_tokens: float, now: float) -> None:
         """Charges a request that is sent to the engine its expected cost."""
@@ -228,13 +229,13 @@ class FairQueue(Generic[W]):
         if not parts:
             return {}
         lowest = min(self._lines[name].served for name in parts)
-        kept = {}
+        reserved = {}
         for name, part in parts.items():
             line = self._lines[name]
             unused = min(part, line.wants(now)) - line.in_flight
             if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _cost(line):
-                kept[name] = unused
-        return kept
+                reserved[name] = unused
+        return reserved
 
     def _gives_way(self, line: Line[W], parts: dict[str, int], now: float) -> bool:
         """Whether a tenant that wants more than its share waits for the prefill of other tenants' requests.

@@ -195,13 +195,13 @@ class Keeper:
         return tuple(marks)
 
     def _read(self) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
-        both = store.tenants_and_digests(self.path)
+        rows = store.tenants_and_digests(self.path)
         keys = tuple(
             KeyDigest(digest, tenant.name, _seconds(key.expires_at))
-            for tenant, digests in both
+            for tenant, digests in rows
             for key, digest in zip(tenant.keys, digests, strict=True)
         )
-        return tuple(tenant for tenant, _ in both), keys
+        return tuple(tenant for tenant, _ in rows), keys
 
     def _salt(self) -> bytes:
         try:

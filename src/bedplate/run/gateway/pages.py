@@ -59,17 +59,17 @@ def show_page(gateway: Gateway, request: Request) -> Shown:
 
 
 def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
-    own = _own_page(path)
+    own_page = _own_page(path)
     method = request.method.decode("latin-1")
     if method in ("GET", "HEAD"):
         visit = _visit(gateway, request)
-        handed = gateway.handed.get(path)
-        shown = handed(visit) if handed is not None else None
-        if shown is None and own is not None:
-            shown = own(gateway, visit)
-        if shown is not None:
-            return shown
-    elif own is not None:
+        registered = gateway.handed.get(path)
+        response = registered(visit) if registered is not None else None
+        if response is None and own_page is not None:
+            response = own_page(gateway, visit)
+        if response is not None:
+            return response
+    elif own_page is not None:
         return _not_allowed(path, method, "GET,HEAD")
     if path.encode() in sse.APIS:
         return _not_allowed(path, method, "POST")

@@ -371,13 +371,13 @@ class Route:
 
     def _able(self, tried: Sequence[Backend]) -> list[Way]:
         """Healthy backends that accept new requests; all that accept requests when none is healthy."""
-        able = [
+        usable = [
             link for link in self.links if link.backend.takes_new and tried.count(link.backend) < link.backend.attempts
         ]
-        if len(able) < 2:
-            return able
+        if len(usable) < 2:
+            return usable
         now = monotonic()
-        return [link for link in able if link.backend.health.may_try(now)] or able
+        return [link for link in usable if link.backend.health.may_try(now)] or usable
 
     def _slots(self) -> tuple[int | None, int | None]:
         """The slots of all engines, and how many are free; `None` where there is no limit."""
@@ -404,27 +404,27 @@ class Route:
         if len(self.links) == 1 and not exchange.tried:
             link = self.links[0]
             return link if self.is_ready and link.has_room(self.by_slots) else None
-        able = self._able(exchange.tried)
-        with_room = [link for link in able if link.has_room(self.by_slots)]
-        if len(able) < 2 or not with_room:
+        usable = self._able(exchange.tried)
+        with_room = [link for link in usable if link.has_room(self.by_slots)]
+        if len(usable) < 2 or not with_room:
             return with_room[0] if with_room else None
-        group = self._next_group(able, with_room)
+        group = self._next_group(usable, with_room)
         return self._best([link for link in with_room if (link.backend.group, link.backend.share) == group], exchange)
 
-    def _next_group(self, able: list[Way], with_room: list[Way]) -> tuple[str, float]:
+    def _next_group(self, usable: list[Way], with_room: list[Way]) -> tuple[str, float]:
         """Smooth weighted round robin over groups of replicas: exact proportions, evenly spread."""
         weights: dict[tuple[str, float], float] = {}
-        for link in able:
+        for link in usable:
             key = (link.backend.group, link.backend.share)
             weights[key] = weights.get(key, 0.0) + link.backend.share
         if len(weights) == 1:
             return next(iter(weights))
-        whole = sum(weights.values())
+        total = sum(weights.values())
         for key, weight in weights.items():
-            self._credits[key] = min(self._credits.get(key, 0.0) + weight, MOST_CREDIT * whole)
+            self._credits[key] = min(self._credits.get(key, 0.0) + weight, MOST_CREDIT * total)
         open_keys = {(link.backend.group, link.backend.share) for link in with_room}
         chosen = max((key for key in weights if key in open_keys), key=self._credits.__getitem__)
-        self._credits[chosen] -= whole
+        self._credits[chosen] -= total
         return chosen
 
     @staticmethod
@@ -436,8 +436,8 @@ class Route:
         prefix = exchange.affinity
         if prefix is None:
             return least
-        own = max(replicas, key=lambda link: _mixed(prefix ^ link.number))
-        return own if own.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
+        preferred = max(replicas, key=lambda link: _mixed(prefix ^ link.number))
+        return preferred if preferred.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
 
 
 def _mixed(number: int) -> int:

@@ -89,8 +89,8 @@ class Gateway:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{bound}"
+        shown_host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown_host}:{bound}"
         self._sweeper = loop.create_task(self._sweep())
         if self.keeper is not None:
             self.keeper.start(self._tenants_changed)
