@@ -20,7 +20,7 @@ import pytest
 from tests.conftest import HANG_S, Served, no_new_children, wait_for
 
 
-def bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs bedplate to its end, and checks that no child is left."""
     before = psutil.Process().children(recursive=True)
     done = subprocess.run(
@@ -41,7 +41,7 @@ def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str)
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
 def test_reports_missing_file(verb: str, tmp_path: Path) -> None:
-    assert_clear(bedplate(verb, str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
+    assert_clear(run_bedplate(verb, str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
@@ -49,14 +49,14 @@ def test_reports_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -
     cut = tmp_path / "cut.gguf"
     with builtin_gguf.open("rb") as whole:
         cut.write_bytes(whole.read(50_000_000))
-    assert_clear(bedplate(verb, str(cut)), 2, "cut.gguf", "cut short", "50,000,000")
+    assert_clear(run_bedplate(verb, str(cut)), 2, "cut.gguf", "cut short", "50,000,000")
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
 def test_reports_file_that_is_not_gguf(verb: str, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_text("<html>404 not found</html>")
-    assert_clear(bedplate(verb, str(other)), 2, "other.gguf")
+    assert_clear(run_bedplate(verb, str(other)), 2, "other.gguf")
 
 
 def test_reports_port_in_use() -> None:
@@ -64,17 +64,17 @@ def test_reports_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert_clear(bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
+        assert_clear(run_bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
 
 
 def test_reports_address_of_another_machine() -> None:
-    assert_clear(bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
+    assert_clear(run_bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
 
 
 def test_reports_unwritable_home(tmp_path: Path) -> None:
     """A file has the folder's name: not even root can write there."""
     (tmp_path / "home").write_text("in the way")
-    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
+    done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
     assert_clear(done, 3, "cannot write", "BEDPLATE_HOME")
 
 
@@ -87,7 +87,7 @@ def test_reports_full_disk_at_start(tmp_path: Path) -> None:
     if mounted.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     try:
-        done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(small)})
+        done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(small)})
         assert_clear(done, 3, "not enough disk space", "BEDPLATE_HOME")
         assert not list(small.rglob("*.gguf"))
     finally:
@@ -101,22 +101,22 @@ def test_reports_missing_network_on_the_first_start(tmp_path: Path) -> None:
         "UV_HTTP_RETRIES": "0",
     }
     env = {"BEDPLATE_HOME": str(tmp_path / "home"), **nowhere}
-    done = bedplate("serve", "--port", "0", env=env)
+    done = run_bedplate("serve", "--port", "0", env=env)
     assert_clear(done, 3, "installing llama.cpp failed", "index")
-    listed = json.loads(bedplate("engines", "--json", env=env).stdout)
+    listed = json.loads(run_bedplate("engines", "--json", env=env).stdout)
     assert [engine["installed"] for engine in listed["engines"]] == [[] for _ in listed["engines"]]
 
 
 def test_reports_unknown_engine() -> None:
-    assert_clear(bedplate("plan", "--engine", "llama.ccp"), 2, "did you mean llama.cpp")
+    assert_clear(run_bedplate("plan", "--engine", "llama.ccp"), 2, "did you mean llama.cpp")
 
 
 def test_reports_engine_that_cannot_run_here() -> None:
-    done = bedplate("plan", "--engine", "tensorrt-llm")
+    done = run_bedplate("plan", "--engine", "tensorrt-llm")
     assert done.returncode == 1 and "tensorrt-llm needs an NVIDIA GPU" in done.stdout
 
 
-def huge_gguf(path: Path) -> Path:
+def write_huge_gguf(path: Path) -> Path:
     """A model of 500 GB: a real header in a sparse file."""
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in (
@@ -134,16 +134,16 @@ def huge_gguf(path: Path) -> Path:
 
 
 def test_reports_model_that_does_not_fit(tmp_path: Path) -> None:
-    model = huge_gguf(tmp_path / "huge.gguf")
-    done = bedplate("serve", "--port", "0", str(model))
+    model = write_huge_gguf(tmp_path / "huge.gguf")
+    done = run_bedplate("serve", "--port", "0", str(model))
     assert_clear(done, 1, "weights 466 GiB", "more free memory")
-    done = bedplate("plan", "--json", str(model))
+    done = run_bedplate("plan", "--json", str(model))
     assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
 
 
 @pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
 def test_reports_invalid_options(bad: list[str]) -> None:
-    done = bedplate("serve", *bad)
+    done = run_bedplate("serve", *bad)
     assert done.returncode == 2 and bad[0] in done.stderr
 
 
@@ -157,7 +157,7 @@ def test_reports_damaged_engine_environment(
         program.write_text("import sys; sys.exit('the library is broken')")
     for manifest in home.glob("engines/llama.cpp/*/bedplate.json"):
         manifest.write_text(manifest.read_text().replace(str(bedplate_home), str(home)))
-    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(home)})
+    done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(home)})
     assert_clear(done, 3, "did not start", "the library is broken", "log")
 
 

@@ -48,7 +48,7 @@ def unpacked(archive: Path, tmp_path: Path) -> Path:
     return tmp_path / TOP
 
 
-def elsewhere(home: Path) -> dict[str, str]:
+def build_environment(home: Path) -> dict[str, str]:
     """The environment of another machine: an empty home and cache, and an unreachable package index."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "BEDPLATE_"))}
     nowhere = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE)
@@ -67,7 +67,7 @@ def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tup
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), sys.executable, str(CUT_OFF), *command],
-        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=HANG_S,
+        capture_output=True, text=True, env={**build_environment(home), **(env or {})}, timeout=HANG_S,
     )  # fmt: skip
     said = json.loads(done.stdout) if done.stdout.strip() else {}
     if said and allowed:
@@ -75,18 +75,18 @@ def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tup
     return Answer(done.returncode, done.stdout, done.stderr), said
 
 
-def serving(path: Path) -> list[str]:
+def build_serve_command(path: Path) -> list[str]:
     return [sys.executable, "-m", "bedplate", "serve", "--bundle", str(path), "--json", "--port", "0", "--no-check"]
 
 
 def test_serves_bundle_folder_offline_and_again_without_installing(unpacked: Path, tmp_path: Path) -> None:
-    answer, said = cut_off(tmp_path, *serving(unpacked))
+    answer, said = cut_off(tmp_path, *build_serve_command(unpacked))
     assert answer.code == 0, answer.err
     assert said["endpoint"]["engine"] == "llama.cpp" and said["endpoint"]["model"] == "smollm2-135m-instruct"
     assert said["answer"]["choices"][0]["message"]["content"] and said["answer"]["usage"]["completion_tokens"] > 0
     assert "installing llama.cpp" in answer.err
 
-    again, said = cut_off(tmp_path, *serving(unpacked))
+    again, said = cut_off(tmp_path, *build_serve_command(unpacked))
     assert again.code == 0 and said["answer"]["choices"], again.err
     assert "installing llama.cpp" not in again.err
 
@@ -103,7 +103,7 @@ def test_bundle_program_serves_with_only_a_python(unpacked: Path, tmp_path: Path
 
 
 def test_extracts_archive_once_and_serves_it(archive: Path, tmp_path: Path) -> None:
-    answer, said = cut_off(tmp_path, *serving(archive))
+    answer, said = cut_off(tmp_path, *build_serve_command(archive))
     assert answer.code == 0, answer.err
     assert said["answer"]["choices"] and "unpacking" in answer.err
     kept = [one for one in (tmp_path / "home" / "bundles").iterdir() if one.is_dir()]
@@ -136,7 +136,7 @@ def test_detects_one_changed_byte_before_installing(unpacked: Path, tmp_path: Pa
         byte = file.read(1)
         file.seek(1_000_000)
         file.write(bytes([byte[0] ^ 1]))
-    answer, _ = cut_off(tmp_path, *serving(unpacked))
+    answer, _ = cut_off(tmp_path, *build_serve_command(unpacked))
     assert answer.code == 3 and "damaged: 1 of" in answer.err, answer.err
     assert f"model/{model.name} has another sha256" in answer.err and "hint: copy it" in answer.err
     assert not (tmp_path / "home" / "engines").exists()
@@ -168,7 +168,7 @@ def test_manifest_lists_requirements_of_the_site(unpacked: Path) -> None:
 )
 def test_pip_installs_bedplate_from_the_bundle(unpacked: Path, tmp_path: Path) -> None:
     """As README.txt describes, for users who want their own environment."""
-    env = elsewhere(tmp_path)
+    env = build_environment(tmp_path)
     made = subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "own")], capture_output=True, text=True)
     if made.returncode != 0:
         pytest.skip(f"this Python makes no environments with pip: {made.stdout.strip().splitlines()[-1:]}")

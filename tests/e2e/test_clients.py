@@ -31,21 +31,21 @@ def client(served: Served) -> Iterator[OpenAI]:
         yield one
 
 
-def metric(served: Served, pattern: str) -> float:
+def read_metric(served: Served, pattern: str) -> float:
     with urllib.request.urlopen(f"{served.root}/metrics") as answer:
         text = answer.read().decode()
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
-def slots_in_use(served: Served) -> int:
+def count_slots_in_use(served: Served) -> int:
     """The slots in use, from the engine's private port, with its key."""
     engine = served.engine()
     headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{private_url(engine)}/slots", headers=headers)) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}/slots", headers=headers)) as answer:
         return sum(slot["is_processing"] for slot in json.load(answer))
 
 
-def private_url(engine: psutil.Process) -> str:
+def get_private_url(engine: psutil.Process) -> str:
     command = engine.cmdline()
     return f"http://127.0.0.1:{command[command.index('--port') + 1]}"
 
@@ -77,11 +77,11 @@ def test_streamed_chat_equals_unstreamed_answer_and_ends_with_usage(client: Open
 
 def test_stream_without_requested_usage_gets_none_and_is_still_counted(client: OpenAI, served: Served) -> None:
     name = r'bedplate_tokens_total\{[^}]*kind="completion"[^}]*\}'
-    before = metric(served, name)
+    before = read_metric(served, name)
     stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)
     chunks = list(stream)
     assert all(c.usage is None and c.choices for c in chunks)
-    assert 0 < metric(served, name) - before <= 8
+    assert 0 < read_metric(served, name) - before <= 8
 
 
 def test_completions(client: OpenAI) -> None:
@@ -144,22 +144,22 @@ def test_tool_call_and_its_result_work(client: OpenAI) -> None:
 
 def test_disconnect_during_a_stream_ends_the_generation(client: OpenAI, served: Served) -> None:
     cancelled = r'bedplate_requests_total\{[^}]*outcome="cancelled"[^}]*\}'
-    before = metric(served, cancelled)
+    before = read_metric(served, cancelled)
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Count from 1 to 1000."}], max_tokens=4000, stream=True
     )
     next(iter(stream))
-    assert slots_in_use(served) == 1
+    assert count_slots_in_use(served) == 1
     stream.close()
-    wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again")
-    assert metric(served, cancelled) - before == 1
-    assert metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+    wait_for(lambda: count_slots_in_use(served) == 0, "the slot to be free again")
+    assert read_metric(served, cancelled) - before == 1
+    assert read_metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
 
 
 def test_private_engine_port_requires_a_key(served: Served) -> None:
     engine = served.engine()
     request = urllib.request.Request(
-        f"{private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
+        f"{get_private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request)

@@ -61,11 +61,11 @@ async def kill_under_load(served: Served) -> list[Outcome]:
     return outcomes
 
 
-def alive(served: Served) -> list[psutil.Process]:
+def list_alive(served: Served) -> list[psutil.Process]:
     return [process for process in served.descendants() if not gone([process])]
 
 
-def healthy(served: Served) -> bool:
+def is_healthy(served: Served) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{served.root}/health", timeout=5) as answer:
         return bool(answer.status == 200)
     return False
@@ -85,8 +85,8 @@ def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[...,
             assert whole or outcome.error is not None, f"round {round_number}: a stream ended as if it were complete"
             if outcome.error is not None:
                 assert "llama.cpp" in outcome.error.message
-        wait_for(lambda: served.engine().pid not in engines and healthy(served), "the endpoint to be back")
-        wait_for(lambda: len(alive(served)) == 2, f"one warden and one engine, not {alive(served)}")
+        wait_for(lambda: served.engine().pid not in engines and is_healthy(served), "the endpoint to be back")
+        wait_for(lambda: len(list_alive(served)) == 2, f"one warden and one engine, not {list_alive(served)}")
     assert len(engines) == KILLS
 
 

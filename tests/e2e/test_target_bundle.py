@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import run
-from tests.e2e.test_bundle import cut_off, elsewhere
+from tests.e2e.test_bundle import build_environment, cut_off
 
 from bedplate.run.environments import Environment
 from bedplate.values import from_json
@@ -48,7 +48,7 @@ def install(folder: Path, home: Path) -> tuple[int, dict[str, object], str]:
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), PYTHON, str(folder / "install.py"), "--json"],
-        capture_output=True, text=True, env=elsewhere(home) | {"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, env=build_environment(home) | {"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout), done.stderr
 

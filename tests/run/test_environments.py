@@ -67,7 +67,7 @@ class Wanting(Tiny):
     recipe = Recipe(packages=("no-such-engine-of-bedplate==1",), download_bytes=1, disk_bytes=1, check="")
 
 
-def wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
+def make_wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
     """A minimal wheel."""
     folder.mkdir(parents=True, exist_ok=True)
     base = f"{name.replace('-', '_')}-{version}"
@@ -97,7 +97,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with Tiny's wheel, as the only source of packages."""
     folder = tmp_path / "wheels"
-    wheel(folder, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "answer = 42\n"})
+    make_wheel(folder, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "answer = 42\n"})
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("UV_FIND_LINKS", str(folder))
     monkeypatch.setenv("UV_OFFLINE", "1")
@@ -119,7 +119,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def leftovers(home: Path) -> list[str]:
+def list_leftovers(home: Path) -> list[str]:
     """All files that are not environments or locks."""
     engines = home / "engines"
     odd = [path for path in engines.glob("*/*") if not (path / "bedplate.json").is_file()]
@@ -180,7 +180,7 @@ class TestMaking:
             version = "1.1"
             recipe = Recipe(packages=("bedplate-tiny-engine==1.1",), download_bytes=1, disk_bytes=1, check="import sys")
 
-        wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": ""})
+        make_wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": ""})
         old, new = make_environment(Tiny()), make_environment(Newer())
         assert old.path != new.path
         assert {environment.packages[0] for environment in installed()} == {
@@ -253,7 +253,7 @@ class TestKilled:
                 remove("llama.cpp")
         make_environment(engine("llama.cpp"))
         assert find_environment(engine("llama.cpp")) is not None
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
     def test_ctrl_c_leaves_nothing(self, own_home: Path) -> None:
         with install_process() as process:
@@ -262,7 +262,7 @@ class TestKilled:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=HANG_S)
         assert "KeyboardInterrupt" in errors
-        assert leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and installed() == []
 
 
 def test_second_process_waits_for_the_installation(own_home: Path) -> None:
@@ -272,7 +272,7 @@ def test_second_process_waits_for_the_installation(own_home: Path) -> None:
     printed = [output.splitlines() for output, _ in outputs]
     assert len({lines[-1] for lines in printed}) == 1
     assert sum(line.startswith("installing") for lines in printed for line in lines) == 1
-    assert len(installed()) == 1 and leftovers(own_home) == []
+    assert len(installed()) == 1 and list_leftovers(own_home) == []
 
 
 class TestFailing:
@@ -303,7 +303,7 @@ class TestFailing:
         assert caught.value.exit_code == 3
         assert caught.value.message == "installing Wanting failed"
         assert cause in str(caught.value.cause) and hint in str(caught.value.hint)
-        assert leftovers(own_home) == [] and find_environment(Wanting()) is None
+        assert list_leftovers(own_home) == [] and find_environment(Wanting()) is None
 
     def test_discards_engine_that_does_not_run(self, wheels: Path, own_home: Path) -> None:
         class Broken(Tiny):
@@ -323,7 +323,7 @@ class TestFailing:
             with pytest.raises(OutsideFailed, match="does not run on this machine") as caught:
                 make_environment(kind)
             assert cause in str(caught.value.cause)
-            assert leftovers(own_home) == [] and installed() == []
+            assert list_leftovers(own_home) == [] and installed() == []
 
     def test_stops_a_hanging_check(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Hanging(Tiny):
@@ -339,7 +339,7 @@ class TestFailing:
             make_environment(Hanging())
         assert "not done after" in str(caught.value.cause)
         wait_for(lambda: no_new_children([]), "uv to end")
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
     def test_unwritable_home_is_named_in_the_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
@@ -362,7 +362,7 @@ class TestFailing:
         with pytest.raises(OutsideFailed, match=r"not enough disk space for llama\.cpp: 161 MB needed") as caught:
             make_environment(engine("llama.cpp"))
         assert "BEDPLATE_HOME" in str(caught.value.hint)
-        assert leftovers(small_disk) == []
+        assert list_leftovers(small_disk) == []
 
     def test_full_disk_during_installation_leaves_nothing(
         self, wheels: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,13 +371,13 @@ class TestFailing:
             recipe = Recipe(packages=("bedplate-tiny-engine==2.0",), download_bytes=1, disk_bytes=1, check="")
 
         fat: dict[str, str | bytes] = {"bedplate_tiny_engine.py": "", "bedplate_tiny_data.bin": bytes(20_000_000)}
-        wheel(wheels, "bedplate-tiny-engine", "2.0", fat)
+        make_wheel(wheels, "bedplate-tiny-engine", "2.0", fat)
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
         with pytest.raises(OutsideFailed) as caught:
             make_environment(Fat())
         assert "No space left on device" in str(caught.value.cause)
         assert "free some space" in str(caught.value.hint)
-        assert leftovers(small_disk) == [] and shutil.disk_usage(small_disk).used < 100_000
+        assert list_leftovers(small_disk) == [] and shutil.disk_usage(small_disk).used < 100_000
 
     def test_reports_full_disk(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with (small_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
@@ -387,7 +387,7 @@ class TestFailing:
         with pytest.raises(OutsideFailed) as caught:
             make_environment(Tiny())
         assert caught.value.cause == "No space left on device" and "free some space" in str(caught.value.hint)
-        assert leftovers(small_disk / "home") == []
+        assert list_leftovers(small_disk / "home") == []
 
     def test_an_engine_without_a_recipe_cannot_be_installed(self) -> None:
         class Planned(Tiny):

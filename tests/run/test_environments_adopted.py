@@ -48,14 +48,14 @@ def theirs(tmp_path: Path) -> Path:
     return folder
 
 
-def everything(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if "__pycache__" not in str(path)}
 
 
 class TestAdopting:
     @pytest.mark.parametrize("below", ["bin/python", "."])
     def test_uses_adopted_environment_without_changing_it(self, theirs: Path, below: str, own_home: Path) -> None:
-        before = everything(theirs)
+        before = list_files(theirs)
         found = adopt(Tiny(), theirs / below)
         assert found.version == "1.5" and "bedplate-tiny-engine==1.5" in found.packages
         assert found.python == ".".join(map(str, sys.version_info[:3]))
@@ -63,7 +63,7 @@ class TestAdopting:
         assert make_environment(Tiny()) == found == find_environment(Tiny())
         assert installed() == [found]
         assert Path(found.path).is_relative_to(own_home)
-        assert everything(theirs) == before
+        assert list_files(theirs) == before
 
     def test_programs_of_bedplate_and_of_the_environment_run_in_it(self, theirs: Path) -> None:
         found = adopt(Tiny(), theirs)
@@ -168,17 +168,17 @@ class TestRefusing:
 class TestForgetting:
     def test_forget_removes_only_the_record(self, theirs: Path) -> None:
         adopt(Tiny(), theirs)
-        before = everything(theirs)
+        before = list_files(theirs)
         assert forget(Tiny()).adopted == str(theirs / "bin" / "python")
-        assert everything(theirs) == before and installed() == []
+        assert list_files(theirs) == before and installed() == []
         with pytest.raises(BadQuestion, match="no Python or program is registered for Tiny"):
             forget(Tiny())
 
     def test_removing_the_engine_forgets_the_adopted_environment(self, theirs: Path) -> None:
         adopt(Tiny(), theirs)
-        before = everything(theirs)
+        before = list_files(theirs)
         remove("tiny")
-        assert everything(theirs) == before and installed() == []
+        assert list_files(theirs) == before and installed() == []
         with pytest.raises(BadQuestion):
             forget(Tiny())
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.run.test_environments import Tiny, own_home, wheel, wheels
+from tests.run.test_environments import Tiny, make_wheel, own_home, wheels
 
 from bedplate.engines import Engine, Recipe
 from bedplate.errors import OutsideFailed
@@ -94,7 +94,7 @@ class TestBackend:
 
 
 def test_removes_packages_that_break_the_engine(wheels: Path, own_home: Path) -> None:
-    wheel(wheels, "bedplate-tiny-poison", "1.0", {"bedplate_tiny_poison.py": ""})
+    make_wheel(wheels, "bedplate-tiny-poison", "1.0", {"bedplate_tiny_poison.py": ""})
 
     class Poisoned(Tiny):
         recipe = Recipe(
@@ -108,7 +108,7 @@ def test_removes_packages_that_break_the_engine(wheels: Path, own_home: Path) ->
     assert make_environment(Poisoned()).packages == ("bedplate-tiny-engine==1.0",)
 
 
-def asking_for(path: Path, requirement: str) -> None:
+def add_requirement(path: Path, requirement: str) -> None:
     """Adds a requirement to a wheel."""
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
@@ -119,7 +119,9 @@ def asking_for(path: Path, requirement: str) -> None:
 
 
 def test_installs_bare_packages_without_dependencies(wheels: Path, own_home: Path) -> None:
-    asking_for(wheel(wheels, "bedplate-tiny-asking", "1.0", {"bedplate_tiny_asking.py": ""}), "bedplate-tiny-absent==9")
+    add_requirement(
+        make_wheel(wheels, "bedplate-tiny-asking", "1.0", {"bedplate_tiny_asking.py": ""}), "bedplate-tiny-absent==9"
+    )
 
     class Asking(Tiny):
         recipe = Recipe(

@@ -19,17 +19,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GB = 10**9
 
 
-def anything(size: int) -> bool:
+def accept_any_size(size: int) -> bool:
     return True
 
 
 def fetch_gguf(
-    reference: str, fits: Callable[[int], bool] = anything, progress: Callable[[int, int], None] | None = None
+    reference: str, fits: Callable[[int], bool] = accept_any_size, progress: Callable[[int, int], None] | None = None
 ) -> Path:
     return hub.download(hub.choose(reference, fits=fits), progress=progress)
 
 
-def content(name: str, size: int = 300_000) -> bytes:
+def make_content(name: str, size: int = 300_000) -> bytes:
     return (hashlib.sha256(name.encode()).digest() * (size // 32 + 1))[:size]
 
 
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def serving(state: Hub) -> Iterator[Hub]:
+def serve_hub(state: Hub) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -151,7 +151,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(hub, "_PAUSES_S", (0.0, 0.0))
-    for state in serving(Hub()):
+    for state in serve_hub(Hub()):
         monkeypatch.setenv("HF_ENDPOINT", state.url)
         yield state
 
@@ -160,7 +160,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def cdn() -> Iterator[Hub]:
     """A second server with the bytes, like the hub's content delivery network."""
     state = Hub()
-    for _ in serving(state):
+    for _ in serve_hub(state):
         yield state
 
 
@@ -222,7 +222,7 @@ class TestChoice:
     def test_split_files_are_one_model_with_their_total_size(self, server: Hub) -> None:
         parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": 40 * GB for n in (1, 2, 3)}
         server.sizes = {"m-Q2_K.gguf": 50 * GB, **parts}
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert [file.path for file in choice.files] == list(parts)
         assert choice.size_bytes == choice.missing_bytes == 120 * GB
         assert self.chosen(server, server.sizes, 100 * GB) == "Q2_K"
@@ -232,7 +232,7 @@ class TestChoice:
 
     def test_choice_is_complete_before_the_download(self, server: Hub, tmp_path: Path) -> None:
         server.sizes = SIZES
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert choice.name == "me/model:Q4_K_M"
         assert choice.revision == COMMIT
         assert choice.size_bytes == 5 * GB
@@ -243,7 +243,7 @@ class TestChoice:
     def test_repository_without_gguf_gets_a_hint(self, server: Hub) -> None:
         server.sizes = {"model.safetensors": 1, "config.json": 1}
         with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert caught.value.message == "me/model has no GGUF files"
         assert caught.value.cause == "it has .safetensors files"
         assert caught.value.hint is not None
@@ -253,45 +253,45 @@ class TestChoice:
 class TestRefusals:
     def test_reports_missing_repository(self, server: Hub) -> None:
         with pytest.raises(BadQuestion, match="me/other is not on the hub, or it is private"):
-            hub.choose("me/other", fits=anything)
+            hub.choose("me/other", fits=accept_any_size)
 
     @pytest.mark.parametrize("text", ["llama3", "a/b c", "", "../../etc"])
     def test_rejects_invalid_name(self, server: Hub, text: str) -> None:
         with pytest.raises(BadQuestion, match="not the name of a model"):
-            hub.choose(text, fits=anything)
+            hub.choose(text, fits=accept_any_size)
         assert server.asked == []
 
     def test_reports_gated_repository_before_the_download(self, server: Hub) -> None:
-        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": make_content("m")}, True, "hf_good"
         with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert "me/model is gated" in caught.value.message
         assert caught.value.hint is not None
         assert f"{server.url}/me/model" in caught.value.hint
         assert "hf auth login" in caught.value.hint
 
     def test_gated_repository_works_with_a_token(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": make_content("m")}, True, "hf_good"
         monkeypatch.setenv("HF_TOKEN", "hf_good")
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
 
     def test_offline(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(OutsideFailed, match="HF_HUB_OFFLINE"):
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert server.asked == []
 
     def test_no_network(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
         with pytest.raises(OutsideFailed) as caught:
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert caught.value.message == "cannot download me/model from http://127.0.0.1:9"
         assert caught.value.hint is not None
         assert "network" in caught.value.hint
 
     def test_checks_disk_space_before_downloading_from_the_hub(self, server: Hub) -> None:
         server.sizes = {"m-Q4_K_M.gguf": 10**18}
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         with pytest.raises(OutsideFailed) as caught:
             hub.download(choice)
         assert "not enough disk space for me/model:Q4_K_M" in caught.value.message
@@ -304,11 +304,11 @@ class TestDownload:
     def test_downloads_to_the_hugging_face_cache(self, server: Hub, tmp_path: Path) -> None:
         from huggingface_hub import try_to_load_from_cache
 
-        server.files = {"m-Q4_K_M.gguf": content("m")}
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
         seen: list[tuple[int, int]] = []
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         path = hub.download(choice, progress=lambda done, total: seen.append((done, total)))
-        assert path.read_bytes() == content("m")
+        assert path.read_bytes() == make_content("m")
         cache = tmp_path / "hf" / "hub"
         assert (choice.name, choice.size_bytes) == ("me/model:Q4_K_M", 300_000)
         assert choice.folder == cache / "models--me--model"
@@ -322,34 +322,36 @@ class TestDownload:
         assert not list(cache.rglob("*.incomplete"))
 
     def test_does_not_download_cached_file_again(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m")}
-        first = fetch_gguf("me/model", fits=anything)
-        choice = hub.choose("me/model", fits=anything)
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        first = fetch_gguf("me/model", fits=accept_any_size)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert choice.missing_bytes == 0
         assert hub.download(choice) == first
         assert len(server.downloads()) == 1
 
     def test_downloads_all_parts(self, server: Hub) -> None:
         names = [f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-        server.files = {name: content(name) for name in names}
+        server.files = {name: make_content(name) for name in names}
         seen: list[tuple[int, int]] = []
-        path = fetch_gguf("me/model", fits=anything, progress=lambda done, total: seen.append((done, total)))
+        path = fetch_gguf("me/model", fits=accept_any_size, progress=lambda done, total: seen.append((done, total)))
         assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
-        assert [(path.parent / Path(name).name).read_bytes() for name in names] == [content(name) for name in names]
+        assert [(path.parent / Path(name).name).read_bytes() for name in names] == [
+            make_content(name) for name in names
+        ]
         assert seen[-1] == (900_000, 900_000)
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
     def test_resumes_after_a_broken_connection(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+        data = make_content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 500_000]
-        path = fetch_gguf("me/model", fits=anything)
+        path = fetch_gguf("me/model", fits=accept_any_size)
         assert path.read_bytes() == data
         assert server.downloads() == ["", "bytes=1000000-", "bytes=1500000-"]
 
     def test_resumes_partial_file_of_an_earlier_attempt(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+        data = make_content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 0, 0, 0, 0]
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         with pytest.raises(OutsideFailed) as caught:
             hub.download(choice)
         assert caught.value.hint is not None
@@ -360,40 +362,40 @@ class TestDownload:
         assert server.downloads() == ["bytes=1000000-"]
 
     def test_restarts_download_if_the_server_supports_no_ranges(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+        data = make_content("m", 3_000_000)
         server.files, server.break_after, server.ignore_ranges = {"m-Q4_K_M.gguf": data}, [1_000_000], True
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == data
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == data
 
     def test_retries_overloaded_server(self, server: Hub) -> None:
-        server.files, server.statuses = {"m-Q4_K_M.gguf": content("m")}, [503, 503]
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        server.files, server.statuses = {"m-Q4_K_M.gguf": make_content("m")}, [503, 503]
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
 
     def test_discards_file_with_wrong_checksum(self, server: Hub, tmp_path: Path) -> None:
-        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, "0" * 64
+        server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, "0" * 64
         with pytest.raises(OutsideFailed, match="does not have the checksum"):
-            fetch_gguf("me/model", fits=anything)
+            fetch_gguf("me/model", fits=accept_any_size)
         assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
 
     @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
     def test_rejects_etag_with_a_path(self, server: Hub, tmp_path: Path, etag: str) -> None:
-        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, etag
+        server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, etag
         with pytest.raises(OutsideFailed, match="no usable ETag"):
-            fetch_gguf("me/model", fits=anything)
+            fetch_gguf("me/model", fits=accept_any_size)
         assert not list(tmp_path.rglob("*evil*"))
 
     def test_sends_token_only_to_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        server.files = {"m-Q4_K_M.gguf": content("m")}
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
         # The second server has the file under the same path, and answers like the first.
         cdn.files, server.cdn = server.files, f"{cdn.url}/me/model/resolve/main"
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
         assert cdn.downloads() == [""]
         assert all("authorization" not in headers for _, _, headers in cdn.asked)
         assert any(headers.get("authorization") == "Bearer hf_secret" for _, _, headers in server.asked)
 
     def test_concurrent_downloads_transfer_the_file_once(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m", 2_000_000)}
-        choice = hub.choose("me/model", fits=anything)
+        server.files = {"m-Q4_K_M.gguf": make_content("m", 2_000_000)}
+        choice = hub.choose("me/model", fits=accept_any_size)
         paths: list[Path] = []
         threads = [threading.Thread(target=lambda: paths.append(hub.download(choice))) for _ in range(3)]
         for thread in threads:
@@ -401,12 +403,12 @@ class TestDownload:
         for thread in threads:
             thread.join()
         assert len(paths) == 3
-        assert paths[0].read_bytes() == content("m", 2_000_000)
+        assert paths[0].read_bytes() == make_content("m", 2_000_000)
         assert len(server.downloads()) == 1
 
     def test_nothing_is_printed(self, server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
-        server.files, server.break_after = {"m-Q4_K_M.gguf": content("m", 3_000_000)}, [1_000_000]
-        fetch_gguf("me/model", fits=anything)
+        server.files, server.break_after = {"m-Q4_K_M.gguf": make_content("m", 3_000_000)}, [1_000_000]
+        fetch_gguf("me/model", fits=accept_any_size)
         assert capfd.readouterr() == ("", "")
 
 
@@ -418,7 +420,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def shard(names: dict[str, int], pad: int = 0) -> bytes:
+def make_shard(names: dict[str, int], pad: int = 0) -> bytes:
     """A safetensors file of 16-bit vectors, with a header made longer by `pad` bytes."""
     entries: dict[str, object] = {"__metadata__": {"note": "x" * pad}}
     end = 0
@@ -433,7 +435,7 @@ class TestHeadersAlone:
     def test_reads_model_facts_without_weights(self, server: Hub) -> None:
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard(
+            "model.safetensors": make_shard(
                 {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.up_proj.weight": 128}
             ),
         }
@@ -446,7 +448,7 @@ class TestHeadersAlone:
     def test_reads_header_longer_than_the_first_request(self, server: Hub) -> None:
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+            "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
         assert hub.remote_model("me/model").weight_bytes == 18
 
@@ -454,17 +456,17 @@ class TestHeadersAlone:
         server.ignore_ranges = True
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+            "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
         assert hub.remote_model("me/model").weight_bytes == 18
 
     def test_reads_shards_of_the_index(self, server: Hub) -> None:
         names = {f"model-0000{n}-of-00003.safetensors": f"model.layers.0.mlp.w{n}.weight" for n in (1, 2, 3)}
-        server.files = {file: shard({name: 100}) for file, name in names.items()}
+        server.files = {file: make_shard({name: 100}) for file, name in names.items()}
         server.files["config.json"] = json.dumps(CONFIG).encode()
         index = {"weight_map": {name: file for file, name in names.items()}}
         server.files["model.safetensors.index.json"] = json.dumps(index).encode()
-        server.files["other.safetensors"] = shard({"unrelated": 7})
+        server.files["other.safetensors"] = make_shard({"unrelated": 7})
         assert hub.remote_model("me/model").weight_bytes == 600
 
     def test_reads_hf_quant_config(self, server: Hub) -> None:
@@ -490,12 +492,12 @@ class TestHeadersAlone:
             hub.remote_model("me/model")
 
     def test_rejects_invalid_configuration(self, server: Hub) -> None:
-        server.files = {"config.json": b"<html>", "model.safetensors": shard({"a": 1})}
+        server.files = {"config.json": b"<html>", "model.safetensors": make_shard({"a": 1})}
         with pytest.raises(BadQuestion, match="not JSON"):
             hub.remote_model("me/model")
 
     def test_gguf_repository_gets_a_hint(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m")}
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
         with pytest.raises(BadQuestion, match="contains GGUF files"):
             hub.remote_model("me/model")
 

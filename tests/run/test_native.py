@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
-from tests.run.test_environments import leftovers, own_home
+from tests.run.test_environments import list_leftovers, own_home
 
 from bedplate.engines import Engine, SourceBuild, Variant, engine
 from bedplate.errors import BadQuestion, OutsideFailed
@@ -103,7 +103,7 @@ class Notes(Silent):
         self.said.append(text)
 
 
-def archive(path: Path, files: dict[str, str]) -> Path:
+def make_archive(path: Path, files: dict[str, str]) -> Path:
     with tarfile.open(path, "w:gz") as opened:
         for name, text in files.items():
             member = tarfile.TarInfo(name)
@@ -112,33 +112,33 @@ def archive(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
-def source(folder: Path, **files: str) -> Path:
+def make_source(folder: Path, **files: str) -> Path:
     folder.mkdir(exist_ok=True)
     everything = {"CMakeLists.txt": CMAKE, "main.cpp": MAIN, **files}
-    return archive(folder / ARCHIVE, {f"{TREE}/{name}": text for name, text in everything.items()})
+    return make_archive(folder / ARCHIVE, {f"{TREE}/{name}": text for name, text in everything.items()})
 
 
 @pytest.fixture
 def sources(tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the source package, as on an air-gapped site."""
     folder = tmp_path / "links"
-    source(folder)
+    make_source(folder)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("UV_FIND_LINKS", str(folder))
     monkeypatch.setenv("UV_OFFLINE", "1")
     return folder
 
 
-def says(environment: Environment) -> str:
+def run_version(environment: Environment) -> str:
     argv = command(environment, Launch(argv=("tiny-server", "--version")))
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def good(environment: Environment) -> Verdict:
-    return Verdict(runs=True, right=True, why=f"it says {says(environment)}")
+def accept_build(environment: Environment) -> Verdict:
+    return Verdict(runs=True, right=True, why=f"it says {run_version(environment)}")
 
 
-def made(trial: Callable[[Environment], Verdict] = good, notes: Notes | None = None) -> Environment:
+def build(trial: Callable[[Environment], Verdict] = accept_build, notes: Notes | None = None) -> Environment:
     return build_environment(Built(), HARDWARE, "cpu", trial, notes)
 
 
@@ -146,8 +146,8 @@ def made(trial: Callable[[Environment], Verdict] = good, notes: Notes | None = N
 class TestBuilding:
     def test_builds_from_a_local_folder(self, sources: Path, own_home: Path) -> None:
         notes = Notes()
-        found = made(notes=notes)
-        assert says(found) == "version: 7 (fast)"
+        found = build(notes=notes)
+        assert run_version(found) == "version: 7 (fast)"
         assert found.built and found.version == "1.0-native" and found.packages == ("bedplate-tiny-source==1.0",)
         assert installed() == [found] and built_here(Built(), HARDWARE, "cpu") == found
         assert command(found, Launch(argv=("made/by/hand/bin/tiny-server", "--port", "1"))) == [
@@ -158,26 +158,26 @@ class TestBuilding:
         assert any("about" in note and "estimate: guessed" in note for note in notes.said)
 
     def test_keeps_only_the_programs(self, sources: Path, own_home: Path) -> None:
-        found = made()
+        found = build()
         assert sorted(path.name for path in Path(found.path).rglob("*")) == ["bedplate.json", "bin", "tiny-server"]
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
         assert found.disk_bytes == (Path(found.path) / "bin" / "tiny-server").stat().st_size
 
     def test_a_second_call_builds_nothing(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        first = made()
+        first = build()
         monkeypatch.setattr(native, "take_source", None)
-        assert made() == first
+        assert build() == first
 
     def test_accepts_published_file_without_a_note(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Published(Built):
             build = msgspec.structs.replace(BUILD, sha256=hashlib.sha256((sources / ARCHIVE).read_bytes()).hexdigest())
 
         notes = Notes()
-        build_environment(Published(), HARDWARE, "cpu", good, notes)
+        build_environment(Published(), HARDWARE, "cpu", accept_build, notes)
         assert not any("not the published file" in note for note in notes.said)
 
     def test_native_build_is_removed_with_the_engine(self, sources: Path, own_home: Path) -> None:
-        made()
+        build()
         assert len(remove("built")) == 1
         assert installed() == [] and built_here(Built(), HARDWARE, "cpu") is None
 
@@ -187,7 +187,7 @@ class TestBuilding:
         whole = toolchain("Built", "cpu", os.environ)
         lacking = msgspec.structs.replace(whole, ninja=None)
         monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
-        assert says(made()) == "version: 7 (fast)"
+        assert run_version(build()) == "version: 7 (fast)"
 
 
 @needs_tools
@@ -197,9 +197,9 @@ def test_installs_missing_cmake_and_ninja(sources: Path, own_home: Path, monkeyp
     lacking = msgspec.structs.replace(whole, cmake=None, ninja=None, make=None)
     monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
     notes = Notes()
-    assert says(made(notes=notes)) == "version: 7 (fast)"
+    assert run_version(build(notes=notes)) == "version: 7 (fast)"
     assert any("cmake==" in note and "ninja==" in note for note in notes.said)
-    assert leftovers(own_home) == []
+    assert list_leftovers(own_home) == []
 
 
 @needs_tools
@@ -211,7 +211,7 @@ class TestFetching:
         folder = tmp_path / "simple" / "bedplate-tiny-source"
         folder.mkdir(parents=True)
         top = TREE.partition("/")[0]
-        self.file = archive(
+        self.file = make_archive(
             folder / ARCHIVE,
             {
                 f"{top}/pyproject.toml": '[build-system]\nrequires = ["scikit-build-core"]\n'
@@ -235,14 +235,14 @@ class TestFetching:
 
     def test_builds_pinned_source_package(self, own_home: Path) -> None:
         engine = self.pinned(hashlib.sha256(self.file.read_bytes()).hexdigest())
-        assert says(build_environment(engine, HARDWARE, "cpu", good)) == "version: 7 (fast)"
-        assert leftovers(own_home) == []
+        assert run_version(build_environment(engine, HARDWARE, "cpu", accept_build)) == "version: 7 (fast)"
+        assert list_leftovers(own_home) == []
 
     def test_rejects_source_package_with_another_hash(self, own_home: Path) -> None:
         with pytest.raises(OutsideFailed, match="fetching bedplate-tiny-source") as caught:
-            build_environment(self.pinned("0" * 64), HARDWARE, "cpu", good)
+            build_environment(self.pinned("0" * 64), HARDWARE, "cpu", accept_build)
         assert "ash mismatch" in str(caught.value.cause)
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
 
 @needs_tools
@@ -251,15 +251,15 @@ class TestTrials:
         notes = Notes()
 
         def dies(environment: Environment) -> Verdict:
-            if "fast" in says(environment):
+            if "fast" in run_version(environment):
                 return Verdict(runs=False, right=False, why="it met an illegal instruction")
             return Verdict(runs=True, right=True, why="fine")
 
-        found = made(dies, notes)
-        assert says(found) == "version: 7 (safe)"
+        found = build(dies, notes)
+        assert run_version(found) == "version: 7 (safe)"
         assert "without LUCK" in found.notes and "fine" in found.notes
         assert any("illegal instruction" in note and "without LUCK" in note for note in notes.said)
-        assert made(good) == found  # without the first variant, which is known to crash
+        assert build(accept_build) == found  # without the first variant, which is known to crash
 
     def test_build_that_never_runs_is_not_repeated(
         self, sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,80 +267,82 @@ class TestTrials:
         tried: list[str] = []
 
         def dies(environment: Environment) -> Verdict:
-            tried.append(says(environment))
+            tried.append(run_version(environment))
             return Verdict(runs=False, right=False, why=f"death {len(tried)}")
 
         with pytest.raises(NotUsable, match="death 2"):
-            made(dies)
+            build(dies)
         assert tried == ["version: 7 (fast)", "version: 7 (safe)"]
         assert installed() == []
         monkeypatch.setattr(native, "take_source", None)
         with pytest.raises(NotUsable, match="an earlier build failed its test: death 2"):
-            made(dies)
+            build(dies)
 
     def test_wrong_answers_do_not_cause_another_variant(self, sources: Path) -> None:
         tried: list[str] = []
 
         def wrong(environment: Environment) -> Verdict:
-            tried.append(says(environment))
+            tried.append(run_version(environment))
             return Verdict(runs=True, right=False, why="nonsense", evidence=("after 'a' it says 'b'",))
 
         for _ in range(2):
             with pytest.raises(NotUsable, match="nonsense") as caught:
-                made(wrong)
+                build(wrong)
             assert caught.value.evidence == ("after 'a' it says 'b'",)
         assert len(tried) == 1 and installed() == []
 
     def test_build_is_tested_before_it_is_stored(self, sources: Path) -> None:
         def looks(environment: Environment) -> Verdict:
-            assert installed() == [] and says(environment)
+            assert installed() == [] and run_version(environment)
             return Verdict(runs=True, right=True, why="")
 
-        found = made(looks)
+        found = build(looks)
         assert installed() == [found]
 
 
 @needs_tools
 class TestFailing:
     def test_reports_source_that_does_not_compile(self, sources: Path, own_home: Path) -> None:
-        source(sources, **{"main.cpp": "int main() { return nothing; }\n"})
+        make_source(sources, **{"main.cpp": "int main() { return nothing; }\n"})
         with pytest.raises(OutsideFailed, match="building Built failed") as caught:
-            made()
+            build()
         assert "nothing" in str(caught.value.cause) and "error" in str(caught.value.cause)
         log = Path(str(caught.value.hint).partition(": ")[2])
         assert "main.cpp" in log.read_text()
-        assert leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and installed() == []
 
     def test_reports_source_that_cannot_be_configured(self, sources: Path, own_home: Path) -> None:
-        source(sources, **{"CMakeLists.txt": "cmake_minimum_required(VERSION 3.14)\nmessage(FATAL_ERROR no-luck)\n"})
+        make_source(
+            sources, **{"CMakeLists.txt": "cmake_minimum_required(VERSION 3.14)\nmessage(FATAL_ERROR no-luck)\n"}
+        )
         with pytest.raises(OutsideFailed, match="configuring Built failed") as caught:
-            made()
+            build()
         assert "no-luck" in str(caught.value.cause)
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
     def test_reports_truncated_source_archive(self, sources: Path, own_home: Path) -> None:
         whole = (sources / ARCHIVE).read_bytes()
         (sources / ARCHIVE).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(OutsideFailed, match="cannot extract"):
-            made()
-        assert leftovers(own_home) == []
+            build()
+        assert list_leftovers(own_home) == []
 
     def test_reports_missing_source(self, sources: Path, own_home: Path) -> None:
         (sources / ARCHIVE).unlink()
         with pytest.raises(OutsideFailed, match=r"fetching bedplate-tiny-source==1\.0 failed"):
-            made()
-        assert leftovers(own_home) == []
+            build()
+        assert list_leftovers(own_home) == []
 
     def test_checks_disk_space_before_the_build(self, sources: Path) -> None:
         class Huge(Built):
             build = msgspec.structs.replace(BUILD, disk_bytes=1 << 60)
 
         with pytest.raises(OutsideFailed, match="not enough disk space for building Built"):
-            build_environment(Huge(), HARDWARE, "cpu", good)
+            build_environment(Huge(), HARDWARE, "cpu", accept_build)
 
     def test_rejects_engine_without_source_build(self, own_home: Path) -> None:
         with pytest.raises(BadQuestion, match="does not build"):
-            build_environment(engine("vllm"), HARDWARE, "cpu", good)
+            build_environment(engine("vllm"), HARDWARE, "cpu", accept_build)
 
 
 INTERRUPTED = """
@@ -359,7 +361,7 @@ add_custom_target(tiny-server COMMAND ${CMAKE_COMMAND} -E sleep 600)
 @needs_tools
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path, number: signal.Signals) -> None:
-    source(sources, **{"CMakeLists.txt": SLOW})
+    make_source(sources, **{"CMakeLists.txt": SLOW})
     argv, here = [sys.executable, "-c", INTERRUPTED], Path(__file__).parents[2]
     process = subprocess.Popen(argv, cwd=here, stderr=subprocess.PIPE)
     sleeping: list[psutil.Process] = []
@@ -367,7 +369,7 @@ def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path
     def compiles() -> bool:
         assert process.poll() is None, process.stderr and process.stderr.read()
         below = psutil.Process(process.pid).children(recursive=True)
-        sleeping[:] = [one for one in below if "sleep" in " ".join(_cmdline(one))]
+        sleeping[:] = [one for one in below if "sleep" in " ".join(_read_cmdline(one))]
         return bool(sleeping)
 
     wait_for(compiles, "the build to be under way")
@@ -376,14 +378,14 @@ def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path
     wait_for(lambda: not any(one.is_running() for one in sleeping), "its processes to end")
     assert installed() == []
     if number == signal.SIGINT:
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
     else:  # the killed process could not clean up; the next build does
-        source(sources)
-        made()
-        assert leftovers(own_home) == []
+        make_source(sources)
+        build()
+        assert list_leftovers(own_home) == []
 
 
-def _cmdline(process: psutil.Process) -> list[str]:
+def _read_cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
@@ -491,19 +493,21 @@ class TestProgress:
 
 class TestUnpacking:
     def test_extracts_one_folder(self, tmp_path: Path) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"p/vendor/x/CMakeLists.txt": "1", "p/vendor/x/s/f": "2", "p/other": "3"})
+        path = make_archive(
+            tmp_path / "a.tar.gz", {"p/vendor/x/CMakeLists.txt": "1", "p/vendor/x/s/f": "2", "p/other": "3"}
+        )
         unpack(path, "p/vendor/x", tmp_path / "to")
         assert sorted(file.name for file in (tmp_path / "to").rglob("*")) == ["CMakeLists.txt", "f", "s"]
 
     @pytest.mark.parametrize("name", ["p/../../evil", "/evil", "p/x/../../../evil"])
     def test_extracts_nothing_outside_the_target(self, tmp_path: Path, name: str) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})
+        path = make_archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})
         with contextlib.suppress(OutsideFailed):
             unpack(path, "p/x", tmp_path / "deep" / "to")
         assert not (tmp_path / "evil").exists() and not Path("/evil").exists() and not (tmp_path / "deep/evil").exists()
 
     def test_rejects_archive_of_another_package(self, tmp_path: Path) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
+        path = make_archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
         with pytest.raises(OutsideFailed, match="does not contain"):
             unpack(path, "p/x", tmp_path / "to")
 

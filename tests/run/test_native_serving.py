@@ -27,7 +27,7 @@ __all__ = ["own_home"]
 LLAMA = engine("llama.cpp")
 
 
-def environment(path: Path, version: str, **more: Any) -> Environment:
+def make_environment_record(path: Path, version: str, **more: Any) -> Environment:
     return Environment(
         engine="llama.cpp", version=version, path=str(path), packages=(), python="", made_at="", disk_bytes=0, **more
     )
@@ -86,7 +86,7 @@ class TestFailedBuild:
             raise NotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
 
         monkeypatch.setattr(ready, "native_environment", refuses)
-        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "packaged"))
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
 
     def test_cpu_falls_back_to_the_packaged_engine_with_a_warning(self) -> None:
         notes = Notes()
@@ -114,9 +114,9 @@ class TestTunedBuild:
 
     @pytest.mark.parametrize("there", [True, False])
     def test_uses_tuned_native_build(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        built = environment(tmp_path, "built", built=True)
+        built = make_environment_record(tmp_path, "built", built=True)
         monkeypatch.setattr(ready, "usable_build", lambda *_: built if there else None)
-        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "packaged"))
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
         on, notes = machine("cpu"), Notes()
         plain = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         tuned = turned_plan(plain, (build_knob(),), {"build": "native"})
@@ -135,7 +135,7 @@ class TestTrial:
         program = tmp_path / "bin" / "llama-server"
         program.write_text(f"#!/bin/sh\necho $OMP_WAIT_POLICY > '{tmp_path}/policy'\nkill -ILL $$\n")
         program.chmod(0o755)
-        dead = environment(tmp_path, "native", program="bin/llama-server", built=True)
+        dead = make_environment_record(tmp_path, "native", program="bin/llama-server", built=True)
         facts = builtin_facts()
         found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
         assert not found.runs and "SIGILL" in found.why

@@ -80,7 +80,7 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def environment(folder: Path, engine: str = "fake") -> Environment:
+def make_fake_environment(folder: Path, engine: str = "fake") -> Environment:
     """Like an engine's environment: an interpreter, and programs next to it."""
     if not folder.exists():
         (folder / "bin").mkdir(parents=True)
@@ -107,7 +107,7 @@ def step(program: str, source: str | Path, where: str, **more: int) -> Preparati
     return Preparation(kind="convert", what=where, where=where, argv=(program, str(source), where), **more)  # type: ignore[arg-type]
 
 
-def leftovers() -> list[str]:
+def list_leftovers() -> list[str]:
     return [path.name for path in prepared_dir().glob(".*")] if prepared_dir().is_dir() else []
 
 
@@ -131,7 +131,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Envi
     monkeypatch.setattr(module, "all_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
     monkeypatch.setattr(module, "gguf_server", lambda own, progress: None)
-    return environment(tmp_path / "env")
+    return make_fake_environment(tmp_path / "env")
 
 
 def read_record(folder: Path) -> Prepared:
@@ -153,7 +153,7 @@ class TestOnce:
         assert folder is not None and folder.parent == prepared_dir()
         assert (folder / "folder" / "weights").read_text() == "bits+"
         assert (folder / "folder-8-BIT" / "weights").read_text() == "bits++"
-        assert leftovers() == []
+        assert list_leftovers() == []
 
     def test_without_steps_there_is_no_folder(self, own: Environment, source: Path, own_home: Path) -> None:
         install = Preparation(kind="install", what="fake==1", where="an environment of its own")
@@ -264,11 +264,11 @@ pathlib.Path(sys.argv[2], "weights").write_text("made with " + pathlib.Path("ker
 """
 
 
-def card(name: str) -> Hardware:
+def make_hardware(name: str) -> Hardware:
     return simulated({"accelerator": name, "count": 2, "ram_gb": 64, "os": "linux"})
 
 
-ADA, HOPPER = card("RTX 4090"), card("H100 SXM")
+ADA, HOPPER = make_hardware("RTX 4090"), make_hardware("H100 SXM")
 
 
 class Kernels:
@@ -420,7 +420,7 @@ class TestWhere:
     def test_step_runs_in_the_environment_that_it_names(
         self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        other = environment(tmp_path / "other env", "other")
+        other = make_fake_environment(tmp_path / "other env", "other")
         (Path(own.path) / "bin" / "make").unlink()
         monkeypatch.setattr(module, "find_environment", lambda engine: other)
         folder = prepare(plan_for(source), [replaced(step("make", source, "folder"), within="other")], own)
@@ -441,7 +441,9 @@ class TestWhere:
         notes = Notes()
         monkeypatch.setattr(module, "find_environment", lambda engine: None)
         monkeypatch.setattr(
-            module, "make_environment", lambda engine, progress: environment(tmp_path / "other env", engine.id)
+            module,
+            "make_environment",
+            lambda engine, progress: make_fake_environment(tmp_path / "other env", engine.id),
         )
         folder = prepare(plan_for(source), [step("unpack", source, "folder")], own, notes)
         assert folder is not None and (folder / "folder" / "weights").read_text() == "bits+"
@@ -504,7 +506,7 @@ class TestCompared:
             prepare(plan_for(source), [step("make", source, "folder")], own)
         assert caught.value.message == "folder: the result differs from its source and was discarded"
         assert "3 of 40 clear next tokens" in str(caught.value.cause) and "not 'z'" in str(caught.value.cause)
-        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
     def test_keeps_result_that_cannot_be_compared_with_a_note(self, own: Environment, source: Path) -> None:
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
@@ -522,7 +524,7 @@ class TestFailing:
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "no such thing")
         log = Path(str(caught.value.hint).rpartition(": ")[2])
         assert log.is_relative_to(own_home) and "what it did" in log.read_text()
-        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
     def test_explains_failure_known_to_the_engine(
         self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
@@ -539,7 +541,7 @@ class TestFailing:
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [idle], own)
         assert caught.value.cause == "it ended without creating it; its last line of output: done"
-        assert leftovers() == []
+        assert list_leftovers() == []
 
     def test_step_without_command_is_an_error(self, own: Environment, source: Path) -> None:
         with pytest.raises(OutsideFailed, match="cannot prepare it"):
@@ -605,10 +607,10 @@ class TestKilled:
         wait_for(lambda: gone(below), "the program to end too")
         assert not list(prepared_dir().glob("*/bedplate.json"))
         if number == signal.SIGINT:
-            assert leftovers() == []
+            assert list_leftovers() == []
         (Path(own.path) / "bin" / "hang").write_text(MAKE)
         assert prepare(plan_for(source), [step("hang", source, "folder")], own) is not None
-        assert leftovers() == []
+        assert list_leftovers() == []
 
     def test_second_process_waits_for_the_step(self, start: object) -> None:
         both = [start("make") for _ in range(2)]  # type: ignore[operator]

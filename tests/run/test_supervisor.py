@@ -83,7 +83,7 @@ class Recorder(Backend):
             self.seen_progress.append(value)
 
 
-def fake_environment(folder: Path, script: str) -> Environment:
+def make_fake_environment(folder: Path, script: str) -> Environment:
     """Like an engine's environment: an interpreter, and a program next to it."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
@@ -93,13 +93,13 @@ def fake_environment(folder: Path, script: str) -> Environment:
     )
 
 
-def real_plan(model_file: Path) -> Plan:
+def make_real_plan(model_file: Path) -> Plan:
     model = replaced(builtin_facts(), files=(str(model_file),))
     workload = Workload(concurrency=1, context_tokens=1024)
     return plan(decide(probe(), model, workload), model, workload)
 
 
-def below() -> list[psutil.Process]:
+def list_descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
@@ -123,7 +123,7 @@ def supervise(
     backend = Recorder()
 
     async def run() -> None:
-        one = Supervisor(real_plan(model_file), kind or Fake(), environment, backend, log)
+        one = Supervisor(make_real_plan(model_file), kind or Fake(), environment, backend, log)
         one.start()
         try:
             async with asyncio.timeout(HANG_S):
@@ -132,11 +132,11 @@ def supervise(
             await one.stop()
 
     loop(run())
-    assert not below()
+    assert not list_descendants()
     return backend
 
 
-async def failing(one: Supervisor) -> OutsideFailed:
+async def expect_failure(one: Supervisor) -> OutsideFailed:
     with pytest.raises(OutsideFailed) as caught:
         await one.ready()
     return caught.value
@@ -186,7 +186,7 @@ class TestTheRealEngine:
 
     def test_missing_file_is_not_retried(self, llama_environment: Environment, tmp_path: Path) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf is not there any more"
             assert str(tmp_path / "log") in str(error.hint)
 
@@ -202,7 +202,7 @@ class TestTheRealEngine:
             file.write_bytes(whole.read(20_000_000))
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            assert "the model file is damaged" in (await failing(one)).message
+            assert "the model file is damaged" in (await expect_failure(one)).message
 
         backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
         assert backend.restarts == 0
@@ -228,10 +228,10 @@ class TestTheRealEngine:
 
 class TestGivingUp:
     def test_stops_after_three_early_exits(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import sys; print('why I died'); sys.exit(3)")
+        environment = make_fake_environment(tmp_path / "env", "import sys; print('why I died'); sys.exit(3)")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == "Fake did not start: it ended with status 3: why I died"
             assert error.exit_code == 3
 
@@ -241,20 +241,22 @@ class TestGivingUp:
         assert (tmp_path / "log").read_text().count("why I died") == EARLY_DEATHS
 
     def test_reads_last_line_without_newline(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import sys; sys.stderr.write('half a line'); sys.exit(9)")
+        environment = make_fake_environment(
+            tmp_path / "env", "import sys; sys.stderr.write('half a line'); sys.exit(9)"
+        )
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            assert (await failing(one)).message.endswith("it ended with status 9: half a line")
+            assert (await expect_failure(one)).message.endswith("it ended with status 9: half a line")
 
         supervise(environment, tmp_path / "log", then)
         assert (tmp_path / "log").read_text().count("half a line\n") == EARLY_DEATHS
 
     def test_reports_engine_that_cannot_be_started(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "")
+        environment = make_fake_environment(tmp_path / "env", "")
         environment.interpreter.unlink()
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            message = (await failing(one)).message
+            message = (await expect_failure(one)).message
             assert "it could not be started: " in message and "No such file" in message
 
         supervise(environment, tmp_path / "log", then)
@@ -264,12 +266,12 @@ class TestGivingUp:
         monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
         monkeypatch.setattr(module, "EARLY_DEATHS", 2)
         hang = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('hm', flush=True)"
-        environment = fake_environment(tmp_path / "env", f"{hang}\nwhile True: time.sleep(600)")
+        environment = make_fake_environment(tmp_path / "env", f"{hang}\nwhile True: time.sleep(600)")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == "Fake did not start: it was not ready after 500 ms"
-            await until(lambda: not below(), "the engine to be killed")
+            await until(lambda: not list_descendants(), "the engine to be killed")
 
         backend = supervise(environment, tmp_path / "log", then)
         assert backend.restarts == 1
@@ -281,11 +283,11 @@ class TestGivingUp:
         monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
         monkeypatch.setattr(module, "EARLY_DEATHS", 1)
         mute = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
-        environment = fake_environment(tmp_path / "env", f"{mute}\nwhile True: c = s.accept()")
+        environment = make_fake_environment(tmp_path / "env", f"{mute}\nwhile True: c = s.accept()")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             began = time.monotonic()
-            assert "not ready after 1.0 s" in (await failing(one)).message
+            assert "not ready after 1.0 s" in (await expect_failure(one)).message
             assert time.monotonic() - began < 30
 
         supervise(environment, tmp_path / "log", then)
@@ -300,7 +302,7 @@ class TestGivingUp:
                 await one.ready()
             assert backend.state == "failed" and backend.reason == "a mistake"
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
 
 
 class TestStopping:
@@ -308,7 +310,7 @@ class TestStopping:
     def test_stops_at_any_moment_of_the_start(
         self, tmp_path: Path, loop: Callable[[Coroutine[Any, Any, None]], None]
     ) -> None:
-        environment = fake_environment(tmp_path / "env", HEALTHY)
+        environment = make_fake_environment(tmp_path / "env", HEALTHY)
 
         def after(turns: int) -> Callable[[Supervisor, Recorder], Coroutine[Any, Any, None]]:
             async def then(one: Supervisor, backend: Recorder) -> None:
@@ -324,7 +326,7 @@ class TestStopping:
         async def then(one: Supervisor, backend: Recorder) -> None:
             await until(lambda: backend.state == "restarting", "the first death")
 
-        backend = supervise(fake_environment(tmp_path / "env", "exit(1)"), tmp_path / "log", then)
+        backend = supervise(make_fake_environment(tmp_path / "env", "exit(1)"), tmp_path / "log", then)
         assert backend.states == ["loading", "restarting", "stopped"]
 
     def test_kills_engine_that_ignores_sigterm(self, tmp_path: Path) -> None:
@@ -341,10 +343,10 @@ class TestStopping:
             assert process.code == -signal.SIGKILL
 
         asyncio.run(run())
-        assert not below()
+        assert not list_descendants()
 
     def test_engine_ends_when_bedplate_is_killed(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", HEALTHY)
+        environment = make_fake_environment(tmp_path / "env", HEALTHY)
         argv = [str(environment.interpreter), str(environment.interpreter.parent / "fake"), str(free_port())]
         code = f"""
 import asyncio, os, pathlib
@@ -473,7 +475,7 @@ class TestLog:
             path.unlink()
             path.symlink_to("/dev/full")
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), path, then)
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), path, then)
 
     def test_log_that_cannot_be_opened_loses_only_lines(self, tmp_path: Path) -> None:
         (tmp_path / "a file").write_text("")
@@ -482,7 +484,7 @@ class TestLog:
             await one.ready()
             assert one.log.text().splitlines()[1:] == ["listening"]
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
 
     def test_error_in_progress_parser_does_not_block_the_engine(self, tmp_path: Path) -> None:
         class Confused(Fake):
@@ -493,11 +495,13 @@ class TestLog:
             await one.ready()
 
         chatty = "print('x' * 1_000_000, flush=True)\n" + HEALTHY
-        supervise(fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
+        supervise(make_fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
         assert "# bedplate could not parse the previous line: KeyError('listening')" in (tmp_path / "log").read_text()
 
     def test_engine_gets_supervised_variables(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import os; print(os.environ['FAKE'], flush=True)" + HEALTHY)
+        environment = make_fake_environment(
+            tmp_path / "env", "import os; print(os.environ['FAKE'], flush=True)" + HEALTHY
+        )
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             await one.ready()

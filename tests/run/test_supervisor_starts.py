@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.run.test_supervisor import HEALTHY, Fake, Recorder, fake_environment, real_plan
+from tests.run.test_supervisor import HEALTHY, Fake, Recorder, make_fake_environment, make_real_plan
 
 from bedplate.errors import OutsideFailed
 from bedplate.home import home
@@ -31,7 +31,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Supervisor:
     async def run() -> Supervisor:
         one = Supervisor(
-            real_plan(folder / "model.gguf"), Fake(), environment, Recorder(), folder / "log", lambda text: None, cwd
+            make_real_plan(folder / "model.gguf"),
+            Fake(),
+            environment,
+            Recorder(),
+            folder / "log",
+            lambda text: None,
+            cwd,
         )
         one.start()
         try:
@@ -46,13 +52,13 @@ def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Su
 @pytest.mark.usefixtures("impatient")
 class TestStartLimit:
     def test_limit_is_extended_while_the_engine_uses_the_cpu(self, tmp_path: Path) -> None:
-        one = start(fake_environment(tmp_path / "env", SLOWLY), tmp_path)
+        one = start(make_fake_environment(tmp_path / "env", SLOWLY), tmp_path)
         assert one.backend.restarts == 0
 
     def test_extension_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LONGEST_START_S", 1.0)
         with pytest.raises(OutsideFailed, match="Fake did not start: it was not ready after"):
-            start(fake_environment(tmp_path / "env", CIRCLES), tmp_path)
+            start(make_fake_environment(tmp_path / "env", CIRCLES), tmp_path)
 
 
 def test_cpu_time_includes_descendants() -> None:
@@ -76,7 +82,7 @@ def test_starts_in_the_folder_of_its_weights_and_offline(tmp_path: Path, monkeyp
 
     monkeypatch.setenv("HF_TOKEN", "secret")
     (tmp_path / "prepared").mkdir()
-    start(fake_environment(tmp_path / "env", TELLING), tmp_path, tmp_path / "prepared")
+    start(make_fake_environment(tmp_path / "env", TELLING), tmp_path, tmp_path / "prepared")
     told = next(line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("["))
     cwd, env = json.loads(told)
     assert cwd == str(tmp_path / "prepared")
@@ -85,7 +91,7 @@ def test_starts_in_the_folder_of_its_weights_and_offline(tmp_path: Path, monkeyp
 
 
 def test_last_words_exclude_lines_of_bedplate(tmp_path: Path) -> None:
-    one = start(fake_environment(tmp_path / "env", HEALTHY), tmp_path)
+    one = start(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path)
     assert one.last_words == "listening"
     one.log.tail.clear()
     one.log.tail.append("# ours")

@@ -13,7 +13,7 @@ from bedplate.run.uv import environment, failure, python_for_engines, reasons, t
 CAPTURES = Path(__file__).parent.parent / "captures" / "uv"
 
 
-def captures(kind: str) -> list[str]:
+def read_captures(kind: str) -> list[str]:
     found = sorted(CAPTURES.glob(f"*-{kind}.txt"))
     assert len(found) == 2
     return [path.read_text(encoding="utf-8") for path in found]
@@ -36,7 +36,7 @@ def captures(kind: str) -> list[str]:
     ],
 )
 def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: str, hint: str) -> None:
-    for output in captures(kind):
+    for output in read_captures(kind):
         error = failure("installing it", output)
         assert error.message == "installing it failed" and error.exit_code == 3
         assert error.cause is not None and hint in str(error.hint)
@@ -46,12 +46,12 @@ def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: st
 
 
 def test_error_names_the_unreachable_url() -> None:
-    for output in captures("refused"):
+    for output in read_captures("refused"):
         assert "https://index.example/simple/xllamacpp/" in str(failure("x", output).cause)
 
 
 def test_joins_cause_over_several_lines() -> None:
-    newest, oldest = captures("not-found")
+    newest, oldest = read_captures("not-found")
     assert reasons(oldest) == reasons(newest)
     assert len(reasons(oldest)) == 2
 

@@ -101,7 +101,7 @@ def tree() -> Iterator[Tree]:
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
 
 
-def line(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -117,16 +117,16 @@ def say(process: subprocess.Popen[str], word: str) -> None:
     process.stdin.flush()
 
 
-def started_pid(process: subprocess.Popen[str]) -> int:
-    word, pid = line(process).split()
+def read_started_pid(process: subprocess.Popen[str]) -> int:
+    word, pid = read_line(process).split()
     assert word == "started"
     return int(pid)
 
 
 def test_reports_output_and_exit_status(tree: Tree) -> None:
     warden = tree.guard("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
-    assert started_pid(warden) > 0
-    assert line(warden) == "exited 7"
+    assert read_started_pid(warden) > 0
+    assert read_line(warden) == "exited 7"
     assert warden.wait(HANG_S) == 7
     assert warden.stderr is not None
     assert sorted(warden.stderr.read().split("\n")) == ["", "to stderr", "to stdout"]
@@ -134,14 +134,14 @@ def test_reports_output_and_exit_status(tree: Tree) -> None:
 
 def test_reports_signal_that_ended_the_engine(tree: Tree) -> None:
     warden = tree.guard("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    started_pid(warden)
-    assert line(warden) == f"exited {-signal.SIGSEGV}"
+    read_started_pid(warden)
+    assert read_line(warden) == f"exited {-signal.SIGSEGV}"
     assert warden.wait(HANG_S) == 128 + signal.SIGSEGV
 
 
 def test_reports_program_that_cannot_be_executed(tree: Tree, tmp_path: Path) -> None:
     warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
-    report = line(warden)
+    report = read_line(warden)
     assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
     assert warden.wait(HANG_S) == 127
 
@@ -149,38 +149,38 @@ def test_reports_program_that_cannot_be_executed(tree: Tree, tmp_path: Path) -> 
 def test_t_sends_sigterm_and_k_sends_sigkill(tree: Tree) -> None:
     polite = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('up', flush=True)"
     warden = tree.guard(f"{polite}\nwhile True: time.sleep(600)")
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "up"
     say(warden, "t")
-    assert line(warden) == "exited 3"
+    assert read_line(warden) == "exited 3"
 
     deaf = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
     warden = tree.guard(f"{deaf}; print('up', flush=True)\nwhile True: time.sleep(600)")
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "up"
     say(warden, "t")
     assert log_line(warden) == "heard"
     assert warden.poll() is None
     say(warden, "k")
-    assert line(warden) == f"exited {-signal.SIGKILL}"
+    assert read_line(warden) == f"exited {-signal.SIGKILL}"
 
 
 def test_warden_ignores_terminal_signals(tree: Tree) -> None:
     warden = tree.guard("import sys; print('up', flush=True); sys.stdin.read()")
-    pid = started_pid(warden)
+    pid = read_started_pid(warden)
     assert log_line(warden) == "up"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         warden.send_signal(number)
     assert psutil.Process(pid).is_running() and warden.poll() is None
     # The engine has the default handlers for these signals, though the warden ignores them.
     os.kill(pid, signal.SIGTERM)
-    assert line(warden) == f"exited {-signal.SIGTERM}"
+    assert read_line(warden) == f"exited {-signal.SIGTERM}"
 
 
 @pytest.mark.parametrize("how", ["lifeline", "kill", "exit"])
 def test_process_tree_ends_with_the_engine(tree: Tree, how: str) -> None:
     warden = tree.guard(TREE + "input()" if how == "exit" else FOREVER)
-    engine = started_pid(warden)
+    engine = read_started_pid(warden)
     assert {log_line(warden), log_line(warden)} == {"up", "daemon is up"}
     assert len(tree.alive()) == 2 + IN_TREE
     if how == "lifeline":
@@ -196,7 +196,7 @@ def test_process_tree_ends_with_the_engine(tree: Tree, how: str) -> None:
 
 def test_process_tree_ends_when_the_lifeline_closes(tree: Tree) -> None:
     holder = tree.start([sys.executable, "-c", HOLDER, *guarded([sys.executable, "-c", FOREVER])])
-    assert line(holder).startswith("started")
+    assert read_line(holder).startswith("started")
     assert {log_line(holder), log_line(holder)} == {"up", "daemon is up"}
     assert len(tree.alive()) == 3 + IN_TREE
     holder.kill()
@@ -205,7 +205,7 @@ def test_process_tree_ends_when_the_lifeline_closes(tree: Tree) -> None:
 
 def test_engine_ends_when_the_warden_is_killed(tree: Tree) -> None:
     warden = tree.guard("import time; print('up', flush=True); time.sleep(600)")
-    engine = psutil.Process(started_pid(warden))
+    engine = psutil.Process(read_started_pid(warden))
     assert log_line(warden) == "up"
     warden.kill()
     wait_for(lambda: not engine.is_running(), "the engine to be killed")
@@ -229,7 +229,7 @@ if os.fork() == 0:
 time.sleep(600)
 """
     warden = tree.guard(chain)
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "running"
     say(warden, "k")
     # Its processes are too short-lived to be listed, but they hold the other end of the log.
@@ -249,7 +249,7 @@ for number in range(400):
 time.sleep(600)
 """
     warden = tree.guard(crowd)
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "growing"
     say(warden, "k")
     assert warden.wait(HANG_S) == 128 + signal.SIGKILL
@@ -270,11 +270,11 @@ print("up", flush=True)
 time.sleep(600)
 """
     warden = tree.guard(orphans)
-    engine = started_pid(warden)
+    engine = read_started_pid(warden)
     assert log_line(warden) == "up"
     wait_for(lambda: [p.pid for p in psutil.Process(warden.pid).children()] == [engine], "orphans to be reaped")
     say(warden, "k")
-    assert line(warden) == f"exited {-signal.SIGKILL}"
+    assert read_line(warden) == f"exited {-signal.SIGKILL}"
 
 
 class TestRunChild:

@@ -37,11 +37,11 @@ def installed(tmp_path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in FILES.items():
             archive.writestr(name, text)
-        archive.writestr(f"{INFO}/RECORD", "".join(map(listed, FILES.items())) + f"{INFO}/RECORD,,\n")
+        archive.writestr(f"{INFO}/RECORD", "".join(map(format_record, FILES.items())) + f"{INFO}/RECORD,,\n")
     return install(path, tmp_path / "first")
 
 
-def listed(file: tuple[str, str]) -> str:
+def format_record(file: tuple[str, str]) -> str:
     """A line of a wheel's RECORD."""
     name, data = file[0], file[1].encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -56,22 +56,22 @@ def install(wheel: Path, environment: Path) -> Path:
     return environment
 
 
-def distribution(environment: Path) -> importlib.metadata.Distribution:
+def find_distribution(environment: Path) -> importlib.metadata.Distribution:
     return wheels.distributions(environment)["odd-package"]
 
 
-def said(environment: Path, program: str) -> str:
+def run_program(environment: Path, program: str) -> str:
     return subprocess.run([environment / "bin" / program], capture_output=True, text=True, check=True).stdout
 
 
 def test_packed_package_installs_and_runs_like_the_original(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    packed = wheels.pack(distribution(installed), out)
+    packed = wheels.pack(find_distribution(installed), out)
     assert packed.name == "odd_package-1.2-py3-none-any.whl" and list(out.iterdir()) == [packed]
     again = install(packed, tmp_path / "second")
     for program, words in (("odd-entry", "made by its own entry"), ("odd-tool", "made by"), ("odd-shell", "from the")):
-        assert words in said(again, program), program
+        assert words in run_program(again, program), program
     assert (again / "share" / "odd" / "notes.txt").read_text() == "notes\n"
     assert str(installed) not in (again / "bin" / "odd-tool").read_text(), "no path of the first environment"
 
@@ -80,12 +80,12 @@ def test_the_same_files_give_the_same_bytes(installed: Path, tmp_path: Path) -> 
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-        wheels.pack(distribution(installed), folder)
+        wheels.pack(find_distribution(installed), folder)
     assert next(one.iterdir()).read_bytes() == next(two.iterdir()).read_bytes()
 
 
 def test_excludes_installation_metadata(installed: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheels.pack(distribution(installed), tmp_path / "first")) as archive:
+    with zipfile.ZipFile(wheels.pack(find_distribution(installed), tmp_path / "first")) as archive:
         names = {name.rpartition("/")[2] for name in archive.namelist()}
     assert "METADATA" in names and not names & {"INSTALLER", "REQUESTED", "direct_url.json", "odd-entry"}
 
@@ -93,27 +93,27 @@ def test_excludes_installation_metadata(installed: Path, tmp_path: Path) -> None
 def test_rejects_package_with_missing_file(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob("odd_package/__init__.py")).unlink()
     with pytest.raises(OutsideFailed, match=r"odd_package/__init__\.py") as raised:
-        wheels.pack(distribution(installed), tmp_path)
+        wheels.pack(find_distribution(installed), tmp_path)
     assert "install it again" in str(raised.value.hint)
 
 
 def test_packs_modified_file_with_a_note(installed: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     telling = wheels.Telling(note=notes.append)
-    wheels.pack(distribution(installed), tmp_path, telling)
+    wheels.pack(find_distribution(installed), tmp_path, telling)
     assert notes == []
     file = next(installed.rglob("odd_package/__init__.py"))
     file.unlink()  # it may be a hard link to uv's cache, which must not change
     file.write_text("def main(): print('changed')\n")
-    again = install(wheels.pack(distribution(installed), tmp_path, telling), tmp_path / "second")
+    again = install(wheels.pack(find_distribution(installed), tmp_path, telling), tmp_path / "second")
     assert len(notes) == 1 and "odd_package/__init__.py differs from its package's hash" in notes[0]
-    assert "changed" in said(again, "odd-entry")
+    assert "changed" in run_program(again, "odd-entry")
 
 
 def test_rejects_package_without_file_list(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob(f"{INFO}/RECORD")).unlink()
     with pytest.raises(OutsideFailed, match="without a list of its files"):
-        wheels.pack(distribution(installed), tmp_path)
+        wheels.pack(find_distribution(installed), tmp_path)
 
 
 def test_lists_exactly_the_dependencies_of_bedplate() -> None:

@@ -62,7 +62,7 @@ def main() -> None:
 
 async def run(options: argparse.Namespace) -> int:
     alone, beside, flood = Seen(), Seen(), Seen()
-    with keys() as (quiet_key, flood_key), serving("--engine", "llama.cpp", "--concurrency", str(SLOTS)) as one:
+    with create_keys() as (quiet_key, flood_key), serving("--engine", "llama.cpp", "--concurrency", str(SLOTS)) as one:
         one.wait_ready()
 
         def streams(count: int, key: str) -> Streams:
@@ -84,11 +84,11 @@ async def run(options: argparse.Namespace) -> int:
                     flush=True,
                 )
         one.stop()
-    return told(options, alone, beside, flood)
+    return report(options, alone, beside, flood)
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[tuple[str, str]]:
+def create_keys() -> Iterator[tuple[str, str]]:
     def bedplate(*words: str) -> str:
         return subprocess.run(
             [sys.executable, "-m", "bedplate", "keys", *words],
@@ -106,7 +106,7 @@ def keys() -> Iterator[tuple[str, str]]:
             bedplate("revoke", name)
 
 
-def told(options: argparse.Namespace, alone: Seen, beside: Seen, flood: Seen) -> int:
+def report(options: argparse.Namespace, alone: Seen, beside: Seen, flood: Seen) -> int:
     share = beside.tokens / max(1, beside.tokens + flood.tokens)
     times = beside.p95_ms / alone.p95_ms
     wrong = [*alone.wrong, *beside.wrong, *flood.wrong]

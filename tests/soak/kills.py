@@ -115,10 +115,10 @@ def judged(status: int, text: str, *, stream: bool, tokens: int) -> Judged:
             return Judged("error", f"HTTP {status} {error['code']}" if error["message"] else "HTTP without a message")
         except (ValueError, KeyError, TypeError):
             return Judged("wrong", f"HTTP {status} without an error object: {text[:200]!r}")
-    return _stream(text, tokens) if stream else _whole(text, tokens)
+    return _judge_stream(text, tokens) if stream else _judge_unstreamed(text, tokens)
 
 
-def _stream(text: str, tokens: int) -> Judged:
+def _judge_stream(text: str, tokens: int) -> Judged:
     parts = text.split("\n\n")
     events = [part[6:] for part in parts if part.startswith("data: ")]
     if parts[-1].strip():
@@ -136,18 +136,18 @@ def _stream(text: str, tokens: int) -> Judged:
         return Judged("wrong", "parts of two answers in one stream")
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     usage = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None)
-    return _counted(choices, usage, tokens)
+    return _judge_tokens(choices, usage, tokens)
 
 
-def _whole(text: str, tokens: int) -> Judged:
+def _judge_unstreamed(text: str, tokens: int) -> Judged:
     try:
         answer = json.loads(text)
     except ValueError:
         return Judged("cut", f"not JSON: {text[-200:]!r}")
-    return _counted(answer["choices"], answer.get("usage"), tokens)
+    return _judge_tokens(answer["choices"], answer.get("usage"), tokens)
 
 
-def _counted(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int) -> Judged:
+def _judge_tokens(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int) -> Judged:
     """Checks the finish reason, the usage, and the number of tokens that arrived (each has a log-probability)."""
     ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     came = sum(len((choice.get("logprobs") or {}).get("content") or ()) for choice in choices)
@@ -286,7 +286,7 @@ class Service:
             self._first.set()
 
     def wardens(self) -> list[psutil.Process]:
-        return [one for one in self._below() if "warden.py" in " ".join(_command(one))]
+        return [one for one in self._below() if "warden.py" in " ".join(_read_command(one))]
 
     def engines(self) -> list[psutil.Process]:
         found = []
@@ -326,7 +326,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _read_command(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return list(process.cmdline())
     return []
@@ -379,7 +379,7 @@ def with_token(token: str) -> list[int]:
     return found
 
 
-def sampled(life: Life | None) -> None:
+def take_sample(life: Life | None) -> None:
     if life is not None and life.ready_s is not None and life.died_s is None:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(life.pid)
@@ -441,13 +441,13 @@ def compared(answers: Iterable[Answer], records: Iterable[ServedRequest], deaths
         ]
         good = [one for one in own if one.outcome == "ok"]
         if answer.judged.outcome != "whole":
-            if good and not _soon(answer.ended_s - 1.0, deaths, 2.0):
+            if good and not _find_next_death(answer.ended_s - 1.0, deaths, 2.0):
                 kept.wrong.append(f"recorded as answered, but it was not: {answer.judged}")
             continue
         if len(good) > 1:
             kept.wrong.append(f"recorded {len(good)} times: {good[0]}")
         elif not good:
-            before_s = _soon(answer.ended_s, deaths, float("inf"))
+            before_s = _find_next_death(answer.ended_s, deaths, float("inf"))
             if before_s is None or before_s > LAST_S:
                 since = "with no kill after it" if before_s is None else f"{before_s:.2f} s before a kill"
                 kept.wrong.append(f"lost, {since}: {answer.tokens} tokens at {answer.ended_s:.3f}")
@@ -460,7 +460,7 @@ def compared(answers: Iterable[Answer], records: Iterable[ServedRequest], deaths
     return kept
 
 
-def _soon(moment: float, deaths: Sequence[float], within_s: float) -> float | None:
+def _find_next_death(moment: float, deaths: Sequence[float], within_s: float) -> float | None:
     """The time from the moment to the next death, at most `within_s`; 0.1 s of tolerance for late detection."""
     return next((max(0.0, death - moment) for death in deaths if -0.1 <= death - moment <= within_s), None)
 
@@ -494,11 +494,13 @@ def growth(lives: Sequence[Life]) -> tuple[list[Grown], list[str]]:
     if quarter >= 5:
         parts = longest.samples[quarter : 2 * quarter], longest.samples[-quarter:]
         span = f"of one process, after {parts[0][0][0]:.0f} and {parts[1][-1][0]:.0f} s"
-        grown += _both(span, *([sample[1:] for sample in part] for part in parts))
+        grown += _compare_medians(span, *([sample[1:] for sample in part] for part in parts))
     aged = [one for life in lives if (one := next((s[1:] for s in life.samples if s[0] >= AGE_S), None)) is not None]
     third = len(aged) // 3
     if third >= 2:
-        grown += _both(f"of {len(aged)} processes {AGE_S:g} s old, first and last third", aged[:third], aged[-third:])
+        grown += _compare_medians(
+            f"of {len(aged)} processes {AGE_S:g} s old, first and last third", aged[:third], aged[-third:]
+        )
     wrong = [
         f"{one.what}: from {one.before:,.0f} to {one.after:,.0f}"
         for one in grown
@@ -507,7 +509,7 @@ def growth(lives: Sequence[Life]) -> tuple[list[Grown], list[str]]:
     return grown, wrong
 
 
-def _both(what: str, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[Grown]:
+def _compare_medians(what: str, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[Grown]:
     median = statistics.median
     return [
         Grown(f"memory {what}", median(one[0] for one in before), median(one[0] for one in after)),
@@ -546,16 +548,16 @@ class Outcome:
         errors = Counter(one.judged.detail for one in self.answers if one.judged.outcome == "error")
         rows = [
             ("time", f"{self.took_s / 60:.1f} min, {len(self.answers):,} requests"),
-            ("kills", f"{len(self.kills)}: {_listed(Counter(one.kind for one in self.kills))}"),
+            ("kills", f"{len(self.kills)}: {_format_counts(Counter(one.kind for one in self.kills))}"),
             ("complete answers", f"{count['whole']:,}, each with its end, its usage and exactly the requested tokens"),
-            ("errors reported to clients", f"{count['error']:,}: {_listed(errors)}"),
+            ("errors reported to clients", f"{count['error']:,}: {_format_counts(errors)}"),
             ("connections closed or refused", f"{count['closed']} and {count['refused']}, while bedplate was down"),
             ("truncated without an error", f"{count['cut'] + count['wrong']}; without an end: {count['hung']}"),
             ("processes left over", f"{len(self.orphans.stayed) + self.left}; longest {self.orphans.longest_s:.1f} s"),
-            ("usage records", f"{self.kept.found:,} of {count['whole']:,}; {_lost(self.kept.lost)}"),
+            ("usage records", f"{self.kept.found:,} of {count['whole']:,}; {_format_lost(self.kept.lost)}"),
             ("wrong or duplicated records", f"{len(self.kept.wrong)}; integrity of the store: {self.store}"),
-            *((one.what, _grown(one)) for one in growth(self.lives)[0]),
-            ("time until the next complete answer, median (longest)", _back(self.kills)),
+            *((one.what, _format_growth(one)) for one in growth(self.lives)[0]),
+            ("time until the next complete answer, median (longest)", _format_recovery(self.kills)),
             ("starts that bedplate gave up", f"{self.given_up}, since an engine was killed repeatedly"),
         ]  # fmt: skip
         return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)])
@@ -565,21 +567,21 @@ def _is_wrong(answer: Answer) -> bool:
     return answer.judged.outcome in ("cut", "wrong", "hung")
 
 
-def _listed(counter: Counter[str]) -> str:
+def _format_counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counter.most_common()) or "none"
 
 
-def _lost(lost: Sequence[float]) -> str:
+def _format_lost(lost: Sequence[float]) -> str:
     return f"{len(lost)} lost, the oldest {max(lost):.2f} s before a kill of bedplate" if lost else "none lost"
 
 
-def _grown(one: Grown) -> str:
+def _format_growth(one: Grown) -> str:
     if "memory" in one.what:
         return f"{one.before / 1e6:.1f} and {one.after / 1e6:.1f} MB"
     return f"{one.before:.0f} and {one.after:.0f}"
 
 
-def _back(kills: Sequence[Kill]) -> str:
+def _format_recovery(kills: Sequence[Kill]) -> str:
     """The time from a kill to the next complete answer, by kind."""
     parts = []
     for kind in dict.fromkeys(one.kind for one in kills):
@@ -602,11 +604,11 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
             told = time.monotonic()
             while not killing.done():
                 await asyncio.wait({killing}, timeout=1.0)
-                sampled(service.life)
+                take_sample(service.life)
                 orphans.look(service.life.pid if service.life is not None else None)
                 if time.monotonic() - told >= options.tell_s:
                     told = time.monotonic()
-                    say(_so_far(time.monotonic() - began, killer, clients, service))
+                    say(_format_progress(time.monotonic() - began, killer, clients, service))
                 if time.monotonic() - began > 180 * options.minutes + 60:
                     killing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -620,20 +622,20 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
     kept = compared(clients.answers, store.requests(clients.answers[0].sent_s - 1, path=where), deaths)
     return Outcome(
         clients.answers, killer.kills, service.lives, service.own_ends, service.given_up, orphans, left, kept,
-        integrity(where), options.kills, time.monotonic() - began,
+        check_integrity(where), options.kills, time.monotonic() - began,
     )  # fmt: skip
 
 
-def _so_far(passed_s: float, killer: Killer, clients: Clients, service: Service) -> str:
+def _format_progress(passed_s: float, killer: Killer, clients: Clients, service: Service) -> str:
     count = Counter(one.judged.outcome for one in clients.answers)
     size = service.life.samples[-1][1] / 1e6 if service.life is not None and service.life.samples else 0.0
     return (
-        f"{passed_s / 60:5.1f} min: {len(killer.kills)} kills, {_listed(count)}; "
+        f"{passed_s / 60:5.1f} min: {len(killer.kills)} kills, {_format_counts(count)}; "
         f"bedplate started {len(service.lives)} times, {size:.0f} MB"
     )
 
 
-def integrity(path: Path) -> str:
+def check_integrity(path: Path) -> str:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
 

@@ -67,11 +67,11 @@ class Others:
         with contextlib.suppress(psutil.Error):
             for one in self._host.children(recursive=True):
                 if one.pid not in self._before:
-                    found[one.pid] = _on_processor_ms(one.pid)
+                    found[one.pid] = _read_cpu_ms(one.pid)
         return found
 
 
-def _on_processor_ms(pid: int) -> float:
+def _read_cpu_ms(pid: int) -> float:
     """The sum over all running threads."""
     total = 0.0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -80,7 +80,7 @@ def _on_processor_ms(pid: int) -> float:
     return total
 
 
-def since(before: dict[int, float], after: dict[int, float]) -> float:
+def compute_increase(before: dict[int, float], after: dict[int, float]) -> float:
     """CPU time between two samples, without processes that ended meanwhile and with new ones."""
     return sum(max(0.0, taken - before.get(pid, 0.0)) for pid, taken in after.items())
 
@@ -126,25 +126,27 @@ class Visitors:
         except aiohttp.ClientError as error:
             self.failed.append(str(error))
             return
-        took_ms, taken_ms = 1000 * (time.monotonic() - began), since(before, self.others.busy_ms())
+        took_ms, taken_ms = 1000 * (time.monotonic() - began), compute_increase(before, self.others.busy_ms())
         tpot_ms = 1000 * (last - first) / (self.options.tokens - 1)
         if phase == self.phase:  # otherwise it overlapped two phases
             self.timed.append(Timed(phase, 1000 * (first - began), tpot_ms, took_ms, taken_ms))
 
 
-def bedplate(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=environment())
+def run_bedplate(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=build_environment()
+    )
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     return {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 
 
-async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callable[[str], None]) -> dict[str, Any]:
+async def run_shadow(options: argparse.Namespace, visitors: Visitors, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs `bedplate shadow`, and sets the phase from its output."""
     words = ("shadow", options.engine, NAME, "--share", "100%", "--for", f"{options.for_s:g}s", "--json")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bedplate", *words, env=environment(),
+        sys.executable, "-m", "bedplate", *words, env=build_environment(),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     visitors.phase = "while it loads"
@@ -163,13 +165,13 @@ async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callabl
     return found
 
 
-async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: Callable[[str], None]) -> Visitors:
+async def measure(endpoint: dict[str, Any], options: argparse.Namespace, say: Callable[[str], None]) -> Visitors:
     visitors = Visitors(endpoint["url"], endpoint["model"], Others(endpoint["pid"]), options)
     asking = asyncio.create_task(visitors.run())
     try:
         for number in range(options.rounds):
             await asyncio.sleep(options.without_s)
-            done = await shadowed(options, visitors, say)
+            done = await run_shadow(options, visitors, say)
             verdict = done.get("verdict", {}).get("answer", "no verdict")
             say(
                 f"round {number + 1}: {verdict}, {done.get('turns')} rounds, interrupted {done.get('pauses')} times; "
@@ -182,7 +184,7 @@ async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: C
     return visitors
 
 
-def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+def estimate_slowdown(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
     """The relative change of the median, and its 95 % confidence interval by resampling."""
     dice = random.Random(seed)
     found = sorted(
@@ -215,7 +217,7 @@ def table(timed: Sequence[Timed]) -> tuple[str, bool]:
             if phase == "without":
                 cells.append("")
                 continue
-            middle, low, high = longer(values, theirs)
+            middle, low, high = estimate_slowdown(values, theirs)
             slowed = slowed or low > MORE
             cells.append(f"{middle:+.0%} ({low:+.0%} to {high:+.0%})")
         taken = sum(one.shadow_ms for one in own) / sum(one.took_ms for one in own)
@@ -234,16 +236,16 @@ def main() -> int:
     parser.add_argument("--for-s", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    started = bedplate("serve", "-d", "--name", NAME, "--port", "0", "--engine", "llama.cpp", "--concurrency", "4",
+    started = run_bedplate("serve", "-d", "--name", NAME, "--port", "0", "--engine", "llama.cpp", "--concurrency", "4",
                        "--context", "1024", "--no-check", "--json")  # fmt: skip
     if started.returncode:
         print(started.stderr, file=sys.stderr)
         return 3
     endpoint = json.loads(started.stdout)
     try:
-        visitors = asyncio.run(measured(endpoint, options, lambda text: print(text, file=sys.stderr, flush=True)))
+        visitors = asyncio.run(measure(endpoint, options, lambda text: print(text, file=sys.stderr, flush=True)))
     finally:
-        bedplate("stop", NAME)
+        run_bedplate("stop", NAME)
     text, slowed = table(visitors.timed)
     print(text)
     for one in visitors.failed[:10]:

@@ -29,13 +29,13 @@ PROBLEMS: list[str] = []
 """Errors that the event loop reported: exceptions in callbacks, and failed tasks whose result was never read."""
 
 
-async def within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
+async def wait_within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
     # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
     async with asyncio.timeout(seconds):
         return await what
 
 
-async def until(look: Callable[[], object], what: str) -> None:
+async def wait_until(look: Callable[[], object], what: str) -> None:
     """Runs the event loop until the condition holds."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while not look():
@@ -46,7 +46,7 @@ async def until(look: Callable[[], object], what: str) -> None:
 # answers of an engine, as bytes
 
 
-def plain(body: bytes | dict[str, Any], status: str = "200 OK", kind: str = "application/json") -> bytes:
+def make_answer(body: bytes | dict[str, Any], status: str = "200 OK", kind: str = "application/json") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
@@ -56,16 +56,16 @@ STREAM_END = b"0\r\n\r\n"
 ANSWER = {"object": "chat.completion", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
 
 
-def chunk(data: bytes) -> bytes:
+def make_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def delta(text: str) -> bytes:
+def make_delta(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
 
 
-def whole_stream(*events: bytes) -> bytes:
-    return STREAM_HEAD + b"".join(chunk(event) for event in events) + STREAM_END
+def make_stream(*events: bytes) -> bytes:
+    return STREAM_HEAD + b"".join(make_chunk(event) for event in events) + STREAM_END
 
 
 # the engine
@@ -80,7 +80,7 @@ Step = bytes | asyncio.Event | End
 
 
 @dataclass(eq=False)
-class Seen:
+class ReceivedRequest:
     """One request as the engine received it."""
 
     method: str
@@ -105,9 +105,9 @@ class Engine:
     """Answers each request with the next list of steps: sends bytes, waits for events."""
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self.lines: list[Line] = []
-        self.otherwise: tuple[Step, ...] = (plain(ANSWER),)
+        self.seen: list[ReceivedRequest] = []
+        self.lines: list[ScriptedConnection] = []
+        self.otherwise: tuple[Step, ...] = (make_answer(ANSWER),)
         """The answer after the end of the script."""
         self.port = 0
         self._answers: deque[tuple[Step, ...]] = deque()
@@ -116,16 +116,16 @@ class Engine:
     def answer(self, *steps: Step) -> None:
         self._answers.append(steps)
 
-    def next_answer(self) -> tuple[Step, ...]:
+    def take_next_answer(self) -> tuple[Step, ...]:
         return self._answers.popleft() if self._answers else self.otherwise
 
-    async def request(self, number: int = 0) -> Seen:
-        await until(lambda: len(self.seen) > number, f"request {number} at the engine")
+    async def request(self, number: int = 0) -> ReceivedRequest:
+        await wait_until(lambda: len(self.seen) > number, f"request {number} at the engine")
         return self.seen[number]
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Line(self), "127.0.0.1", self.port)
+        self._server = await loop.create_server(lambda: ScriptedConnection(self), "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -134,10 +134,10 @@ class Engine:
             self._server.close()
         for line in self.lines:
             line.end(End.CLOSE)
-        await until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")
+        await wait_until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")
 
 
-class Line(asyncio.Protocol):
+class ScriptedConnection(asyncio.Protocol):
     """One connection to the scripted engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +145,7 @@ class Line(asyncio.Protocol):
         self.number = len(engine.lines)
         self.lost = False
         self._buffer = b""
-        self._current: Seen | None = None
+        self._current: ReceivedRequest | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._play: asyncio.Task[None] | None = None
@@ -196,9 +196,9 @@ class Line(asyncio.Protocol):
         if len(rest) < length:
             return
         self._buffer = rest[length:]
-        self._current = seen = Seen(method, target, headers, rest[:length], self.number)
+        self._current = seen = ReceivedRequest(method, target, headers, rest[:length], self.number)
         self.engine.seen.append(seen)
-        self._play = asyncio.get_running_loop().create_task(self._perform(self.engine.next_answer()))
+        self._play = asyncio.get_running_loop().create_task(self._perform(self.engine.take_next_answer()))
 
     async def _perform(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
@@ -250,7 +250,7 @@ def request(path: str, body: bytes | dict[str, Any] | None = None, method: str =
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-def chat(stream: bool = False, **fields: Any) -> dict[str, Any]:
+def make_chat_body(stream: bool = False, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}], **({"stream": True} if stream else {}), **fields}
 
 
@@ -263,7 +263,7 @@ class Client:
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
-        await within(self.writer.drain())
+        await wait_within(self.writer.drain())
 
     async def get(self, path: str, **headers: str) -> Answer:
         await self.send(request(path, None, **headers))
@@ -274,7 +274,7 @@ class Client:
         return await self.answer()
 
     async def head(self) -> Answer:
-        first, *lines = (await within(self.reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")[:-2]
+        first, *lines = (await wait_within(self.reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")[:-2]
         version, status, _ = first.split(" ", 2)
         assert version == "HTTP/1.1"
         headers: dict[str, str] = {}
@@ -292,21 +292,21 @@ class Client:
                 pieces.append(piece)
             answer.body = b"".join(pieces)
         elif "content-length" in answer.headers:
-            answer.body = await within(self.reader.readexactly(int(answer.headers["content-length"])))
+            answer.body = await wait_within(self.reader.readexactly(int(answer.headers["content-length"])))
         else:
-            answer.body = await within(self.reader.read())
+            answer.body = await wait_within(self.reader.read())
         return answer
 
     async def chunk(self) -> bytes:
         """The next chunk; empty at the end of the stream."""
-        size = int(await within(self.reader.readuntil(b"\r\n")), 16)
-        data = await within(self.reader.readexactly(size + 2))
+        size = int(await wait_within(self.reader.readuntil(b"\r\n")), 16)
+        data = await wait_within(self.reader.readexactly(size + 2))
         assert data.endswith(b"\r\n")
         return data[:-2]
 
     async def is_closed(self) -> bool:
         """Whether the gateway closes the connection without sending more data."""
-        return await within(self.reader.read(1)) == b""
+        return await wait_within(self.reader.read(1)) == b""
 
     def reset(self) -> None:
         pipe = self.writer.get_extra_info("socket")
@@ -316,7 +316,7 @@ class Client:
     async def close(self) -> None:
         self.writer.close()
         with contextlib.suppress(OSError):
-            await within(self.writer.wait_closed())
+            await wait_within(self.writer.wait_closed())
 
 
 # the gateway between them
@@ -330,29 +330,29 @@ class Setup:
     port: int
     clients: list[Client] = field(default_factory=list)
 
-    async def client(self) -> Client:
-        client = Client(*await within(asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)))
+    async def connect(self) -> Client:
+        client = Client(*await wait_within(asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)))
         self.clients.append(client)
         return client
 
-    def active(self) -> int:
+    def count_active(self) -> int:
         return sum(link.pool.active for route in self.gateway.routes for link in route.links)
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
         return sum(self.gateway.waiting(model) for model in self.gateway.models)
 
-    def metric(self, name: str, **labels: str) -> float | None:
+    def read_metric(self, name: str, **labels: str) -> float | None:
         labels = {"model": self.backend.model, "engine": self.backend.engine, **labels}
         return self.gateway.meters.registry.get_sample_value(f"bedplate_{name}", labels)
 
-    def outcome(self, outcome: str, api: str = "chat", **labels: str) -> float:
-        return self.metric("requests_total", api=api, outcome=outcome, **labels) or 0.0
+    def count_outcome(self, outcome: str, api: str = "chat", **labels: str) -> float:
+        return self.read_metric("requests_total", api=api, outcome=outcome, **labels) or 0.0
 
     def is_at_rest(self) -> bool:
-        return self.active() == 0 and self.metric("requests_in_flight") == 0
+        return self.count_active() == 0 and self.read_metric("requests_in_flight") == 0
 
 
-def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
+def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
     backend = Backend(model, engine, "b1", aliases=("Small Model", "small.gguf"))
     backend.address = ("127.0.0.1", port)
     backend.state = "ready"
@@ -362,7 +362,7 @@ def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **mor
 
 
 @contextlib.asynccontextmanager
-async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
+async def start_gateway(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
     """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
 
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.
@@ -370,21 +370,21 @@ async def serving(*others: Backend, api_key: str | None = None, **options: Any) 
     limit = {name: options.pop(name) for name in ("max_body_bytes", "keeper") if name in options}
     engine = Engine()
     await engine.start()
-    backend = backend_at(engine.port, **options)
+    backend = make_backend(engine.port, **options)
     gateway = Gateway([backend, *others], api_key=api_key, **limit)
     setup = Setup(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
     try:
         yield setup
         for client in setup.clients:
             await client.close()
-        await until(setup.is_at_rest, "requests to end")
-        await until(lambda: not gateway.connections, "connections to close")
+        await wait_until(setup.is_at_rest, "requests to end")
+        await wait_until(lambda: not gateway.connections, "connections to close")
     finally:
-        await within(gateway.stop(0))
+        await wait_within(gateway.stop(0))
         await engine.stop()
         for client in setup.clients:
             await client.close()
-    assert setup.active() == 0
+    assert setup.count_active() == 0
     assert gateway.arriving_bytes == 0
 
 
@@ -430,7 +430,7 @@ class Bench:
     """A client connection and an engine connection of one gateway, fed by the test. Needs a running loop."""
 
     def __init__(self) -> None:
-        self.backend = backend_at(1)
+        self.backend = make_backend(1)
         self.gateway = Gateway([self.backend])
         self.client = ClientConnection(self.gateway)
         self.to_client = Wire()
@@ -447,7 +447,7 @@ class Bench:
         return self.gateway.meters.registry.get_sample_value("bedplate_tokens_total", labels)
 
 
-def unchunk(data: bytes) -> tuple[bytes, bytes, bytes]:
+def decode_chunks(data: bytes) -> tuple[bytes, bytes, bytes]:
     """Splits a chunked answer into head, body and rest."""
     head, _, rest = data.partition(b"\r\n\r\n")
     body = b""

@@ -7,7 +7,7 @@ import contextlib
 import json
 from typing import Any
 
-from .scripted import DONE, STREAM_END, STREAM_HEAD, chunk, delta
+from .scripted import DONE, STREAM_END, STREAM_HEAD, make_chunk, make_delta
 
 EVENTS = 3
 
@@ -60,10 +60,10 @@ class SlottedEngine:
         await asyncio.sleep(self._ttft_s)
 
     async def _answer(self, writer: asyncio.StreamWriter, tokens: int) -> None:
-        writer.write(STREAM_HEAD + chunk(delta("a")))
+        writer.write(STREAM_HEAD + make_chunk(make_delta("a")))
         for _ in range(EVENTS - 1):
             await asyncio.sleep(tokens * self._token_s / (EVENTS - 1))
-            writer.write(chunk(delta("b")))
+            writer.write(make_chunk(make_delta("b")))
         usage = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": tokens}}
-        writer.write(chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + DONE) + STREAM_END)
+        writer.write(make_chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + DONE) + STREAM_END)
         self.answered += 1

@@ -19,7 +19,7 @@ from bedplate.run.gateway.fair import LEAD_READING, SLOT_KEPT_S, FairQueue, Line
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, key_digest
 
-from .scripted import CHAT, Client, backend_at, chat, request, until, within
+from .scripted import CHAT, Client, make_backend, make_chat_body, request, wait_until, wait_within
 from .slotted import SlottedEngine
 
 
@@ -30,7 +30,9 @@ class Job:
     over: bool = False
 
 
-def served(jobs: dict[str, list[Job]], weights: dict[str, float], turns: int, costs: dict[str, float]) -> Counter[str]:
+def count_served_tokens(
+    jobs: dict[str, list[Job]], weights: dict[str, float], turns: int, costs: dict[str, float]
+) -> Counter[str]:
     """Tokens of each tenant after so many requests on an engine with one slot, while all tenants have requests."""
     queue: FairQueue[Job] = FairQueue()
     for name, own in jobs.items():
@@ -59,7 +61,7 @@ def test_shares_tokens_by_weight_whatever_the_expected_and_actual_costs(
     names = [f"t{number}" for number in range(len(weights))]
     by_name = dict(zip(names, weights, strict=True))
     cost = {name: float(costs[number]) for number, name in enumerate(names)}
-    tokens = served({name: [Job(name, guessed)] * 2 for name in names}, by_name, 2000, cost)
+    tokens = count_served_tokens({name: [Job(name, guessed)] * 2 for name in names}, by_name, 2000, cost)
     per_weight = [tokens[name] / by_name[name] for name in names]
     # No tenant is behind by more than the actual or expected cost of one request.
     assert max(per_weight) - min(per_weight) <= 2 * max(max(cost[n], guessed) / by_name[n] for n in names) + 1
@@ -112,7 +114,7 @@ def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
 
 
-def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
+def create_flood(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
     """A tenant that floods with a long queue, and one with two running requests, both in prefill."""
     queue: FairQueue[Job] = FairQueue()
     flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
@@ -128,7 +130,7 @@ def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[
 
 
 def test_flood_waits_for_prefill_of_other_tenants() -> None:
-    queue, flood, quiet = crowded()
+    queue, flood, quiet = create_flood()
     assert queue.take(6, 8, 0.1) is None and not queue.may_pass(flood, 6, 8, 0.1)
     assert queue.may_pass(quiet, 6, 8, 0.1)  # a tenant within its share never waits for prefill
     quiet.prefilling = 0
@@ -148,14 +150,14 @@ def test_flood_waits_for_prefill_of_other_tenants() -> None:
 )
 def test_tenant_that_falls_behind_does_not_wait_for_prefill(ahead: float, reading: int, own: int) -> None:
     """Otherwise a tenant that prefills constantly would starve the others."""
-    queue, flood, quiet = crowded(ahead)
+    queue, flood, quiet = create_flood(ahead)
     quiet.prefilling, flood.prefilling = reading, own
     is_behind = quiet.served > flood.served + LEAD_READING * 100
     assert (queue.take(6, 8, 0.1) is not None) == (is_behind or not (reading or own))
 
 
 def test_floods_do_not_wait_for_each_others_prefill() -> None:
-    queue, flood, quiet = crowded()
+    queue, flood, quiet = create_flood()
     for _ in range(20):
         queue.join(quiet, Job("quiet"), 0.1)
     assert queue.take(6, 8, 0.1) is not None and flood.prefilling == 0
@@ -200,10 +202,12 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def shared(engine: SlottedEngine | None = None, **weights: float) -> AsyncIterator[tuple[SlottedEngine, int]]:
+async def share_engine(
+    engine: SlottedEngine | None = None, **weights: float
+) -> AsyncIterator[tuple[SlottedEngine, int]]:
     engine = engine or SlottedEngine(SLOTS)
     await engine.start()
-    backend = backend_at(engine.port, slots=SLOTS)
+    backend = make_backend(engine.port, slots=SLOTS)
     gateway = Gateway([backend])
     gateway.tenants.replace(
         [Tenant(name=name, weight=weights.get(name, 1.0)) for name in KEYS],
@@ -221,8 +225,8 @@ async def shared(engine: SlottedEngine | None = None, **weights: float) -> Async
 async def stream(port: int, tenant: str, got: Streams, count: int | None) -> None:
     """One client that sends the next request after each answer, `count` times or until it is stopped."""
     loop = asyncio.get_running_loop()
-    client = Client(*await within(asyncio.open_connection("127.0.0.1", port)))
-    body = request(CHAT, chat(stream=True, max_tokens=12), authorization=f"Bearer {KEYS[tenant].decode()}")
+    client = Client(*await wait_within(asyncio.open_connection("127.0.0.1", port)))
+    body = request(CHAT, make_chat_body(stream=True, max_tokens=12), authorization=f"Bearer {KEYS[tenant].decode()}")
     done = 0
     try:
         while count is None or done < count:
@@ -242,37 +246,37 @@ async def stream(port: int, tenant: str, got: Streams, count: int | None) -> Non
         client.writer.close()
 
 
-async def streams(port: int, tenant: str, number: int, got: Streams, count: int) -> None:
+async def run_streams(port: int, tenant: str, number: int, got: Streams, count: int) -> None:
     await asyncio.gather(*(stream(port, tenant, got, count) for _ in range(number)))
 
 
-def p95(values: list[float]) -> float:
+def compute_p95(values: list[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 
 
-async def flooded() -> tuple[float, float, float]:
+async def measure_flood() -> tuple[float, float, float]:
     """p95 TTFT of 4 streams alone and during 64 of another tenant, on 8 slots, and their share of the tokens."""
-    async with shared() as (engine, port):
+    async with share_engine() as (engine, port):
         alone, beside, flood = Streams(), Streams(), Streams()
-        await streams(port, "quiet", 4, alone, 12)
+        await run_streams(port, "quiet", 4, alone, 12)
         flooding = [asyncio.ensure_future(stream(port, "flood", flood, None)) for _ in range(64)]
         while flood.tokens < 12 * SLOTS:  # it has all slots, and a long queue
             await asyncio.sleep(0.01)
         before = flood.tokens
-        await streams(port, "quiet", 4, beside, 25)
+        await run_streams(port, "quiet", 4, beside, 25)
         meanwhile = flood.tokens - before
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
         assert not alone.failed and not beside.failed and not flood.failed
         assert engine.most_at_once <= SLOTS
-        return p95(alone.ttft_s), p95(beside.ttft_s), beside.tokens / (beside.tokens + meanwhile)
+        return compute_p95(alone.ttft_s), compute_p95(beside.ttft_s), beside.tokens / (beside.tokens + meanwhile)
 
 
 async def test_tenant_that_floods_gets_its_share_and_does_not_delay_others() -> None:
     """Best of three: other processes can only make a round slower."""
     for attempt in range(3):
-        alone_s, beside_s, share = await flooded()
+        alone_s, beside_s, share = await measure_flood()
         print(f"p95 TTFT alone {1000 * alone_s:.1f} ms, beside {1000 * beside_s:.1f} ms; share {share:.3f}")
         if (beside_s <= 2 * alone_s and 0.45 <= share <= 0.55) or attempt == 2:
             break
@@ -282,7 +286,7 @@ async def test_tenant_that_floods_gets_its_share_and_does_not_delay_others() -> 
 
 async def test_weights_divide_an_overloaded_engine() -> None:
     """Both flood; one has three times the weight."""
-    async with shared(quiet=3.0) as (_, port):
+    async with share_engine(quiet=3.0) as (_, port):
         heavy, light = Streams(), Streams()
         tasks = [asyncio.ensure_future(stream(port, "quiet", heavy, None)) for _ in range(24)]
         tasks += [asyncio.ensure_future(stream(port, "flood", light, None)) for _ in range(24)]
@@ -312,26 +316,26 @@ class GatedEngine(SlottedEngine):
         await self.gates[-1].wait()
 
     async def have_come(self, count: int) -> None:
-        await until(lambda: len(self.came) >= count, f"{count} requests at the engine")
+        await wait_until(lambda: len(self.came) >= count, f"{count} requests at the engine")
 
 
 async def test_gateway_sends_flood_after_first_token_of_other_tenants() -> None:
     engine = GatedEngine(SLOTS)
-    async with shared(engine) as (_, port), contextlib.AsyncExitStack() as stack:
-        quiet, *flood = [Client(*await within(asyncio.open_connection("127.0.0.1", port))) for _ in range(12)]
+    async with share_engine(engine) as (_, port), contextlib.AsyncExitStack() as stack:
+        quiet, *flood = [Client(*await wait_within(asyncio.open_connection("127.0.0.1", port))) for _ in range(12)]
         for client in (quiet, *flood):
             stack.callback(client.writer.close)
 
         def ask(client: Client, tenant: str) -> None:
-            body = chat(stream=True, max_tokens=12, user=tenant)
+            body = make_chat_body(stream=True, max_tokens=12, user=tenant)
             client.writer.write(request(CHAT, body, authorization=f"Bearer {KEYS[tenant].decode()}"))
 
         ask(quiet, "quiet")
-        await until(lambda: engine.came == ["quiet"], "the first request")
+        await wait_until(lambda: engine.came == ["quiet"], "the first request")
         for client in flood:
             ask(client, "flood")
         # With one request more than its share of the slots it counts as a flood. Their answers free the slots.
-        await until(lambda: engine.came == ["quiet"] + 5 * ["flood"], "the flood's first requests")
+        await wait_until(lambda: engine.came == ["quiet"] + 5 * ["flood"], "the flood's first requests")
         for gate in engine.gates[1:]:
             gate.set()
         for client in flood[:5]:

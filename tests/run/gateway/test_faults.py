@@ -27,23 +27,23 @@ from .scripted import (
     End,
     Engine,
     Setup,
-    backend_at,
-    chat,
-    chunk,
-    delta,
-    plain,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
     request,
-    serving,
-    until,
-    whole_stream,
-    within,
+    start_gateway,
+    wait_until,
+    wait_within,
 )
 
-STREAM = chat(stream=True)
+STREAM = make_chat_body(stream=True)
 
 
 async def ask(setup: Setup, body: dict[str, Any] | None = None, path: str = CHAT) -> Answer:
-    return await (await setup.client()).post(path, chat() if body is None else body)
+    return await (await setup.connect()).post(path, make_chat_body() if body is None else body)
 
 
 def is_engine_stopped(answer: Answer, retry_after: str = "1") -> bool:
@@ -58,25 +58,25 @@ def is_engine_stopped(answer: Answer, retry_after: str = "1") -> bool:
 
 @pytest.mark.parametrize("how", list(End))
 async def test_retries_once_when_an_idle_connection_closes(how: End) -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         await ask(setup)
         setup.engine.answer(how)
-        setup.engine.answer(plain({"n": 2}))
+        setup.engine.answer(make_answer({"n": 2}))
         assert (await ask(setup)).json == {"n": 2}
         assert [seen.line for seen in setup.engine.seen] == [0, 0, 1]
         assert setup.engine.seen[1].body == setup.engine.seen[2].body
-        assert setup.outcome("ok") == 2
+        assert setup.count_outcome("ok") == 2
 
 
 async def test_second_attempt_is_the_last_and_uses_a_new_connection() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         go_on = asyncio.Event()
-        setup.engine.answer(go_on, plain(ANSWER))
-        setup.engine.answer(go_on, plain(ANSWER))
+        setup.engine.answer(go_on, make_answer(ANSWER))
+        setup.engine.answer(go_on, make_answer(ANSWER))
         first, second = asyncio.ensure_future(ask(setup)), asyncio.ensure_future(ask(setup))
         await setup.engine.request(1)
         go_on.set()
-        await within(asyncio.gather(first, second))
+        await wait_within(asyncio.gather(first, second))
         setup.engine.otherwise = (End.CLOSE,)  # two connections are idle now
         assert is_engine_stopped(await ask(setup))
         assert len(setup.engine.seen) == 4
@@ -85,31 +85,31 @@ async def test_second_attempt_is_the_last_and_uses_a_new_connection() -> None:
 
 async def test_retry_precedes_waiting_requests() -> None:
     """It also opens a new connection."""
-    async with serving(max_connections=1) as setup:
+    async with start_gateway(max_connections=1) as setup:
         await ask(setup)
         fail, go_on = asyncio.Event(), asyncio.Event()
         setup.engine.answer(fail, End.CLOSE)
-        setup.engine.answer(plain({"again": 1}))
-        setup.engine.answer(go_on, plain({"waiting": 1}))
-        again = asyncio.ensure_future(ask(setup, chat(user="again")))
+        setup.engine.answer(make_answer({"again": 1}))
+        setup.engine.answer(go_on, make_answer({"waiting": 1}))
+        again = asyncio.ensure_future(ask(setup, make_chat_body(user="again")))
         await setup.engine.request(1)
-        waiting = asyncio.ensure_future(ask(setup, chat(user="waiting")))
-        later = asyncio.ensure_future(ask(setup, chat(user="later")))
-        await until(lambda: setup.waiting() == 2, "two requests to wait")
+        waiting = asyncio.ensure_future(ask(setup, make_chat_body(user="waiting")))
+        later = asyncio.ensure_future(ask(setup, make_chat_body(user="later")))
+        await wait_until(lambda: setup.count_waiting() == 2, "two requests to wait")
         fail.set()
         go_on.set()
-        await within(asyncio.gather(again, waiting, later))
+        await wait_within(asyncio.gather(again, waiting, later))
         assert [seen.json.get("user") for seen in setup.engine.seen[1:]] == ["again", "again", "waiting", "later"]
         assert setup.engine.seen[2].line != setup.engine.seen[1].line
 
 
 @pytest.mark.parametrize("how", list(End))
 async def test_closed_new_connection_is_an_error_without_retry(how: End) -> None:
-    async with serving(retry_after_s=4) as setup:
+    async with start_gateway(retry_after_s=4) as setup:
         setup.engine.answer(how)
         assert is_engine_stopped(await ask(setup), retry_after="4")
         assert len(setup.engine.seen) == 1
-        assert setup.outcome("failed") == 1
+        assert setup.count_outcome("failed") == 1
 
 
 async def test_engine_that_accepts_and_closes_is_an_error() -> None:
@@ -118,7 +118,7 @@ async def test_engine_that_accepts_and_closes_is_an_error() -> None:
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
-    async with serving() as setup:
+    async with start_gateway() as setup:
         server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
         setup.backend.address = server.sockets[0].getsockname()[:2]
         for _ in range(20):
@@ -145,23 +145,23 @@ async def test_connection_lost_while_connecting_is_an_error() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bedplate.run.gateway.upstream.asyncio.get_running_loop", lambda: Lost())
         patch.setattr(Lost, "create_task", lambda self, coro: loop.create_task(coro), raising=False)
-        bench.client.data_received(request(CHAT, chat()))
-        await until(lambda: bench.to_client.writes, "an answer")
+        bench.client.data_received(request(CHAT, make_chat_body()))
+        await wait_until(lambda: bench.to_client.writes, "an answer")
     assert bench.to_client.written.startswith(b"HTTP/1.1 502 ")
     assert bench.pool.active == 0
 
 
 async def test_closes_connection_when_engine_sends_data_without_a_request() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         await ask(setup)
-        setup.engine.lines[0].transport.write(plain({"nobody": "asked"}))
-        await until(lambda: setup.engine.lines[0].lost, "the connection to close")
+        setup.engine.lines[0].transport.write(make_answer({"nobody": "asked"}))
+        await wait_until(lambda: setup.engine.lines[0].lost, "the connection to close")
         assert (await ask(setup)).json == ANSWER
         assert setup.engine.seen[1].line == 1
 
 
 async def test_an_engine_that_refuses_connections_is_an_error() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         await setup.engine.stop()
         answer = await ask(setup)
         assert is_engine_stopped(answer)
@@ -169,14 +169,14 @@ async def test_an_engine_that_refuses_connections_is_an_error() -> None:
 
 
 async def test_uses_new_address_of_a_restarted_engine() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         await ask(setup)
         other = Engine()
         await other.start()
-        other.answer(plain({"n": 2}))
+        other.answer(make_answer({"n": 2}))
         setup.backend.address = ("127.0.0.1", other.port)
         assert (await ask(setup)).json == {"n": 2}
-        await until(lambda: setup.engine.lines[0].lost, "the idle connection to the old address to be closed")
+        await wait_until(lambda: setup.engine.lines[0].lost, "the idle connection to the old address to be closed")
         await other.stop()
 
 
@@ -190,7 +190,7 @@ async def test_uses_new_address_of_a_restarted_engine() -> None:
     ],
 )
 async def test_engine_that_is_not_ready_gets_503_at_once(state: BackendState, message: str) -> None:
-    async with serving(state=state, progress=0.5, reason="out of memory", retry_after_s=3) as setup:
+    async with start_gateway(state=state, progress=0.5, reason="out of memory", retry_after_s=3) as setup:
         answer = await ask(setup)
         assert (answer.status, answer.headers["retry-after"]) == (503, "3")
         assert answer.error == {"message": message, "type": "server_error", "param": None, "code": f"engine_{state}"}
@@ -201,22 +201,22 @@ async def test_engine_that_is_not_ready_gets_503_at_once(state: BackendState, me
 
 DIES = {
     "with the head": (STREAM_HEAD, End.CLOSE),
-    "in the middle of an event": (STREAM_HEAD + chunk(delta("a")[:-1]), End.CLOSE),
-    "in the middle of a chunk": (STREAM_HEAD + chunk(delta("a"))[:9], End.RESET),
+    "in the middle of an event": (STREAM_HEAD + make_chunk(make_delta("a")[:-1]), End.CLOSE),
+    "in the middle of a chunk": (STREAM_HEAD + make_chunk(make_delta("a"))[:9], End.RESET),
     "with a reset": (STREAM_HEAD, End.RESET),
 }
 
 
 @pytest.mark.parametrize("steps", DIES.values(), ids=DIES)
 async def test_engine_that_dies_before_its_first_event_is_an_error(steps: tuple[Any, ...]) -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         await ask(setup)
         setup.engine.answer(*steps)
         assert is_engine_stopped(await ask(setup, STREAM))
         assert len(setup.engine.seen) == 2
 
 
-def events_of(body: bytes) -> list[tuple[str | None, dict[str, Any]]]:
+def parse_events(body: bytes) -> list[tuple[str | None, dict[str, Any]]]:
     """Name and data of every event, parsed strictly by the standard."""
     *events, rest = body.decode().split("\n\n")
     assert rest == ""
@@ -229,7 +229,7 @@ def events_of(body: bytes) -> list[tuple[str | None, dict[str, Any]]]:
 
 
 FIRST_EVENTS = {
-    CHAT: delta("a"),
+    CHAT: make_delta("a"),
     "/v1/completions": b'data: {"choices":[{"text":"a"}]}\n\n',
     "/v1/messages": b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":9}}}\n\n',
     "/v1/responses": b"event: response.created\n"
@@ -240,7 +240,7 @@ CUTS = {
     "resets": (End.RESET,),
     "ends in order but too early": (STREAM_END,),
     "sends a chunk of no size": (b"zz\r\n",),
-    "sends half of an event": (chunk(b'data: {"cho'), End.CLOSE),
+    "sends half of an event": (make_chunk(b'data: {"cho'), End.CLOSE),
 }
 
 
@@ -249,9 +249,9 @@ CUTS = {
 async def test_truncated_stream_ends_with_an_error_event(path: str, cut: tuple[Any, ...]) -> None:
     """The event has the format of its API, and the connection can be reused."""
     sent = asyncio.Event()
-    async with serving() as setup:
-        setup.engine.answer(STREAM_HEAD + chunk(FIRST_EVENTS[path]), sent, *cut)
-        client = await setup.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(FIRST_EVENTS[path]), sent, *cut)
+        client = await setup.connect()
         await client.send(request(path, STREAM))
         assert (await client.head()).status == 200
         body = await client.chunk()
@@ -259,7 +259,7 @@ async def test_truncated_stream_ends_with_an_error_event(path: str, cut: tuple[A
         while piece := await client.chunk():
             body += piece
         assert body.startswith(FIRST_EVENTS[path]) and b"[DONE]" not in body
-        name, error = events_of(body)[-1]
+        name, error = parse_events(body)[-1]
         if path == "/v1/messages":
             assert (name, error["type"], error["error"]["type"]) == ("error", "error", "api_error")
             assert "llama.cpp" in error["error"]["message"]
@@ -271,15 +271,15 @@ async def test_truncated_stream_ends_with_an_error_event(path: str, cut: tuple[A
             assert name is None
             assert (error["error"]["type"], error["error"]["code"]) == ("server_error", "engine_stopped")
         assert (await client.get("/health")).status == 200
-        assert (await client.post(CHAT, chat())).status == 200
-        assert setup.metric("requests_in_flight") == 0
+        assert (await client.post(CHAT, make_chat_body())).status == 200
+        assert setup.read_metric("requests_in_flight") == 0
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_openai_client_detects_a_truncated_stream(api: str) -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         path = CHAT if api == "chat" else "/v1/responses"
-        setup.engine.answer(STREAM_HEAD + chunk(FIRST_EVENTS[path]) + STREAM_END)
+        setup.engine.answer(STREAM_HEAD + make_chunk(FIRST_EVENTS[path]) + STREAM_END)
         async with openai.AsyncOpenAI(base_url=f"{setup.gateway.url}/v1", api_key="none", max_retries=0) as client:
             if api == "chat":
                 with pytest.raises(openai.APIError, match=r"llama\.cpp ended the stream"):
@@ -293,52 +293,52 @@ async def test_openai_client_detects_a_truncated_stream(api: str) -> None:
 
 async def test_adds_no_error_event_after_one_of_the_engine() -> None:
     error = b'data: {"error":{"message":"out of memory"}}\n\n'
-    async with serving() as setup:
-        setup.engine.answer(whole_stream(delta("a"), error))
-        assert (await ask(setup, STREAM)).body == delta("a") + error
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), error))
+        assert (await ask(setup, STREAM)).body == make_delta("a") + error
 
 
 async def test_forwards_last_event_without_blank_line() -> None:
-    async with serving() as setup:
-        setup.engine.answer(whole_stream(delta("a"), b"data: [DONE]\n"))
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), b"data: [DONE]\n"))
         body = (await ask(setup, STREAM)).body
-        assert body.startswith(delta("a") + b"data: [DONE]\n\n") and not body.strip().endswith(b"}")
+        assert body.startswith(make_delta("a") + b"data: [DONE]\n\n") and not body.strip().endswith(b"}")
 
 
 async def test_ignores_blank_lines_after_the_last_event() -> None:
-    async with serving() as setup:
-        setup.engine.answer(whole_stream(delta("a"), DONE, b"\n"))
-        assert (await ask(setup, STREAM)).body == delta("a") + DONE
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), DONE, b"\n"))
+        assert (await ask(setup, STREAM)).body == make_delta("a") + DONE
 
 
 async def test_empty_stream_is_an_error() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.engine.answer(STREAM_HEAD + STREAM_END)
         assert is_engine_stopped(await ask(setup, STREAM))
 
 
 @pytest.mark.parametrize("how", list(End))
 async def test_body_shorter_than_content_length_is_an_error(how: End) -> None:
-    async with serving() as setup:
-        setup.engine.answer(plain(ANSWER)[:-5], how)
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(ANSWER)[:-5], how)
         assert is_engine_stopped(await ask(setup))
 
 
 async def test_connection_reset_does_not_end_a_body_without_length() -> None:
     sent = asyncio.Event()
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', sent, End.RESET)
         asking = asyncio.ensure_future(ask(setup))
         await setup.engine.request()
         ((link,),) = (route.links for route in setup.gateway.routes)
         pool = link.pool
-        await until(lambda: any(c._ends_at_close for c in engine_connections(setup)), "the head to arrive")
+        await wait_until(lambda: any(c._ends_at_close for c in list_engine_connections(setup)), "the head to arrive")
         sent.set()
-        assert is_engine_stopped(await within(asking))
+        assert is_engine_stopped(await wait_within(asking))
         assert pool.active == 0
 
 
-def engine_connections(setup: Setup) -> list[Any]:
+def list_engine_connections(setup: Setup) -> list[Any]:
     exchanges = [c._current for c in setup.gateway.connections if isinstance(c._current, Exchange)]
     return [e._connection for e in exchanges if e._connection is not None]
 
@@ -357,15 +357,15 @@ def engine_connections(setup: Setup) -> list[Any]:
     ],
 )
 async def test_invalid_http_from_the_engine_is_an_error(answer: bytes) -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.engine.answer(answer)
         assert is_engine_stopped(await ask(setup))
         assert (await ask(setup)).json == ANSWER
 
 
 async def test_invalid_data_after_an_answer_only_closes_the_connection() -> None:
-    async with serving() as setup:
-        setup.engine.answer(plain(ANSWER) + b"\x00junk")
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(ANSWER) + b"\x00junk")
         assert (await ask(setup)).json == ANSWER
         assert (await ask(setup)).json == ANSWER
         assert [seen.line for seen in setup.engine.seen] == [0, 1]
@@ -374,16 +374,16 @@ async def test_invalid_data_after_an_answer_only_closes_the_connection() -> None
 async def test_invalid_data_after_an_answer_does_not_reach_the_next_request() -> None:
     """The next request waits for that connection, and gets it before the invalid data is read."""
     go_on = asyncio.Event()
-    async with serving(max_connections=1) as setup:
-        setup.engine.answer(go_on, plain({"n": 1}) + b"\x00junk")
-        setup.engine.otherwise = (plain({"n": 2}),)
+    async with start_gateway(max_connections=1) as setup:
+        setup.engine.answer(go_on, make_answer({"n": 1}) + b"\x00junk")
+        setup.engine.otherwise = (make_answer({"n": 2}),)
         first = asyncio.ensure_future(ask(setup))
         await setup.engine.request()
         second = asyncio.ensure_future(ask(setup))
-        await until(setup.waiting, "a request to wait")
+        await wait_until(setup.count_waiting, "a request to wait")
         go_on.set()
-        assert (await within(first)).json == {"n": 1}
-        assert (await within(second)).json == {"n": 2}
+        assert (await wait_within(first)).json == {"n": 1}
+        assert (await wait_within(second)).json == {"n": 2}
         assert setup.engine.seen[-1].line == 1
 
 
@@ -392,9 +392,9 @@ async def test_invalid_data_after_an_answer_does_not_reach_the_next_request() ->
     [b"no field at all\n\n", b"data\n\n", b": comment\n\n", b"data: {broken\n\n", b"data: \xff\xfe\n\n", b"\xff\n\n"],
 )
 async def test_forwards_malformed_events(junk: bytes) -> None:
-    async with serving() as setup:
-        setup.engine.answer(whole_stream(delta("a"), junk, b'data: "usage":{\n\n', USAGE, DONE))
-        assert (await ask(setup, STREAM)).body == delta("a") + junk + b'data: "usage":{\n\n' + DONE
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), junk, b'data: "usage":{\n\n', USAGE, DONE))
+        assert (await ask(setup, STREAM)).body == make_delta("a") + junk + b'data: "usage":{\n\n' + DONE
 
 
 async def test_internal_error_is_answered_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,17 +403,17 @@ async def test_internal_error_is_answered_and_reported(monkeypatch: pytest.Monke
     def fail(*_: Any) -> Any:
         raise KeyError("a mistake")
 
-    async with serving() as setup:
-        client = await setup.client()
+    async with start_gateway() as setup:
+        client = await setup.connect()
         with monkeypatch.context() as patch:
             patch.setattr("bedplate.run.gateway.sse.read_body_usage", fail)
-            answer = await client.post(CHAT, chat())
+            answer = await client.post(CHAT, make_chat_body())
             assert (answer.status, answer.error["code"]) == (502, "engine_stopped")
             assert PROBLEMS == ["internal error while forwarding an answer: KeyError('a mistake')"]
-        assert (await client.post(CHAT, chat())).status == 200
+        assert (await client.post(CHAT, make_chat_body())).status == 200
         with monkeypatch.context() as patch:
             patch.setattr(setup.gateway, "route_for", fail)
-            answer = await client.post(CHAT, chat())
+            answer = await client.post(CHAT, make_chat_body())
             assert (answer.status, answer.error["code"]) == (500, "internal_error")
             assert PROBLEMS[1:] == ["internal error while reading a request: KeyError('a mistake')"]
             assert await client.is_closed()
@@ -438,20 +438,20 @@ async def leave_before_the_first_token(setup: Setup, client: Client) -> None:
 
 
 async def leave_in_the_middle_of_the_stream(setup: Setup, client: Client) -> None:
-    setup.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
+    setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
     await client.send(request(CHAT, STREAM))
     await client.head()
     await client.chunk()
 
 
 async def leave_while_a_plain_answer_is_made(setup: Setup, client: Client) -> None:
-    setup.engine.answer(plain(ANSWER)[:-5], asyncio.Event())
-    await client.send(request(CHAT, chat()))
+    setup.engine.answer(make_answer(ANSWER)[:-5], asyncio.Event())
+    await client.send(request(CHAT, make_chat_body()))
     await setup.engine.request(1)
 
 
 async def leave_with_more_requests_in_the_pipe(setup: Setup, client: Client) -> None:
-    setup.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
+    setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
     await client.send(request(CHAT, STREAM) * 3 + request("/health"))
     await client.head()
 
@@ -470,76 +470,76 @@ LEAVING = [
 @pytest.mark.parametrize("leave", LEAVING)
 async def test_disconnect_cancels_the_request(leave: Any, how: str) -> None:
     """The engine sees its connection close, and other clients are not affected."""
-    async with serving() as setup:
+    async with start_gateway() as setup:
         go_on = asyncio.Event()
-        setup.engine.answer(STREAM_HEAD + chunk(delta("x")), go_on, chunk(DONE) + STREAM_END)
-        other = await setup.client()
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("x")), go_on, make_chunk(DONE) + STREAM_END)
+        other = await setup.connect()
         await other.send(request(CHAT, STREAM))
         await other.head()
-        client = await setup.client()
+        client = await setup.connect()
         await leave(setup, client)
         if how == "close":
             await client.close()
         else:
             client.reset()
         for seen in setup.engine.seen[1:]:
-            await within(seen.gone.wait())
-        await until(lambda: len(setup.gateway.connections) == 1, "the connection to be forgotten")
-        assert setup.metric("requests_in_flight") == 1
-        assert setup.outcome("cancelled") == len(setup.engine.seen) - 1
-        assert setup.active() == 1
+            await wait_within(seen.gone.wait())
+        await wait_until(lambda: len(setup.gateway.connections) == 1, "the connection to be forgotten")
+        assert setup.read_metric("requests_in_flight") == 1
+        assert setup.count_outcome("cancelled") == len(setup.engine.seen) - 1
+        assert setup.count_active() == 1
         go_on.set()
-        assert await other.chunk() + await other.chunk() == delta("x") + DONE
+        assert await other.chunk() + await other.chunk() == make_delta("x") + DONE
         assert await other.chunk() == b""
 
 
 async def test_disconnect_while_waiting_removes_the_request() -> None:
     go_on = asyncio.Event()
-    async with serving(max_connections=1) as setup:
-        setup.engine.answer(go_on, plain({"n": 1}))
+    async with start_gateway(max_connections=1) as setup:
+        setup.engine.answer(go_on, make_answer({"n": 1}))
         first = asyncio.ensure_future(ask(setup))
         await setup.engine.request()
-        leaving = await setup.client()
-        await leaving.send(request(CHAT, chat(user="leaving")))
-        await until(lambda: setup.waiting() == 1, "a request to wait")
-        last = asyncio.ensure_future(ask(setup, chat(user="last")))
-        await until(lambda: setup.waiting() == 2, "another to wait")
+        leaving = await setup.connect()
+        await leaving.send(request(CHAT, make_chat_body(user="leaving")))
+        await wait_until(lambda: setup.count_waiting() == 1, "a request to wait")
+        last = asyncio.ensure_future(ask(setup, make_chat_body(user="last")))
+        await wait_until(lambda: setup.count_waiting() == 2, "another to wait")
         await leaving.close()
-        await until(lambda: setup.waiting() == 1, "the first to be forgotten")
-        assert setup.metric("requests_in_flight") == 2
+        await wait_until(lambda: setup.count_waiting() == 1, "the first to be forgotten")
+        assert setup.read_metric("requests_in_flight") == 2
         go_on.set()
-        assert (await within(first)).json == {"n": 1}
-        assert (await within(last)).json == ANSWER
+        assert (await wait_within(first)).json == {"n": 1}
+        assert (await wait_within(last)).json == ANSWER
         assert [seen.json.get("user") for seen in setup.engine.seen] == [None, "last"]
-        assert setup.outcome("cancelled") == 1
+        assert setup.count_outcome("cancelled") == 1
 
 
 async def test_disconnect_while_connecting_removes_the_request() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         for _ in range(20):
-            client = await setup.client()
+            client = await setup.connect()
             await client.send(request(CHAT, STREAM))
             client.reset()
-        await until(setup.is_at_rest, "all to be forgotten")
+        await wait_until(setup.is_at_rest, "all to be forgotten")
         assert (await ask(setup)).json == ANSWER
 
 
 async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
-    async with serving(max_connections=2) as setup:
+    async with start_gateway(max_connections=2) as setup:
         gates = [asyncio.Event() for _ in range(6)]
         for number, gate in enumerate(gates):
-            setup.engine.answer(gate, plain({"n": number}))
+            setup.engine.answer(gate, make_answer({"n": number}))
         ((link,),) = (route.links for route in setup.gateway.routes)
         pool = link.pool
         asking = []
         for number in range(6):
-            client = await setup.client()
-            asking.append(asyncio.ensure_future(client.post(CHAT, chat(user=str(number)))))
-            await until(lambda n=number: len(setup.engine.seen) + setup.waiting() == n + 1, "it to be taken")  # type: ignore[misc]
+            client = await setup.connect()
+            asking.append(asyncio.ensure_future(client.post(CHAT, make_chat_body(user=str(number)))))
+            await wait_until(lambda n=number: len(setup.engine.seen) + setup.count_waiting() == n + 1, "it to be taken")  # type: ignore[misc]
         assert len(setup.engine.seen) == 2 and pool.active == 2
         for number, gate in enumerate(gates):
             gate.set()
-            assert (await within(asking[number])).json == {"n": number}
+            assert (await wait_within(asking[number])).json == {"n": number}
             assert pool.active <= 2
         assert [seen.json["user"] for seen in setup.engine.seen] == [str(n) for n in range(6)]
         assert {seen.line for seen in setup.engine.seen} == {0, 1}
@@ -547,52 +547,52 @@ async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
 
 @pytest.mark.parametrize("address_known", [True, False])
 async def test_answers_all_waiting_requests_when_the_engine_dies(address_known: bool) -> None:
-    async with serving(max_connections=1) as setup:
+    async with start_gateway(max_connections=1) as setup:
         setup.engine.answer(asyncio.Event())
         asking = [asyncio.ensure_future(ask(setup)) for _ in range(5)]
-        await until(lambda: setup.waiting() == 4, "requests to wait")
+        await wait_until(lambda: setup.count_waiting() == 4, "requests to wait")
         await setup.engine.request()
         if not address_known:
             setup.backend.address = None
             setup.backend.state = "restarting"
         await setup.engine.stop()
-        answers = await within(asyncio.gather(*asking))
+        answers = await wait_within(asyncio.gather(*asking))
         assert sorted(a.status for a in answers) == ([502] * 5 if address_known else [502] + [503] * 4)
         assert all(a.headers["retry-after"] == "1" for a in answers)
         if not address_known:
             assert {a.error["code"] for a in answers} == {"engine_stopped", "engine_restarting"}
-        assert setup.outcome("failed") == 5
+        assert setup.count_outcome("failed") == 5
 
 
 # slow readers
 
-PIECE = delta("x" * 65_000)
+PIECE = make_delta("x" * 65_000)
 NUM_PIECES = 400
 
 
-async def stalled(setup: Setup, client: Client, body: dict[str, Any] = STREAM) -> None:
+async def stall_reader(setup: Setup, client: Client, body: dict[str, Any] = STREAM) -> None:
     """A client that requests 26 MB and reads nothing; returns when the engine cannot send more."""
-    setup.engine.answer(STREAM_HEAD, *[chunk(PIECE)] * NUM_PIECES, chunk(DONE) + STREAM_END)
+    setup.engine.answer(STREAM_HEAD, *[make_chunk(PIECE)] * NUM_PIECES, make_chunk(DONE) + STREAM_END)
     number = len(setup.engine.seen)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(request(CHAT, body))
     seen = await setup.engine.request(number)
     line = setup.engine.lines[seen.line]
-    await until(lambda: line.unsent_bytes > 0 and not line._writable.is_set(), "the engine to be held up")
+    await wait_until(lambda: line.unsent_bytes > 0 and not line._writable.is_set(), "the engine to be held up")
 
 
-def gateway_bytes(setup: Setup) -> int:
+def count_buffered_bytes(setup: Setup) -> int:
     return sum(c._transport.get_write_buffer_size() for c in setup.gateway.connections if c._transport is not None)
 
 
 async def test_slow_reader_pauses_only_its_own_stream() -> None:
     """Bytes that it does not read stay with the engine, and arrive when it continues to read."""
-    async with serving() as setup:
-        client = await setup.client()
-        await stalled(setup, client)
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        await stall_reader(setup, client)
         for _ in range(50):
             await asyncio.sleep(0)
-            assert gateway_bytes(setup) < 2_000_000
+            assert count_buffered_bytes(setup) < 2_000_000
         assert (await ask(setup)).json == ANSWER
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answer = await client.answer()
@@ -600,12 +600,12 @@ async def test_slow_reader_pauses_only_its_own_stream() -> None:
 
 
 async def test_slow_reader_that_disconnects_frees_its_slot() -> None:
-    async with serving() as setup:
-        client = await setup.client()
-        await stalled(setup, client)
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        await stall_reader(setup, client)
         client.reset()
-        await within(setup.engine.seen[0].gone.wait())
-        await until(setup.is_at_rest, "the request to end")
+        await wait_within(setup.engine.seen[0].gone.wait())
+        await wait_until(setup.is_at_rest, "the request to end")
 
 
 async def test_paused_connection_resumes_for_the_next_request() -> None:
@@ -620,7 +620,7 @@ async def test_paused_connection_resumes_for_the_next_request() -> None:
             bench.client.pause_writing()
 
     bench.to_client.write = overflow  # type: ignore[method-assign]
-    bench.engine.data_received(whole_stream(delta("a"), DONE))
+    bench.engine.data_received(make_stream(make_delta("a"), DONE))
     assert bench.to_engine.reading
     assert bench.pool.active == 0
 
@@ -629,30 +629,30 @@ async def test_next_answer_waits_until_slow_reader_has_read_the_last() -> None:
     """Otherwise answers to pipelined requests would fill the memory."""
     bench = Bench()
     bench.client.data_received(request(CHAT, STREAM))
-    bench.engine.data_received(STREAM_HEAD + chunk(delta("a")))
+    bench.engine.data_received(STREAM_HEAD + make_chunk(make_delta("a")))
     bench.client.pause_writing()
     assert not bench.to_engine.reading
-    bench.engine.data_received(chunk(DONE) + STREAM_END)
+    bench.engine.data_received(make_chunk(DONE) + STREAM_END)
     assert bench.client.deadline is not None
     asked = len(bench.to_engine.writes)
     bench.client.data_received(request(CHAT, STREAM))
     assert len(bench.to_engine.writes) == asked
     bench.client.resume_writing()
     assert len(bench.to_engine.writes) == asked + 1
-    bench.engine.data_received(whole_stream(delta("b"), DONE))
+    bench.engine.data_received(make_stream(make_delta("b"), DONE))
     assert bench.to_client.written.count(DONE) == 2
 
 
 async def test_slow_reader_of_pages_gets_the_next_page() -> None:
     large = b"x" * 20_000_000
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.gateway.handed["/large"] = lambda _: Shown(large, "text/plain")
-        client = await setup.client()
+        client = await setup.connect()
         for _ in range(3):
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             await client.send(request("/large") + request("/health"))
             (connection,) = setup.gateway.connections
-            await until(lambda: connection._paused, "more to be written than the client takes")  # noqa: B023
+            await wait_until(lambda: connection._paused, "more to be written than the client takes")  # noqa: B023
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert (await client.answer()).body == large
             assert (await client.answer()).status == 200
@@ -662,9 +662,9 @@ async def test_slow_reader_of_pages_gets_the_next_page() -> None:
 async def test_each_backend_has_its_own_connections() -> None:
     other = Engine()
     await other.start()
-    async with serving(backend_at(other.port, "large", names=frozenset(["large"]))) as setup:
-        client = await setup.client()
-        assert (await client.post(CHAT, chat(model="large"))).status == 200
-        assert (await client.post(CHAT, chat(model="small"))).status == 200
+    async with start_gateway(make_backend(other.port, "large", names=frozenset(["large"]))) as setup:
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(model="large"))).status == 200
+        assert (await client.post(CHAT, make_chat_body(model="small"))).status == 200
         assert (len(other.seen), len(setup.engine.seen)) == (1, 1)
     await other.stop()

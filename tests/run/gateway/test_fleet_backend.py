@@ -20,61 +20,61 @@ from .scripted import (
     Answer,
     End,
     Setup,
-    chat,
-    chunk,
-    delta,
-    plain,
-    serving,
-    whole_stream,
+    make_answer,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
+    start_gateway,
 )
 
-FAILURES = [(End.CLOSE,), (End.RESET,), (plain({"error": "a worker died"}, "500 Internal Server Error"),)]
+FAILURES = [(End.CLOSE,), (End.RESET,), (make_answer({"error": "a worker died"}, "500 Internal Server Error"),)]
 
 
 async def ask(setup: Setup, body: dict[str, Any]) -> Answer:
-    return await (await setup.client()).post(CHAT, body)
+    return await (await setup.connect()).post(CHAT, body)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_retries_unstarted_answer_once_at_the_same_address(failure: tuple[Any, ...]) -> None:
-    async with serving(attempts=2) as setup:
+    async with start_gateway(attempts=2) as setup:
         setup.engine.answer(*failure)
-        setup.engine.answer(plain(ANSWER))
-        assert (await ask(setup, chat())).json == ANSWER
+        setup.engine.answer(make_answer(ANSWER))
+        assert (await ask(setup, make_chat_body())).json == ANSWER
         assert setup.engine.seen[0].body == setup.engine.seen[1].body and len(setup.engine.seen) == 2
-        assert setup.outcome("ok") == 1
+        assert setup.count_outcome("ok") == 1
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_retries_at_the_same_address_only_once(failure: tuple[Any, ...]) -> None:
-    async with serving(attempts=2) as setup:
+    async with start_gateway(attempts=2) as setup:
         setup.engine.otherwise = failure
-        assert (await ask(setup, chat())).status in (500, 502)
+        assert (await ask(setup, make_chat_body())).status in (500, 502)
         assert len(setup.engine.seen) == 2
 
 
 async def test_started_stream_ends_with_an_error_event_without_retry() -> None:
-    async with serving(attempts=2) as setup:
-        setup.engine.answer(STREAM_HEAD + chunk(delta("a")), End.CLOSE)
-        answer = await ask(setup, chat(stream=True))
-        assert answer.body.startswith(delta("a")) and b'"error"' in answer.body and b"[DONE]" not in answer.body
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), End.CLOSE)
+        answer = await ask(setup, make_chat_body(stream=True))
+        assert answer.body.startswith(make_delta("a")) and b'"error"' in answer.body and b"[DONE]" not in answer.body
         assert len(setup.engine.seen) == 1
 
 
 async def test_incomplete_stream_that_closes_normally_ends_with_an_error_event() -> None:
     """Ray's proxy ends a stream like this when a replica is lost."""
-    async with serving(attempts=2) as setup:
-        setup.engine.answer(STREAM_HEAD + chunk(delta("a")) + STREAM_END)
-        assert b'"error"' in (await ask(setup, chat(stream=True))).body
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")) + STREAM_END)
+        assert b'"error"' in (await ask(setup, make_chat_body(stream=True))).body
 
 
 @pytest.mark.parametrize("named", [{}, {"model": None}, {"model": "Small Model"}, {"model": "small"}])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_sets_served_model_name_if_the_backend_requires_it(named: dict[str, Any], stream: bool) -> None:
-    async with serving(wants_name=True) as setup:
+    async with start_gateway(wants_name=True) as setup:
         if stream:
-            setup.engine.answer(whole_stream(delta("a"), DONE))
-        body = chat(stream, **named)
+            setup.engine.answer(make_stream(make_delta("a"), DONE))
+        body = make_chat_body(stream, **named)
         assert (await ask(setup, body)).status == 200
         seen = setup.engine.seen[0].json
         assert seen.pop("stream_options", None) == ({"include_usage": True} if stream else None)
@@ -82,8 +82,8 @@ async def test_sets_served_model_name_if_the_backend_requires_it(named: dict[str
 
 
 async def test_keeps_model_name_otherwise() -> None:
-    async with serving() as setup:
-        await ask(setup, chat())
+    async with start_gateway() as setup:
+        await ask(setup, make_chat_body())
         assert "model" not in setup.engine.seen[0].json
 
 

@@ -27,14 +27,14 @@ from .scripted import (
     USAGE,
     End,
     Setup,
-    chat,
-    chunk,
-    delta,
-    plain,
+    make_answer,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
     request,
-    serving,
-    until,
-    whole_stream,
+    start_gateway,
+    wait_until,
 )
 
 FINISH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
@@ -45,21 +45,21 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
-def rows(path: Path) -> list[ServedRequest]:
+def read_rows(path: Path) -> list[ServedRequest]:
     return list(store.requests(path=path))
 
 
 async def post(setup: Setup, body: object, path: str = CHAT) -> None:
-    client = await setup.client()
+    client = await setup.connect()
     await client.post(path, body)  # type: ignore[arg-type]
 
 
 async def test_stores_the_shape_of_a_stream(path: Path) -> None:
     before = time.time()
-    async with serving(keeper=Keeper(path)) as setup:
-        setup.engine.answer(whole_stream(delta("a"), delta("b"), FINISH, USAGE, DONE))
-        await post(setup, chat(stream=True, max_tokens=64))
-    (row,) = rows(path)
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        setup.engine.answer(make_stream(make_delta("a"), make_delta("b"), FINISH, USAGE, DONE))
+        await post(setup, make_chat_body(stream=True, max_tokens=64))
+    (row,) = read_rows(path)
     assert before <= row.at_s <= time.time()
     assert (row.tenant, row.model, row.engine, row.api) == ("default", "small", "llama.cpp", "chat")
     assert (row.outcome, row.status, row.stream, row.finish) == ("ok", 200, True, "length")
@@ -79,27 +79,27 @@ def test_stores_concurrent_requests_in_order(path: Path) -> None:
     ]  # fmt: skip
     store.add_requests(many, path)
     store.add_requests([], path)
-    assert rows(path) == many
+    assert read_rows(path) == many
 
 
 async def test_stores_every_outcome(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as setup:
-        await post(setup, chat(user="ok"))
-        setup.engine.answer(plain(b"{}", "400 Bad Request"))
-        await post(setup, chat())
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        await post(setup, make_chat_body(user="ok"))
+        setup.engine.answer(make_answer(b"{}", "400 Bad Request"))
+        await post(setup, make_chat_body())
         setup.engine.answer(End.CLOSE)
         setup.engine.answer(End.CLOSE)  # the connection was used before, so the request is sent again
-        await post(setup, chat())
-        setup.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
-        leaving = await setup.client()
-        await leaving.send(request(CHAT, chat(stream=True)))
+        await post(setup, make_chat_body())
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
+        leaving = await setup.connect()
+        await leaving.send(request(CHAT, make_chat_body(stream=True)))
         await leaving.head()
         await leaving.close()
-        await until(setup.is_at_rest, "it to be forgotten")
+        await wait_until(setup.is_at_rest, "it to be forgotten")
         setup.backend.state = "restarting"
-        await post(setup, chat())
+        await post(setup, make_chat_body())
         setup.backend.state = "ready"
-    kept = [(row.outcome, row.status, row.engine) for row in rows(path)]
+    kept = [(row.outcome, row.status, row.engine) for row in read_rows(path)]
     engine = "llama.cpp"
     assert kept == [
         ("ok", 200, engine),
@@ -112,17 +112,17 @@ async def test_stores_every_outcome(path: Path) -> None:
 
 async def test_stores_cached_tokens(path: Path) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 5}}
-    async with serving(keeper=Keeper(path)) as setup:
-        setup.engine.answer(plain({"usage": usage}))
-        await post(setup, chat())
-    assert rows(path)[0].cached_tokens == 5
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        setup.engine.answer(make_answer({"usage": usage}))
+        await post(setup, make_chat_body())
+    assert read_rows(path)[0].cached_tokens == 5
 
 
 async def test_writes_records_while_running(path: Path) -> None:
     assert keeper_module.WRITE_EVERY_S <= 1
-    async with serving(keeper=Keeper(path)) as setup:
-        await post(setup, chat())
-        await until(lambda: rows(path), "the record")
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        await post(setup, make_chat_body())
+        await wait_until(lambda: read_rows(path), "the record")
 
 
 async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,16 +137,16 @@ async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, m
         raise OutsideFailed("cannot use the store", cause="database or disk is full")
 
     keeper = Keeper(path, note=notes.append)
-    async with serving(keeper=keeper) as setup:
+    async with start_gateway(keeper=keeper) as setup:
         monkeypatch.setattr(store, "add_requests", full)
         for _ in range(5):
-            await post(setup, chat())
-        await until(lambda: len(tried) > 2, "it to be tried again")
+            await post(setup, make_chat_body())
+        await wait_until(lambda: len(tried) > 2, "it to be tried again")
         monkeypatch.setattr(store, "add_requests", real)
-        await until(lambda: keeper.written == 3, "what is left to be written")
-        text = (await (await setup.client()).get("/metrics")).body.decode()
+        await wait_until(lambda: keeper.written == 3, "what is left to be written")
+        text = (await (await setup.connect()).get("/metrics")).body.decode()
         assert "bedplate_requests_unlogged 2.0" in text
-    assert len(rows(path)) == 3 and keeper.lost == 2
+    assert len(read_rows(path)) == 3 and keeper.lost == 2
     assert len(notes) == 1 and "disk is full" in notes[0]
 
 
@@ -166,21 +166,21 @@ def test_waits_for_a_locked_store(path: Path) -> None:
     assert Keeper(path).salt == store.salt(path)
 
 
-def row(at_s: float, **more: object) -> ServedRequest:
+def make_row(at_s: float, **more: object) -> ServedRequest:
     fields = {"tenant": "a", "model": "m", "engine": "e", "api": "chat", "outcome": "ok", "status": 200}
     return ServedRequest(at_s=at_s, body_bytes=10, duration_ms=5.0, **{**fields, **more})  # type: ignore[arg-type]
 
 
 def test_old_requests_are_folded_into_daily_totals(path: Path) -> None:
     day = 86_400.0
-    requests = [row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
-    requests += [row(9 * day + 1, outcome="failed"), row(9 * day + 2, outcome="turned_away", engine=None)]
+    requests = [make_row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
+    requests += [make_row(9 * day + 1, outcome="failed"), make_row(9 * day + 2, outcome="turned_away", engine=None)]
     store.add_requests(requests, path)
     before = {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")}
     assert store.fold_requests(3 * day, 100, path) == 3
-    assert len(rows(path)) == 9
+    assert len(read_rows(path)) == 9
     assert store.fold_requests(0.0, 4, path) == 5
-    assert len(rows(path)) == 4
+    assert len(read_rows(path)) == 4
     assert {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")} == before
     (used,) = before["tenant"]
     assert (used.requests, used.failed, used.turned_away, used.prompt_tokens) == (11, 1, 1, 100)
@@ -189,8 +189,8 @@ def test_old_requests_are_folded_into_daily_totals(path: Path) -> None:
 
 def test_reads_all_pages_of_a_long_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAGE", 10)
-    store.add_requests([row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
-    assert [one.at_s for one in rows(path)] == [float(n) for n in range(35)]
+    store.add_requests([make_row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
+    assert [one.at_s for one in read_rows(path)] == [float(n) for n in range(35)]
     assert [one.at_s for one in store.requests(30.0, path=path) if one.tenant == "b"] == [31.0, 33.0]
     assert not list(store.requests(model="other", path=path))
 
@@ -200,10 +200,10 @@ def test_reads_all_pages_of_a_long_log(path: Path, monkeypatch: pytest.MonkeyPat
 
 async def test_writes_contents_only_on_request_and_readable_only_by_owner(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "content"
-    async with serving(keeper=Keeper(path, content=folder)) as setup:
-        setup.engine.answer(whole_stream(delta("blue"), USAGE, DONE))
-        await post(setup, chat(stream=True))
-        await post(setup, chat(user="x"))
+    async with start_gateway(keeper=Keeper(path, content=folder)) as setup:
+        setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
+        await post(setup, make_chat_body(stream=True))
+        await post(setup, make_chat_body(user="x"))
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
     first, second = (json.loads(line) for line in file.read_text().splitlines())
@@ -214,22 +214,22 @@ async def test_writes_contents_only_on_request_and_readable_only_by_owner(path: 
 
 async def test_observer_gets_each_request_with_content_and_its_errors_are_isolated() -> None:
     seen: list[tuple[ServedRequest, Words]] = []
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.gateway.seen = lambda row, words: seen.append((row, words))
-        setup.engine.answer(whole_stream(delta("blue"), USAGE, DONE))
-        await post(setup, chat(stream=True))
-        await post(setup, chat(user="x"), "/v1/completions")
+        setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
+        await post(setup, make_chat_body(stream=True))
+        await post(setup, make_chat_body(user="x"), "/v1/completions")
         (first, words), (second, other) = seen
-        assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, delta("blue") + DONE)
-        assert json.loads(words.asked) == chat(stream=True) and words.target == CHAT.encode()
+        assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, make_delta("blue") + DONE)
+        assert json.loads(words.asked) == make_chat_body(stream=True) and words.target == CHAT.encode()
         assert second.api == "completions" and json.loads(other.answered) == ANSWER
 
         def fail(row: ServedRequest, words: Words) -> None:
             raise KeyError("a mistake")
 
         setup.gateway.seen = fail
-        await post(setup, chat())
-        assert setup.outcome("ok") == 2
+        await post(setup, make_chat_body())
+        assert setup.count_outcome("ok") == 2
         assert PROBLEMS == ["the observer of requests failed: KeyError('a mistake')"]
         PROBLEMS.clear()
 

@@ -30,19 +30,19 @@ from .scripted import (
     Bench,
     Engine,
     Setup,
-    backend_at,
-    chat,
-    chunk,
-    delta,
-    plain,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    make_chunk,
+    make_delta,
     request,
-    serving,
-    until,
-    within,
+    start_gateway,
+    wait_until,
+    wait_within,
 )
 
 MB = 1_000_000
-STREAM = chat(stream=True)
+STREAM = make_chat_body(stream=True)
 
 # bodies
 
@@ -74,14 +74,14 @@ BY_CHUNKS = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\
 
 @pytest.mark.parametrize(
     ("head", "piece", "end"),
-    [(BY_LENGTH, b"x" * MB, b""), (BY_CHUNKS, chunk(b"x" * MB), STREAM_END)],
+    [(BY_LENGTH, b"x" * MB, b""), (BY_CHUNKS, make_chunk(b"x" * MB), STREAM_END)],
     ids=["by its length", "in chunks"],
 )
 async def test_rejects_too_large_body_while_the_client_still_sends(head: bytes, piece: bytes, end: bytes) -> None:
     """Also for a client that reads only after it has sent everything; the gateway keeps none of it."""
-    async with serving(max_body_bytes=4 * MB) as setup:
+    async with start_gateway(max_body_bytes=4 * MB) as setup:
         tracemalloc.start()
-        answer = await within(asyncio.to_thread(send_all, setup.port, head, piece, 100, end), 20)
+        answer = await wait_within(asyncio.to_thread(send_all, setup.port, head, piece, 100, end), 20)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert is_too_large(answer, "4,000,000 bytes")
@@ -89,19 +89,19 @@ async def test_rejects_too_large_body_while_the_client_still_sends(head: bytes, 
         assert not setup.engine.seen
 
 
-@pytest.mark.parametrize("head", [BY_LENGTH, BY_CHUNKS + chunk(b"x" * 101)], ids=["by its length", "in chunks"])
+@pytest.mark.parametrize("head", [BY_LENGTH, BY_CHUNKS + make_chunk(b"x" * 101)], ids=["by its length", "in chunks"])
 async def test_rejects_too_large_body_before_it_is_complete(head: bytes) -> None:
-    async with serving(max_body_bytes=100) as setup:
-        connection = await setup.client()
+    async with start_gateway(max_body_bytes=100) as setup:
+        connection = await setup.connect()
         await connection.send(head)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
 
 async def test_accepts_body_of_exactly_the_limit() -> None:
-    body = json.dumps(chat()).encode()
-    async with serving(max_body_bytes=len(body)) as setup:
-        connection = await setup.client()
+    body = json.dumps(make_chat_body()).encode()
+    async with start_gateway(max_body_bytes=len(body)) as setup:
+        connection = await setup.connect()
         assert (await connection.post(CHAT, body)).json == ANSWER
         assert (await connection.post(CHAT, body + b" ")).status == 413
 
@@ -112,11 +112,13 @@ async def test_rejected_client_may_finish_sending(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(client, "LINGER_S", 0.2)
     monkeypatch.setattr(client, "MAX_LINGER_S", 3600)
     loop = asyncio.get_running_loop()
-    async with serving(max_body_bytes=100) as setup:
-        patient, endless = await setup.client(), await setup.client()
+    async with start_gateway(max_body_bytes=100) as setup:
+        patient, endless = await setup.connect(), await setup.connect()
         await patient.send(BY_LENGTH)
         assert (await patient.answer()).status == 413
-        await until(lambda: not setup.gateway.connections - {*others(setup, patient)}, "the silent one to be closed")
+        await wait_until(
+            lambda: not setup.gateway.connections - {*list_others(setup, patient)}, "the silent one to be closed"
+        )
         monkeypatch.setattr(client, "MAX_LINGER_S", 0.6)
         await endless.send(BY_LENGTH)
         began = loop.time()
@@ -127,7 +129,7 @@ async def test_rejected_client_may_finish_sending(monkeypatch: pytest.MonkeyPatc
         assert loop.time() - began > 0.4
 
 
-def others(setup: Setup, one: Any) -> list[Any]:
+def list_others(setup: Setup, one: Any) -> list[Any]:
     port = one.writer.get_extra_info("sockname")[1]
     return [
         c
@@ -138,15 +140,17 @@ def others(setup: Setup, one: Any) -> list[Any]:
 
 async def test_limits_size_of_pipelined_bodies() -> None:
     """They wait in the socket once the gateway holds as much as one body of the maximum size."""
-    body = json.dumps(chat(user="x" * 900_000)).encode()
+    body = json.dumps(make_chat_body(user="x" * 900_000)).encode()
     go_on = asyncio.Event()
-    async with serving(max_body_bytes=MB) as setup:
-        setup.engine.answer(go_on, plain(ANSWER))
-        connection = await setup.client()
+    async with start_gateway(max_body_bytes=MB) as setup:
+        setup.engine.answer(go_on, make_answer(ANSWER))
+        connection = await setup.connect()
         sending = asyncio.ensure_future(connection.send(request(CHAT, body) * 15))
         await setup.engine.request()
         (inside,) = setup.gateway.connections
-        await until(lambda: inside._transport is not None and not inside._transport.is_reading(), "reading to stop")
+        await wait_until(
+            lambda: inside._transport is not None and not inside._transport.is_reading(), "reading to stop"
+        )
         assert sum(len(r.body) for r in inside._waiting) <= 2 * MB
         go_on.set()
         for _ in range(15):
@@ -176,11 +180,11 @@ async def test_limits_size_of_pipelined_bodies() -> None:
     ids=lambda body: repr(body[:24]),
 )
 async def test_invalid_body_is_an_error_and_keeps_the_connection(body: bytes) -> None:
-    async with serving() as setup:
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         answer = await connection.post(CHAT, body)
         assert (answer.status, answer.error["code"]) == (400, "bad_body")
-        assert (await connection.post(CHAT, chat())).json == ANSWER
+        assert (await connection.post(CHAT, make_chat_body())).json == ANSWER
         assert len(setup.engine.seen) == 1
 
 
@@ -201,8 +205,8 @@ async def test_invalid_body_is_an_error_and_keeps_the_connection(body: bytes) ->
 )
 async def test_rejects_too_large_head(head: bytes) -> None:
     """Also when one header never ends, which the parser would buffer without limit."""
-    async with serving() as setup:
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         sending = asyncio.ensure_future(connection.send(head))
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (431, "head_too_large")
@@ -211,21 +215,21 @@ async def test_rejects_too_large_head(head: bytes) -> None:
 
 
 async def test_measures_head_in_two_pieces_as_a_whole() -> None:
-    async with serving() as setup:
-        connection = await setup.client()
-        asked = request(CHAT, chat(), x_long="a" * 40_000, x_longer="b" * 40_000)
+    async with start_gateway() as setup:
+        connection = await setup.connect()
+        asked = request(CHAT, make_chat_body(), x_long="a" * 40_000, x_longer="b" * 40_000)
         await connection.send(asked[:50_000])
         (taken,) = setup.gateway.connections
-        await until(lambda: taken._fed, "the first piece")
+        await wait_until(lambda: taken._fed, "the first piece")
         await connection.send(asked[50_000:])
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (431, "head_too_large")
 
 
 async def test_head_limit_is_the_same_for_many_pieces() -> None:
-    async with serving() as setup:
-        connection = await setup.client()
-        asked = request(CHAT, chat(), x_long="a" * 60_000)
+    async with start_gateway() as setup:
+        connection = await setup.connect()
+        asked = request(CHAT, make_chat_body(), x_long="a" * 60_000)
         for at in range(0, len(asked), 1000):
             await connection.send(asked[at : at + 1000])
             await asyncio.sleep(0)
@@ -252,8 +256,8 @@ async def test_head_limit_is_the_same_for_many_pieces() -> None:
 )
 async def test_rejects_invalid_http(garbage: bytes) -> None:
     """Also ambiguous lengths: a proxy and the gateway must not read different requests (request smuggling)."""
-    async with serving() as setup:
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         await connection.send(garbage)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (400, "bad_http")
@@ -286,9 +290,9 @@ KEY = "sk-the-right-key"
     ],
 )
 async def test_accepts_only_the_right_key(headers: dict[str, str], passes: bool) -> None:
-    async with serving(api_key=KEY) as setup:
-        for path, body in ((CHAT, chat()), ("/v1/models", None), ("/metrics", None), ("/nowhere", None)):
-            connection = await setup.client()
+    async with start_gateway(api_key=KEY) as setup:
+        for path, body in ((CHAT, make_chat_body()), ("/v1/models", None), ("/metrics", None), ("/nowhere", None)):
+            connection = await setup.connect()
             await connection.send(request(path, body, **headers))
             answer = await connection.answer()
             if passes:
@@ -302,14 +306,14 @@ async def test_accepts_only_the_right_key(headers: dict[str, str], passes: bool)
 
 @pytest.mark.parametrize("path", ["/", "/health", "/?a=b", "/favicon.ico"])
 async def test_open_paths_need_no_key(path: str) -> None:
-    async with serving(api_key=KEY) as setup:
-        assert (await (await setup.client()).get(path)).status in (200, 404)
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).get(path)).status in (200, 404)
 
 
 @pytest.mark.parametrize("path", ["/v1/models?/health", "//health", "/health/../v1/models", "/health%2f..", "/health/"])
 async def test_paths_similar_to_open_paths_need_a_key(path: str) -> None:
-    async with serving(api_key=KEY) as setup:
-        assert (await (await setup.client()).get(path)).status == 401
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).get(path)).status == 401
 
 
 async def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,11 +325,11 @@ async def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 
     real = hmac.compare_digest
     monkeypatch.setattr("bedplate.run.gateway.tenants.hmac.compare_digest", compare)
-    async with serving(api_key=KEY) as setup:
-        assert (await (await setup.client()).post(CHAT, chat(), x_api_key="wrong")).status == 401
-        assert (await (await setup.client()).post(CHAT, chat())).status == 401
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).post(CHAT, make_chat_body(), x_api_key="wrong")).status == 401
+        assert (await (await setup.connect()).post(CHAT, make_chat_body())).status == 401
         assert not compared  # the lookup uses a salted hash, whose timing reveals nothing
-        assert (await (await setup.client()).post(CHAT, chat(), x_api_key=KEY)).status == 200
+        assert (await (await setup.connect()).post(CHAT, make_chat_body(), x_api_key=KEY)).status == 200
         assert len(compared) == 1 and compared[0][0] == compared[0][1] != KEY.encode()
 
 
@@ -334,10 +338,10 @@ async def test_keys_appear_in_no_log_and_no_answer(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.DEBUG)
     tried = "sk-some-other-key"
     answers = b""
-    async with serving(api_key=KEY) as setup:
-        setup.engine.otherwise = (plain(b"no", "500 Oops", "text/plain"),)
+    async with start_gateway(api_key=KEY) as setup:
+        setup.engine.otherwise = (make_answer(b"no", "500 Oops", "text/plain"),)
         for path, body in (
-            (CHAT, chat()),
+            (CHAT, make_chat_body()),
             (CHAT, b"{"),
             ("/nowhere", None),
             ("/[", None),
@@ -346,10 +350,10 @@ async def test_keys_appear_in_no_log_and_no_answer(caplog: pytest.LogCaptureFixt
         ):
             for key in (KEY, tried):
                 for header in ({"authorization": f"Bearer {key}"}, {"x_api_key": key}):
-                    connection = await setup.client()
+                    connection = await setup.connect()
                     await connection.send(request(path, body, connection="close", **header))
-                    answers += await within(connection.reader.read())
-        connection = await setup.client()
+                    answers += await wait_within(connection.reader.read())
+        connection = await setup.connect()
         await connection.send(f"GET / HTTP/1.1\r\nauthorization: Bearer {tried}\x00\r\n\r\n".encode())
         answers += (await connection.answer()).body
     assert len(answers) > 1000
@@ -376,8 +380,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("sent", [b"G", b"GET / HT", request(CHAT, STREAM)[:-1]], ids=["letter", "head", "body"])
 async def test_incomplete_request_times_out(sent: bytes, quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.05)
-    async with serving() as setup:
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         await connection.send(sent)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
@@ -386,15 +390,15 @@ async def test_incomplete_request_times_out(sent: bytes, quick: Callable[..., No
 
 async def test_connection_without_a_request_is_closed(quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.05)
-    async with serving() as setup:
-        assert await (await setup.client()).is_closed()
+    async with start_gateway() as setup:
+        assert await (await setup.connect()).is_closed()
 
 
 async def test_an_idle_connection_is_closed(quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=0.05)
-    async with serving() as setup:
-        for asked in (request("/health"), request(CHAT, chat())):
-            connection = await setup.client()
+    async with start_gateway() as setup:
+        for asked in (request("/health"), request(CHAT, make_chat_body())):
+            connection = await setup.connect()
             await connection.send(asked)
             assert (await connection.answer()).status == 200
             assert await connection.is_closed()
@@ -402,11 +406,11 @@ async def test_an_idle_connection_is_closed(quick: Callable[..., None]) -> None:
 
 async def test_no_deadline_ends_a_long_answer(quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.03, KEEP_ALIVE_S=0.03)
-    async with serving() as setup:
+    async with start_gateway() as setup:
         go_on = asyncio.Event()
-        setup.engine.answer(go_on, plain(ANSWER))
-        connection, ticking = await setup.client(), await setup.client()
-        await connection.send(request(CHAT, chat()))
+        setup.engine.answer(go_on, make_answer(ANSWER))
+        connection, ticking = await setup.connect(), await setup.connect()
+        await connection.send(request(CHAT, make_chat_body()))
         await setup.engine.request()
         assert await ticking.is_closed()  # by then the other deadline would have passed, too
         go_on.set()
@@ -417,41 +421,41 @@ async def test_no_deadline_ends_a_long_answer(quick: Callable[..., None]) -> Non
 async def test_disconnects_client_that_does_not_read(ended: bool, quick: Callable[..., None]) -> None:
     """Also when the engine has finished and only the last bytes are unread."""
     quick(STALLED_READER_S=0.1)
-    async with serving() as setup:
-        piece = chunk(delta("x" * 65_000))
+    async with start_gateway() as setup:
+        piece = make_chunk(make_delta("x" * 65_000))
         if ended:
-            setup.engine.answer(plain(b"x" * 20 * MB))
+            setup.engine.answer(make_answer(b"x" * 20 * MB))
         else:
-            setup.engine.answer(STREAM_HEAD, *[piece] * 400, chunk(DONE) + STREAM_END)
-        connection = await setup.client()
+            setup.engine.answer(STREAM_HEAD, *[piece] * 400, make_chunk(DONE) + STREAM_END)
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request(CHAT, STREAM))
         seen = await setup.engine.request()
-        await until(lambda: not setup.gateway.connections, "the gateway to give up")
+        await wait_until(lambda: not setup.gateway.connections, "the gateway to give up")
         if not ended:
-            await within(seen.gone.wait())
-            assert setup.outcome("cancelled") == 1
+            await wait_within(seen.gone.wait())
+            assert setup.count_outcome("cancelled") == 1
 
 
 async def test_disconnects_client_that_does_not_read_while_closing(
     quick: Callable[..., None],
 ) -> None:
     quick(STALLED_READER_S=0.1)
-    async with serving() as setup:
-        setup.engine.answer(plain(b"x" * 20 * MB))
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(b"x" * 20 * MB))
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request(CHAT, STREAM, connection="close"))
         await setup.engine.request()
-        await until(lambda: not setup.gateway.connections, "the gateway to give up")
+        await wait_until(lambda: not setup.gateway.connections, "the gateway to give up")
 
 
 async def test_reader_that_catches_up_gets_the_normal_keep_alive() -> None:
     """The deadline of a stalled connection also applies when it becomes idle; otherwise it could stay forever."""
     bench = Bench()
-    bench.client.data_received(request(CHAT, chat()))
+    bench.client.data_received(request(CHAT, make_chat_body()))
     bench.client.pause_writing()
-    bench.engine.data_received(plain(ANSWER))
+    bench.engine.data_received(make_answer(ANSWER))
     bench.client.resume_writing()
     assert bench.client.deadline is not None
     assert bench.client.deadline <= time.monotonic() + client.KEEP_ALIVE_S
@@ -461,7 +465,7 @@ async def test_reader_that_catches_up_gets_the_normal_keep_alive() -> None:
 
 
 async def test_port_in_use_error_has_a_hint() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         with pytest.raises(OutsideFailed, match=f"port {setup.port} on 127.0.0.1 is in use") as caught:
             await Gateway([setup.backend]).start("127.0.0.1", setup.port)
         assert caught.value.hint is not None and f"--port {setup.port + 1}" in caught.value.hint
@@ -470,13 +474,13 @@ async def test_port_in_use_error_has_a_hint() -> None:
 @pytest.mark.parametrize("host", ["256.1.1.1", "no-such-host.invalid", "192.0.2.1", "a" * 70 + ".example", "::g"])
 async def test_address_of_another_machine_is_a_usage_error(host: str) -> None:
     with pytest.raises(BadQuestion, match="cannot listen on"):
-        await Gateway([backend_at(1)]).start(host, 0)
+        await Gateway([make_backend(1)]).start(host, 0)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**6])
 async def test_invalid_port_is_a_usage_error(port: int) -> None:
     with pytest.raises(BadQuestion, match=f"cannot listen on 127.0.0.1:{port}"):
-        await Gateway([backend_at(1)]).start("127.0.0.1", port)
+        await Gateway([make_backend(1)]).start("127.0.0.1", port)
 
 
 def test_privileged_port_error_has_a_hint() -> None:
@@ -487,7 +491,7 @@ def test_privileged_port_error_has_a_hint() -> None:
 
 
 async def test_url_has_brackets_around_ipv6_addresses() -> None:
-    gateway = Gateway([backend_at(1)])
+    gateway = Gateway([make_backend(1)])
     port = await gateway.start("::1", 0)
     assert gateway.url == f"http://[::1]:{port}"
     await gateway.stop(0)
@@ -498,38 +502,38 @@ async def test_url_has_brackets_around_ipv6_addresses() -> None:
 
 async def test_stop_lets_streams_finish_and_accepts_no_new_ones() -> None:
     go_on = asyncio.Event()
-    async with serving() as setup:
-        setup.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
-        busy, idle = await setup.client(), await setup.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), go_on, make_chunk(DONE) + STREAM_END)
+        busy, idle = await setup.connect(), await setup.connect()
         await idle.get("/health")
         await busy.send(request(CHAT, STREAM))
         await busy.head()
-        assert await busy.chunk() == delta("a")
+        assert await busy.chunk() == make_delta("a")
         stopping = asyncio.ensure_future(setup.gateway.stop(600))
         assert await idle.is_closed()
         with pytest.raises(OSError):
-            await setup.client()
+            await setup.connect()
         assert not stopping.done()
         go_on.set()
         assert await busy.chunk() == DONE
         assert await busy.chunk() == b""
         assert await busy.is_closed()
-        await within(stopping)
+        await wait_within(stopping)
 
 
 async def test_stop_ends_slow_answers_with_an_error() -> None:
     """A stream gets an event, an unstreamed answer a status, and so does a request that waits for a connection."""
-    async with serving(max_connections=2) as setup:
-        setup.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
+    async with start_gateway(max_connections=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
         setup.engine.answer(asyncio.Event())
-        stream, plain_one, waiting = [await setup.client() for _ in range(3)]
+        stream, plain_one, waiting = [await setup.connect() for _ in range(3)]
         await stream.send(request(CHAT, STREAM))
         await stream.head()
-        assert await stream.chunk() == delta("a")
-        await plain_one.send(request(CHAT, chat()))
+        assert await stream.chunk() == make_delta("a")
+        await plain_one.send(request(CHAT, make_chat_body()))
         await setup.engine.request(1)
-        await waiting.send(request(CHAT, chat()))
-        await until(lambda: setup.metric("requests_in_flight") == 3, "three requests")
+        await waiting.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.read_metric("requests_in_flight") == 3, "three requests")
         stopping = asyncio.ensure_future(setup.gateway.stop(0.05))
         event = await stream.chunk()
         assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
@@ -540,20 +544,20 @@ async def test_stop_ends_slow_answers_with_an_error() -> None:
             assert answer.headers["connection"] == "close"
         for connection in (stream, plain_one, waiting):
             assert await connection.is_closed()
-        await within(stopping)
+        await wait_within(stopping)
         for seen in setup.engine.seen:
-            await within(seen.gone.wait())
+            await wait_within(seen.gone.wait())
         assert setup.is_at_rest()
 
 
 async def test_stop_does_not_wait_for_client_that_does_not_read() -> None:
-    async with serving() as setup:
-        setup.engine.answer(plain(b"x" * 20 * MB))
-        connection = await setup.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(b"x" * 20 * MB))
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await connection.send(request(CHAT, chat()))
-        await until(lambda: setup.outcome("ok") == 1, "the engine's answer")
-        await within(setup.gateway.stop(0))
+        await connection.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.count_outcome("ok") == 1, "the engine's answer")
+        await wait_within(setup.gateway.stop(0))
         assert not setup.gateway.connections
 
 
@@ -562,26 +566,26 @@ async def test_stop_while_connecting_leaves_no_connection() -> None:
     silent.bind(("127.0.0.1", 0))
     silent.listen(0)
     fillers = []
-    async with serving() as setup:
+    async with start_gateway() as setup:
         setup.backend.address = silent.getsockname()
         for _ in range(4):  # a full backlog: further connections are neither accepted nor refused
             filler = socket.socket()
             filler.setblocking(False)
             filler.connect_ex(silent.getsockname())
             fillers.append(filler)
-        connection = await setup.client()
-        await connection.send(request(CHAT, chat()))
-        await until(lambda: setup.active() == 1, "the connection to be tried")
-        await within(setup.gateway.stop(0))
+        connection = await setup.connect()
+        await connection.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.count_active() == 1, "the connection to be tried")
+        await wait_within(setup.gateway.stop(0))
         assert (await connection.answer()).status == 503
-        await until(setup.is_at_rest, "the attempt to be given up")
+        await wait_until(setup.is_at_rest, "the attempt to be given up")
     for pipe in (silent, *fillers):
         pipe.close()
 
 
 async def test_stop_closes_connections_to_the_engine() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         engine: Engine = setup.engine
-        await (await setup.client()).post(CHAT, chat())
-        await within(setup.gateway.stop(0))
-        await until(lambda: engine.lines[0].lost, "the idle connection to be closed")
+        await (await setup.connect()).post(CHAT, make_chat_body())
+        await wait_within(setup.gateway.stop(0))
+        await wait_until(lambda: engine.lines[0].lost, "the idle connection to be closed")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bedplate.run.gateway import sse
 
-from .scripted import DONE, STREAM_END, STREAM_HEAD, USAGE, Bench, chunk, delta, request, unchunk
+from .scripted import DONE, STREAM_END, STREAM_HEAD, USAGE, Bench, decode_chunks, make_chunk, make_delta, request
 
 HOSTILE = (
     "data: [DONE]\n\n",
@@ -41,7 +41,7 @@ JSON = st.recursive(
 )
 
 
-def asked_with(body: bytes) -> dict[str, Any]:
+def add_usage(body: bytes) -> dict[str, Any]:
     """The body that is sent to the engine, decoded by another parser than the gateway's."""
     value: dict[str, Any] = json.loads(sse.with_usage_asked(body, sse.read_asked(body)))
     return value
@@ -61,7 +61,7 @@ def test_requesting_usage_keeps_every_other_field(fields: dict[str, Any], data: 
     if data.draw(st.booleans()):
         body = {"stream_options": options, **body}
     text = json.dumps(body, indent=indent, ensure_ascii=ascii_only)
-    sent = asked_with((data.draw(st.sampled_from(["", " ", "\n\t"])) + text).encode("utf-8", "replace"))
+    sent = add_usage((data.draw(st.sampled_from(["", " ", "\n\t"])) + text).encode("utf-8", "replace"))
     told = body.get("stream_options")
     assert sent == {**body, "stream_options": {**(told if isinstance(told, dict) else {}), "include_usage": True}}
 
@@ -84,7 +84,7 @@ def test_requesting_usage_keeps_every_other_field(fields: dict[str, Any], data: 
 def test_requests_usage_in_unusual_bodies(body: bytes) -> None:
     before = json.loads(body)
     options = before.pop("stream_options", None) or {}
-    sent = asked_with(body)
+    sent = add_usage(body)
     assert sent.pop("stream_options") == {**options, "include_usage": True}
     assert sent == before
 
@@ -130,7 +130,7 @@ def test_forwards_only_complete_events(data: bytes, whole: int) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_ignores_text_that_looks_like_usage(text: str) -> None:
-    assert not sse.may_have_usage(delta(text))
+    assert not sse.may_have_usage(make_delta(text))
 
 
 def test_finds_usage_after_events_with_null_usage() -> None:
@@ -193,7 +193,7 @@ WHOLE: list[tuple[sse.Api, bytes]] = [
     ("chat", DONE),
     ("chat", b"data:[DONE]\n\n"),
     ("chat", b"data: [DONE]\r\n\r\n"),
-    ("chat", delta("a") + USAGE + DONE),
+    ("chat", make_delta("a") + USAGE + DONE),
     ("chat", b'data: {"error":{"message":"no"}}\n\n'),
     ("completions", DONE),
     ("completions", b'data: {"error":"no"}\n\n'),
@@ -209,7 +209,7 @@ WHOLE: list[tuple[sse.Api, bytes]] = [
 ]
 CUT: list[tuple[sse.Api, bytes]] = [
     ("chat", b""),
-    ("chat", delta("a")),
+    ("chat", make_delta("a")),
     ("chat", USAGE),
     ("chat", b'data: {"choices":[{"delta":{"content":"a"}}],"error":null}\n\n'),
     ("completions", b'data: {"choices":[{"text":"a"}]}\n\n'),
@@ -221,7 +221,7 @@ CUT: list[tuple[sse.Api, bytes]] = [
         b'data: {"type":"response.created","response":{"tools":[{"parameters":{"properties":{"error":{}}}}]}}\n\n',
     ),
     ("responses", b'data: {"type":"response.output_text.delta","delta":"x"}\n\n'),
-    *[(api, delta(text)) for api in ("chat", "messages", "responses") for text in HOSTILE],
+    *[(api, make_delta(text)) for api in ("chat", "messages", "responses") for text in HOSTILE],
 ]
 
 
@@ -308,15 +308,15 @@ PLACES = st.lists(st.integers(0, 5000), max_size=12)
 
 @settings(deadline=None)
 @given(streams(), PLACES, PLACES, st.booleans())
-@example(([delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
-@example(([delta("火"), USAGE, DONE], True), [], [], False)
-@example(([delta("a").replace(b"\n\n", b"\r\n\r\n"), b"data: [DONE]\r\n\r\n"], False), list(range(400)), [], True)
+@example(([make_delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
+@example(([make_delta("火"), USAGE, DONE], True), [], [], False)
+@example(([make_delta("a").replace(b"\n\n", b"\r\n\r\n"), b"data: [DONE]\r\n\r\n"], False), list(range(400)), [], True)
 def test_events_are_the_same_however_the_stream_is_split(
     stream: tuple[Events, bool], chunk_places: list[int], wire_places: list[int], asks_usage: bool
 ) -> None:
     """Split into HTTP chunks at some places, and into reads of the connection at others."""
     events, has_usage = stream
-    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
+    wire = STREAM_HEAD + b"".join(make_chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
 
     async def pass_through() -> tuple[Bench, bytes]:
         bench = Bench()
@@ -327,7 +327,7 @@ def test_events_are_the_same_however_the_stream_is_split(
         return bench, bench.to_client.written
 
     bench, written = asyncio.run(pass_through())
-    head, body, rest = unchunk(written)
+    head, body, rest = decode_chunks(written)
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and rest == b""
     dropped = has_usage and not asks_usage
     assert body == b"".join(events[:-2] + events[-1:] if dropped else events)
@@ -341,7 +341,7 @@ def test_events_are_the_same_however_the_stream_is_split(
 @example(b"data: \xff\xfe\n\n\xf0\x9f", [3])
 def test_forwards_arbitrary_bytes_unchanged(junk: bytes, places: list[int]) -> None:
     """A stream without `[DONE]` ends with an error event, after everything before it was forwarded."""
-    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(junk, places)) + STREAM_END
+    wire = STREAM_HEAD + b"".join(make_chunk(piece) for piece in cut(junk, places)) + STREAM_END
 
     async def pass_through() -> bytes:
         bench = Bench()
@@ -352,7 +352,7 @@ def test_forwards_arbitrary_bytes_unchanged(junk: bytes, places: list[int]) -> N
 
     written = asyncio.run(pass_through())
     if written.startswith(b"HTTP/1.1 200"):
-        _, body, rest = unchunk(written)
+        _, body, rest = decode_chunks(written)
         assert body.startswith(junk.rstrip(b"\r\n")) and rest == b""
         assert b'"code":"engine_stopped"' in body or sse.is_whole("chat", junk)
     else:
@@ -365,13 +365,13 @@ def test_writes_head_and_first_event_together() -> None:
         bench.client.data_received(request("/v1/chat/completions", {"stream": True}))
         bench.engine.data_received(STREAM_HEAD)
         assert bench.to_client.writes == []
-        bench.engine.data_received(chunk(delta("a")))
-        bench.engine.data_received(chunk(delta("b")))
+        bench.engine.data_received(make_chunk(make_delta("a")))
+        bench.engine.data_received(make_chunk(make_delta("b")))
         return bench.to_client.writes
 
     first, second = asyncio.run(pass_through())
-    assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(chunk(delta("a")))
-    assert second == chunk(delta("b"))
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(make_chunk(make_delta("a")))
+    assert second == make_chunk(make_delta("b"))
 
 
 # why an answer ended

@@ -21,7 +21,19 @@ from bedplate.run.gateway.keeper import Keeper
 from bedplate.run.gateway.tenants import Bucket, KeyDigest, Member, Tenants
 from bedplate.values.tenant import Declared, Tenant, key_digest
 
-from .scripted import ANSWER, CHAT, Answer, Setup, backend_at, chat, plain, request, serving, until, within
+from .scripted import (
+    ANSWER,
+    CHAT,
+    Answer,
+    Setup,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    request,
+    start_gateway,
+    wait_until,
+    wait_within,
+)
 
 KEY = "sk-of-alice"
 
@@ -34,15 +46,15 @@ def allow(setup: Setup, *tenants: Tenant) -> None:
 
 
 async def ask(setup: Setup, key: str = KEY, **fields: Any) -> Answer:
-    client = await setup.client()
-    return await client.post(CHAT, chat(**fields), authorization=f"Bearer {key}")
+    client = await setup.connect()
+    return await client.post(CHAT, make_chat_body(**fields), authorization=f"Bearer {key}")
 
 
 # keys
 
 
 async def test_accepts_only_valid_keys_and_assigns_requests_to_their_tenants() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice"), Tenant(name="bob"))
         assert (await ask(setup)).status == 200
         assert (await ask(setup, "sk-of-bob")).status == 200
@@ -55,7 +67,7 @@ async def test_accepts_only_valid_keys_and_assigns_requests_to_their_tenants() -
 
 
 async def test_rejects_expired_key() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         own = setup.gateway.tenants
         digest = key_digest(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
@@ -65,7 +77,7 @@ async def test_rejects_expired_key() -> None:
 
 
 async def test_revoking_the_last_key_does_not_open_the_endpoint() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         assert (await ask(setup, "")).status == 200
         allow(setup, Tenant(name="alice"))
         setup.gateway.tenants.replace([], [])
@@ -74,38 +86,38 @@ async def test_revoking_the_last_key_does_not_open_the_endpoint() -> None:
 
 
 async def test_checks_key_of_each_request_on_a_kept_connection() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice"))
-        client = await setup.client()
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 200
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 200
         allow(setup)
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 401
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 401
 
 
 async def test_rejects_key_that_expires_on_a_kept_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         own = setup.gateway.tenants
         digest = key_digest(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
-        client = await setup.client()
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 200
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 200
         real = time.time
         monkeypatch.setattr("bedplate.run.gateway.tenants.time.time", lambda: real() + 61)
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 401
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 401
 
 
 async def test_requests_on_one_connection_may_use_different_keys() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice"), Tenant(name="bob"))
-        client = await setup.client()
+        client = await setup.connect()
         for name in ("alice", "bob", "alice"):
-            assert (await client.post(CHAT, chat(), authorization=f"Bearer sk-of-{name}")).status == 200
+            assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer sk-of-{name}")).status == 200
         read = setup.gateway.meters.registry.get_sample_value
         counted = [
             read("bedplate_tenant_requests_total", {"tenant": name, "outcome": "ok"}) for name in ("alice", "bob")
         ]
         assert counted == [2, 1]
-        assert (await client.post(CHAT, chat(), x_api_key="sk-of-nobody")).status == 401
+        assert (await client.post(CHAT, make_chat_body(), x_api_key="sk-of-nobody")).status == 401
 
 
 def test_cached_key_is_valid_until_tenants_change() -> None:
@@ -122,31 +134,31 @@ def test_cached_key_is_valid_until_tenants_change() -> None:
 # visibility
 
 
-async def scraped(setup: Setup, name: str) -> str:
-    client = await setup.client()
+async def scrape(setup: Setup, name: str) -> str:
+    client = await setup.connect()
     answer = await client.get("/metrics", authorization=f"Bearer sk-of-{name}")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return answer.body.decode()
 
 
 async def test_a_tenant_reads_its_own_metrics_and_an_admin_those_of_all() -> None:
-    async with serving(api_key="sk-of-default") as setup:
+    async with start_gateway(api_key="sk-of-default") as setup:
         allow(setup, Tenant(name="alice"), Tenant(name="bob"), Tenant(name="ops", admin=True))
         for name in ("alice", "bob"):
             assert (await ask(setup, f"sk-of-{name}")).status == 200
-        own = await scraped(setup, "alice")
+        own = await scrape(setup, "alice")
         samples = [line for line in own.splitlines() if line and not line.startswith("#")]
         assert samples and all('tenant="alice"' in line for line in samples), own
         assert 'bedplate_tenant_tokens_total{kind="completion",tenant="alice"} 3.0' in own
         assert "bob" not in own and "small" not in own
         for name in ("ops", "default"):
-            whole = await scraped(setup, name)
+            whole = await scrape(setup, name)
             assert 'tenant="alice"' in whole and 'tenant="bob"' in whole and "bedplate_request_seconds_bucket" in whole
 
 
 async def test_an_open_endpoint_shows_its_metrics_to_everybody() -> None:
-    async with serving() as setup:
-        client = await setup.client()
+    async with start_gateway() as setup:
+        client = await setup.connect()
         assert b"bedplate_engine_up" in (await client.get("/metrics")).body
 
 
@@ -154,24 +166,26 @@ async def test_an_open_endpoint_shows_its_metrics_to_everybody() -> None:
 
 
 async def test_endpoint_with_declared_tenants_requires_keys(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=Keeper(path)) as setup:
         setup.gateway.tenants.declare([Declared(name="alice", weight=1.5, in_flight=7)])
         assert setup.gateway.needs_key and (await ask(setup, "")).status == 401
         _, key = add_key("alice", {"weight": 3.0, "requests_per_minute": 5}, path=path)
-        await until(lambda: setup.gateway.tenants.find(key.encode()), "the key to be seen")
+        await wait_until(lambda: setup.gateway.tenants.find(key.encode()), "the key to be seen")
         answer = await ask(setup, key)
         assert answer.status == 200 and answer.headers["x-ratelimit-limit-requests"] == "5"
         member = setup.gateway.tenants.member("alice")
         # Declared limits take precedence; for others the store's values apply.
         assert member is not None and (member.weight, member.max_in_flight) == (1.5, 7)
         change("alice", {"weight": 2.0, "requests_per_minute": 6}, path)
-        await until(lambda: member.requests is not None and member.requests.per_minute == 6, "the change to be seen")
+        await wait_until(
+            lambda: member.requests is not None and member.requests.per_minute == 6, "the change to be seen"
+        )
         assert member.weight == 1.5
 
 
 async def test_rejects_tenants_that_may_not_use_the_model() -> None:
-    other = backend_at(1, "large")
-    async with serving(other, api_key="sk-own") as setup:
+    other = make_backend(1, "large")
+    async with start_gateway(other, api_key="sk-own") as setup:
         other.address = setup.backend.address
         allow(setup, Tenant(name="alice"), Tenant(name="bob"))
         setup.gateway.allow("large", ["alice"])
@@ -181,7 +195,7 @@ async def test_rejects_tenants_that_may_not_use_the_model() -> None:
         assert refused.status == 403 and refused.error["code"] == "model_not_allowed"
         assert (await ask(setup, "sk-of-bob", model="small")).status == 200
         for name, seen in (("alice", ["small", "large"]), ("bob", ["small"])):
-            client = await setup.client()
+            client = await setup.connect()
             listed = await client.get("/v1/models", authorization=f"Bearer sk-of-{name}")
             assert [one["id"] for one in listed.json["data"]] == seen
             one = await client.get("/v1/models/large", authorization=f"Bearer sk-of-{name}")
@@ -191,7 +205,7 @@ async def test_rejects_tenants_that_may_not_use_the_model() -> None:
 
 
 async def test_api_key_option_belongs_to_the_default_tenant() -> None:
-    async with serving(api_key="sk-own") as setup:
+    async with start_gateway(api_key="sk-own") as setup:
         allow(setup, Tenant(name="alice"), Tenant(name="default", requests_per_minute=1))
         assert (await ask(setup)).status == 200
         assert (await ask(setup, "sk-own")).status == 200
@@ -202,7 +216,7 @@ async def test_api_key_option_belongs_to_the_default_tenant() -> None:
 
 
 async def test_limits_requests_per_minute() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice", requests_per_minute=3), Tenant(name="bob"))
         answers = [await ask(setup) for _ in range(4)]
         assert [a.status for a in answers] == [200] * 3 + [429]
@@ -215,9 +229,9 @@ async def test_limits_requests_per_minute() -> None:
 
 async def test_charges_tokens_per_minute_as_the_engine_counted_them() -> None:
     counted = {"usage": {"prompt_tokens": 1000, "completion_tokens": 500}}
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice", tokens_per_minute=2000))
-        setup.engine.otherwise = (plain(counted),)
+        setup.engine.otherwise = (make_answer(counted),)
         began = time.monotonic()
         first = await ask(setup)
         assert first.status == 200 and first.headers["x-ratelimit-limit-tokens"] == "2000"
@@ -229,19 +243,19 @@ async def test_charges_tokens_per_minute_as_the_engine_counted_them() -> None:
 
 
 async def test_stream_reports_remaining_limits_and_rejection_costs_no_tokens() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice", tokens_per_minute=1000))
-        setup.engine.otherwise = (plain(b"{}", "400 Bad Request"),)
+        setup.engine.otherwise = (make_answer(b"{}", "400 Bad Request"),)
         for _ in range(10):
             answer = await ask(setup)
             assert answer.status == 400 and int(answer.headers["x-ratelimit-remaining-tokens"]) > 500
 
 
 async def test_limits_requests_in_flight() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice", in_flight=2), Tenant(name="bob"))
         gate = asyncio.Event()
-        setup.engine.otherwise = (gate, plain(ANSWER))
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup)) for _ in range(2)]
         await setup.engine.request(1)
         answer = await ask(setup)
@@ -249,19 +263,19 @@ async def test_limits_requests_in_flight() -> None:
         bob = asyncio.ensure_future(ask(setup, "sk-of-bob"))
         await setup.engine.request(2)
         gate.set()
-        assert [a.status for a in await within(asyncio.gather(*asking, bob))] == [200] * 3
+        assert [a.status for a in await wait_within(asyncio.gather(*asking, bob))] == [200] * 3
         assert (await ask(setup)).status == 200
 
 
 async def test_disconnect_frees_the_tenants_slot() -> None:
-    async with serving() as setup:
+    async with start_gateway() as setup:
         allow(setup, Tenant(name="alice", in_flight=1))
         setup.engine.answer(asyncio.Event())
-        client = await setup.client()
-        await client.send(request(CHAT, chat(), authorization=f"Bearer {KEY}"))
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body(), authorization=f"Bearer {KEY}"))
         await setup.engine.request()
         await client.close()
-        await until(setup.is_at_rest, "it to be forgotten")
+        await wait_until(setup.is_at_rest, "it to be forgotten")
         assert (await ask(setup)).status == 200
 
 
@@ -320,44 +334,44 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_running_endpoint_detects_added_removed_and_changed_keys(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=Keeper(path)) as setup:
         assert (await ask(setup, "")).status == 200
         _, key = add_key("alice", {"in_flight": 3}, path=path)
-        await until(lambda: setup.gateway.needs_key, "the key to be seen")
+        await wait_until(lambda: setup.gateway.needs_key, "the key to be seen")
         assert (await ask(setup, "")).status == 401
         assert (await ask(setup, key)).status == 200
         change("alice", {"requests_per_minute": 1}, path)
         found = setup.gateway.tenants.find(key.encode())
         assert found is not None
-        await until(lambda: found.member.requests is not None, "the limit to be seen")
+        await wait_until(lambda: found.member.requests is not None, "the limit to be seen")
         assert [(await ask(setup, key)).status for _ in range(2)] == [200, 429]
         revoke("alice", path)
-        await until(lambda: setup.gateway.tenants.find(key.encode()) is None, "the key to be gone")
+        await wait_until(lambda: setup.gateway.tenants.find(key.encode()) is None, "the key to be gone")
         assert (await ask(setup, key)).status == 401
 
 
 async def test_several_tenants_limit_requests_to_the_engines_slots(path: Path) -> None:
     _, alice = add_key("alice", {}, path=path)
     add_key("bob", {}, path=path)
-    async with serving(keeper=Keeper(path), slots=2) as setup:
+    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
         gate = asyncio.Event()
-        setup.engine.otherwise = (gate, plain(ANSWER))
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup, alice)) for _ in range(5)]
-        await until(lambda: setup.waiting() == 3, "three to wait")
+        await wait_until(lambda: setup.count_waiting() == 3, "three to wait")
         await setup.engine.request(1)
         assert len(setup.engine.seen) == 2
         gate.set()
-        assert [a.status for a in await within(asyncio.gather(*asking))] == [200] * 5
+        assert [a.status for a in await wait_within(asyncio.gather(*asking))] == [200] * 5
 
 
 async def test_single_tenant_may_exceed_the_engines_slots(path: Path) -> None:
-    async with serving(keeper=Keeper(path), slots=2) as setup:
+    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
         gate = asyncio.Event()
-        setup.engine.otherwise = (gate, plain(ANSWER))
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup, "")) for _ in range(5)]
         await setup.engine.request(4)
         gate.set()
-        await within(asyncio.gather(*asking))
+        await wait_within(asyncio.gather(*asking))
 
 
 def test_unreadable_store_prevents_start(path: Path) -> None:
@@ -379,10 +393,10 @@ async def test_keys_and_prompts_are_not_logged_or_stored(path: Path, caplog: pyt
     caplog.set_level(logging.DEBUG)
     _, key = add_key("alice", {"requests_per_minute": 3}, path=path)
     secret = "the launch code is 0000"
-    async with serving(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=Keeper(path)) as setup:
         for sent in (key, key, key, key, "wrong-key"):
             await ask(setup, sent, messages=[{"role": "user", "content": secret}])
-        setup.engine.answer(plain(b"no", "500 Oops", "text/plain"))
+        setup.engine.answer(make_answer(b"no", "500 Oops", "text/plain"))
         await ask(setup, key)
     said = caplog.text.encode() + b"".join(one.read_bytes() for one in path.parent.iterdir())
     for word in (key, "wrong-key", secret, "launch"):
