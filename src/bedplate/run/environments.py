@@ -120,7 +120,7 @@ def make_environment(
         return existing
     writable(engines_dir())
     try:
-        # One lock for all environments of an engine, outside the folder that `remove` deletes.
+        # One lock for all environments of an engine, outside the folder that a removal deletes.
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
             return read(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:

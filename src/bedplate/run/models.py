@@ -46,7 +46,7 @@ def _read(found: Located) -> Model:
 
 
 def known_model(text: str | None = None) -> Model:
-    """Like `local_model`, and also finds the models whose facts come with bedplate. Raises an error for others."""
+    """The facts of a model on this machine, or of one whose facts come with bedplate. Raises an error for others."""
     model = local_model(text) or lookup(text or "")
     if model is None:
         raise BadQuestion(
@@ -65,7 +65,7 @@ def intended_model(named: ModelNamed | None) -> Model:
 
 
 def inspected_model(text: str | None = None) -> Model:
-    """Like `known_model`; the facts of an unknown hub id are read from the hub, without its weights."""
+    """The facts of a known model; those of an unknown hub id are read from the hub, without its weights."""
     model = local_model(text) or lookup(text or "")
     if model is None and text and re.fullmatch(r"[\w.-]+/[\w.-]+", text.strip()):
         from bedplate.run import hub

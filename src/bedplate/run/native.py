@@ -79,7 +79,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     runs: bool
     right: bool
     why: str
-    """A clause, whatever the result."""
+    """The reason for the result, as a clause."""
     evidence: tuple[str, ...] = ()
 
 

@@ -219,7 +219,7 @@ class EngineProcess:
         self.ended = asyncio.Event()
 
     async def start(self, argv: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
-        # Shielded: of a start that is cancelled halfway, uvloop leaves a process that nobody waits for.
+        # Shielded: when a start is cancelled, uvloop leaves a process that is never reaped.
         self._starting = asyncio.create_task(self._start(argv, env, cwd))
         await asyncio.shield(self._starting)
 
@@ -232,7 +232,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
+                start_new_session=True,  # so that only bedplate gets Ctrl-C, and stops the engine in order
             )
         except OSError:
             self.ended.set()
@@ -339,7 +339,7 @@ class Supervisor:
         self.backend.state = "stopped"
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})  # `ready` and `ended` raise its error
+            await asyncio.wait({self._task})  # its error is raised where the engine is awaited
         if self.process is not None and not self.process.ended.is_set():
             await self.process.stop()
         self.log.close()

@@ -50,7 +50,7 @@ def only_from(wheels: Wheels) -> Iterator[None]:
 
 
 def pinned_packages(engine_id: str) -> list[str] | None:
-    """Arguments of `uv pip install` for an engine from the folder of wheels; `None` outside `only_from`."""
+    """Arguments of `uv pip install` for an engine from the folder of wheels; `None` if there is no such folder."""
     wheels = _only.get()
     if wheels is None:
         return None

@@ -126,7 +126,7 @@ def is_editable(one: importlib.metadata.Distribution) -> bool:
 
 
 def pack_source(one: importlib.metadata.Distribution, package: Path, folder: Path, tell: Telling = SILENT) -> Path:
-    """Like `pack`, for pure Python that may be an editable installation: its files are those in `package`."""
+    """Writes the wheel of pure Python that may be an editable installation: its files are those in `package`."""
     info = _info(one)
     metadata = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
     sources = (file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)

@@ -175,7 +175,7 @@ def check_names(found: Sequence[Decided]) -> None:
 
 
 def _check_free(name: str) -> None:
-    """An early check, before anything is installed; `records.claimed` decides later."""
+    """An early check, before anything is installed; the claim of the name decides later."""
     records.checked_name(name)
     if any(one.name == name for one in records.running()):
         raise records.name_taken(name)
