@@ -24,7 +24,7 @@ TELLING = f"import json, os; print(json.dumps([os.getcwd(), dict(os.environ)]), 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_LIMIT_S", 1.0)
     monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
-    monkeypatch.setattr(module, "LOOK_S", 0.1)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.1)
     monkeypatch.setattr(module, "EARLY_DEATHS", 1)
 
 
@@ -71,7 +71,7 @@ def test_cpu_time_includes_descendants() -> None:
 def test_no_extension_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = Patience(60)
     assert patience.longer(os.getpid()) is None
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
     assert patience.longer(None) is None
     longer = patience.longer(os.getpid())
     assert longer is not None and 59 < longer <= 60

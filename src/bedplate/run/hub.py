@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 # Q4_K_M is the default of llama.cpp (-hf) and Ollama: about a third of the 16-bit size, and so three times the speed
 # where memory bandwidth is the bottleneck, at a loss of quality that few tasks show. A repository without it usually
 # has one of the others, which have about the same size.
-_SWEET_SPOT = (
+_USUAL_QUANTIZATIONS = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_L", "MXFP4", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "NVFP4", "Q4_K",
 )  # fmt: skip
 _DISK_MARGIN_BYTES = 256 << 20
@@ -399,7 +399,7 @@ def _best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: 
     by_label: dict[str | None, tuple[HubFile, ...]] = {}
     for group in groups:
         by_label.setdefault(quantization_of(group[0].path), group)
-    usual = next((by_label[label] for label in _SWEET_SPOT if label in by_label), None)
+    usual = next((by_label[label] for label in _USUAL_QUANTIZATIONS if label in by_label), None)
     if usual is None:
         above = [group for group in fitting if _bits(group) > 4]
         return min(above, key=_total) if above else max(fitting, key=_total)

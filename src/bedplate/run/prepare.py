@@ -37,7 +37,7 @@ UNPACKER = "gguf-to-folder"
 SLACK = 1.1
 """Factor on the size of the weights, for tokenizers and temporary files of a conversion."""
 SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
-LEADS_ELSEWHERE = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
+OTHER_ENVIRONMENT_VARIABLES = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
 JOBS = "MAX_JOBS"
 """The number of concurrent compilers. It does not affect the result, and the user may set it."""
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
@@ -45,8 +45,8 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 MANIFEST = "bedplate.json"
 CHECK = "conversion_check.py"
 CHECK_LIMIT_S = 1800.0
-_DOING = {"download": "downloading", "convert": "converting", "build": "building", "install": "installing"}
-_SAYS = "conversion-check: "
+_ACTIVITIES = {"download": "downloading", "convert": "converting", "build": "building", "install": "installing"}
+_RESULT_MARK = "conversion-check: "
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def doing(self) -> str:
-        return f"{_DOING[self.step.kind]} {self.step.what}"
+        return f"{_ACTIVITIES[self.step.kind]} {self.step.what}"
 
     @property
     def inputs(self) -> tuple[Step, ...]:
@@ -372,7 +372,7 @@ class _Taking:
         step = self.one.step
         argv, more = _command(environment, step.argv)
         given = {name: value for name, value in os.environ.items() if step.kind == "download" or name not in SECRETS}
-        given = {name: value for name, value in given.items() if name not in LEADS_ELSEWHERE}
+        given = {name: value for name, value in given.items() if name not in OTHER_ENVIRONMENT_VARIABLES}
         env = variables(Path(environment.path), given if step.kind == "download" else offline(given))
         with self.progress.step(self.one.doing, step.disk_bytes) as done:
             ended = run_child(argv, env={**env, **more}, tick=lambda pid: tell_writes(pid, done), cwd=staging)
@@ -393,7 +393,9 @@ class _Taking:
             argv += [str(program), str(source), str(result), "--bits", f"{self._bits():g}"]
             if ".gguf" in (source.suffix, result.suffix) and (server := gguf_server(self.own, self.progress)):
                 argv += ["--gguf-server", json.dumps(server)]
-            given = {name: value for name, value in os.environ.items() if name not in SECRETS | LEADS_ELSEWHERE}
+            given = {
+                name: value for name, value in os.environ.items() if name not in SECRETS | OTHER_ENVIRONMENT_VARIABLES
+            }
             env = offline(variables(Path(environment.path), given))
             what = f"comparing {step.where} with its source"
             try:
@@ -402,7 +404,7 @@ class _Taking:
             except TimeoutError as error:
                 raise OutsideFailed(f"{what} failed", cause=str(error), hint=self._log_hint()) from error
         self._log(ended.output, more=True)
-        results = [line.partition(_SAYS)[2] for line in ended.output.splitlines() if _SAYS in line]
+        results = [line.partition(_RESULT_MARK)[2] for line in ended.output.splitlines() if _RESULT_MARK in line]
         if ended.code != 0:
             cause = results[-1] if results else (ended.output.strip().splitlines() or [f"exit status {ended.code}"])[-1]
             message = f"{step.what}: the result differs from its source and was discarded"

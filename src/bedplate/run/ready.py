@@ -98,7 +98,7 @@ class Readied:
         return "adopted" if self.environment.theirs else "wheel"
 
     def start(self, replica: int = 0) -> EngineStart:
-        """The start of one replica, with the variables that assign its accelerators or limit its threads."""
+        """The start of one replica, with variables so that replicas do not use the same accelerators or cores."""
         cards, settings = self.decided.part.cards[replica], self.plan.settings
         env = show_cards(settings.device, cards)
         if not env and len(self.needs) > 1:

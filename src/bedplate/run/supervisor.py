@@ -44,7 +44,7 @@ START_LIMIT_S = 60.0
 """A start without CPU use fails after this time plus the time to read the weights at the rate above."""
 LONGEST_START_S = 1800.0
 """A start fails after this time even if it uses the CPU all the time."""
-LOOK_S = 5.0
+CHECK_EVERY_S = 5.0
 BUSY_SHARE = 0.02
 """Of a core. An engine that loads, compiles or warms up uses more; one that hangs uses none."""
 LOWEST_PORT = 10_000
@@ -126,7 +126,7 @@ class Patience:
     def longer(self, pid: int | None) -> float | None:
         """The remaining time from now on if the process has used the CPU since the last check; otherwise `None`."""
         now = time.monotonic()
-        if pid is None or now - self._looked < LOOK_S:
+        if pid is None or now - self._looked < CHECK_EVERY_S:
             return None
         busy_s, before_s, waited_s = busy_seconds(pid), self._busy_s, now - self._looked
         self._looked, self._busy_s = now, busy_s
@@ -415,7 +415,7 @@ class Supervisor:
                 url = f"http://127.0.0.1:{port}{launch.health_path}"
                 was_ready = await self._wait_until_ready(process, url, patience, timer)
         except TimeoutError:
-            overdue_s = patience.spent_s if patience.spent_s > limit_s + LOOK_S else limit_s
+            overdue_s = patience.spent_s if patience.spent_s > limit_s + CHECK_EVERY_S else limit_s
             self.log.write(f"# not ready after {seconds(overdue_s)}; stopped by bedplate")
             was_ready = False
             await process.stop(grace_s=0)

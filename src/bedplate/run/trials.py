@@ -26,7 +26,7 @@ ANSWER_TOKENS = 24
 ANSWER_LIMIT_S = 120.0
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads block while idle: on busy CPUs, spinning made a trial ten times as long."""
-LAST_WORDS_S = 5.0
+EXIT_WAIT_S = 5.0
 """How long to wait for the exit of an engine that does not answer."""
 
 
@@ -150,7 +150,7 @@ async def _speaks(url: str, model: str, key: str | None) -> bool:
 async def _reason(engine: Engine, process: EngineProcess | None, log: EngineLog) -> str:
     """Why it ended, after a short wait for its exit."""
     if process is not None:
-        await process.ended_within(LAST_WORDS_S)
+        await process.ended_within(EXIT_WAIT_S)
     if process is None or not process.ended.is_set():
         return "it did not answer"
     return explain(Death(process.code, log.text(), was_ready=True, worked=False), engine).message

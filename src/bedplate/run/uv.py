@@ -25,7 +25,7 @@ _NO_NETWORK = re.compile(
 )
 _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
 """The beginning of a line in uv's chain of causes; it differs between versions."""
-_LEADS_ELSEWHERE = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
+_OTHER_ENVIRONMENT_VARIABLES = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
 class Wheels(NamedTuple):
@@ -77,7 +77,7 @@ def uv_binary() -> str:
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """The user's settings, including those for pip, without variables that would select another environment."""
-    env = {k: v for k, v in given.items() if k not in _LEADS_ELSEWHERE}
+    env = {k: v for k, v in given.items() if k not in _OTHER_ENVIRONMENT_VARIABLES}
     if "PIP_FIND_LINKS" in env:
         env.setdefault("UV_FIND_LINKS", ",".join(env["PIP_FIND_LINKS"].split()))
     if "PIP_INDEX_URL" in env and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & env.keys():

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from bedplate.errors import OutsideFailed
 
-_OF_THE_INSTALLER = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
+_INSTALLATION_FILES = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
 """Files in a package's dist-info folder that describe this installation, not the package."""
 _SCRIPT_FOLDERS = frozenset(["bin", "Scripts"])
-_MOVED = re.compile(rb"#!/bin/sh\n'''exec' .*\n' '''\n")
+_RELOCATABLE_SHEBANG = re.compile(rb"#!/bin/sh\n'''exec' .*\n' '''\n")
 """The first lines of a Python script in an environment that is relocatable or has a long path."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time of the zip format; fixed, so that the same files give the same bytes."""
@@ -151,7 +151,7 @@ def _members(one: importlib.metadata.Distribution) -> list[Member]:
     scripts = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
     found = []
     for file in one.files or ():
-        if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _OF_THE_INSTALLER):
+        if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _INSTALLATION_FILES):
             continue
         path = Path(str(one.locate_file(file)))
         sha256 = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
@@ -231,7 +231,7 @@ def _added(
 
 def _as_packed(start: bytes) -> bytes:
     """The start of a Python script without the path of its interpreter."""
-    if moved := _MOVED.match(start):
+    if moved := _RELOCATABLE_SHEBANG.match(start):
         return b"#!python\n" + start[moved.end() :]
     line, _, rest = start.partition(b"\n")
     return b"#!python\n" + rest if line.startswith(b"#!") and b"python" in line else start

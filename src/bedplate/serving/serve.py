@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 """Checks the answers of an engine; gets its private URL and the key that it requires."""
-TELL_EVERY_S = 15.0
+REPORT_EVERY_S = 15.0
 """How often progress is reported while an engine starts: some take a minute, more when other processes use the CPU."""
 
 
@@ -285,7 +285,7 @@ class _Session:
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
                 done(_progress(service))
-                if loop.time() - reported_at >= TELL_EVERY_S and service is not None and service.engines:
+                if loop.time() - reported_at >= REPORT_EVERY_S and service is not None and service.engines:
                     reported_at = loop.time()
                     last_line = service.engines[0].supervisor.last_words
                     self.hooks.progress.note(
@@ -324,7 +324,7 @@ class _Session:
 
 
 def declare_tenants(host: Host, order: Order) -> None:
-    """Sets the limits of the tenants in the order, and reports those without a key."""
+    """Sets the limits of the tenants in the order, and reports inconsistencies with the store."""
     keeper = host.gateway.keeper
     host.gateway.tenants.declare(order.tenants)
     for text in remarks(order.tenants, keeper.tenants if keeper is not None else ()):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import LEAD_READING, SLOT_KEPT_S, FairQueue, Line
+from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, SLOT_KEPT_S, FairQueue, Line
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, key_digest
 
@@ -152,7 +152,7 @@ def test_tenant_that_falls_behind_does_not_wait_for_prefill(ahead: float, readin
     """Otherwise a tenant that prefills constantly would starve the others."""
     queue, flood, quiet = create_flood(ahead)
     quiet.prefilling, flood.prefilling = reading, own
-    is_behind = quiet.served > flood.served + LEAD_READING * 100
+    is_behind = quiet.served > flood.served + LEAD_PREFILL_REQUESTS * 100
     assert (queue.take(6, 8, 0.1) is not None) == (is_behind or not (reading or own))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bedplate.run.gateway import Backend
 from bedplate.run.gateway import backend as backend_module
-from bedplate.run.gateway.backend import SICK_AFTER, Health
+from bedplate.run.gateway.backend import EJECT_AFTER, Health
 
 from .scripted import (
     ANSWER,
@@ -155,7 +155,7 @@ async def test_retries_lost_request_on_another_backend(how: End) -> None:
             other.answer(make_answer({"n": number}))
             assert (await ask(setup)).json == {"n": number}
         assert setup.count_outcome("ok", engine="pytorch") == 6
-        assert len(setup.engine.seen) <= SICK_AFTER
+        assert len(setup.engine.seen) <= EJECT_AFTER
 
 
 @pytest.mark.parametrize("status", ["500 Oops", "502 Bad", "503 Busy"])
@@ -207,24 +207,24 @@ async def test_tries_each_backend_once_then_answers_with_an_error() -> None:
 
 
 async def test_ejects_failing_replica_and_sends_one_trial_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "FIRST_REST_S", 0.05)
+    monkeypatch.setattr(backend_module, "FIRST_PAUSE_S", 0.05)
     async with start_gateway() as setup, add_engine(setup):
         setup.backend.health = Health()
         setup.engine.otherwise = (make_answer(b"{}", "500 Oops"),)
         client = await setup.connect()
         while setup.backend.health.is_well:
             assert (await client.post(CHAT, make_chat_body())).status == 200
-        assert len(setup.engine.seen) == SICK_AFTER
+        assert len(setup.engine.seen) == EJECT_AFTER
         setup.engine.otherwise = (make_answer(ANSWER),)
         await wait_until(lambda: setup.backend.health.may_try(monotonic()), "its rest to end")
         while not setup.backend.health.is_well:
             assert (await client.post(CHAT, make_chat_body())).status == 200
-        assert len(setup.engine.seen) == SICK_AFTER + 1
+        assert len(setup.engine.seen) == EJECT_AFTER + 1
 
 
 def test_each_failed_trial_doubles_the_pause_and_success_ends_it() -> None:
     health = Health()
-    for _ in range(SICK_AFTER - 1):
+    for _ in range(EJECT_AFTER - 1):
         health.failed(0.0)
     assert health.is_well and health.may_try(0.0)
     health.failed(0.0)
@@ -246,7 +246,7 @@ def test_each_failed_trial_doubles_the_pause_and_success_ends_it() -> None:
 async def test_single_failing_backend_still_gets_requests() -> None:
     async with start_gateway() as setup:
         setup.engine.otherwise = (make_answer(b"{}", "500 Oops"),)
-        for _ in range(2 * SICK_AFTER):
+        for _ in range(2 * EJECT_AFTER):
             assert (await ask(setup)).status == 500
         setup.engine.otherwise = (make_answer(ANSWER),)
         assert (await ask(setup)).status == 200

@@ -7,10 +7,10 @@ from time import monotonic
 from typing import Literal, NamedTuple
 
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
-SICK_AFTER = 3
+EJECT_AFTER = 3
 """After this many consecutive failures an engine gets no requests for a while, if other engines are healthy."""
-FIRST_REST_S = 1.0
-LONGEST_REST_S = 30.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 
 
 class Ended(NamedTuple):
@@ -135,26 +135,26 @@ class Health:
     """Ejects an engine after consecutive failures. It gets no requests for a pause, then one trial request; each
     failed trial doubles the pause."""
 
-    __slots__ = ("_failures", "_rest_s", "_rests_until", "_trying")
+    __slots__ = ("_failures", "_in_trial", "_pause_s", "_paused_until")
 
     def __init__(self) -> None:
         self._failures = 0
-        self._rest_s = FIRST_REST_S
-        self._rests_until: float | None = None
-        self._trying = False
+        self._pause_s = FIRST_PAUSE_S
+        self._paused_until: float | None = None
+        self._in_trial = False
 
     @property
     def is_well(self) -> bool:
-        return self._rests_until is None
+        return self._paused_until is None
 
     def may_try(self, now: float) -> bool:
-        if self._rests_until is None:
+        if self._paused_until is None:
             return True
-        return now >= self._rests_until and not self._trying
+        return now >= self._paused_until and not self._in_trial
 
     def sent(self) -> None:
         """Records a request that is sent to the engine; to an ejected engine, it is the trial."""
-        self._trying = self._rests_until is not None
+        self._in_trial = self._paused_until is not None
 
     def succeeded(self) -> None:
         if self._failures:
@@ -162,12 +162,12 @@ class Health:
 
     def ended_otherwise(self) -> None:
         """Records a trial without a result: its client disconnected."""
-        self._trying = False
+        self._in_trial = False
 
     def failed(self, now: float) -> None:
         self._failures += 1
-        self._trying = False
-        if self._failures >= SICK_AFTER:
-            if self._rests_until is not None:
-                self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
-            self._rests_until = now + self._rest_s
+        self._in_trial = False
+        if self._failures >= EJECT_AFTER:
+            if self._paused_until is not None:
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._paused_until = now + self._pause_s

@@ -12,9 +12,9 @@ FIRST_COST_TOKENS = 500.0
 """Expected cost of a request before any has ended."""
 LEAD_REQUESTS = 4
 """A tenant keeps its slots while it is at most this many requests per slot ahead of the others."""
-LEAD_READING = 2
+LEAD_PREFILL_REQUESTS = 2
 """A tenant above its share waits for others' prefills while it is at most this many requests behind them."""
-READ_AT_ONCE = 4
+SLOTS_PER_PREFILL = 4
 """A tenant above its share uses at most one in this many of its slots for prefill while others use theirs."""
 SMOOTHING = 0.1
 
@@ -247,7 +247,7 @@ class FairQueue(Generic[W]):
         part = parts.get(line.name)
         if part is None or line.wants(now) <= part:
             return False
-        lead = LEAD_READING * _cost(line)
+        lead = LEAD_PREFILL_REQUESTS * _cost(line)
         within = [
             other
             for name, fair in parts.items()
@@ -255,7 +255,7 @@ class FairQueue(Generic[W]):
         ]
         if not within or max(other.served for other in within) > line.served + lead:
             return False
-        return line.prefilling >= max(1, part // READ_AT_ONCE) or any(other.prefilling for other in within)
+        return line.prefilling >= max(1, part // SLOTS_PER_PREFILL) or any(other.prefilling for other in within)
 
     def _enter(self, line: Line[W]) -> None:
         if len(self._heap) > 64 + 4 * len(self._lines):  # most entries are outdated
