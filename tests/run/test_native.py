@@ -347,9 +347,9 @@ class TestFailing:
 
 INTERRUPTED = """
 import sys
-from tests.run.test_native import Built, HARDWARE, good
+from tests.run.test_native import Built, HARDWARE, accept_build
 from bedplate.run.native import build_environment
-build_environment(Built(), HARDWARE, "cpu", good)
+build_environment(Built(), HARDWARE, "cpu", accept_build)
 """
 SLOW = """
 cmake_minimum_required(VERSION 3.14)

@@ -561,14 +561,14 @@ class TestFailing:
 PROCESS = """
 import sys
 from pathlib import Path
-from tests.run.test_prepare import Fake, environment, module, plan_for, prepare, step
+from tests.run.test_prepare import Fake, make_fake_environment, module, plan_for, prepare, step
 env, source, program = map(Path, sys.argv[1:])
 module.all_engines = lambda: {"fake": Fake()}
 module.engine_by_id = lambda engine_id: Fake()
 module.gguf_server = lambda own, progress: None
 class Notes(module.Silent):
     def note(self, text): print(text, flush=True)
-print(prepare(plan_for(source), [step(program.name, source, "folder")], environment(env), Notes()), flush=True)
+print(prepare(plan_for(source), [step(program.name, source, "folder")], make_fake_environment(env), Notes()), flush=True)
 """
 
 
