@@ -568,7 +568,8 @@ module.engine_by_id = lambda engine_id: Fake()
 module.gguf_server = lambda own, progress: None
 class Notes(module.Silent):
     def note(self, text): print(text, flush=True)
-print(prepare(plan_for(source), [step(program.name, source, "folder")], make_fake_environment(env), Notes()), flush=True)
+steps = [step(program.name, source, "folder")]
+print(prepare(plan_for(source), steps, make_fake_environment(env), Notes()), flush=True)
 """
 
 
