@@ -30,7 +30,7 @@ def test_the_list_shows_size_engine_last_use_and_stale_entries() -> None:
     assert "aaaaaaaa" in page and "to 4 bits" in page and "maker" in page and "stale" in page and "days ago" in page
     assert "bedplate prepared remove --stale frees" in page
     (one,) = json.loads(invoke("prepared", "--json").out)["prepared"]
-    assert one["id"] == "a" * 20 and one["stale"] == "this version of bedplate knows no engine maker"
+    assert one["id"] == "a" * 20 and one["stale"] == "this version of bedplate has no engine maker"
 
 
 def test_remove_prints_the_freed_bytes() -> None:

@@ -167,7 +167,7 @@ def test_fewer_kills_than_requested_is_a_violation() -> None:
     done = Outcome(
         [make_answer(100)], [], [make_life([100] * 60)], [], 0, Orphans("t"), 0, Kept(found=1), "ok", 5, 60.0
     )
-    assert done.violations() == ["0 kills of 5"] and "| whole answers | 1," in done.table()
+    assert done.violations() == ["0 kills of 5"] and "| complete answers | 1," in done.table()
 
 
 def test_detects_requests_slowed_by_a_shadow() -> None:

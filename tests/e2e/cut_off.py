@@ -1,8 +1,8 @@
-"""Runs a server where there is a loopback device and nothing else, asks it something, and prints what came of it.
+"""Runs a server with only a loopback network device, sends it a request, and prints the result.
 
     unshare -rn python cut_off.py COMMAND…
 
-One line of JSON: the endpoint, the answer, and whether anything outside could be reached.
+Prints one line of JSON: the endpoint, the answer, and whether anything outside was reachable.
 """
 
 from __future__ import annotations

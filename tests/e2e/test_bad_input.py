@@ -1,4 +1,4 @@
-"""Bad input gets a clear error and the right exit code, and nothing is left running."""
+"""Bad input gets a clear error and the right exit code, and no process is left."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.commands import invoke
 from tests.conftest import HANG_S, Served, no_new_children, wait_for
 
 
-def bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs to the end; on the way out, checks that no child is left."""
+def run_bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs bedplate to its end, and checks that no child is left."""
     before = psutil.Process().children(recursive=True)
     done = subprocess.run(
         [sys.executable, "-m", "bedplate", *arguments],
@@ -42,50 +42,50 @@ def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str)
 
 def assert_refused_by_every_verb(model: Path, *words: str) -> None:
     """`serve` as a process; the other verbs in this one, where an error is its message, cause and hint."""
-    assert_clear(bedplate("serve", str(model)), 2, *words)
+    assert_clear(run_bedplate("serve", str(model)), 2, *words)
     for verb in ("plan", "inspect"):
         answer = invoke(verb, str(model))
         assert answer.code == 2 and len(answer.err.splitlines()) > 1, answer
         assert [word for word in words if word not in answer.err] == []
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_reports_missing_file(tmp_path: Path) -> None:
     assert_refused_by_every_verb(tmp_path / "nothing.gguf", "nothing.gguf")
 
 
-def test_a_truncated_gguf(tmp_path: Path, builtin_gguf: Path) -> None:
+def test_reports_truncated_gguf(tmp_path: Path, builtin_gguf: Path) -> None:
     cut = tmp_path / "cut.gguf"
     with builtin_gguf.open("rb") as whole:
         cut.write_bytes(whole.read(50_000_000))
     assert_refused_by_every_verb(cut, "cut.gguf", "cut short", "50,000,000")
 
 
-def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+def test_reports_file_that_is_not_gguf(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_text("<html>404 not found</html>")
     assert_refused_by_every_verb(other, "other.gguf")
 
 
-def test_a_port_in_use() -> None:
+def test_reports_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert_clear(bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
+        assert_clear(run_bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
 
 
-def test_an_address_that_is_not_ours() -> None:
-    assert_clear(bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
+def test_reports_address_of_another_machine() -> None:
+    assert_clear(run_bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
-    """A file stands where the folder should be: not even root can write there."""
+def test_reports_unwritable_home(tmp_path: Path) -> None:
+    """A file has the folder's name: not even root can write there."""
     (tmp_path / "home").write_text("in the way")
-    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
+    done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
     assert_clear(done, 3, "cannot write", "BEDPLATE_HOME")
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_reports_full_disk_at_start(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -94,38 +94,38 @@ def test_a_full_disk(tmp_path: Path) -> None:
     if mounted.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     try:
-        done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(small)})
+        done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(small)})
         assert_clear(done, 3, "not enough disk space", "BEDPLATE_HOME")
         assert not list(small.rglob("*.gguf"))
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_no_network_on_the_first_start(tmp_path: Path) -> None:
+def test_reports_missing_network_on_the_first_start(tmp_path: Path) -> None:
     nowhere = {
         "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple",
         "UV_CACHE_DIR": str(tmp_path / "cache"),
         "UV_HTTP_RETRIES": "0",
     }
     env = {"BEDPLATE_HOME": str(tmp_path / "home"), **nowhere}
-    done = bedplate("serve", "--port", "0", env=env)
+    done = run_bedplate("serve", "--port", "0", env=env)
     assert_clear(done, 3, "installing llama.cpp failed", "index")
-    listed = json.loads(bedplate("engines", "--json", env=env).stdout)
+    listed = json.loads(run_bedplate("engines", "--json", env=env).stdout)
     assert [engine["installed"] for engine in listed["engines"]] == [[] for _ in listed["engines"]]
 
 
-def test_an_unknown_engine() -> None:
+def test_reports_unknown_engine() -> None:
     answer = invoke("plan", "--engine", "llama.ccp")
     assert answer.code == 2 and "did you mean llama.cpp" in answer.err
 
 
-def test_an_engine_that_cannot_run_here() -> None:
+def test_reports_engine_that_cannot_run_here() -> None:
     answer = invoke("plan", "--engine", "tensorrt-llm")
     assert answer.code == 1 and "tensorrt-llm needs an NVIDIA GPU" in answer.out
 
 
-def huge_gguf(path: Path) -> Path:
-    """A model of 500 GB: a real header, and a file that is mostly a hole."""
+def write_huge_gguf(path: Path) -> Path:
+    """A model of 500 GB: a real header in a sparse file."""
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in (
         (writer.add_block_count, 80), (writer.add_context_length, 8192), (writer.add_embedding_length, 8192),
@@ -141,35 +141,35 @@ def huge_gguf(path: Path) -> Path:
     return path
 
 
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    model = huge_gguf(tmp_path / "huge.gguf")
-    done = bedplate("serve", "--port", "0", str(model))
+def test_reports_model_that_does_not_fit(tmp_path: Path) -> None:
+    model = write_huge_gguf(tmp_path / "huge.gguf")
+    done = run_bedplate("serve", "--port", "0", str(model))
     assert_clear(done, 1, "weights 466 GiB", "more free memory")
     answer = invoke("plan", "--json", str(model))
     assert answer.code == 1 and json.loads(answer.out)["fits"] is False
 
 
 @pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
-def test_bad_options(bad: list[str]) -> None:
+def test_rejects_invalid_options(bad: list[str]) -> None:
     answer = invoke("serve", *bad)
     assert answer.code == 2 and bad[0] in answer.err
 
 
-def test_an_engine_environment_that_was_damaged_is_reported(
+def test_reports_damaged_engine_environment(
     tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, llama_environment: object
 ) -> None:
-    """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
+    """The engine cannot start: three attempts, then the reason, the log, and exit code 3."""
     home = tmp_path / "home"
     shutil.copytree(bedplate_home, home, symlinks=True, ignore=shutil.ignore_patterns("run", "services"))
     for program in home.glob("engines/llama.cpp/*/bin/llama-server"):
         program.write_text("import sys; sys.exit('the library is broken')")
     for manifest in home.glob("engines/llama.cpp/*/bedplate.json"):
         manifest.write_text(manifest.read_text().replace(str(bedplate_home), str(home)))
-    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(home)})
+    done = run_bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(home)})
     assert_clear(done, 3, "did not start", "the library is broken", "log")
 
 
-def test_a_wrong_key_and_a_right_one(serve: Callable[..., Served]) -> None:
+def test_accepts_right_key_and_rejects_wrong_one(serve: Callable[..., Served]) -> None:
     served = serve(env={"BEDPLATE_API_KEY": "s3cret-key"})
 
     def ask(key: str | None) -> int:
@@ -190,7 +190,7 @@ def test_a_wrong_key_and_a_right_one(serve: Callable[..., Served]) -> None:
     assert "s3cret-key" not in Path(served.endpoint["log"]).read_text()
 
 
-def test_output_to_a_closed_pipe_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     code = f"{sys.executable} -m bedplate plan | head -n 1"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr

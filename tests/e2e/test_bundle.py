@@ -1,4 +1,4 @@
-"""A bundle of the real engine and the real model, served where nothing outside can be reached."""
+"""A bundle of the real engine and the real model, served without a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """An engine whose threads wait for each other shares the machine with whatever else runs."""
+    """Idle threads block instead of spinning, since other processes use the machine, too."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def unpacked(archive: Path, tmp_path: Path) -> Path:
     return tmp_path / TOP
 
 
-def elsewhere(home: Path) -> dict[str, str]:
-    """Another machine's environment: an empty home and cache, and an index that answers nobody."""
+def build_environment(home: Path) -> dict[str, str]:
+    """The environment of another machine: an empty home and cache, and an unreachable package index."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "BEDPLATE_"))}
     nowhere = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE)
     return env | nowhere | {
@@ -62,12 +62,12 @@ def elsewhere(home: Path) -> dict[str, str]:
 
 
 def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tuple[Answer, dict[str, Any]]:
-    """Runs it in a network namespace of its own where the system allows that."""
+    """Runs it in a separate network namespace if the system allows that."""
     namespace = ["unshare", "-rn"]
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), sys.executable, str(CUT_OFF), *command],
-        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=HANG_S,
+        capture_output=True, text=True, env={**build_environment(home), **(env or {})}, timeout=HANG_S,
     )  # fmt: skip
     said = json.loads(done.stdout) if done.stdout.strip() else {}
     if said and allowed:
@@ -75,25 +75,23 @@ def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tup
     return Answer(done.returncode, done.stdout, done.stderr), said
 
 
-def serving(path: Path) -> list[str]:
+def build_serve_command(path: Path) -> list[str]:
     return [sys.executable, "-m", "bedplate", "serve", "--bundle", str(path), "--json", "--port", "0", "--no-check"]
 
 
-def test_a_folder_is_served_with_the_network_cut_off_and_again_without_installing(
-    unpacked: Path, tmp_path: Path
-) -> None:
-    answer, said = cut_off(tmp_path, *serving(unpacked))
+def test_serves_bundle_folder_offline_and_again_without_installing(unpacked: Path, tmp_path: Path) -> None:
+    answer, said = cut_off(tmp_path, *build_serve_command(unpacked))
     assert answer.code == 0, answer.err
     assert said["endpoint"]["engine"] == "llama.cpp" and said["endpoint"]["model"] == "smollm2-135m-instruct"
     assert said["answer"]["choices"][0]["message"]["content"] and said["answer"]["usage"]["completion_tokens"] > 0
     assert "installing llama.cpp" in answer.err
 
-    again, said = cut_off(tmp_path, *serving(unpacked))
+    again, said = cut_off(tmp_path, *build_serve_command(unpacked))
     assert again.code == 0 and said["answer"]["choices"], again.err
     assert "installing llama.cpp" not in again.err
 
 
-def test_its_own_program_serves_where_there_is_only_a_python(unpacked: Path, tmp_path: Path) -> None:
+def test_bundle_program_serves_with_only_a_python(unpacked: Path, tmp_path: Path) -> None:
     python = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     assert (unpacked / "serve").stat().st_mode & 0o111
     options = ["--json", "--port", "0", "--no-check"]
@@ -104,22 +102,22 @@ def test_its_own_program_serves_where_there_is_only_a_python(unpacked: Path, tmp
     assert not list((tmp_path / "home" / "bundles").glob(".making-*"))
 
 
-def test_an_archive_is_unpacked_once_and_served(archive: Path, tmp_path: Path) -> None:
-    answer, said = cut_off(tmp_path, *serving(archive))
+def test_extracts_archive_once_and_serves_it(archive: Path, tmp_path: Path) -> None:
+    answer, said = cut_off(tmp_path, *build_serve_command(archive))
     assert answer.code == 0, answer.err
     assert said["answer"]["choices"] and "unpacking" in answer.err
     kept = [one for one in (tmp_path / "home" / "bundles").iterdir() if one.is_dir()]
     assert len(kept) == 1 and (kept[0] / MANIFEST).is_file()
 
 
-def test_it_is_told_whole_and_what_is_in_it(archive: Path) -> None:
+def test_check_reports_complete_bundle_and_its_content(archive: Path) -> None:
     answer = run("bundle", "--check", str(archive))
     assert answer.code == 0, answer.err
-    told = " ".join(answer.out.split())  # lines end where the folder's name leaves room
+    told = " ".join(answer.out.split())  # line breaks depend on the folder's name
     assert "unchanged since" in told and "llama.cpp" in told
 
 
-def test_what_people_check_without_bedplate_is_right_too(unpacked: Path) -> None:
+def test_checksum_files_are_valid_without_bedplate(unpacked: Path) -> None:
     if shutil.which("sha256sum") is None:
         pytest.skip("this system has no sha256sum")
     done = subprocess.run(
@@ -131,20 +129,20 @@ def test_what_people_check_without_bedplate_is_right_too(unpacked: Path) -> None
     assert listed == there - {"SHA256SUMS"}
 
 
-def test_one_changed_byte_is_seen_before_anything_is_installed(unpacked: Path, tmp_path: Path) -> None:
+def test_detects_one_changed_byte_before_installing(unpacked: Path, tmp_path: Path) -> None:
     model = next((unpacked / "model").iterdir())
     with model.open("r+b") as file:
         file.seek(1_000_000)
         byte = file.read(1)
         file.seek(1_000_000)
         file.write(bytes([byte[0] ^ 1]))
-    answer, _ = cut_off(tmp_path, *serving(unpacked))
+    answer, _ = cut_off(tmp_path, *build_serve_command(unpacked))
     assert answer.code == 3 and "damaged: 1 of" in answer.err, answer.err
     assert f"model/{model.name} has a different sha256" in answer.err and "hint: copy it" in answer.err
     assert not (tmp_path / "home" / "engines").exists()
 
 
-def test_an_archive_that_was_cut_short_says_so(archive: Path, tmp_path: Path) -> None:
+def test_reports_truncated_archive(archive: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
     with archive.open("rb") as source, cut.open("wb") as out:
         out.write(source.read(archive.stat().st_size // 2))
@@ -152,7 +150,7 @@ def test_an_archive_that_was_cut_short_says_so(archive: Path, tmp_path: Path) ->
     assert answer.code == 3 and "incomplete" in answer.err and "copy it again" in answer.err
 
 
-def test_the_manifest_says_what_a_site_needs(unpacked: Path) -> None:
+def test_manifest_lists_requirements_of_the_site(unpacked: Path) -> None:
     bundle = from_json(Bundle, (unpacked / MANIFEST).read_bytes())
     assert bundle.site.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert any(pin.startswith("xllamacpp==") for pin in bundle.packages)
@@ -168,9 +166,9 @@ def test_the_manifest_says_what_a_site_needs(unpacked: Path) -> None:
 @pytest.mark.skipif(
     not os.environ.get("BEDPLATE_FLEET"), reason="makes an environment with pip, which takes long: set BEDPLATE_FLEET=1"
 )
-def test_pip_alone_installs_bedplate_from_it(unpacked: Path, tmp_path: Path) -> None:
-    """As README.txt has it, for those who want it in an environment of their own."""
-    env = elsewhere(tmp_path)
+def test_pip_installs_bedplate_from_the_bundle(unpacked: Path, tmp_path: Path) -> None:
+    """As README.txt describes, for users who want their own environment."""
+    env = build_environment(tmp_path)
     made = subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "own")], capture_output=True, text=True)
     if made.returncode != 0:
         pytest.skip(f"this Python makes no environments with pip: {made.stdout.strip().splitlines()[-1:]}")

@@ -31,21 +31,21 @@ def client(served: Served) -> Iterator[OpenAI]:
         yield one
 
 
-def metric(served: Served, pattern: str) -> float:
+def read_metric(served: Served, pattern: str) -> float:
     with urllib.request.urlopen(f"{served.root}/metrics") as answer:
         text = answer.read().decode()
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
-def slots_in_use(served: Served) -> int:
-    """What the engine itself says, on its private port, to those who have its key."""
+def count_slots_in_use(served: Served) -> int:
+    """The slots in use, from the engine's private port, with its key."""
     engine = served.engine()
     headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{private_url(engine)}/slots", headers=headers)) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}/slots", headers=headers)) as answer:
         return sum(slot["is_processing"] for slot in json.load(answer))
 
 
-def private_url(engine: psutil.Process) -> str:
+def get_private_url(engine: psutil.Process) -> str:
     command = engine.cmdline()
     return f"http://127.0.0.1:{command[command.index('--port') + 1]}"
 
@@ -55,14 +55,14 @@ def test_models_are_listed(client: OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_chat_answers_with_usage(client: OpenAI) -> None:
+def test_chat_answer_has_usage(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None and answer.usage.prompt_tokens > 10
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_streamed_chat_is_the_plain_answer_in_pieces_and_ends_with_usage(client: OpenAI) -> None:
+def test_streamed_chat_equals_unstreamed_answer_and_ends_with_usage(client: OpenAI) -> None:
     plain = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1)
     stream = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1, stream=True,
@@ -75,13 +75,13 @@ def test_streamed_chat_is_the_plain_answer_in_pieces_and_ends_with_usage(client:
     assert chunks[-1].choices == [] and chunks[-1].usage == plain.usage
 
 
-def test_a_stream_that_asks_for_no_usage_gets_none_and_is_still_metered(client: OpenAI, served: Served) -> None:
+def test_stream_without_requested_usage_gets_none_and_is_still_counted(client: OpenAI, served: Served) -> None:
     name = r'bedplate_tokens_total\{[^}]*kind="completion"[^}]*\}'
-    before = metric(served, name)
+    before = read_metric(served, name)
     stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)
     chunks = list(stream)
     assert all(c.usage is None and c.choices for c in chunks)
-    assert 0 < metric(served, name) - before <= 8
+    assert 0 < read_metric(served, name) - before <= 8
 
 
 def test_completions(client: OpenAI) -> None:
@@ -90,7 +90,7 @@ def test_completions(client: OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 4
 
 
-def test_json_schema_output_is_valid_json_of_that_shape(client: OpenAI) -> None:
+def test_output_matches_json_schema(client: OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -108,8 +108,8 @@ def test_json_schema_output_is_valid_json_of_that_shape(client: OpenAI) -> None:
     assert set(made) == {"city", "population"} and isinstance(made["population"], int)
 
 
-def test_a_tool_is_called_and_its_result_is_taken_back(client: OpenAI) -> None:
-    """The model's own template knows no tools; and a model of this size calls one only when told word by word."""
+def test_tool_call_and_its_result_work(client: OpenAI) -> None:
+    """The model's own template does not support tools, and so small a model needs exact instructions to call one."""
     tool: ChatCompletionToolParam = {
         "type": "function",
         "function": {
@@ -142,24 +142,24 @@ def test_a_tool_is_called_and_its_result_is_taken_back(client: OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-def test_an_abort_in_mid_stream_ends_the_generation_in_the_engine(client: OpenAI, served: Served) -> None:
+def test_disconnect_during_a_stream_ends_the_generation(client: OpenAI, served: Served) -> None:
     cancelled = r'bedplate_requests_total\{[^}]*outcome="cancelled"[^}]*\}'
-    before = metric(served, cancelled)
+    before = read_metric(served, cancelled)
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Count from 1 to 1000."}], max_tokens=4000, stream=True
     )
     next(iter(stream))
-    assert slots_in_use(served) == 1
+    assert count_slots_in_use(served) == 1
     stream.close()
-    wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again")
-    assert metric(served, cancelled) - before == 1
-    assert metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+    wait_for(lambda: count_slots_in_use(served) == 0, "the slot to be free again")
+    assert read_metric(served, cancelled) - before == 1
+    assert read_metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
 
 
-def test_the_engines_private_port_is_of_no_use_to_others(served: Served) -> None:
+def test_private_engine_port_requires_a_key(served: Served) -> None:
     engine = served.engine()
     request = urllib.request.Request(
-        f"{private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
+        f"{get_private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request)
@@ -207,14 +207,14 @@ def test_errors_are_openai_errors(client: OpenAI, served: Served) -> None:
         assert answer.code == 400 and json.load(answer)["error"]["type"] == "invalid_request_error"
 
 
-def test_a_prompt_longer_than_the_context_is_refused_and_the_engine_lives(client: OpenAI) -> None:
+def test_rejects_prompt_longer_than_context_and_engine_survives(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model=MODEL, prompt="word " * 10_000, max_tokens=4)
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
 
 
-def test_the_llm_command_line_works(served: Served, tmp_path: Path) -> None:
-    """Simon Willison's `llm`, as its documentation says to add an OpenAI-compatible model."""
+def test_llm_command_line_works(served: Served, tmp_path: Path) -> None:
+    """Simon Willison's `llm`, configured as its documentation describes for OpenAI-compatible models."""
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: {MODEL}\n  api_base: {served.url}\n"
     )
@@ -227,7 +227,7 @@ def test_the_llm_command_line_works(served: Served, tmp_path: Path) -> None:
     assert "Paris" in done.stdout
 
 
-def test_the_printed_curl_works_as_it_stands(served: Served) -> None:
+def test_printed_curl_command_works(served: Served) -> None:
     from bedplate.run.gateway.pages import curl
 
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The main job, end to end: `bedplate serve` of the built-in model, one real answer, and Ctrl-C."""
+"""End to end: `bedplate serve` of the built-in model, one real answer, and Ctrl-C."""
 
 from __future__ import annotations
 

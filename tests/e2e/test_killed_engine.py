@@ -1,4 +1,4 @@
-"""The engine is killed in mid-stream, again and again: nobody is left with half an answer that looks whole."""
+"""The engine is killed repeatedly during streams: no client gets a truncated answer that looks complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 class Outcome:
-    """What one client saw."""
+    """The result of one client."""
 
     def __init__(self) -> None:
         self.chunks = 0
@@ -61,18 +61,18 @@ async def kill_under_load(served: Served) -> list[Outcome]:
     return outcomes
 
 
-def alive(served: Served) -> list[psutil.Process]:
+def list_alive(served: Served) -> list[psutil.Process]:
     return [process for process in served.descendants() if not gone([process])]
 
 
-def healthy(served: Served) -> bool:
+def is_healthy(served: Served) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{served.root}/health", timeout=5) as answer:
         return bool(answer.status == 200)
     return False
 
 
 @pytest.mark.timeout(600)
-def test_killed_in_mid_stream_twenty_times(serve: Callable[..., Served]) -> None:
+def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[..., Served]) -> None:
     served = serve()
     engines = set()
     for round_number in range(KILLS):
@@ -80,17 +80,17 @@ def test_killed_in_mid_stream_twenty_times(serve: Callable[..., Served]) -> None
         outcomes = asyncio.run(kill_under_load(served))
         assert any(outcome.chunks for outcome in outcomes)
         for outcome in outcomes:
-            # Whole, or an error that the client's own library recognizes; never an end without either.
+            # Complete, or an error that the client library recognizes; never an end without either.
             whole = outcome.finish is not None and outcome.error is None
             assert whole or outcome.error is not None, f"round {round_number}: a stream ended as if it were complete"
             if outcome.error is not None:
                 assert "llama.cpp" in outcome.error.message
-        wait_for(lambda: served.engine().pid not in engines and healthy(served), "the endpoint to be back")
-        wait_for(lambda: len(alive(served)) == 2, f"one warden and one engine, not {alive(served)}")
+        wait_for(lambda: served.engine().pid not in engines and is_healthy(served), "the endpoint to be back")
+        wait_for(lambda: len(list_alive(served)) == 2, f"one warden and one engine, not {list_alive(served)}")
     assert len(engines) == KILLS
 
 
-def test_kill_9_of_bedplate_leaves_nothing(serve: Callable[..., Served]) -> None:
+def test_sigkill_of_bedplate_leaves_no_process(serve: Callable[..., Served]) -> None:
     served = serve()
     below = served.descendants()
     assert len(below) == 2
@@ -99,7 +99,7 @@ def test_kill_9_of_bedplate_leaves_nothing(serve: Callable[..., Served]) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_everything_with_status_0(serve: Callable[..., Served], number: int) -> None:
+def test_signal_stops_everything_with_status_0(serve: Callable[..., Served], number: int) -> None:
     served = serve()
     below = served.descendants()
     assert served.stop(number) == 0
@@ -124,7 +124,7 @@ def test_ctrl_c_during_a_stream_ends_it_with_an_error(serve: Callable[..., Serve
 
 
 def test_ctrl_c_on_the_terminal_stops_everything(llama_environment: object, builtin_gguf: Path) -> None:
-    """As a terminal does it: the signal goes to the whole foreground group, and to nobody else."""
+    """As a terminal does: the signal goes to the foreground process group only."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "--port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,

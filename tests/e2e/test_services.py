@@ -34,11 +34,11 @@ SMALL = ("--context", "512", "--concurrency", "1")
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """All of these share the machine with each other."""
+    """Idle threads block instead of spinning, since several engines share the machine."""
 
 
 class Background:
-    """Services that were started in the background, and are ended with the test."""
+    """Services that were started in the background; they are stopped with the test."""
 
     def __init__(self) -> None:
         self.endpoints: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ class Background:
 
     def end(self) -> None:
         for endpoint in self.endpoints:
-            below = descendants(endpoint["pid"])
+            below = list_descendants(endpoint["pid"])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(endpoint["pid"], signal.SIGKILL)
             wait_for(lambda below=below: gone(below), "the engines of a killed host to end")  # type: ignore[misc]
@@ -66,7 +66,7 @@ def background(builtin_gguf: Path, llama_environment: Environment) -> Iterator[B
     one.end()
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def list_descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -89,17 +89,17 @@ def ask(endpoint: dict[str, Any], model: str | None = None, tokens: int = 4, **m
         return error.code, json.load(error)
 
 
-def status(name: str) -> HostStatus:
-    """As `bedplate status` has it, without a process of its own."""
+def read_status(name: str) -> HostStatus:
+    """The output of `bedplate status`, without starting a process."""
     return status_of(records.chosen(name))
 
 
-def listed() -> dict[str, Any]:
+def list_services() -> dict[str, Any]:
     return {one["record"]["name"]: one for one in check_document("services", run("ps", "--json").out)}
 
 
-def states(name: str) -> dict[str, str]:
-    return {model.model: model.state for model in status(name).models}
+def read_states(name: str) -> dict[str, str]:
+    return {model.model: model.state for model in read_status(name).models}
 
 
 def assert_clear(answer: Answer, code: int, *words: str) -> None:
@@ -109,15 +109,15 @@ def assert_clear(answer: Answer, code: int, *words: str) -> None:
         assert word in answer.err, answer.err
 
 
-def test_a_service_in_the_background_from_its_start_to_its_end(background: Background) -> None:
+def test_background_service_starts_answers_and_stops(background: Background) -> None:
     endpoint = background.start("--name", "chat", *SMALL)
     assert endpoint["name"] == "chat" and ask(endpoint)[0] == 200
     host = psutil.Process(endpoint["pid"])
     assert os.getsid(host.pid) == host.pid, "it has a session of its own"
-    everything = descendants(endpoint["pid"])
+    everything = list_descendants(endpoint["pid"])
     assert len(everything) == 3  # the host, a warden and an engine
 
-    one = listed()["chat"]
+    one = list_services()["chat"]
     assert (one["record"]["url"], one["status"]["state"]) == (endpoint["url"], "ready")
     assert "chat" in run("ps").out
     told = run("status", "chat", "--json")
@@ -144,7 +144,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     outcome: list[tuple[int, Any]] = []
     asking = threading.Thread(target=lambda: outcome.append(ask(endpoint, tokens=150, ignore_eos=True)))
     asking.start()
-    wait_for(lambda: status("chat").in_flight == 1, "an answer to be under way")
+    wait_for(lambda: read_status("chat").in_flight == 1, "an answer to be under way")
     stopped = run("stop", "chat")
     assert stopped.code == 0 and "chat stopped in" in stopped.out, stopped
     asking.join()
@@ -152,16 +152,16 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
         "the answer under way was finished"
     )
     wait_for(lambda: gone(everything), "everything to end")
-    assert "chat" not in listed()
+    assert "chat" not in list_services()
     assert_clear(run("stop", "chat"), 1, "no service named chat", "running: ")
     assert "running requests have up to" in run("logs", "chat").out
 
 
-def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -> None:
+def test_sigkill_of_a_host_with_replicas_leaves_no_process(background: Background) -> None:
     endpoint = background.start("--name", "twins", "--replicas", "2", "--context", "512", "--concurrency", "2")
-    everything = descendants(endpoint["pid"])
+    everything = list_descendants(endpoint["pid"])
     assert len(everything) == 5  # the host, two wardens and two engines
-    assert [engine.id for engine in status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
+    assert [engine.id for engine in read_status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
     assert ask(endpoint)[0] == 200
     os.kill(endpoint["pid"], signal.SIGKILL)
     wait_for(lambda: gone(everything), "everything to end")
@@ -171,11 +171,11 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     assert_clear(run("status", "twins"), 1, "no service named twins")
 
 
-def test_two_models_on_demand_take_turns_within_a_budget(
+def test_two_models_on_demand_alternate_within_a_memory_budget(
     background: Background, builtin_gguf: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.gguf"
-    other.symlink_to(builtin_gguf)  # a model is called after its file
+    other.symlink_to(builtin_gguf)  # a model is named after its file
     intent = tmp_path / "two.yaml"
     work = "{context_tokens: 512, concurrency: 1}"
     services = [f"{{model: builtin, workload: {work}, ttl: 10m}}", f"{{model: {other}, workload: {work}, ttl: 2s}}"]
@@ -188,37 +188,41 @@ def test_two_models_on_demand_take_turns_within_a_budget(
     assert endpoint["name"] == "two" and len(endpoint["models"]) == 2
     first, second = endpoint["models"]
     assert (first, second) == (MODEL, "other")
-    assert states("two") == {first: "unloaded", second: "unloaded"}
+    assert read_states("two") == {first: "unloaded", second: "unloaded"}
     for name in (first, second, first):
         code, body = ask(endpoint, name)
         assert code == 200 and body["choices"][0]["message"]["content"], body
         other_name = second if name == first else first
-        assert states("two") == {name: "ready", other_name: "unloaded"}
+        assert read_states("two") == {name: "ready", other_name: "unloaded"}
     assert ask(endpoint, "nobody")[0] == 404 and ask(endpoint)[0] in (400, 404)
     ask(endpoint, second)
-    wait_for(lambda: states("two")[second] == "unloaded", "the time to live to pass")
-    assert len(descendants(endpoint["pid"])) == 1, "nothing is loaded"
+    wait_for(lambda: read_states("two")[second] == "unloaded", "the time to live to pass")
+    assert len(list_descendants(endpoint["pid"])) == 1, "nothing is loaded"
     assert_clear(
         run("serve", "-f", str(intent), "--port", "0", "--memory-budget", "100MiB"), 1, "does not fit", "larger memory"
     )
 
 
-def test_ctrl_c_while_it_starts_stops_it(builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
+def test_ctrl_c_during_start_stops_the_service(
+    builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "-d", "--port", "0", "--name", "hasty", "--no-check"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     record = Path(os.environ["BEDPLATE_HOME"]) / "services" / "hasty.json"
     pid = wait_for(lambda: json.loads(record.read_text())["pid"] if record.exists() else None, "it to have begun")
-    everything = descendants(pid)
+    everything = list_descendants(pid)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and "Ready" not in out
-    wait_for(lambda: gone([*everything, *descendants(pid)]), "the service to end")
+    wait_for(lambda: gone([*everything, *list_descendants(pid)]), "the service to end")
     assert not record.exists()
 
 
-def test_why_it_did_not_start_is_told(tmp_path: Path, builtin_gguf: Path, llama_environment: Environment) -> None:
+def test_reports_why_the_service_did_not_start(
+    tmp_path: Path, builtin_gguf: Path, llama_environment: Environment
+) -> None:
     assert_clear(run("serve", "-d", str(tmp_path / "none.gguf"), "--port", "0"), 2, "none.gguf")
     assert_clear(run("serve", "-d", "--port", "0", "--context", "90000"), 1, "cannot be served here")
     (tmp_path / "home").write_text("in the way")

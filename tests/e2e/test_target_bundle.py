@@ -1,4 +1,4 @@
-"""A bundle for a named platform, in pieces, installed and served where nothing outside can be reached."""
+"""A bundle for a named platform, in pieces, installed and served without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import run
-from tests.e2e.test_bundle import cut_off, elsewhere
+from tests.e2e.test_bundle import build_environment, cut_off
 
 from bedplate.run.environments import Environment
 from bedplate.values import from_json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def quiet_cores(one_core: None) -> None:
-    """An engine whose threads wait for each other shares the machine with whatever else runs."""
+    """Idle threads block instead of spinning, since other processes use the machine, too."""
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def install(folder: Path, home: Path) -> tuple[int, dict[str, object], str]:
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), PYTHON, str(folder / "install.py"), "--json"],
-        capture_output=True, text=True, env=elsewhere(home) | {"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, env=build_environment(home) | {"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def test_it_is_installed_without_a_network_and_serves(made: Path, tmp_path: Path) -> None:
+def test_target_bundle_installs_offline_and_serves(made: Path, tmp_path: Path) -> None:
     code, said, err = install(made, tmp_path)
     assert code == 0 and said["installed"], err
     home = tmp_path / "home"
@@ -71,7 +71,7 @@ def test_it_is_installed_without_a_network_and_serves(made: Path, tmp_path: Path
     assert code == 0 and "is already unpacked" in err
 
 
-def test_its_manifest_and_pieces(made: Path) -> None:
+def test_manifest_lists_pieces(made: Path) -> None:
     bundle = from_json(TargetBundle, (made / MANIFEST).read_bytes())
     assert [engine.engine for engine in bundle.engines] == ["llama.cpp"] and bundle.model == "SmolLM2-135M-Instruct"
     assert len(bundle.pieces) > 1 and all(piece.size_bytes <= PIECE_BYTES for piece in bundle.pieces)
@@ -85,7 +85,7 @@ def test_its_manifest_and_pieces(made: Path) -> None:
     assert answer.code == 1 and "install.py" in answer.err
 
 
-def test_one_changed_byte_is_seen_on_both_sides_before_anything_is_unpacked(made: Path, tmp_path: Path) -> None:
+def test_both_sides_detect_one_changed_byte_before_extracting(made: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
     with (copy / "piece.001").open("r+b") as file:

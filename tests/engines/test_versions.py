@@ -166,7 +166,7 @@ class TestRegistered:
     def test_missing_version_is_rejected_before_the_start(self, python: Path) -> None:
         for words in (("serve", "--engine", "vllm@0.27.0"), ("bench", "--engines", "vllm@0.27.0")):
             answer = invoke(*words)
-            assert answer.code == 2 and "vLLM 0.27.0 is not installed here" in answer.err, words
+            assert answer.code == 2 and "vLLM 0.27.0 is not installed" in answer.err, words
         invoke("engines", "use", "vllm", "--python", str(python))
         answer = invoke("serve", "--engine", "vllm@0.27.0")
         assert answer.code == 2 and f"{python} has version 0.26.0" in answer.err

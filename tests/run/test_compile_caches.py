@@ -1,4 +1,4 @@
-"""What an engine compiles is kept under BEDPLATE_HOME, by engine and version, unless the user says where."""
+"""What an engine compiles is cached under BEDPLATE_HOME, by engine and version, unless the user sets a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def given(name: str) -> dict[str, str]:
+def build_variables(name: str) -> dict[str, str]:
     one = engine(name)
     chosen = plan(one, machine("H100 SXM", 1), model(LLAMA))
     environment = Environment(
@@ -35,21 +35,21 @@ def given(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "variable"), [("vllm@0.26.0", "VLLM_CACHE_ROOT"), ("sglang@0.5.15", "SGLANG_CACHE_DIR")]
 )
-def test_two_starts_find_the_same_folder_and_another_version_another(name: str, variable: str, own_home: Path) -> None:
-    first, again, newer = given(name), given(name), given(name.partition("@")[0])
+def test_cache_folder_depends_on_the_engine_version(name: str, variable: str, own_home: Path) -> None:
+    first, again, newer = build_variables(name), build_variables(name), build_variables(name.partition("@")[0])
     assert Path(first[variable]).is_relative_to(own_home) and first[variable] == again[variable]
     assert newer[variable] != first[variable]
     folders = [first[one] for one in engine(name).compile_caches]
     assert len(set(folders)) == len(folders)
 
 
-def test_what_the_user_says_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_variables_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/large/triton")
-    assert given("vllm")["TRITON_CACHE_DIR"] == "/large/triton"
+    assert build_variables("vllm")["TRITON_CACHE_DIR"] == "/large/triton"
 
 
-def test_it_is_removed_with_the_engine() -> None:
-    folder = Path(given("vllm@0.26.0")["VLLM_CACHE_ROOT"])
+def test_cache_is_removed_with_the_engine() -> None:
+    folder = Path(build_variables("vllm@0.26.0")["VLLM_CACHE_ROOT"])
     folder.mkdir(parents=True)
     remove("vllm")
     assert not folder.exists()

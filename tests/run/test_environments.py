@@ -1,4 +1,4 @@
-"""Engine environments: whole or not there, whoever is killed when, and errors that say what to do."""
+"""Engine environments are installed atomically, also when processes are killed, and errors have hints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print("path", make_environment(engine("llama.cpp"), Notes()).path, flush=True)
 
 
 class Tiny(Engine):
-    """An engine of one file, which a test puts into a wheel."""
+    """An engine of one file, which the tests pack into a wheel."""
 
     id = "tiny"
     name = "Tiny"
@@ -60,15 +60,15 @@ class Tiny(Engine):
 
 
 class Wanting(Tiny):
-    """An engine of a package that no index has."""
+    """An engine whose package exists in no index."""
 
     id = "wanting"
     name = "Wanting"
     recipe = Recipe(packages=("no-such-engine-of-bedplate==1",), download_bytes=1, disk_bytes=1, check="")
 
 
-def wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
-    """A wheel as small as one can be."""
+def make_wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
+    """A minimal wheel."""
     folder.mkdir(parents=True, exist_ok=True)
     base = f"{name.replace('-', '_')}-{version}"
     info = f"{base}.dist-info"
@@ -95,9 +95,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with Tiny's wheel, and nothing else to install from."""
+    """A folder with Tiny's wheel, as the only source of packages."""
     folder = tmp_path / "wheels"
-    wheel(folder, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "answer = 42\n"})
+    make_wheel(folder, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "answer = 42\n"})
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("UV_FIND_LINKS", str(folder))
     monkeypatch.setenv("UV_OFFLINE", "1")
@@ -119,8 +119,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def leftovers(home: Path) -> list[str]:
-    """All that is not an environment or a lock."""
+def list_leftovers(home: Path) -> list[str]:
+    """All files that are not environments or locks."""
     engines = home / "engines"
     odd = [path for path in engines.glob("*/*") if not (path / "bedplate.json").is_file()]
     return [str(path.relative_to(home)) for path in (*odd, *engines.glob("**/.writable*"))]
@@ -137,7 +137,7 @@ def install_process(**env: str) -> subprocess.Popen[str]:
 
 
 class TestMaking:
-    def test_the_real_engine(self, llama_environment: Environment) -> None:
+    def test_installs_a_real_engine(self, llama_environment: Environment) -> None:
         assert llama_environment.packages == ("xllamacpp==2026.10.11549",)
         assert llama_environment.python.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
         assert 50_000_000 < llama_environment.disk_bytes < 200_000_000
@@ -157,9 +157,7 @@ class TestMaking:
         monkeypatch.setattr(environments, "run_child", fail)
         assert make_environment(Tiny()) == first == find_environment(Tiny())
 
-    def test_works_in_a_home_that_was_moved(
-        self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_works_after_home_was_moved(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_environment(Tiny())
         moved = own_home.rename(own_home.with_name("moved"))
         monkeypatch.setenv("BEDPLATE_HOME", str(moved))
@@ -169,7 +167,7 @@ class TestMaking:
         done = subprocess.run([found.interpreter, "-I", "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == "42\n"
 
-    def test_one_whose_python_is_gone_is_made_anew(self, wheels: Path, own_home: Path) -> None:
+    def test_reinstalls_environment_without_its_python(self, wheels: Path, own_home: Path) -> None:
         first = make_environment(Tiny())
         first.interpreter.unlink()
         first.interpreter.symlink_to(own_home / "uninstalled")
@@ -177,12 +175,12 @@ class TestMaking:
         again = make_environment(Tiny())
         assert again.path == first.path and again.interpreter.exists()
 
-    def test_another_pin_is_another_environment(self, wheels: Path, own_home: Path) -> None:
+    def test_another_version_has_another_environment(self, wheels: Path, own_home: Path) -> None:
         class Newer(Tiny):
             version = "1.1"
             recipe = Recipe(packages=("bedplate-tiny-engine==1.1",), download_bytes=1, disk_bytes=1, check="import sys")
 
-        wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": ""})
+        make_wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": ""})
         old, new = make_environment(Tiny()), make_environment(Newer())
         assert old.path != new.path
         assert {environment.packages[0] for environment in installed()} == {
@@ -192,11 +190,11 @@ class TestMaking:
         assert [environment.version for environment in remove("tiny")] == ["1.0", "1.1"]
         assert installed() == [] and not (own_home / "engines" / "tiny").exists()
 
-    def test_removing_what_is_not_there_is_a_bad_question(self, own_home: Path) -> None:
+    def test_removing_an_engine_that_is_not_installed_is_a_usage_error(self, own_home: Path) -> None:
         with pytest.raises(BadQuestion, match="tiny is not installed"):
             remove("tiny")
 
-    def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_whole(
+    def test_interrupted_removal_leaves_no_complete_environment(
         self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         make_environment(Tiny())
@@ -210,7 +208,7 @@ class TestMaking:
         assert find_environment(Tiny()) is None and installed() == []
         assert make_environment(Tiny()) == find_environment(Tiny())
 
-    def test_settings_for_pip_count_too(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_uses_pip_settings(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("UV_FIND_LINKS")
         monkeypatch.delenv("UV_OFFLINE")
         for name, value in UNREACHABLE.items():
@@ -219,19 +217,19 @@ class TestMaking:
         monkeypatch.setenv("PIP_FIND_LINKS", f"{wheels.parent} {wheels}")
         assert make_environment(Tiny()).packages == ("bedplate-tiny-engine==1.0",)
 
-    def test_a_project_where_the_user_stands_has_no_say(
+    def test_ignores_project_in_the_working_directory(
         self, wheels: Path, own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "project").mkdir()
         (tmp_path / "project" / "uv.toml").write_text('constraint-dependencies = ["bedplate-tiny-engine<1"]\n')
         monkeypatch.chdir(tmp_path / "project")
-        monkeypatch.setenv("UV_FIND_LINKS", "../wheels")  # relative to where the user stands, all the same
+        monkeypatch.setenv("UV_FIND_LINKS", "../wheels")  # relative to the working directory
         assert make_environment(Tiny()).packages == ("bedplate-tiny-engine==1.0",)
 
 
 class TestKilled:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-    def test_at_any_moment_nothing_half_done_is_taken_for_whole(
+    def test_kill_at_any_moment_leaves_no_incomplete_environment(
         self, own_home: Path, number: signal.Signals, llama_environment: Environment
     ) -> None:
         began = time.monotonic()
@@ -255,7 +253,7 @@ class TestKilled:
                 remove("llama.cpp")
         make_environment(engine("llama.cpp"))
         assert find_environment(engine("llama.cpp")) is not None
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
     def test_ctrl_c_leaves_nothing(self, own_home: Path) -> None:
         with install_process() as process:
@@ -264,17 +262,17 @@ class TestKilled:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=HANG_S)
         assert "KeyboardInterrupt" in errors
-        assert leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and installed() == []
 
 
-def test_of_two_processes_one_installs_and_the_other_waits(own_home: Path) -> None:
+def test_second_process_waits_for_the_installation(own_home: Path) -> None:
     both = [install_process() for _ in range(2)]
     outputs = [process.communicate(timeout=HANG_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     printed = [output.splitlines() for output, _ in outputs]
     assert len({lines[-1] for lines in printed}) == 1
     assert sum(line.startswith("installing") for lines in printed for line in lines) == 1
-    assert len(installed()) == 1 and leftovers(own_home) == []
+    assert len(installed()) == 1 and list_leftovers(own_home) == []
 
 
 class TestFailing:
@@ -283,11 +281,11 @@ class TestFailing:
         [
             (UNREACHABLE, "127.0.0.1:9", "UV_DEFAULT_INDEX to a mirror"),
             ({"UV_OFFLINE": "1"}, "was not found in the cache", "UV_FIND_LINKS to a folder with the wheels"),
-            ({}, "no-such-engine-of-bedplate", "the index has no such package"),
+            ({}, "no-such-engine-of-bedplate", "the package index has no such package"),
         ],
         ids=["index unreachable", "offline", "no such package"],
     )
-    def test_what_cannot_be_had_is_explained(
+    def test_explains_missing_packages(
         self,
         own_home: Path,
         tmp_path: Path,
@@ -305,9 +303,9 @@ class TestFailing:
         assert caught.value.exit_code == 3
         assert caught.value.message == "installing Wanting failed"
         assert cause in str(caught.value.cause) and hint in str(caught.value.hint)
-        assert leftovers(own_home) == [] and find_environment(Wanting()) is None
+        assert list_leftovers(own_home) == [] and find_environment(Wanting()) is None
 
-    def test_an_engine_that_does_not_run_here_is_not_kept(self, wheels: Path, own_home: Path) -> None:
+    def test_discards_engine_that_does_not_run(self, wheels: Path, own_home: Path) -> None:
         class Broken(Tiny):
             recipe = Recipe(
                 packages=("bedplate-tiny-engine==1.0",), download_bytes=1, disk_bytes=1, check="import tiny_missing"
@@ -321,13 +319,13 @@ class TestFailing:
                 check="import os, signal; os.kill(os.getpid(), signal.SIGILL)",
             )
 
-        for kind, cause in ((Broken(), "No module named 'tiny_missing'"), (Crashing(), "ended by SIGILL")):
+        for kind, cause in ((Broken(), "No module named 'tiny_missing'"), (Crashing(), "killed by SIGILL")):
             with pytest.raises(OutsideFailed, match="does not run on this machine") as caught:
                 make_environment(kind)
             assert cause in str(caught.value.cause)
-            assert leftovers(own_home) == [] and installed() == []
+            assert list_leftovers(own_home) == [] and installed() == []
 
-    def test_a_check_that_hangs_is_ended(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_stops_a_hanging_check(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Hanging(Tiny):
             recipe = Recipe(
                 packages=("bedplate-tiny-engine==1.0",),
@@ -341,9 +339,9 @@ class TestFailing:
             make_environment(Hanging())
         assert "not done after" in str(caught.value.cause)
         wait_for(lambda: no_new_children([]), "uv to end")
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
-    def test_a_home_that_cannot_be_written_says_which(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unwritable_home_is_named_in_the_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         for home in (tmp_path / "file", tmp_path / "file" / "below"):
             monkeypatch.setenv("BEDPLATE_HOME", str(home))
@@ -352,38 +350,36 @@ class TestFailing:
             assert str(home) in caught.value.message and "BEDPLATE_HOME" in str(caught.value.hint)
             assert caught.value.exit_code == 3
 
-    def test_a_read_only_home_says_so(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reports_read_only_home(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
         with pytest.raises(OutsideFailed) as caught:
             make_environment(Tiny())
         assert caught.value.cause == "Read-only file system"
 
-    def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(
-        self, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_checks_disk_space_before_the_download(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
         with pytest.raises(OutsideFailed, match=r"not enough disk space for llama\.cpp: 161 MB needed") as caught:
             make_environment(engine("llama.cpp"))
         assert "BEDPLATE_HOME" in str(caught.value.hint)
-        assert leftovers(small_disk) == []
+        assert list_leftovers(small_disk) == []
 
-    def test_a_disk_that_fills_up_leaves_nothing(
+    def test_full_disk_during_installation_leaves_nothing(
         self, wheels: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Fat(Tiny):
             recipe = Recipe(packages=("bedplate-tiny-engine==2.0",), download_bytes=1, disk_bytes=1, check="")
 
         fat: dict[str, str | bytes] = {"bedplate_tiny_engine.py": "", "bedplate_tiny_data.bin": bytes(20_000_000)}
-        wheel(wheels, "bedplate-tiny-engine", "2.0", fat)
+        make_wheel(wheels, "bedplate-tiny-engine", "2.0", fat)
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
         with pytest.raises(OutsideFailed) as caught:
             make_environment(Fat())
         assert "No space left on device" in str(caught.value.cause)
         assert "free some space" in str(caught.value.hint)
-        assert leftovers(small_disk) == [] and shutil.disk_usage(small_disk).used < 100_000
+        assert list_leftovers(small_disk) == [] and shutil.disk_usage(small_disk).used < 100_000
 
-    def test_a_disk_that_is_full_already_says_so(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reports_full_disk(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with (small_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:
                 ballast.write(bytes(4096))
@@ -391,7 +387,7 @@ class TestFailing:
         with pytest.raises(OutsideFailed) as caught:
             make_environment(Tiny())
         assert caught.value.cause == "No space left on device" and "free some space" in str(caught.value.hint)
-        assert leftovers(small_disk / "home") == []
+        assert list_leftovers(small_disk / "home") == []
 
     def test_an_engine_without_a_recipe_cannot_be_installed(self) -> None:
         class Planned(Tiny):
@@ -401,7 +397,7 @@ class TestFailing:
             make_environment(Planned())
 
 
-def test_the_folder_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_depends_on_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tiny.recipe is not None
     paths = {environment_path(Tiny(), Tiny.recipe)}
     paths.add(environment_path(Tiny(), Recipe(packages=("a",), download_bytes=1, disk_bytes=1, check="")))

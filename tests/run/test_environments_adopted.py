@@ -1,4 +1,4 @@
-"""A Python of somebody else's, which has an engine's packages already."""
+"""A Python of the user that already has an engine's packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("own_home")
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A virtual environment with Tiny's package in it, and a program of its own."""
+    """A virtual environment with Tiny's package, and a program."""
     folder = tmp_path / "their env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/*/site-packages")
@@ -48,14 +48,14 @@ def theirs(tmp_path: Path) -> Path:
     return folder
 
 
-def everything(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if "__pycache__" not in str(path)}
 
 
 class TestAdopting:
     @pytest.mark.parametrize("below", ["bin/python", "."])
-    def test_it_is_used_and_left_as_it_is(self, theirs: Path, below: str, own_home: Path) -> None:
-        before = everything(theirs)
+    def test_uses_adopted_environment_without_changing_it(self, theirs: Path, below: str, own_home: Path) -> None:
+        before = list_files(theirs)
         found = adopt(Tiny(), theirs / below)
         assert found.version == "1.5" and "bedplate-tiny-engine==1.5" in found.packages
         assert found.python == ".".join(map(str, sys.version_info[:3]))
@@ -63,9 +63,9 @@ class TestAdopting:
         assert make_environment(Tiny()) == found == find_environment(Tiny())
         assert installed() == [found]
         assert Path(found.path).is_relative_to(own_home)
-        assert everything(theirs) == before
+        assert list_files(theirs) == before
 
-    def test_bedplates_programs_and_theirs_run_in_it(self, theirs: Path) -> None:
+    def test_programs_of_bedplate_and_of_the_environment_run_in_it(self, theirs: Path) -> None:
         found = adopt(Tiny(), theirs)
         assert command(found, Launch(argv=("tiny", "--port", "1"))) == [
             str(theirs / "bin" / "python"), str(found.programs / "tiny"), "--port", "1",
@@ -74,18 +74,20 @@ class TestAdopting:
         assert subprocess.run(own, capture_output=True, text=True, check=True).stdout == "42\n"
         assert (found.programs / "tiny").read_bytes() == shipped("llama_server.py")
 
-    def test_programs_are_those_of_this_version(self, theirs: Path) -> None:
+    def test_updates_bedplates_programs_to_this_version(self, theirs: Path) -> None:
         found = adopt(Tiny(), theirs)
         (found.programs / "tiny").write_text("of an older bedplate")
         assert make_environment(Tiny()) == found
         assert (found.programs / "tiny").read_bytes() == shipped("llama_server.py")
 
-    def test_relative_to_where_the_user_stands(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_accepts_relative_path(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(theirs.parent)
         assert adopt(Tiny(), Path("their env/bin/python")).interpreter == theirs / "bin" / "python"
 
-    def test_it_is_checked_as_it_will_run(self, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Their PYTHONPATH counts, since their engine may be there."""
+    def test_checks_environment_with_the_same_options_as_a_start(
+        self, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The user's PYTHONPATH applies, since the engine may be there."""
         (package,) = theirs.glob("lib/*/site-packages/bedplate_tiny_engine.py")
         (tmp_path / "elsewhere").mkdir()
         package.rename(tmp_path / "elsewhere" / package.name)
@@ -94,7 +96,7 @@ class TestAdopting:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
         assert adopt(Tiny(), theirs).adopted
 
-    def test_packages_beside_the_engine_that_are_missing_are_named(self, theirs: Path) -> None:
+    def test_hint_names_missing_packages(self, theirs: Path) -> None:
         class WithServer(Tiny):
             recipe = Recipe(
                 packages=("bedplate-tiny-engine==1.0", "bedplate-none==1.2", *SERVER_PACKAGES),
@@ -104,21 +106,21 @@ class TestAdopting:
             )
 
         (packages,) = theirs.glob("lib/*/site-packages")
-        (packages / "bedplate_none.py").touch()  # as where somebody has built it from source
+        (packages / "bedplate_none.py").touch()  # as after a build from source
         with pytest.raises(OutsideFailed, match="does not run in") as caught:
             adopt(WithServer(), theirs)
         python = theirs / "bin" / "python"
         assert caught.value.hint == (
-            f"install what it lacks: uv pip install --python {python} uvicorn==0.54.0 starlette==1.10.0"
+            f"install the missing packages: uv pip install --python {python} uvicorn==0.54.0 starlette==1.10.0"
         )
         (packages / "bedplate_tiny_engine.py").unlink()
         (packages / "bedplate_tiny_engine-1.5.dist-info" / "METADATA").unlink()
         (packages / "bedplate_tiny_engine-1.5.dist-info").rmdir()
         with pytest.raises(OutsideFailed) as caught:
             adopt(WithServer(), theirs)
-        assert caught.value.hint == "is that the environment that has its packages?"
+        assert caught.value.hint == "check that this is the environment with its packages"
 
-    def test_an_engine_that_bedplate_cannot_install(self, theirs: Path) -> None:
+    def test_adopts_engine_that_bedplate_cannot_install(self, theirs: Path) -> None:
         class Planned(Tiny):
             id = "bedplate-tiny-engine"
             recipe = None
@@ -129,7 +131,7 @@ class TestAdopting:
         assert adopt(Planned(), theirs).version == "1.5"
         assert make_environment(Planned()).adopted == str(theirs / "bin" / "python")
 
-    def test_doctor_tries_it_too(self, theirs: Path) -> None:
+    def test_doctor_checks_adopted_environment(self, theirs: Path) -> None:
         found = adopt(Tiny(), theirs)
         recipe = Recipe(packages=(), download_bytes=1, disk_bytes=1, check="import bedplate_tiny_engine")
         assert why_not(Path(found.path), recipe) is None
@@ -139,8 +141,8 @@ class TestAdopting:
 
 
 class TestRefusing:
-    def test_what_is_no_python(self, tmp_path: Path) -> None:
-        with pytest.raises(BadQuestion, match="is no Python"):
+    def test_rejects_path_that_is_not_a_python(self, tmp_path: Path) -> None:
+        with pytest.raises(BadQuestion, match="is not a Python interpreter"):
             adopt(Tiny(), tmp_path / "nothing")
         (tmp_path / "file").write_text("#!/bin/false\n")
         os.chmod(tmp_path / "file", 0o755)  # noqa: PTH101
@@ -148,39 +150,39 @@ class TestRefusing:
             adopt(Tiny(), tmp_path / "file")
         assert installed() == []
 
-    def test_one_without_the_packages(self) -> None:
+    def test_rejects_python_without_the_packages(self) -> None:
         with pytest.raises(OutsideFailed) as caught:
             adopt(Tiny(), Path(sys.executable))
         assert "bedplate_tiny_engine" in str(caught.value.cause)
         assert installed() == []
 
-    def test_one_that_is_gone_is_not_replaced_in_silence(self, theirs: Path) -> None:
+    def test_missing_adopted_python_is_an_error(self, theirs: Path) -> None:
         adopt(Tiny(), theirs)
         theirs.rename(theirs.with_name("moved"))
-        with pytest.raises(OutsideFailed, match="is gone") as caught:
+        with pytest.raises(OutsideFailed, match="does not exist") as caught:
             make_environment(Tiny())
         assert "bedplate engines forget tiny" in str(caught.value.hint)
         forget(Tiny())
 
 
 class TestForgetting:
-    def test_only_the_record_goes(self, theirs: Path) -> None:
+    def test_forget_removes_only_the_record(self, theirs: Path) -> None:
         adopt(Tiny(), theirs)
-        before = everything(theirs)
+        before = list_files(theirs)
         assert forget(Tiny()).adopted == str(theirs / "bin" / "python")
-        assert everything(theirs) == before and installed() == []
-        with pytest.raises(BadQuestion, match="no Python was adopted for Tiny"):
+        assert list_files(theirs) == before and installed() == []
+        with pytest.raises(BadQuestion, match="no Python or program is registered for Tiny"):
             forget(Tiny())
 
-    def test_removing_the_engine_forgets_it_too(self, theirs: Path) -> None:
+    def test_removing_the_engine_forgets_the_adopted_environment(self, theirs: Path) -> None:
         adopt(Tiny(), theirs)
-        before = everything(theirs)
+        before = list_files(theirs)
         remove("tiny")
-        assert everything(theirs) == before and installed() == []
+        assert list_files(theirs) == before and installed() == []
         with pytest.raises(BadQuestion):
             forget(Tiny())
 
-    def test_bedplates_own_is_there_again(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_own_environment_is_used_again_after_forget(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         adopted = adopt(Tiny(), theirs)
         own = msgspec.structs.replace(adopted, adopted=None)
         forget(Tiny())
@@ -193,7 +195,7 @@ LLAMA = engine("llama.cpp")
 
 @pytest.fixture
 def their_server(tmp_path: Path) -> Path:
-    """A llama-server of a package manager's, as far as its version goes."""
+    """A llama-server of a package manager that only prints its version."""
     program = tmp_path / "their bin" / "llama-server"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)' >&2\necho 'built with Apple clang' >&2\n")
@@ -203,7 +205,7 @@ def their_server(tmp_path: Path) -> Path:
 
 class TestPrograms:
     @pytest.mark.parametrize("below", ["llama-server", "."])
-    def test_it_is_started_as_it_is(self, their_server: Path, below: str) -> None:
+    def test_starts_adopted_program(self, their_server: Path, below: str) -> None:
         found = adopt_program(LLAMA, their_server.parent / below)
         assert found.version == "6123-79c1160b" and found.theirs == str(their_server) and found.disk_bytes == 0
         assert make_environment(LLAMA) == found == find_environment(LLAMA)
@@ -212,28 +214,28 @@ class TestPrograms:
             assert command(found, Launch(argv=(name, "--port", "1"))) == [str(their_server), "--port", "1"]
         assert LLAMA.recipe is not None and why_not(Path(found.path), LLAMA.recipe) is None
 
-    def test_one_that_does_not_run(self, their_server: Path) -> None:
+    def test_rejects_program_that_does_not_run(self, their_server: Path) -> None:
         their_server.write_text("#!/bin/sh\necho 'cannot execute: exec format error' >&2\nexit 126\n")
         with pytest.raises(OutsideFailed, match="does not run") as caught:
             adopt_program(LLAMA, their_server)
         assert "exec format error" in str(caught.value.cause) and installed() == []
 
-    def test_one_that_stops_running_is_told_by_doctor(self, their_server: Path) -> None:
+    def test_doctor_reports_program_that_no_longer_runs(self, their_server: Path) -> None:
         found = adopt_program(LLAMA, their_server)
         their_server.write_text("#!/bin/sh\nkill -ILL $$\n")
         assert LLAMA.recipe is not None and "SIGILL" in str(why_not(Path(found.path), LLAMA.recipe))
 
-    def test_what_is_no_program_and_who_takes_none(self, tmp_path: Path, their_server: Path) -> None:
-        with pytest.raises(BadQuestion, match="is no program"):
+    def test_rejects_non_programs_and_engines_without_programs(self, tmp_path: Path, their_server: Path) -> None:
+        with pytest.raises(BadQuestion, match="is not a program"):
             adopt_program(LLAMA, tmp_path / "nothing")
-        with pytest.raises(BadQuestion, match="no program by itself") as caught:
+        with pytest.raises(BadQuestion, match="not a separate program") as caught:
             adopt_program(engine("vllm"), their_server)
         assert "--python" in str(caught.value.hint)
 
-    def test_gone_and_forgotten(self, their_server: Path) -> None:
+    def test_missing_program_is_an_error_until_forgotten(self, their_server: Path) -> None:
         adopt_program(LLAMA, their_server)
         their_server.rename(their_server.with_name("moved"))
-        with pytest.raises(OutsideFailed, match=r"the program that was given for llama\.cpp is gone"):
+        with pytest.raises(OutsideFailed, match=r"the program that was registered for llama\.cpp does not exist"):
             make_environment(LLAMA)
         assert forget(LLAMA).theirs == str(their_server)
         assert installed() == []
@@ -250,6 +252,6 @@ class TestPrograms:
             ("usage: something else", None),
         ],
     )
-    def test_versions(self, text: str, version: str | None) -> None:
-        """The second as a native build prints it."""
+    def test_parses_versions(self, text: str, version: str | None) -> None:
+        """The second is the output of a native build."""
         assert read_version(text) == version

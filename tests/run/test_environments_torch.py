@@ -1,4 +1,4 @@
-"""Which build of PyTorch an environment gets, and what is taken out of it again."""
+"""Which build of PyTorch an environment gets, and which packages are removed from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.run.test_environments import Tiny, own_home, wheel, wheels
+from tests.run.test_environments import Tiny, make_wheel, own_home, wheels
 
 from bedplate.engines import Engine, Recipe
 from bedplate.errors import OutsideFailed
@@ -40,17 +40,17 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestBackend:
-    def test_without_a_card_never_the_build_for_cuda(self, links: Path) -> None:
+    def test_machine_without_gpu_never_gets_the_cuda_build(self, links: Path) -> None:
         assert torch_backend(PINNED, "cpu") == "cpu"
         assert torch_arguments(PINNED, "cpu", HERE) == ["--torch-backend", "cpu", *PINNED]
 
     @pytest.mark.parametrize("device", ["cuda", "rocm", "xpu"])
-    def test_with_a_card_the_one_for_it(self, links: Path, device: Device) -> None:
+    def test_machine_with_gpu_gets_the_build_for_it(self, links: Path, device: Device) -> None:
         put(links, "2.13.0+cpu")
         assert torch_backend(PINNED, device) == "auto"
         assert torch_arguments(PINNED, "auto", HERE) == ["--torch-backend", "auto", *PINNED]
 
-    def test_a_wheel_that_is_here_goes_before_an_index(self, links: Path) -> None:
+    def test_local_wheel_takes_precedence_over_index(self, links: Path) -> None:
         put(links, "2.13.0+cpu")
         assert torch_arguments(PINNED, "cpu", HERE) == ["engine==1", "torch==2.13.0+cpu", PINNED[2]]
 
@@ -64,25 +64,25 @@ class TestBackend:
             ("2.13.0+cpu", TAG, "s390x"),
         ],
     )
-    def test_a_wheel_for_something_else_does_not_count(self, links: Path, version: str, tag: str, machine: str) -> None:
+    def test_ignores_wheel_for_another_platform(self, links: Path, version: str, tag: str, machine: str) -> None:
         put(links, version, tag, machine)
         assert torch_arguments(PINNED, "cpu", HERE)[0] == "--torch-backend"
 
-    def test_folders_for_pip_count_too(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_uses_pip_find_links(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("UV_FIND_LINKS")
         monkeypatch.setenv("PIP_FIND_LINKS", f"/nowhere {links}")
         put(links, "2.13.0+cpu")
         assert "torch==2.13.0+cpu" in torch_arguments(PINNED, "cpu", HERE)
 
-    def test_what_the_user_says_goes_before_all(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_user_setting_takes_precedence(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UV_TORCH_BACKEND", "cu126")
         assert torch_backend(PINNED, "cpu") == "cu126"
 
-    def test_engines_without_it_are_left_alone(self, links: Path) -> None:
+    def test_engines_without_torch_are_unaffected(self, links: Path) -> None:
         assert torch_backend(("torchaudio==1", "engine==1"), "cpu") is None
         assert torch_arguments(("engine==1",), None, HERE) == ["engine==1"]
 
-    def test_each_build_has_an_environment_of_its_own(self, links: Path, own_home: Path) -> None:
+    def test_each_torch_build_has_a_separate_environment(self, links: Path, own_home: Path) -> None:
         class Torch(Tiny):
             recipe = Recipe(packages=PINNED, download_bytes=1, disk_bytes=1, check="")
 
@@ -93,8 +93,8 @@ class TestBackend:
         assert environment_path(tiny, tiny.recipe, "cpu") == environment_path(tiny, tiny.recipe, "cuda")
 
 
-def test_what_breaks_an_engine_is_taken_out_again(wheels: Path, own_home: Path) -> None:
-    wheel(wheels, "bedplate-tiny-poison", "1.0", {"bedplate_tiny_poison.py": ""})
+def test_removes_packages_that_break_the_engine(wheels: Path, own_home: Path) -> None:
+    make_wheel(wheels, "bedplate-tiny-poison", "1.0", {"bedplate_tiny_poison.py": ""})
 
     class Poisoned(Tiny):
         recipe = Recipe(
@@ -108,8 +108,8 @@ def test_what_breaks_an_engine_is_taken_out_again(wheels: Path, own_home: Path) 
     assert make_environment(Poisoned()).packages == ("bedplate-tiny-engine==1.0",)
 
 
-def asking_for(path: Path, requirement: str) -> None:
-    """The same wheel, with a requirement."""
+def add_requirement(path: Path, requirement: str) -> None:
+    """Adds a requirement to a wheel."""
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -118,8 +118,10 @@ def asking_for(path: Path, requirement: str) -> None:
             archive.writestr(name, content + more)
 
 
-def test_what_asks_for_more_than_the_machine_needs_is_installed_without_it(wheels: Path, own_home: Path) -> None:
-    asking_for(wheel(wheels, "bedplate-tiny-asking", "1.0", {"bedplate_tiny_asking.py": ""}), "bedplate-tiny-absent==9")
+def test_installs_bare_packages_without_dependencies(wheels: Path, own_home: Path) -> None:
+    add_requirement(
+        make_wheel(wheels, "bedplate-tiny-asking", "1.0", {"bedplate_tiny_asking.py": ""}), "bedplate-tiny-absent==9"
+    )
 
     class Asking(Tiny):
         recipe = Recipe(
@@ -135,7 +137,7 @@ def test_what_asks_for_more_than_the_machine_needs_is_installed_without_it(wheel
     assert find_environment(one) is not None and find_environment(Tiny()) is None
 
 
-def test_without_a_recipe_for_a_device_nothing_is_installed_for_it(own_home: Path) -> None:
+def test_rejects_device_without_recipe(own_home: Path) -> None:
     class OnCpus(Tiny):
         def recipe_for(self, device: Device) -> Recipe | None:
             return self.recipe if device == "cpu" else None
@@ -145,7 +147,7 @@ def test_without_a_recipe_for_a_device_nothing_is_installed_for_it(own_home: Pat
         make_environment(OnCpus(), device="cuda")
 
 
-def test_a_recipe_for_each_device(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_recipe_of_the_device(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = Recipe(packages=("for-cards==1",), download_bytes=1, disk_bytes=1, check="")
 
     class Both(Tiny):
@@ -163,7 +165,7 @@ def test_a_recipe_for_each_device(own_home: Path, monkeypatch: pytest.MonkeyPatc
     assert asked == [cards, Tiny.recipe]
 
 
-def test_python_is_the_environments_own(wheels: Path, own_home: Path) -> None:
+def test_command_uses_the_environments_python(wheels: Path, own_home: Path) -> None:
     environment = make_environment(Tiny())
     words = command(environment, Launch(argv=("python", "-m", "some.module", "--port", "1")))
     assert words == [str(environment.interpreter), "-I", "-m", "some.module", "--port", "1"]

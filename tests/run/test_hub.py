@@ -19,23 +19,23 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GB = 10**9
 
 
-def anything(size: int) -> bool:
+def accept_any_size(size: int) -> bool:
     return True
 
 
 def fetch_gguf(
-    reference: str, fits: Callable[[int], bool] = anything, progress: Callable[[int, int], None] | None = None
+    reference: str, fits: Callable[[int], bool] = accept_any_size, progress: Callable[[int, int], None] | None = None
 ) -> Path:
     return hub.download(hub.choose(reference, fits=fits), progress=progress)
 
 
-def content(name: str, size: int = 300_000) -> bytes:
+def make_content(name: str, size: int = 300_000) -> bytes:
     return (hashlib.sha256(name.encode()).digest() * (size // 32 + 1))[:size]
 
 
 @dataclass
 class Hub:
-    """A hub of our own: what it has, how it misbehaves, and what it was asked."""
+    """A local hub: its files, its faults, and the requests that it received."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def serving(state: Hub) -> Iterator[Hub]:
+def serve_hub(state: Hub) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -151,16 +151,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(hub, "_PAUSES_S", (0.0, 0.0))
-    for state in serving(Hub()):
+    for state in serve_hub(Hub()):
         monkeypatch.setenv("HF_ENDPOINT", state.url)
         yield state
 
 
 @pytest.fixture
 def cdn() -> Iterator[Hub]:
-    """A second machine, which keeps the bytes, as the hub's content network does."""
+    """A second server with the bytes, like the hub's content delivery network."""
     state = Hub()
-    for _ in serving(state):
+    for _ in serve_hub(state):
         yield state
 
 
@@ -182,55 +182,57 @@ class TestChoice:
         server.sizes = sizes
         return hub.choose(text, fits=lambda size: size <= limit).quantization
 
-    def test_the_usual_four_bits_even_if_more_would_fit(self, server: Hub) -> None:
+    def test_chooses_usual_4_bit_quantization_even_if_a_larger_one_fits(self, server: Hub) -> None:
         assert self.chosen(server, SIZES) == "Q4_K_M"
 
     @pytest.mark.parametrize(("limit", "label"), [(5, "Q4_K_M"), (4, "Q4_K_S"), (3, "Q3_K_M"), (2, "Q2_K")])
-    def test_the_largest_below_when_they_do_not_fit(self, server: Hub, limit: int, label: str) -> None:
+    def test_chooses_largest_smaller_quantization_if_4_bit_does_not_fit(
+        self, server: Hub, limit: int, label: str
+    ) -> None:
         assert self.chosen(server, SIZES, limit * GB) == label
 
-    def test_nothing_fits(self, server: Hub) -> None:
+    def test_reports_smallest_file_if_none_fits(self, server: Hub) -> None:
         with pytest.raises(AnswerIsNo) as caught:
             self.chosen(server, SIZES, GB)
         assert caught.value.message == "no GGUF of me/model fits: the smallest is Q2_K, 2 GB"
 
-    def test_without_four_bits_the_smallest_above(self, server: Hub) -> None:
+    def test_chooses_smallest_larger_quantization_without_a_4_bit_one(self, server: Hub) -> None:
         sizes = {name: size for name, size in SIZES.items() if "Q4" not in name}
         assert self.chosen(server, sizes) == "Q6_K"
         assert self.chosen(server, sizes, 5 * GB) == "Q3_K_M"
 
-    def test_the_nearest_kin_of_the_usual(self, server: Hub) -> None:
+    def test_chooses_similar_quantization_if_the_usual_one_is_missing(self, server: Hub) -> None:
         assert self.chosen(server, {"m-Q8_0.gguf": 8, "m-UD-Q4_K_XL.gguf": 5, "m-IQ4_XS.gguf": 4}) == "UD-Q4_K_XL"
         assert self.chosen(server, {"gpt-oss-20b-mxfp4.gguf": 12}) == "MXFP4"
 
-    def test_a_person_gets_what_they_name_even_if_it_does_not_fit(self, server: Hub) -> None:
+    def test_named_quantization_is_used_even_if_it_does_not_fit(self, server: Hub) -> None:
         assert self.chosen(server, SIZES, 0, "me/model:q8_0") == "Q8_0"
         assert self.chosen(server, SIZES, 0, "me/model/m-Q6_K.gguf") == "Q6_K"
 
-    def test_a_quantization_that_is_not_there_lists_those_that_are(self, server: Hub) -> None:
+    def test_missing_quantization_error_lists_existing_ones(self, server: Hub) -> None:
         with pytest.raises(BadQuestion) as caught:
             self.chosen(server, {"m-Q8_0.gguf": 8 * GB, "m-Q4_K_M.gguf": 5 * GB}, text="me/model:Q5_K_M")
         assert caught.value.message == "me/model has no Q5_K_M"
         assert caught.value.hint == "it has Q4_K_M (5 GB), Q8_0 (8 GB)"
 
-    def test_a_file_that_is_not_there(self, server: Hub) -> None:
+    def test_missing_file_is_a_usage_error(self, server: Hub) -> None:
         with pytest.raises(BadQuestion, match=r"has no file other\.gguf"):
             self.chosen(server, SIZES, text="me/model/other.gguf")
 
-    def test_parts_are_one_model_and_weigh_together(self, server: Hub) -> None:
+    def test_split_files_are_one_model_with_their_total_size(self, server: Hub) -> None:
         parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": 40 * GB for n in (1, 2, 3)}
         server.sizes = {"m-Q2_K.gguf": 50 * GB, **parts}
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert [file.path for file in choice.files] == list(parts)
         assert choice.size_bytes == choice.missing_bytes == 120 * GB
         assert self.chosen(server, server.sizes, 100 * GB) == "Q2_K"
 
-    def test_a_split_model_with_a_part_missing_is_not_offered(self, server: Hub) -> None:
+    def test_ignores_split_model_with_a_missing_part(self, server: Hub) -> None:
         assert self.chosen(server, {"m-Q4_K_M-00001-of-00002.gguf": 1, "m-Q2_K.gguf": 1}) == "Q2_K"
 
-    def test_all_is_known_before_anything_is_downloaded(self, server: Hub, tmp_path: Path) -> None:
+    def test_choice_is_complete_before_the_download(self, server: Hub, tmp_path: Path) -> None:
         server.sizes = SIZES
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert choice.name == "me/model:Q4_K_M"
         assert choice.revision == COMMIT
         assert choice.size_bytes == 5 * GB
@@ -238,10 +240,10 @@ class TestChoice:
         assert server.downloads() == []
         assert not choice.folder.exists()
 
-    def test_a_repository_without_gguf_says_where_to_look(self, server: Hub) -> None:
+    def test_repository_without_gguf_gets_a_hint(self, server: Hub) -> None:
         server.sizes = {"model.safetensors": 1, "config.json": 1}
         with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert caught.value.message == "me/model has no GGUF files"
         assert caught.value.cause == "it has .safetensors files"
         assert caught.value.hint is not None
@@ -249,47 +251,47 @@ class TestChoice:
 
 
 class TestRefusals:
-    def test_a_repository_that_is_not_there(self, server: Hub) -> None:
+    def test_reports_missing_repository(self, server: Hub) -> None:
         with pytest.raises(BadQuestion, match="me/other is not on the hub, or it is private"):
-            hub.choose("me/other", fits=anything)
+            hub.choose("me/other", fits=accept_any_size)
 
     @pytest.mark.parametrize("text", ["llama3", "a/b c", "", "../../etc"])
-    def test_what_is_no_name(self, server: Hub, text: str) -> None:
+    def test_rejects_invalid_name(self, server: Hub, text: str) -> None:
         with pytest.raises(BadQuestion, match="not the name of a model"):
-            hub.choose(text, fits=anything)
+            hub.choose(text, fits=accept_any_size)
         assert server.asked == []
 
-    def test_a_gated_repository_without_a_token_is_told_before_the_download(self, server: Hub) -> None:
-        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+    def test_reports_gated_repository_before_the_download(self, server: Hub) -> None:
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": make_content("m")}, True, "hf_good"
         with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert "me/model is gated" in caught.value.message
         assert caught.value.hint is not None
         assert f"{server.url}/me/model" in caught.value.hint
         assert "hf auth login" in caught.value.hint
 
-    def test_a_gated_repository_with_a_token(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+    def test_gated_repository_works_with_a_token(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": make_content("m")}, True, "hf_good"
         monkeypatch.setenv("HF_TOKEN", "hf_good")
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
 
     def test_offline(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(OutsideFailed, match="HF_HUB_OFFLINE"):
-            hub.choose("me/model", fits=anything)
+            hub.choose("me/model", fits=accept_any_size)
         assert server.asked == []
 
     def test_no_network(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
         with pytest.raises(OutsideFailed) as caught:
-            hub.choose("me/model", fits=anything)
-        assert caught.value.message == "me/model could not be fetched from http://127.0.0.1:9"
+            hub.choose("me/model", fits=accept_any_size)
+        assert caught.value.message == "cannot download me/model from http://127.0.0.1:9"
         assert caught.value.hint is not None
         assert "network" in caught.value.hint
 
-    def test_no_room_on_the_disk_is_told_before_the_download(self, server: Hub) -> None:
+    def test_checks_disk_space_before_downloading_from_the_hub(self, server: Hub) -> None:
         server.sizes = {"m-Q4_K_M.gguf": 10**18}
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         with pytest.raises(OutsideFailed) as caught:
             hub.download(choice)
         assert "not enough disk space for me/model:Q4_K_M" in caught.value.message
@@ -299,14 +301,14 @@ class TestRefusals:
 
 
 class TestDownload:
-    def test_into_the_usual_cache_where_every_program_finds_it(self, server: Hub, tmp_path: Path) -> None:
+    def test_downloads_to_the_hugging_face_cache(self, server: Hub, tmp_path: Path) -> None:
         from huggingface_hub import try_to_load_from_cache
 
-        server.files = {"m-Q4_K_M.gguf": content("m")}
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
         seen: list[tuple[int, int]] = []
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         path = hub.download(choice, progress=lambda done, total: seen.append((done, total)))
-        assert path.read_bytes() == content("m")
+        assert path.read_bytes() == make_content("m")
         cache = tmp_path / "hf" / "hub"
         assert (choice.name, choice.size_bytes) == ("me/model:Q4_K_M", 300_000)
         assert choice.folder == cache / "models--me--model"
@@ -319,79 +321,81 @@ class TestDownload:
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert not list(cache.rglob("*.incomplete"))
 
-    def test_what_is_here_is_not_fetched_again(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m")}
-        first = fetch_gguf("me/model", fits=anything)
-        choice = hub.choose("me/model", fits=anything)
+    def test_does_not_download_cached_file_again(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        first = fetch_gguf("me/model", fits=accept_any_size)
+        choice = hub.choose("me/model", fits=accept_any_size)
         assert choice.missing_bytes == 0
         assert hub.download(choice) == first
         assert len(server.downloads()) == 1
 
-    def test_all_parts_come(self, server: Hub) -> None:
+    def test_downloads_all_parts(self, server: Hub) -> None:
         names = [f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-        server.files = {name: content(name) for name in names}
+        server.files = {name: make_content(name) for name in names}
         seen: list[tuple[int, int]] = []
-        path = fetch_gguf("me/model", fits=anything, progress=lambda done, total: seen.append((done, total)))
+        path = fetch_gguf("me/model", fits=accept_any_size, progress=lambda done, total: seen.append((done, total)))
         assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
-        assert [(path.parent / Path(name).name).read_bytes() for name in names] == [content(name) for name in names]
+        assert [(path.parent / Path(name).name).read_bytes() for name in names] == [
+            make_content(name) for name in names
+        ]
         assert seen[-1] == (900_000, 900_000)
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
-    def test_a_line_that_breaks_is_taken_up_where_it_broke(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+    def test_resumes_after_a_broken_connection(self, server: Hub) -> None:
+        data = make_content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 500_000]
-        path = fetch_gguf("me/model", fits=anything)
+        path = fetch_gguf("me/model", fits=accept_any_size)
         assert path.read_bytes() == data
         assert server.downloads() == ["", "bytes=1000000-", "bytes=1500000-"]
 
-    def test_what_an_earlier_try_left_is_taken_up(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+    def test_resumes_partial_file_of_an_earlier_attempt(self, server: Hub) -> None:
+        data = make_content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 0, 0, 0, 0]
-        choice = hub.choose("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=accept_any_size)
         with pytest.raises(OutsideFailed) as caught:
             hub.download(choice)
         assert caught.value.hint is not None
-        assert "what has come so far is kept" in caught.value.hint
+        assert "the next attempt resumes the download" in caught.value.hint
         server.asked.clear()
         server.break_after.clear()
         assert hub.download(choice).read_bytes() == data
         assert server.downloads() == ["bytes=1000000-"]
 
-    def test_a_server_that_knows_no_ranges_sends_all_again(self, server: Hub) -> None:
-        data = content("m", 3_000_000)
+    def test_restarts_download_if_the_server_supports_no_ranges(self, server: Hub) -> None:
+        data = make_content("m", 3_000_000)
         server.files, server.break_after, server.ignore_ranges = {"m-Q4_K_M.gguf": data}, [1_000_000], True
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == data
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == data
 
-    def test_a_busy_server_is_asked_again(self, server: Hub) -> None:
-        server.files, server.statuses = {"m-Q4_K_M.gguf": content("m")}, [503, 503]
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+    def test_retries_overloaded_server(self, server: Hub) -> None:
+        server.files, server.statuses = {"m-Q4_K_M.gguf": make_content("m")}, [503, 503]
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
 
-    def test_bytes_that_changed_on_the_way_are_thrown_away(self, server: Hub, tmp_path: Path) -> None:
-        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, "0" * 64
-        with pytest.raises(OutsideFailed, match="checksum is wrong"):
-            fetch_gguf("me/model", fits=anything)
+    def test_discards_file_with_wrong_checksum(self, server: Hub, tmp_path: Path) -> None:
+        server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, "0" * 64
+        with pytest.raises(OutsideFailed, match="does not have the checksum"):
+            fetch_gguf("me/model", fits=accept_any_size)
         assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
 
     @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
-    def test_a_server_cannot_choose_where_the_file_goes(self, server: Hub, tmp_path: Path, etag: str) -> None:
-        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, etag
+    def test_rejects_etag_with_a_path(self, server: Hub, tmp_path: Path, etag: str) -> None:
+        server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, etag
         with pytest.raises(OutsideFailed, match="no usable ETag"):
-            fetch_gguf("me/model", fits=anything)
+            fetch_gguf("me/model", fits=accept_any_size)
         assert not list(tmp_path.rglob("*evil*"))
 
-    def test_the_token_stays_with_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sends_token_only_to_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        server.files = {"m-Q4_K_M.gguf": content("m")}
-        # The second server knows the file under the same path, and answers like the first.
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        # The second server has the file under the same path, and answers like the first.
         cdn.files, server.cdn = server.files, f"{cdn.url}/me/model/resolve/main"
-        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=accept_any_size).read_bytes() == make_content("m")
         assert cdn.downloads() == [""]
         assert all("authorization" not in headers for _, _, headers in cdn.asked)
         assert any(headers.get("authorization") == "Bearer hf_secret" for _, _, headers in server.asked)
 
-    def test_of_two_at_once_one_downloads_and_the_other_waits(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m", 2_000_000)}
-        choice = hub.choose("me/model", fits=anything)
+    def test_concurrent_downloads_transfer_the_file_once(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m", 2_000_000)}
+        choice = hub.choose("me/model", fits=accept_any_size)
         paths: list[Path] = []
         threads = [threading.Thread(target=lambda: paths.append(hub.download(choice))) for _ in range(3)]
         for thread in threads:
@@ -399,12 +403,12 @@ class TestDownload:
         for thread in threads:
             thread.join()
         assert len(paths) == 3
-        assert paths[0].read_bytes() == content("m", 2_000_000)
+        assert paths[0].read_bytes() == make_content("m", 2_000_000)
         assert len(server.downloads()) == 1
 
     def test_nothing_is_printed(self, server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
-        server.files, server.break_after = {"m-Q4_K_M.gguf": content("m", 3_000_000)}, [1_000_000]
-        fetch_gguf("me/model", fits=anything)
+        server.files, server.break_after = {"m-Q4_K_M.gguf": make_content("m", 3_000_000)}, [1_000_000]
+        fetch_gguf("me/model", fits=accept_any_size)
         assert capfd.readouterr() == ("", "")
 
 
@@ -416,7 +420,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def shard(names: dict[str, int], pad: int = 0) -> bytes:
+def make_shard(names: dict[str, int], pad: int = 0) -> bytes:
     """A safetensors file of 16-bit vectors, with a header made longer by `pad` bytes."""
     entries: dict[str, object] = {"__metadata__": {"note": "x" * pad}}
     end = 0
@@ -428,10 +432,10 @@ def shard(names: dict[str, int], pad: int = 0) -> bytes:
 
 
 class TestHeadersAlone:
-    def test_a_model_is_known_without_its_weights(self, server: Hub) -> None:
+    def test_reads_model_facts_without_weights(self, server: Hub) -> None:
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard(
+            "model.safetensors": make_shard(
                 {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.up_proj.weight": 128}
             ),
         }
@@ -441,31 +445,31 @@ class TestHeadersAlone:
         assert model.files == ()
         assert server.sent < 400_000
 
-    def test_a_header_longer_than_the_first_request(self, server: Hub) -> None:
+    def test_reads_header_longer_than_the_first_request(self, server: Hub) -> None:
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+            "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
         assert hub.remote_model("me/model").weight_bytes == 18
 
-    def test_a_server_that_knows_no_ranges(self, server: Hub) -> None:
+    def test_reads_header_from_server_without_ranges(self, server: Hub) -> None:
         server.ignore_ranges = True
         server.files = {
             "config.json": json.dumps(CONFIG).encode(),
-            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+            "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
         assert hub.remote_model("me/model").weight_bytes == 18
 
-    def test_shards_by_the_index(self, server: Hub) -> None:
+    def test_reads_shards_of_the_index(self, server: Hub) -> None:
         names = {f"model-0000{n}-of-00003.safetensors": f"model.layers.0.mlp.w{n}.weight" for n in (1, 2, 3)}
-        server.files = {file: shard({name: 100}) for file, name in names.items()}
+        server.files = {file: make_shard({name: 100}) for file, name in names.items()}
         server.files["config.json"] = json.dumps(CONFIG).encode()
         index = {"weight_map": {name: file for file, name in names.items()}}
         server.files["model.safetensors.index.json"] = json.dumps(index).encode()
-        server.files["other.safetensors"] = shard({"unrelated": 7})
+        server.files["other.safetensors"] = make_shard({"unrelated": 7})
         assert hub.remote_model("me/model").weight_bytes == 600
 
-    def test_what_a_quantizer_noted_beside(self, server: Hub) -> None:
+    def test_reads_hf_quant_config(self, server: Hub) -> None:
         quant = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
         server.files = {"config.json": json.dumps(CONFIG).encode(), "hf_quant_config.json": json.dumps(quant).encode()}
         details = hub.remote_model("me/model").quantization_details
@@ -482,28 +486,28 @@ class TestHeadersAlone:
             b"\x02" + bytes(7) + b"[]",
         ],
     )
-    def test_hostile_headers(self, server: Hub, content: bytes) -> None:
+    def test_rejects_hostile_headers(self, server: Hub, content: bytes) -> None:
         server.files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": content}
         with pytest.raises(BadQuestion):
             hub.remote_model("me/model")
 
-    def test_a_configuration_that_is_none(self, server: Hub) -> None:
-        server.files = {"config.json": b"<html>", "model.safetensors": shard({"a": 1})}
+    def test_rejects_invalid_configuration(self, server: Hub) -> None:
+        server.files = {"config.json": b"<html>", "model.safetensors": make_shard({"a": 1})}
         with pytest.raises(BadQuestion, match="not JSON"):
             hub.remote_model("me/model")
 
-    def test_a_repository_of_gguf_files_says_what_to_do(self, server: Hub) -> None:
-        server.files = {"m-Q4_K_M.gguf": content("m")}
-        with pytest.raises(BadQuestion, match="holds GGUF files"):
+    def test_gguf_repository_gets_a_hint(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        with pytest.raises(BadQuestion, match="contains GGUF files"):
             hub.remote_model("me/model")
 
-    def test_a_gated_repository(self, server: Hub) -> None:
+    def test_reports_gated_repository(self, server: Hub) -> None:
         server.files = {"config.json": json.dumps(CONFIG).encode()}
         server.gated, server.need_token = True, "hf_good"
         with pytest.raises(BadQuestion, match="gated"):
             hub.remote_model("me/model")
 
-    def test_inspecting_asks_the_hub_only_for_what_is_not_known(
+    def test_inspect_contacts_the_hub_only_for_unknown_models(
         self, server: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from bedplate.run.models import inspected_model

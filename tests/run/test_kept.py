@@ -1,4 +1,4 @@
-"""What was prepared: listed with its size and last use, stale where nothing asks for it again, never removed in use."""
+"""Prepared weights are listed with size and last use, marked as stale, and never removed while in use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def held() -> Iterator[object]:
-    """Another process uses a folder, until the test ends or says so."""
+    """Another process uses a folder until the test ends or releases it."""
     running: list[subprocess.Popen[str]] = []
 
     def start(folder: Path) -> subprocess.Popen[str]:
@@ -77,10 +77,10 @@ def held() -> Iterator[object]:
 
 
 class TestListed:
-    def test_nothing_is_there_yet(self) -> None:
+    def test_lists_nothing_without_prepared_weights(self) -> None:
         assert kept() == []
 
-    def test_the_last_used_first_with_size_and_maker(self) -> None:
+    def test_lists_most_recently_used_first_with_size_and_engine(self) -> None:
         put("a" * 20, used=1000.0)
         put("b" * 20, used=2000.0, data=b"1234567", model="M", checked=["token ids: all"])
         last, first = kept()
@@ -88,14 +88,14 @@ class TestListed:
         assert last.disk_bytes > first.disk_bytes > 5
         assert last.used_at == "1970-01-01T00:33:20+00:00" and not last.in_use and last.stale is None
 
-    def test_what_it_links_to_is_counted_where_it_is(self) -> None:
+    def test_size_excludes_link_targets(self) -> None:
         big = put("a" * 20, data=b"x" * 100_000)
         small = put("b" * 20)
         (small / "source").symlink_to(Path("..") / big.name / "model")
         sizes = {one.id: one.disk_bytes for one in kept()}
         assert sizes["b" * 20] < 1000 < sizes["a" * 20]
 
-    def test_whatever_else_lies_there_is_no_reason_to_fail(self, own_home: Path) -> None:
+    def test_ignores_unknown_files(self, own_home: Path) -> None:
         put("a" * 20)
         (prepared_dir() / "hashes").mkdir()
         (prepared_dir() / "a file").write_text("x")
@@ -103,11 +103,11 @@ class TestListed:
         broken = put("d" * 20)
         (broken / prepare_module.MANIFEST).write_bytes(b"{")
         found = {one.id: one.stale for one in kept()}
-        assert found == {"a" * 20: None, "c": "it is not whole", "d" * 20: "it is not whole"}
+        assert found == {"a" * 20: None, "c": "it is incomplete", "d" * 20: "it is incomplete"}
 
 
 class TestStale:
-    def test_made_by_another_version_of_the_engine(self) -> None:
+    def test_stale_if_created_by_another_engine_version(self) -> None:
         class Older(Maker):
             version = "0"
 
@@ -117,13 +117,13 @@ class TestStale:
         found = {one.id[0]: bool(one.stale) for one in kept()}
         assert found == {"a": True, "b": False, "c": True}
 
-    def test_compiled_for_an_environment_that_is_gone(self, tmp_path: Path) -> None:
+    def test_stale_if_compiled_for_a_removed_environment(self, tmp_path: Path) -> None:
         put("a" * 20, built_for=[str(tmp_path / "gone" / "python"), "9.0"])
         put("b" * 20, built_for=[sys.executable, "9.0"])
         found = {one.id[0]: (one.stale, one.built_for[-1]) for one in kept()}
-        assert found == {"a": ("the environment that it was compiled for is gone", "9.0"), "b": (None, "9.0")}
+        assert found == {"a": ("the environment that it was compiled for was removed", "9.0"), "b": (None, "9.0")}
 
-    def test_a_killed_conversion_left_something_behind(self) -> None:
+    def test_stale_if_left_by_a_killed_conversion(self) -> None:
         put("a" * 20)
         rest = prepared_dir() / f".making-{'e' * 20}-xyz"
         rest.mkdir()
@@ -135,19 +135,19 @@ class TestStale:
 
 
 class TestRemoved:
-    def test_by_the_first_letters_of_its_id(self) -> None:
+    def test_removes_by_prefix_of_the_id(self) -> None:
         one, other = put("a" * 20), put("b" * 20)
         assert [found.id for found in remove(chosen(["aaa"]))[0]] == ["a" * 20]
         assert not one.exists() and other.exists()
 
     @pytest.mark.parametrize("wanted", ["x", "a"])
-    def test_what_is_unknown_or_not_plain_is_a_wrong_question(self, wanted: str) -> None:
+    def test_unknown_or_ambiguous_id_is_a_usage_error(self, wanted: str) -> None:
         put("a" * 20)
         put("a1" * 10)
-        with pytest.raises(BadQuestion, match=f"called {wanted}"):
+        with pytest.raises(BadQuestion, match=f"starts with {wanted}"):
             chosen([wanted])
 
-    def test_never_in_use(self, held: object) -> None:
+    def test_does_not_remove_weights_in_use(self, held: object) -> None:
         used, idle = put("a" * 20), put("b" * 20)
         process = held(used)  # type: ignore[operator]
         assert {one.id[0]: one.in_use for one in kept()} == {"a": True, "b": False}
@@ -160,7 +160,7 @@ class TestRemoved:
         wait_for(lambda: not kept()[0].in_use or None, "the mark to go with its process")
         assert remove(kept())[1] == [] and not used.exists()
 
-    def test_not_while_it_is_made(self) -> None:
+    def test_does_not_remove_running_conversion(self) -> None:
         from filelock import FileLock
 
         folder = put("a" * 20)
@@ -169,7 +169,7 @@ class TestRemoved:
             assert one.in_use
         assert not kept()[0].in_use
 
-    def test_a_folder_that_may_not_be_removed_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reports_folder_that_cannot_be_removed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         put("a" * 20)
 
         def refuse(folder: Path) -> None:

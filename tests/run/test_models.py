@@ -1,4 +1,4 @@
-"""From what a person types to a model."""
+"""Finds models by name, path or hub id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.run.models import is_builtin, known_model, local_model
 
 @pytest.fixture
 def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which no program has left any model."""
+    """A machine without any model."""
     for name in ("HOME", "BEDPLATE_HOME", "HF_HOME", "HF_HUB_CACHE", "OLLAMA_MODELS"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
@@ -23,7 +23,7 @@ def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "typed", [None, "builtin", "built-in", "BUILTIN", "SmolLM2-135M-Instruct", "smollm2-135m-instruct"]
 )
-def test_the_built_in_model_has_names_and_needs_no_download(typed: str | None, empty_machine: None) -> None:
+def test_finds_built_in_model_by_name_without_download(typed: str | None, empty_machine: None) -> None:
     assert is_builtin(typed)
     model = known_model(typed)
     assert model == builtin_facts() and model.files == (str(builtin_path()),)
@@ -35,7 +35,7 @@ def test_other_names_are_not_the_built_in_model(typed: str) -> None:
     assert not is_builtin(typed)
 
 
-def test_a_path_is_read_from_its_header(builtin_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_file_from_its_header(builtin_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = tmp_path / "my model.gguf"
     link.symlink_to(builtin_gguf)
     model = known_model(str(link))
@@ -45,14 +45,14 @@ def test_a_path_is_read_from_its_header(builtin_gguf: Path, tmp_path: Path, monk
     assert known_model("my model.gguf").weight_bytes == known_model("./my model.gguf").weight_bytes > 0
 
 
-def test_a_file_named_as_the_built_in_model_is_reached_by_its_path(tmp_path: Path) -> None:
+def test_path_selects_file_named_like_the_built_in_model(tmp_path: Path) -> None:
     (tmp_path / "builtin").write_bytes(b"GGUF")
     with pytest.raises(BadQuestion):
         known_model(str(tmp_path / "builtin"))
 
 
 @pytest.mark.parametrize("typed", ["no-such-model", "someone/no-such-model-GGUF:Q4_K_M"])
-def test_what_is_not_here_is_none_or_a_bad_question_with_a_way_out(typed: str, empty_machine: None) -> None:
+def test_missing_model_is_a_usage_error_with_a_hint(typed: str, empty_machine: None) -> None:
     assert local_model(typed) is None
     with pytest.raises(BadQuestion) as caught:
         known_model(typed)
@@ -61,7 +61,7 @@ def test_what_is_not_here_is_none_or_a_bad_question_with_a_way_out(typed: str, e
 
 
 @pytest.mark.parametrize("typed", ["gone.gguf", "./gone.gguf", "/nonexistent/gone.gguf", "~/gone.gguf"])
-def test_a_path_that_is_not_there_says_so(typed: str, empty_machine: None) -> None:
+def test_reports_missing_path(typed: str, empty_machine: None) -> None:
     with pytest.raises(BadQuestion) as caught:
         known_model(typed)
     assert "gone.gguf" in caught.value.message and caught.value.hint
@@ -74,7 +74,7 @@ def test_well_known_models_need_neither_files_nor_network(typed: str, empty_mach
     assert (model.origin, model.files, model.basis) == ("known facts", (), "spec")
 
 
-def test_a_folder_beats_the_facts_of_the_same_name(empty_machine: None, tmp_path: Path) -> None:
+def test_folder_takes_precedence_over_known_model(empty_machine: None, tmp_path: Path) -> None:
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
     small = {
@@ -91,7 +91,7 @@ def test_a_folder_beats_the_facts_of_the_same_name(empty_machine: None, tmp_path
     assert known_model(str(folder / "config.json")).num_layers == 2
 
 
-def test_a_snapshot_in_the_hubs_cache(empty_machine: None, tmp_path: Path) -> None:
+def test_finds_snapshot_in_the_hub_cache(empty_machine: None, tmp_path: Path) -> None:
     snapshot = tmp_path / "HF_HUB_CACHE" / "models--me--tiny" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     small = {
@@ -110,18 +110,18 @@ def test_a_snapshot_in_the_hubs_cache(empty_machine: None, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth"])
-def test_pickles_are_refused(name: str, tmp_path: Path) -> None:
+def test_rejects_pickles(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02")
     with pytest.raises(BadQuestion, match="never opens one"):
         known_model(str(tmp_path / name))
 
 
-def test_nothing_typed_is_a_bad_question(empty_machine: None) -> None:
+def test_empty_name_is_a_usage_error(empty_machine: None) -> None:
     with pytest.raises(BadQuestion):
         known_model("")
 
 
-def test_a_damaged_file_is_a_bad_question(builtin_gguf: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_a_usage_error(builtin_gguf: Path, tmp_path: Path) -> None:
     with builtin_gguf.open("rb") as whole:
         (tmp_path / "cut.gguf").write_bytes(whole.read(1000))
     (tmp_path / "text.gguf").write_text("hello, I am no model")

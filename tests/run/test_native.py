@@ -1,4 +1,4 @@
-"""Engines that are built here: a small cmake project stands for the source; cmake and the compiler are real."""
+"""Native builds: a small cmake project instead of an engine's source, with the real cmake and compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
-from tests.run.test_environments import leftovers, own_home
+from tests.run.test_environments import list_leftovers, own_home
 
 from bedplate.engines import Engine, SourceBuild, Variant, engine
 from bedplate.errors import BadQuestion, OutsideFailed
@@ -103,7 +103,7 @@ class Notes(Silent):
         self.said.append(text)
 
 
-def archive(path: Path, files: dict[str, str]) -> Path:
+def make_archive(path: Path, files: dict[str, str]) -> Path:
     with tarfile.open(path, "w:gz") as opened:
         for name, text in files.items():
             member = tarfile.TarInfo(name)
@@ -112,42 +112,42 @@ def archive(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
-def source(folder: Path, **files: str) -> Path:
+def make_source(folder: Path, **files: str) -> Path:
     folder.mkdir(exist_ok=True)
     everything = {"CMakeLists.txt": CMAKE, "main.cpp": MAIN, **files}
-    return archive(folder / ARCHIVE, {f"{TREE}/{name}": text for name, text in everything.items()})
+    return make_archive(folder / ARCHIVE, {f"{TREE}/{name}": text for name, text in everything.items()})
 
 
 @pytest.fixture
 def sources(tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the source package, as somebody brings it to a machine that reaches nothing."""
+    """A folder with the source package, as on an air-gapped site."""
     folder = tmp_path / "links"
-    source(folder)
+    make_source(folder)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("UV_FIND_LINKS", str(folder))
     monkeypatch.setenv("UV_OFFLINE", "1")
     return folder
 
 
-def says(environment: Environment) -> str:
+def run_version(environment: Environment) -> str:
     argv = command(environment, Launch(argv=("tiny-server", "--version")))
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def good(environment: Environment) -> Verdict:
-    return Verdict(runs=True, right=True, why=f"it says {says(environment)}")
+def accept_build(environment: Environment) -> Verdict:
+    return Verdict(runs=True, right=True, why=f"it says {run_version(environment)}")
 
 
-def made(trial: Callable[[Environment], Verdict] = good, notes: Notes | None = None) -> Environment:
+def build(trial: Callable[[Environment], Verdict] = accept_build, notes: Notes | None = None) -> Environment:
     return build_environment(Built(), HARDWARE, "cpu", trial, notes)
 
 
 @needs_tools
 class TestBuilding:
-    def test_from_a_folder_of_ones_own(self, sources: Path, own_home: Path) -> None:
+    def test_builds_from_a_local_folder(self, sources: Path, own_home: Path) -> None:
         notes = Notes()
-        found = made(notes=notes)
-        assert says(found) == "version: 7 (fast)"
+        found = build(notes=notes)
+        assert run_version(found) == "version: 7 (fast)"
         assert found.built and found.version == "1.0-native" and found.packages == ("bedplate-tiny-source==1.0",)
         assert installed() == [found] and built_here(Built(), HARDWARE, "cpu") == found
         assert command(found, Launch(argv=("made/by/hand/bin/tiny-server", "--port", "1"))) == [
@@ -157,63 +157,61 @@ class TestBuilding:
         assert any("not the published file" in note for note in notes.said)
         assert any("about" in note and "estimate: guessed" in note for note in notes.said)
 
-    def test_only_the_programs_are_kept(self, sources: Path, own_home: Path) -> None:
-        found = made()
+    def test_keeps_only_the_programs(self, sources: Path, own_home: Path) -> None:
+        found = build()
         assert sorted(path.name for path in Path(found.path).rglob("*")) == ["bedplate.json", "bin", "tiny-server"]
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
         assert found.disk_bytes == (Path(found.path) / "bin" / "tiny-server").stat().st_size
 
     def test_a_second_call_builds_nothing(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        first = made()
+        first = build()
         monkeypatch.setattr(native, "take_source", None)
-        assert made() == first
+        assert build() == first
 
-    def test_the_published_file_is_taken_without_a_word(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_accepts_published_file_without_a_note(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Published(Built):
             build = msgspec.structs.replace(BUILD, sha256=hashlib.sha256((sources / ARCHIVE).read_bytes()).hexdigest())
 
         notes = Notes()
-        build_environment(Published(), HARDWARE, "cpu", good, notes)
+        build_environment(Published(), HARDWARE, "cpu", accept_build, notes)
         assert not any("not the published file" in note for note in notes.said)
 
-    def test_removed_like_any_other(self, sources: Path, own_home: Path) -> None:
-        made()
+    def test_native_build_is_removed_with_the_engine(self, sources: Path, own_home: Path) -> None:
+        build()
         assert len(remove("built")) == 1
         assert installed() == [] and built_here(Built(), HARDWARE, "cpu") is None
 
-    def test_with_make_where_there_is_no_ninja(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_builds_with_make_without_ninja(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if shutil.which("make") is None:
             pytest.skip("needs make, which this machine has not")
         whole = toolchain("Built", "cpu", os.environ)
         lacking = msgspec.structs.replace(whole, ninja=None)
         monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
-        assert says(made()) == "version: 7 (fast)"
+        assert run_version(build()) == "version: 7 (fast)"
 
 
 @needs_tools
-def test_cmake_and_ninja_are_fetched_where_there_are_none(
-    sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installs_missing_cmake_and_ninja(sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UV_OFFLINE")
     whole = toolchain("Built", "cpu", os.environ)
     lacking = msgspec.structs.replace(whole, cmake=None, ninja=None, make=None)
     monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
     notes = Notes()
-    assert says(made(notes=notes)) == "version: 7 (fast)"
+    assert run_version(build(notes=notes)) == "version: 7 (fast)"
     assert any("cmake==" in note and "ninja==" in note for note in notes.said)
-    assert leftovers(own_home) == []
+    assert list_leftovers(own_home) == []
 
 
 @needs_tools
 class TestFetching:
-    """From a package index, here one of files, as uv is told to find it."""
+    """From a package index of local files."""
 
     @pytest.fixture(autouse=True)
     def index(self, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "simple" / "bedplate-tiny-source"
         folder.mkdir(parents=True)
         top = TREE.partition("/")[0]
-        self.file = archive(
+        self.file = make_archive(
             folder / ARCHIVE,
             {
                 f"{top}/pyproject.toml": '[build-system]\nrequires = ["scikit-build-core"]\n'
@@ -235,121 +233,123 @@ class TestFetching:
 
         return Pinned()
 
-    def test_the_pinned_file_is_built(self, own_home: Path) -> None:
+    def test_builds_pinned_source_package(self, own_home: Path) -> None:
         engine = self.pinned(hashlib.sha256(self.file.read_bytes()).hexdigest())
-        assert says(build_environment(engine, HARDWARE, "cpu", good)) == "version: 7 (fast)"
-        assert leftovers(own_home) == []
+        assert run_version(build_environment(engine, HARDWARE, "cpu", accept_build)) == "version: 7 (fast)"
+        assert list_leftovers(own_home) == []
 
-    def test_another_file_is_not(self, own_home: Path) -> None:
+    def test_rejects_source_package_with_another_hash(self, own_home: Path) -> None:
         with pytest.raises(OutsideFailed, match="fetching bedplate-tiny-source") as caught:
-            build_environment(self.pinned("0" * 64), HARDWARE, "cpu", good)
+            build_environment(self.pinned("0" * 64), HARDWARE, "cpu", accept_build)
         assert "ash mismatch" in str(caught.value.cause)
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
 
 @needs_tools
 class TestTrials:
-    def test_what_dies_is_built_again_without_the_cause(self, sources: Path) -> None:
+    def test_rebuilds_without_the_instruction_set_that_crashed(self, sources: Path) -> None:
         notes = Notes()
 
         def dies(environment: Environment) -> Verdict:
-            if "fast" in says(environment):
+            if "fast" in run_version(environment):
                 return Verdict(runs=False, right=False, why="it met an illegal instruction")
             return Verdict(runs=True, right=True, why="fine")
 
-        found = made(dies, notes)
-        assert says(found) == "version: 7 (safe)"
+        found = build(dies, notes)
+        assert run_version(found) == "version: 7 (safe)"
         assert "without LUCK" in found.notes and "fine" in found.notes
         assert any("illegal instruction" in note and "without LUCK" in note for note in notes.said)
-        assert made(good) == found  # and not the first one, which is known to die
+        assert build(accept_build) == found  # without the first variant, which is known to crash
 
-    def test_what_never_runs_is_told_and_not_built_again(
+    def test_build_that_never_runs_is_not_repeated(
         self, sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tried: list[str] = []
 
         def dies(environment: Environment) -> Verdict:
-            tried.append(says(environment))
+            tried.append(run_version(environment))
             return Verdict(runs=False, right=False, why=f"death {len(tried)}")
 
         with pytest.raises(NotUsable, match="death 2"):
-            made(dies)
+            build(dies)
         assert tried == ["version: 7 (fast)", "version: 7 (safe)"]
         assert installed() == []
         monkeypatch.setattr(native, "take_source", None)
-        with pytest.raises(NotUsable, match="built here before: death 2"):
-            made(dies)
+        with pytest.raises(NotUsable, match="an earlier build failed its test: death 2"):
+            build(dies)
 
-    def test_wrong_answers_are_not_cured_by_another_variant(self, sources: Path) -> None:
+    def test_wrong_answers_do_not_cause_another_variant(self, sources: Path) -> None:
         tried: list[str] = []
 
         def wrong(environment: Environment) -> Verdict:
-            tried.append(says(environment))
+            tried.append(run_version(environment))
             return Verdict(runs=True, right=False, why="nonsense", evidence=("after 'a' it says 'b'",))
 
         for _ in range(2):
             with pytest.raises(NotUsable, match="nonsense") as caught:
-                made(wrong)
+                build(wrong)
             assert caught.value.evidence == ("after 'a' it says 'b'",)
         assert len(tried) == 1 and installed() == []
 
-    def test_a_trial_sees_the_build_before_anybody_else(self, sources: Path) -> None:
+    def test_build_is_tested_before_it_is_stored(self, sources: Path) -> None:
         def looks(environment: Environment) -> Verdict:
-            assert installed() == [] and says(environment)
+            assert installed() == [] and run_version(environment)
             return Verdict(runs=True, right=True, why="")
 
-        found = made(looks)
+        found = build(looks)
         assert installed() == [found]
 
 
 @needs_tools
 class TestFailing:
-    def test_source_that_does_not_compile(self, sources: Path, own_home: Path) -> None:
-        source(sources, **{"main.cpp": "int main() { return nothing; }\n"})
+    def test_reports_source_that_does_not_compile(self, sources: Path, own_home: Path) -> None:
+        make_source(sources, **{"main.cpp": "int main() { return nothing; }\n"})
         with pytest.raises(OutsideFailed, match="building Built failed") as caught:
-            made()
+            build()
         assert "nothing" in str(caught.value.cause) and "error" in str(caught.value.cause)
         log = Path(str(caught.value.hint).partition(": ")[2])
         assert "main.cpp" in log.read_text()
-        assert leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and installed() == []
 
-    def test_source_that_cannot_be_configured(self, sources: Path, own_home: Path) -> None:
-        source(sources, **{"CMakeLists.txt": "cmake_minimum_required(VERSION 3.14)\nmessage(FATAL_ERROR no-luck)\n"})
+    def test_reports_source_that_cannot_be_configured(self, sources: Path, own_home: Path) -> None:
+        make_source(
+            sources, **{"CMakeLists.txt": "cmake_minimum_required(VERSION 3.14)\nmessage(FATAL_ERROR no-luck)\n"}
+        )
         with pytest.raises(OutsideFailed, match="configuring Built failed") as caught:
-            made()
+            build()
         assert "no-luck" in str(caught.value.cause)
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
 
-    def test_an_archive_that_is_cut_short(self, sources: Path, own_home: Path) -> None:
+    def test_reports_truncated_source_archive(self, sources: Path, own_home: Path) -> None:
         whole = (sources / ARCHIVE).read_bytes()
         (sources / ARCHIVE).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(OutsideFailed, match="cannot be unpacked"):
-            made()
-        assert leftovers(own_home) == []
+        with pytest.raises(OutsideFailed, match="cannot extract"):
+            build()
+        assert list_leftovers(own_home) == []
 
-    def test_no_source_anywhere(self, sources: Path, own_home: Path) -> None:
+    def test_reports_missing_source(self, sources: Path, own_home: Path) -> None:
         (sources / ARCHIVE).unlink()
         with pytest.raises(OutsideFailed, match=r"fetching bedplate-tiny-source==1\.0 failed"):
-            made()
-        assert leftovers(own_home) == []
+            build()
+        assert list_leftovers(own_home) == []
 
-    def test_a_disk_that_is_too_small(self, sources: Path) -> None:
+    def test_checks_disk_space_before_the_build(self, sources: Path) -> None:
         class Huge(Built):
             build = msgspec.structs.replace(BUILD, disk_bytes=1 << 60)
 
         with pytest.raises(OutsideFailed, match="not enough disk space for building Built"):
-            build_environment(Huge(), HARDWARE, "cpu", good)
+            build_environment(Huge(), HARDWARE, "cpu", accept_build)
 
-    def test_an_engine_that_is_not_built(self, own_home: Path) -> None:
+    def test_rejects_engine_without_source_build(self, own_home: Path) -> None:
         with pytest.raises(BadQuestion, match="does not build"):
-            build_environment(engine("vllm"), HARDWARE, "cpu", good)
+            build_environment(engine("vllm"), HARDWARE, "cpu", accept_build)
 
 
 INTERRUPTED = """
 import sys
-from tests.run.test_native import Built, HARDWARE, good
+from tests.run.test_native import Built, HARDWARE, accept_build
 from bedplate.run.native import build_environment
-build_environment(Built(), HARDWARE, "cpu", good)
+build_environment(Built(), HARDWARE, "cpu", accept_build)
 """
 SLOW = """
 cmake_minimum_required(VERSION 3.14)
@@ -360,8 +360,8 @@ add_custom_target(tiny-server COMMAND ${CMAKE_COMMAND} -E sleep 600)
 
 @needs_tools
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_ends_all_of_it_and_leaves_nothing(sources: Path, own_home: Path, number: signal.Signals) -> None:
-    source(sources, **{"CMakeLists.txt": SLOW})
+def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path, number: signal.Signals) -> None:
+    make_source(sources, **{"CMakeLists.txt": SLOW})
     argv, here = [sys.executable, "-c", INTERRUPTED], Path(__file__).parents[2]
     process = subprocess.Popen(argv, cwd=here, stderr=subprocess.PIPE)
     sleeping: list[psutil.Process] = []
@@ -369,7 +369,7 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(sources: Path, own_home: Path,
     def compiles() -> bool:
         assert process.poll() is None, process.stderr and process.stderr.read()
         below = psutil.Process(process.pid).children(recursive=True)
-        sleeping[:] = [one for one in below if "sleep" in " ".join(_cmdline(one))]
+        sleeping[:] = [one for one in below if "sleep" in " ".join(_read_cmdline(one))]
         return bool(sleeping)
 
     wait_for(compiles, "the build to be under way")
@@ -378,14 +378,14 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(sources: Path, own_home: Path,
     wait_for(lambda: not any(one.is_running() for one in sleeping), "its processes to end")
     assert installed() == []
     if number == signal.SIGINT:
-        assert leftovers(own_home) == []
-    else:  # nobody was there to clean up; the next build does
-        source(sources)
-        made()
-        assert leftovers(own_home) == []
+        assert list_leftovers(own_home) == []
+    else:  # the killed process could not clean up; the next build does
+        make_source(sources)
+        build()
+        assert list_leftovers(own_home) == []
 
 
-def _cmdline(process: psutil.Process) -> list[str]:
+def _read_cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
@@ -393,7 +393,7 @@ def _cmdline(process: psutil.Process) -> list[str]:
 
 
 class TestTools:
-    def test_no_compiler(self, tmp_path: Path) -> None:
+    def test_reports_missing_compiler(self, tmp_path: Path) -> None:
         with pytest.raises(OutsideFailed, match=r"needs a C\+\+ compiler") as caught:
             toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
         assert "apt install g++" in str(caught.value.hint)
@@ -402,7 +402,7 @@ class TestTools:
         ("device", "program", "kit"),
         [("cuda", "nvcc", "CUDA toolkit"), ("rocm", "hipcc", "ROCm"), ("xpu", "glslc", "Vulkan")],
     )
-    def test_no_compiler_for_the_gpu(
+    def test_reports_missing_gpu_compiler(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device, program: str, kit: str
     ) -> None:
         self.program(tmp_path / "c++", "echo 'g++ 12.2'")
@@ -411,7 +411,7 @@ class TestTools:
             toolchain("llama.cpp", device, {"PATH": str(tmp_path)})
         assert kit in str(caught.value.hint)
 
-    def test_cuda_off_the_path(self, tmp_path: Path) -> None:
+    def test_finds_cuda_outside_the_path(self, tmp_path: Path) -> None:
         nvcc = tmp_path / "cuda-13" / "bin" / "nvcc"
         nvcc.parent.mkdir(parents=True)
         self.program(nvcc, "echo 'nvcc: NVIDIA (R) Cuda compiler driver'; echo 'Build cuda_13.0.r13.0'")
@@ -421,7 +421,7 @@ class TestTools:
         found = toolchain("llama.cpp", "cuda", {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda-13")})
         assert found.gpu == str(nvcc) and found.gpu_version == "Build cuda_13.0.r13.0"
 
-    def test_an_old_cmake_is_none(self, tmp_path: Path) -> None:
+    def test_ignores_old_cmake(self, tmp_path: Path) -> None:
         self.program(tmp_path / "c++", "echo 'g++ 12.2'")
         self.program(tmp_path / "cmake", "echo 'cmake version 3.10.2'")
         found = toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
@@ -434,12 +434,12 @@ class TestTools:
     @pytest.mark.parametrize(
         ("line", "version"), [("cmake version 3.25.1", (3, 25)), ("cmake3 version 4.4.4-rc1", (3, 4)), ("", (0, 0))]
     )
-    def test_versions_of_cmake(self, line: str, version: tuple[int, int]) -> None:
+    def test_parses_cmake_versions(self, line: str, version: tuple[int, int]) -> None:
         if line.startswith("cmake3"):
             line, version = line.replace("cmake3", "cmake"), (4, 4)
         assert cmake_version(line) == version
 
-    def test_as_many_jobs_as_memory_holds(self) -> None:
+    def test_memory_limits_the_number_of_jobs(self) -> None:
         memory = replaced(HARDWARE.memory, available_bytes=5_000_000_000)
         cpu = replaced(HARDWARE.cpu, allowed_cores=16.0)
         assert jobs_for(replaced(HARDWARE, memory=memory, cpu=cpu)) == 2
@@ -453,7 +453,7 @@ class TestKey:
         with_tools = msgspec.structs.replace(self.TOOLS, **tools)
         return build_path(Built(), BUILD, variant or Variant(), with_tools, hardware, "cpu")
 
-    def test_another_compiler_flag_or_processor_is_another_build(self) -> None:
+    def test_build_path_depends_on_compiler_flags_and_cpu(self) -> None:
         other_cpu = replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, instruction_sets=("avx2",)))
         paths = [
             self.path(),
@@ -476,11 +476,11 @@ class TestProgress:
             ("", None),
         ],
     )
-    def test_as_ninja_and_make_tell_it(self, text: str, share: float | None) -> None:
+    def test_reads_progress_of_ninja_and_make(self, text: str, share: float | None) -> None:
         assert build_progress(text) == share
 
     @given(st.text(alphabet="[]/% \n0123456789ab"))
-    def test_whatever_is_printed(self, text: str) -> None:
+    def test_progress_is_valid_for_any_output(self, text: str) -> None:
         share = build_progress(text)
         assert share is None or 0 <= share <= 1
 
@@ -492,24 +492,26 @@ class TestProgress:
 
 
 class TestUnpacking:
-    def test_one_folder_of_it(self, tmp_path: Path) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"p/vendor/x/CMakeLists.txt": "1", "p/vendor/x/s/f": "2", "p/other": "3"})
+    def test_extracts_one_folder(self, tmp_path: Path) -> None:
+        path = make_archive(
+            tmp_path / "a.tar.gz", {"p/vendor/x/CMakeLists.txt": "1", "p/vendor/x/s/f": "2", "p/other": "3"}
+        )
         unpack(path, "p/vendor/x", tmp_path / "to")
         assert sorted(file.name for file in (tmp_path / "to").rglob("*")) == ["CMakeLists.txt", "f", "s"]
 
     @pytest.mark.parametrize("name", ["p/../../evil", "/evil", "p/x/../../../evil"])
-    def test_nothing_gets_out(self, tmp_path: Path, name: str) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})
+    def test_extracts_nothing_outside_the_target(self, tmp_path: Path, name: str) -> None:
+        path = make_archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})
         with contextlib.suppress(OutsideFailed):
             unpack(path, "p/x", tmp_path / "deep" / "to")
         assert not (tmp_path / "evil").exists() and not Path("/evil").exists() and not (tmp_path / "deep/evil").exists()
 
-    def test_another_package(self, tmp_path: Path) -> None:
-        path = archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
-        with pytest.raises(OutsideFailed, match="does not hold"):
+    def test_rejects_archive_of_another_package(self, tmp_path: Path) -> None:
+        path = make_archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
+        with pytest.raises(OutsideFailed, match="does not contain"):
             unpack(path, "p/x", tmp_path / "to")
 
-    def test_the_folders_of_uv_and_pip(self, tmp_path: Path) -> None:
+    def test_searches_folders_of_uv_and_pip(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
         (tmp_path / "b" / ARCHIVE).write_text("")
         links = f"https://example.com/links,{tmp_path}/a,file://{tmp_path}/b"

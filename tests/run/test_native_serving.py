@@ -1,4 +1,4 @@
-"""serve --build native: what is built, what is said, and what is used when the build is no good."""
+"""serve --build native: the engine that is built, the notes, and the fallback when the build fails its test."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["own_home"]
 LLAMA = engine("llama.cpp")
 
 
-def environment(path: Path, version: str, **more: Any) -> Environment:
+def make_environment_record(path: Path, version: str, **more: Any) -> Environment:
     return Environment(
         engine="llama.cpp", version=version, path=str(path), packages=(), python="", made_at="", disk_bytes=0, **more
     )
 
 
-class TestWhatIsBuilt:
-    def test_the_only_engine_that_can_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestEngineToBuild:
+    def test_chooses_the_only_buildable_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ready, "toolchain", lambda *_: None)
         assert ready._to_be_built(None, machine("cpu")).id == "llama.cpp"
         assert ready._to_be_built("llama.cpp", machine("cpu")).id == "llama.cpp"
 
-    def test_no_other(self) -> None:
+    def test_rejects_engines_that_cannot_be_built(self) -> None:
         with pytest.raises(BadQuestion, match="does not build vLLM"):
             ready._to_be_built("vllm", machine("cpu"))
 
-    def test_a_missing_compiler_is_told_before_anything_is_fetched(
+    def test_reports_missing_compiler_before_the_download(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -52,98 +52,98 @@ class TestWhatIsBuilt:
         assert not (own_home / "models").exists()
 
 
-class TestWhatIsSaid:
-    def test_a_card_that_would_stay_idle(self) -> None:
+class TestNotes:
+    def test_note_about_idle_gpu(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(
             LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M", settings=Settings(slots=1, context_tokens=512)
         )
         words = str(ready._idle_words(LLAMA, on, chosen))
-        assert "--build native" in words and on.accelerators[0].name in words and "CPU alone" in words
+        assert "--build native" in words and on.accelerators[0].name in words and "only the CPU" in words
 
-    def test_nothing_where_it_computes_on_the_card(self) -> None:
+    def test_no_note_if_the_gpu_is_used(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         assert chosen.settings.device == "cuda" and ready._idle_words(LLAMA, on, chosen) is None
         cpu = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         assert ready._idle_words(LLAMA, machine("cpu"), cpu) is None
 
-    def test_instructions_that_would_stay_unused(self, own_home: Path) -> None:
+    def test_note_about_unused_instructions(self, own_home: Path) -> None:
         x86 = machine("cpu")
         chosen = engine_plan(LLAMA, x86, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         assert ready._unused_words(LLAMA, x86, chosen) is None
         arm = replaced(x86, cpu=replaced(x86.cpu, instruction_sets=("neon", "dotprod")))
         words = str(ready._unused_words(LLAMA, arm, chosen))
-        assert "without dot product instructions" in words and "--build native builds it here" in words
+        assert "without dot product instructions" in words and "--build native builds it from source" in words
         elsewhere = replaced(chosen, settings=replaced(chosen.settings, device="cuda"))
         assert ready._unused_words(LLAMA, arm, elsewhere) is None
 
 
-class TestABuildThatIsNoGood:
+class TestFailedBuild:
     @pytest.fixture(autouse=True)
     def no_good(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuses(*_: object) -> Environment:
             raise NotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
 
         monkeypatch.setattr(ready, "native_environment", refuses)
-        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
 
-    def test_on_a_cpu_the_ready_made_one_is_used_with_a_warning(self) -> None:
+    def test_cpu_falls_back_to_the_packaged_engine_with_a_warning(self) -> None:
         notes = Notes()
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         found = ready._environment(chosen, machine("cpu"), "native", notes, None)
-        assert found.version == "ready-made"
+        assert found.version == "packaged"
         said = "\n".join(notes.said)
         assert "WARNING" in said and "wrong answers" in said and "after 'a' it says 'b'" in said
 
-    def test_on_a_card_there_is_none_to_use(self) -> None:
+    def test_gpu_has_no_fallback(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers") as caught:
             ready._environment(chosen, on, "native", Notes(), None)
         assert "after 'a'" in str(caught.value.cause)
 
-    def test_a_measurement_takes_no_other_build(self) -> None:
+    def test_measurement_has_no_fallback(self) -> None:
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers"):
             ready._environment(chosen, machine("cpu"), "native", Notes(), None, to_measure=True)
 
 
-class TestWhatTuningFound:
-    """That the build for this machine is better is used where it is there, and said where it is not."""
+class TestTunedBuild:
+    """A tuned native build is used if it is installed; otherwise there is a note."""
 
     @pytest.mark.parametrize("there", [True, False])
-    def test_the_build_is_used_without_being_asked_for(
-        self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        built = environment(tmp_path, "built", built=True)
+    def test_uses_tuned_native_build(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        built = make_environment_record(tmp_path, "built", built=True)
         monkeypatch.setattr(ready, "usable_build", lambda *_: built if there else None)
-        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
         on, notes = machine("cpu"), Notes()
         plain = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         tuned = turned_plan(plain, (build_knob(),), {"build": "native"})
-        assert ready._environment(plain, on, "packages", notes, None).version == "ready-made" and not notes.said
-        assert ready._environment(tuned, on, "packages", notes, None).version == ("built" if there else "ready-made")
+        assert ready._environment(plain, on, "packages", notes, None).version == "packaged" and not notes.said
+        assert ready._environment(tuned, on, "packages", notes, None).version == ("built" if there else "packaged")
         assert ("--build native builds it" in "".join(notes.said)) == (not there)
 
 
-class TestTrying:
-    """With a build in the place of the real one, that ends as builds with a wrong instruction do."""
+class TestTrial:
+    """With a program that crashes like a build with an unsupported instruction."""
 
-    def test_what_dies_is_told_from_what_answers(
+    def test_distinguishes_crash_from_answers(
         self, tmp_path: Path, own_home: Path, llama_environment: Environment, builtin_gguf: Path
     ) -> None:
         (tmp_path / "bin").mkdir()
         program = tmp_path / "bin" / "llama-server"
         program.write_text(f"#!/bin/sh\necho $OMP_WAIT_POLICY > '{tmp_path}/policy'\nkill -ILL $$\n")
         program.chmod(0o755)
-        dead = environment(tmp_path, "native", program="bin/llama-server", built=True)
+        dead = make_environment_record(tmp_path, "native", program="bin/llama-server", built=True)
         facts = builtin_facts()
         found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
         assert not found.runs and "SIGILL" in found.why
-        assert (tmp_path / "policy").read_text() == "passive\n"  # so that a busy machine does not make it last for ever
+        assert (
+            tmp_path / "policy"
+        ).read_text() == "passive\n"  # blocking threads, so that the trial is not slow on a busy machine
 
-    def test_what_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
+    def test_trial_returns_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
         class Asks:
             async def ask(self, chosen: Any, url: str, key: str | None) -> str:
                 return f"{chosen.model.name} by {key is not None}"

@@ -1,4 +1,4 @@
-"""Preparation: each step once, kept by content, whole or not there, whoever is killed when."""
+"""Preparation: each step runs once and is stored by content, atomically, also when processes are killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(dict(os.environ)))
 
 
 class Fake(Engine):
-    """An engine whose programs are those of a folder."""
+    """An engine whose programs are in a folder."""
 
     id = "fake"
     name = "Fake"
@@ -80,8 +80,8 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def environment(folder: Path, engine: str = "fake") -> Environment:
-    """As an engine's environment looks: an interpreter and programs beside it."""
+def make_fake_environment(folder: Path, engine: str = "fake") -> Environment:
+    """Like an engine's environment: an interpreter, and programs next to it."""
     if not folder.exists():
         (folder / "bin").mkdir(parents=True)
         (folder / "bin" / "python").symlink_to(sys.executable)
@@ -107,7 +107,7 @@ def step(program: str, source: str | Path, where: str, **more: int) -> Preparati
     return Preparation(kind="convert", what=where, where=where, argv=(program, str(source), where), **more)  # type: ignore[arg-type]
 
 
-def leftovers() -> list[str]:
+def list_leftovers() -> list[str]:
     return [path.name for path in prepared_dir().glob(".*")] if prepared_dir().is_dir() else []
 
 
@@ -131,7 +131,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Envi
     monkeypatch.setattr(module, "all_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
     monkeypatch.setattr(module, "gguf_server", lambda own, progress: None)
-    return environment(tmp_path / "env")
+    return make_fake_environment(tmp_path / "env")
 
 
 def read_record(folder: Path) -> Prepared:
@@ -147,15 +147,15 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestOnce:
-    def test_steps_see_what_came_before_and_the_launch_sees_all(self, own: Environment, source: Path) -> None:
+    def test_steps_see_earlier_results_and_the_launch_sees_all(self, own: Environment, source: Path) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "folder-8-BIT")]
         folder = prepare(plan_for(source), steps, own)
         assert folder is not None and folder.parent == prepared_dir()
         assert (folder / "folder" / "weights").read_text() == "bits+"
         assert (folder / "folder-8-BIT" / "weights").read_text() == "bits++"
-        assert leftovers() == []
+        assert list_leftovers() == []
 
-    def test_without_steps_it_may_start_anywhere(self, own: Environment, source: Path, own_home: Path) -> None:
+    def test_without_steps_there_is_no_folder(self, own: Environment, source: Path, own_home: Path) -> None:
         install = Preparation(kind="install", what="fake==1", where="an environment of its own")
         assert prepare(plan_for(source), [install], own) is None
         assert not own_home.exists()
@@ -166,13 +166,13 @@ class TestOnce:
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(source), steps, own) == first
 
-    def test_what_it_took_is_kept_beside_it(self, own: Environment, source: Path) -> None:
+    def test_stores_a_record_with_the_result(self, own: Environment, source: Path) -> None:
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
         found = read_record(folder)
         assert (found.what, found.engine, found.version, found.disk_bytes) == ("folder", "fake", "1", 5)
 
-    def test_plans_share_what_they_have_in_common(self, own: Environment, source: Path) -> None:
+    def test_plans_share_common_steps(self, own: Environment, source: Path) -> None:
         first = step("make", source, "folder")
         one = prepare(plan_for(source), [first], own)
         two = prepare(plan_for(source), [first, step("make", "folder", "result")], own)
@@ -180,7 +180,7 @@ class TestOnce:
         assert (two / "folder").resolve() == one / "folder"
         assert len(list(prepared_dir().glob("*/bedplate.json"))) == 2
 
-    def test_by_content_and_not_by_place(
+    def test_results_depend_on_content_not_on_path(
         self, own: Environment, source: Path, tmp_path: Path, request: pytest.FixtureRequest
     ) -> None:
         first = prepare(plan_for(source), [step("make", source, "folder")], own)
@@ -190,7 +190,7 @@ class TestOnce:
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(moved), [step("make", moved, "folder")], own) == first
 
-    def test_a_folder_counts_with_all_of_its_files(self, own: Environment, tmp_path: Path) -> None:
+    def test_all_files_of_a_folder_count(self, own: Environment, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()
         for name in ("weights", "config.json"):
             (tmp_path / "model" / name).write_text(name)
@@ -202,7 +202,7 @@ class TestOnce:
         (tmp_path / "model" / "config.json").write_text("another")
         assert prepare(plan, steps, own) != first
 
-    def test_works_in_a_home_that_was_moved(
+    def test_works_after_home_was_moved(
         self, own: Environment, source: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "result")]
@@ -213,7 +213,7 @@ class TestOnce:
         assert folder is not None and folder.is_relative_to(moved)
         assert (folder / "folder" / "weights").read_text() == "bits+"
 
-    def test_another_program_of_bedplate_makes_it_anew(
+    def test_changed_program_repeats_the_step(
         self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own_program = Path(own.path) / "bin" / "own"
@@ -222,7 +222,7 @@ class TestOnce:
         monkeypatch.setattr(module, "shipped", lambda file: b"another")
         assert prepare(plan_for(source), [step("own", source, "folder")], own) != first
 
-    def test_what_something_was_made_of_may_be_gone(
+    def test_inputs_of_a_finished_step_may_be_removed(
         self, own: Environment, source: Path, request: pytest.FixtureRequest
     ) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "result")]
@@ -232,15 +232,13 @@ class TestOnce:
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(source), steps, own) == folder
 
-    def test_working_folders_are_not_kept(self, own: Environment, source: Path) -> None:
+    def test_removes_temporary_folders(self, own: Environment, source: Path) -> None:
         script = "import pathlib; [pathlib.Path(name).mkdir() for name in ('it', 'it-work')]"
         made = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", script))
         folder = prepare(plan_for(source), [made], own)
         assert folder is not None and {path.name for path in folder.iterdir()} == {"it", "bedplate.json"}
 
-    def test_what_is_compiled_leaves_nothing_here_and_is_done_once(
-        self, own: Environment, source: Path, tmp_path: Path
-    ) -> None:
+    def test_build_without_result_runs_once(self, own: Environment, source: Path, tmp_path: Path) -> None:
         place = tmp_path / "compiled"
         script = f"import os, pathlib; pathlib.Path({str(place)!r}).open('a').write(os.environ['MAX_JOBS'])"
         built = Preparation(
@@ -266,15 +264,15 @@ pathlib.Path(sys.argv[2], "weights").write_text("made with " + pathlib.Path("ker
 """
 
 
-def card(name: str) -> Hardware:
+def make_hardware(name: str) -> Hardware:
     return simulated({"accelerator": name, "count": 2, "ram_gb": 64, "os": "linux"})
 
 
-ADA, HOPPER = card("RTX 4090"), card("H100 SXM")
+ADA, HOPPER = make_hardware("RTX 4090"), make_hardware("H100 SXM")
 
 
 class Kernels:
-    """An engine's plans: its kernels are compiled, and what its launch and its conversions see of them is told."""
+    """Plans with compiled kernels, and what the launch and the conversions see of them."""
 
     def __init__(self, own: Environment, tmp_path: Path) -> None:
         self.own, self.log, self.folder = own, tmp_path / "compiled", tmp_path
@@ -318,7 +316,7 @@ def kernels(own: Environment, tmp_path: Path) -> Kernels:
 
 
 class TestCompiled:
-    def test_once_for_all_models_as_they_are_or_converted(self, kernels: Kernels) -> None:
+    def test_compiles_once_for_all_models(self, kernels: Kernels) -> None:
         plain = kernels.served("one", converted=False)
         first, second = kernels.served("one"), kernels.served("two")
         assert len({plain, first, second}) == 3 and kernels.times == 1
@@ -327,7 +325,7 @@ class TestCompiled:
             assert (folder / "kernels").resolve() == plain / "kernels"
         assert sorted(path.name for path in plain.iterdir()) == ["bedplate.json", "kernels"]
 
-    def test_by_a_step_of_their_own_before_the_conversion(self, kernels: Kernels, source: Path) -> None:
+    def test_separate_build_step_precedes_the_conversion(self, kernels: Kernels, source: Path) -> None:
         notes = Notes()
         steps = [step("make", source, "folder"), kernels.compile(), step("make", "folder", "result")]
         folder = prepare(plan_for(source), steps, kernels.own, notes, ADA)
@@ -345,21 +343,21 @@ class TestCompiled:
             {"path": "elsewhere"},
         ],
     )
-    def test_again_for_another_card_version_torch_or_environment(
+    def test_compiles_again_for_another_gpu_version_torch_or_environment(
         self, kernels: Kernels, own: Environment, tmp_path: Path, changed: dict[str, object]
     ) -> None:
         first = kernels.served("one")
         if "path" in changed:
             shutil.copytree(own.path, tmp_path / "elsewhere", symlinks=True)
             changed = {"path": str(tmp_path / "elsewhere")}
-        # The weights stay what they are; their folder leads to the other kernels from now on.
+        # The weights are unchanged; their folder now links to the other kernels.
         assert kernels.served("one", **changed) == first and kernels.times == 2  # type: ignore[arg-type]
         assert (first / "kernels" / "ext" / "ext.so").read_text() == "4"
         assert (first / "result" / "weights").read_text() == "made with 2"
         assert kernels.served("one") == first and kernels.times == 2
         assert (first / "kernels" / "ext" / "ext.so").read_text() == "2"
 
-    def test_again_with_another_compiler(
+    def test_compiles_again_with_another_compiler(
         self, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         nvcc = tmp_path / "bin" / "nvcc"
@@ -371,7 +369,7 @@ class TestCompiled:
             kernels.served("one", converted=False, device="cuda")
             assert kernels.times == times
 
-    def test_what_else_is_installed_and_how_many_compilers_work_is_no_reason(
+    def test_other_packages_and_number_of_jobs_do_not_cause_a_rebuild(
         self, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         kernels.served("one", packages=("fake==1", "numpy==1"))
@@ -381,12 +379,10 @@ class TestCompiled:
         kernels.served("two", jobs=5, version="2")
         assert kernels.log.read_text() == "3 1 "
 
-    def test_a_conversion_is_compared_with_weights_and_not_with_them(self, kernels: Kernels, checker: Path) -> None:
+    def test_conversion_is_compared_with_weights_not_with_compiled_code(self, kernels: Kernels, checker: Path) -> None:
         assert read_record(kernels.served("one")).checked == ("one.gguf result 16 made with 2",)
 
-    def test_what_is_built_after_the_weights_lies_beside_those_of_each_model(
-        self, own: Environment, source: Path, tmp_path: Path
-    ) -> None:
+    def test_links_compiled_code_for_each_model(self, own: Environment, source: Path, tmp_path: Path) -> None:
         script = "open('options', 'w').write('of all')"
         options = Preparation(kind="build", what="options", where="options", argv=("python", "-c", script))
         other = tmp_path / "other.gguf"
@@ -396,12 +392,12 @@ class TestCompiled:
             assert folder is not None and (folder / "options").read_text() == "of all"
             assert (folder / "result" / "weights").read_text() == weights
 
-    def test_what_they_are_for_is_kept(self, kernels: Kernels) -> None:
+    def test_stores_what_code_was_compiled_for(self, kernels: Kernels) -> None:
         folder = kernels.served("one", converted=False, packages=("fake==1", "torch==2.11.0"))
         interpreter = str(kernels.own.interpreter)
         assert read_record(folder).built_for == (interpreter, "1", "Python 3", "fake==1", "torch==2.11.0", "8.9")
 
-    def test_a_lock_that_a_killed_loader_left_goes_unless_somebody_loads(self, kernels: Kernels) -> None:
+    def test_removes_stale_loader_lock_if_not_in_use(self, kernels: Kernels) -> None:
         import fcntl
 
         folder = kernels.served("one", converted=False)
@@ -421,16 +417,16 @@ class TestCompiled:
 
 
 class TestWhere:
-    def test_a_step_says_in_whose_environment_it_runs(
+    def test_step_runs_in_the_environment_that_it_names(
         self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        other = environment(tmp_path / "other env", "other")
+        other = make_fake_environment(tmp_path / "other env", "other")
         (Path(own.path) / "bin" / "make").unlink()
         monkeypatch.setattr(module, "find_environment", lambda engine: other)
         folder = prepare(plan_for(source), [replaced(step("make", source, "folder"), within="other")], own)
         assert folder is not None and read_record(folder).engine == "other"
 
-    def test_scripts_find_what_lies_beside_them(self, own: Environment, source: Path, tmp_path: Path) -> None:
+    def test_scripts_import_modules_from_their_folder(self, own: Environment, source: Path, tmp_path: Path) -> None:
         (tmp_path / "tree").mkdir()
         (tmp_path / "tree" / "beside.py").write_text("def make(where): open(where, 'w').write('made')")
         (tmp_path / "tree" / "convert.py").write_text("import sys, beside; beside.make(sys.argv[1])")
@@ -445,13 +441,15 @@ class TestWhere:
         notes = Notes()
         monkeypatch.setattr(module, "find_environment", lambda engine: None)
         monkeypatch.setattr(
-            module, "make_environment", lambda engine, progress: environment(tmp_path / "other env", engine.id)
+            module,
+            "make_environment",
+            lambda engine, progress: make_fake_environment(tmp_path / "other env", engine.id),
         )
         folder = prepare(plan_for(source), [step("unpack", source, "folder")], own, notes)
         assert folder is not None and (folder / "folder" / "weights").read_text() == "bits+"
-        assert any("Other is installed too" in note for note in notes.notes)
+        assert any("installing Other to convert the weights" in note for note in notes.notes)
 
-    def test_nothing_is_looked_for_on_the_hub_and_no_secret_is_handed_on(
+    def test_steps_are_offline_and_get_no_secrets(
         self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HF_TOKEN", "secret")
@@ -461,7 +459,7 @@ class TestWhere:
         assert told["HF_HUB_OFFLINE"] == "1" and "HF_TOKEN" not in told
         assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(home())
 
-    def test_the_cache_of_the_hub_is_there(self, own_home: Path) -> None:
+    def test_creates_hub_cache(self, own_home: Path) -> None:
         assert Path(offline({})["HF_HOME"]).is_dir()
 
 
@@ -480,7 +478,7 @@ raise SystemExit("conversion-check: 3 of 40 clear next tokens agree: after …'x
 
 @pytest.fixture
 def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of the shipped one."""
+    """Replaces the shipped check."""
     program = tmp_path / "checker.py"
     program.write_text(RIGHT)
     monkeypatch.setattr(module, "CHECK", str(program))
@@ -488,7 +486,7 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestCompared:
-    def test_each_conversion_with_what_it_was_made_of(self, own: Environment, source: Path, checker: Path) -> None:
+    def test_compares_each_conversion_with_its_source(self, own: Environment, source: Path, checker: Path) -> None:
         plan = replaced(plan_for(source), weights=Weights(label="Q4_K_M", made="converted", format="gguf"))
         name = made_path(plan)
         steps = [step("make", source, "folder"), step("make", "folder", name)]
@@ -500,17 +498,17 @@ class TestCompared:
         assert last.checked == (f"folder {name} 4.9 bits++",)
         assert set(first.checked + last.checked) <= set(notes.notes)
 
-    def test_a_wrong_result_is_not_kept_and_the_evidence_is_said(
+    def test_discards_wrong_result_and_reports_the_evidence(
         self, own: Environment, source: Path, checker: Path
     ) -> None:
         checker.write_text(WRONG)
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("make", source, "folder")], own)
-        assert caught.value.message == "folder came out wrong, and is not kept"
+        assert caught.value.message == "folder: the result differs from its source and was discarded"
         assert "3 of 40 clear next tokens" in str(caught.value.cause) and "instead of 'z'" in str(caught.value.cause)
-        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
-    def test_what_nobody_can_compare_is_kept_and_says_so(self, own: Environment, source: Path) -> None:
+    def test_keeps_result_that_cannot_be_compared_with_a_note(self, own: Environment, source: Path) -> None:
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
         (said,) = read_record(folder).checked
@@ -518,15 +516,17 @@ class TestCompared:
 
 
 class TestFailing:
-    def test_says_why_and_leaves_nothing(self, own: Environment, source: Path, own_home: Path) -> None:
+    def test_failed_step_reports_the_cause_and_leaves_nothing(
+        self, own: Environment, source: Path, own_home: Path
+    ) -> None:
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("break", source, "folder")], own)
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "no such thing")
         log = Path(str(caught.value.hint).rpartition(": ")[2])
         assert log.is_relative_to(own_home) and "what it did" in log.read_text()
-        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
-    def test_a_failure_that_its_engine_knows_is_explained(
+    def test_explains_failure_known_to_the_engine(
         self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         known = Failure(message="it is too wide", hint="take a narrower one")
@@ -534,25 +534,25 @@ class TestFailing:
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("break", source, "folder")], own)
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "it is too wide")
-        assert str(caught.value.hint).startswith("take a narrower one; its log may say more: ")
+        assert str(caught.value.hint).startswith("take a narrower one; log: ")
 
-    def test_a_step_that_makes_nothing_has_failed(self, own: Environment, source: Path) -> None:
+    def test_step_without_result_is_an_error(self, own: Environment, source: Path) -> None:
         idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [idle], own)
-        assert caught.value.cause == "it ended without making it; its last words: done"
-        assert leftovers() == []
+        assert caught.value.cause == "it ended without creating it; its last line of output: done"
+        assert list_leftovers() == []
 
-    def test_a_step_without_a_command_is_for_people(self, own: Environment, source: Path) -> None:
-        with pytest.raises(OutsideFailed, match="does not prepare it by itself"):
+    def test_step_without_command_is_an_error(self, own: Environment, source: Path) -> None:
+        with pytest.raises(OutsideFailed, match="cannot prepare it"):
             prepare(plan_for(source), [Preparation(kind="build", what="it", where="there")], own)
 
     @pytest.mark.usefixtures("nothing_runs")
-    def test_a_full_disk_is_known_before_it_starts(self, own: Environment, source: Path) -> None:
+    def test_checks_disk_space_before_the_first_step(self, own: Environment, source: Path) -> None:
         with pytest.raises(OutsideFailed, match="not enough disk space for the converted weights"):
             prepare(plan_for(source), [step("make", source, "folder", disk_bytes=10**18)], own)
 
-    def test_a_source_that_is_gone_says_so(self, own: Environment, tmp_path: Path) -> None:
+    def test_reports_missing_source_files(self, own: Environment, tmp_path: Path) -> None:
         missing = tmp_path / "gone.gguf"
         with pytest.raises(OutsideFailed, match=r"cannot read .*gone\.gguf"):
             prepare(plan_for(missing), [step("make", missing, "folder")], own)
@@ -561,14 +561,15 @@ class TestFailing:
 PROCESS = """
 import sys
 from pathlib import Path
-from tests.run.test_prepare import Fake, environment, module, plan_for, prepare, step
+from tests.run.test_prepare import Fake, make_fake_environment, module, plan_for, prepare, step
 env, source, program = map(Path, sys.argv[1:])
 module.all_engines = lambda: {"fake": Fake()}
 module.engine_by_id = lambda engine_id: Fake()
 module.gguf_server = lambda own, progress: None
 class Notes(module.Silent):
     def note(self, text): print(text, flush=True)
-print(prepare(plan_for(source), [step(program.name, source, "folder")], environment(env), Notes()), flush=True)
+steps = [step(program.name, source, "folder")]
+print(prepare(plan_for(source), steps, make_fake_environment(env), Notes()), flush=True)
 """
 
 
@@ -596,7 +597,7 @@ def start(tmp_path: Path, own: Environment, source: Path) -> Iterator[object]:
 
 class TestKilled:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-    def test_nothing_goes_on_and_nothing_is_taken_for_whole(
+    def test_kill_stops_the_step_and_leaves_no_complete_result(
         self, own: Environment, source: Path, start: object, number: signal.Signals
     ) -> None:
         process = start("hang")  # type: ignore[operator]
@@ -607,12 +608,12 @@ class TestKilled:
         wait_for(lambda: gone(below), "the program to end too")
         assert not list(prepared_dir().glob("*/bedplate.json"))
         if number == signal.SIGINT:
-            assert leftovers() == []
+            assert list_leftovers() == []
         (Path(own.path) / "bin" / "hang").write_text(MAKE)
         assert prepare(plan_for(source), [step("hang", source, "folder")], own) is not None
-        assert leftovers() == []
+        assert list_leftovers() == []
 
-    def test_of_two_processes_one_works_and_the_other_waits(self, start: object) -> None:
+    def test_second_process_waits_for_the_step(self, start: object) -> None:
         both = [start("make") for _ in range(2)]  # type: ignore[operator]
         outputs = [process.communicate(timeout=HANG_S) for process in both]
         assert [process.returncode for process in both] == [0, 0], outputs

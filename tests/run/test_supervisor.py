@@ -1,4 +1,4 @@
-"""One engine kept running: the real one on the real model, and small programs that misbehave on purpose."""
+"""The supervisor with the real engine on the real model, and with small faulty programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class Fake(Engine):
-    """An engine whose program is whatever a test wrote."""
+    """An engine whose program is written by the test."""
 
     id = "fake"
     name = "Fake"
@@ -68,7 +68,7 @@ class Fake(Engine):
 
 
 class Recorder(Backend):
-    """Remembers the states it went through, and how far loading was said to be."""
+    """Records the states and the loading progress."""
 
     def __init__(self) -> None:
         self.states: list[str] = []
@@ -83,8 +83,8 @@ class Recorder(Backend):
             self.seen_progress.append(value)
 
 
-def fake_environment(folder: Path, script: str) -> Environment:
-    """As an engine's environment looks: an interpreter and a program beside it."""
+def make_fake_environment(folder: Path, script: str) -> Environment:
+    """Like an engine's environment: an interpreter, and a program next to it."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "fake").write_text(script)
@@ -93,13 +93,13 @@ def fake_environment(folder: Path, script: str) -> Environment:
     )
 
 
-def real_plan(model_file: Path) -> Plan:
+def make_real_plan(model_file: Path) -> Plan:
     model = replaced(builtin_facts(), files=(str(model_file),))
     workload = Workload(concurrency=1, context_tokens=1024)
     return plan(decide(probe(), model, workload), model, workload)
 
 
-def below() -> list[psutil.Process]:
+def list_descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
@@ -119,11 +119,11 @@ def supervise(
     kind: Engine | None = None,
     loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
 ) -> Recorder:
-    """Starts an engine, does `then` with it, and stops it; nothing of it may be left."""
+    """Starts an engine, calls `then` with it, and stops it; no process may be left."""
     backend = Recorder()
 
     async def run() -> None:
-        one = Supervisor(real_plan(model_file), kind or Fake(), environment, backend, log)
+        one = Supervisor(make_real_plan(model_file), kind or Fake(), environment, backend, log)
         one.start()
         try:
             async with asyncio.timeout(HANG_S):
@@ -132,11 +132,11 @@ def supervise(
             await one.stop()
 
     loop(run())
-    assert not below()
+    assert not list_descendants()
     return backend
 
 
-async def failing(one: Supervisor) -> OutsideFailed:
+async def expect_failure(one: Supervisor) -> OutsideFailed:
     with pytest.raises(OutsideFailed) as caught:
         await one.ready()
     return caught.value
@@ -150,7 +150,7 @@ class TestTheRealEngine:
         log = tmp_path / "log"
 
         async def said_so(times: int) -> None:
-            # It answers before its line about that is written, and one that is killed writes no more.
+            # It answers before it logs that, and a killed engine logs nothing more.
             await until(lambda: log.read_text().count("model loaded") == times, f"{times} x 'model loaded' in the log")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
@@ -171,7 +171,7 @@ class TestTheRealEngine:
         assert None not in pids and pids[0] != pids[1]
         assert log.read_text().count("# 2") == 2
 
-    def test_a_killed_warden_is_a_killed_engine(
+    def test_killed_warden_kills_the_engine(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
@@ -184,9 +184,9 @@ class TestTheRealEngine:
 
         supervise(llama_environment, tmp_path / "log", then, model_file=builtin_gguf, kind=engine("llama.cpp"))
 
-    def test_a_file_that_vanished_is_given_up_at_once(self, llama_environment: Environment, tmp_path: Path) -> None:
+    def test_missing_file_is_not_retried(self, llama_environment: Environment, tmp_path: Path) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf does not exist any more"
             assert str(tmp_path / "log") in str(error.hint)
 
@@ -194,7 +194,7 @@ class TestTheRealEngine:
         backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
         assert backend.states == ["loading", "failed", "stopped"] and backend.restarts == 0
 
-    def test_a_file_that_was_cut_short_is_given_up_at_once(
+    def test_truncated_file_is_not_retried(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         file = tmp_path / "cut.gguf"
@@ -202,12 +202,12 @@ class TestTheRealEngine:
             file.write_bytes(whole.read(20_000_000))
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            assert "the model file is damaged" in (await failing(one)).message
+            assert "the model file is damaged" in (await expect_failure(one)).message
 
         backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
         assert backend.restarts == 0
 
-    def test_a_file_that_vanished_while_it_ran_is_not_asked_for_for_ever(
+    def test_stops_restarting_after_the_file_was_removed(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         file = tmp_path / "model.gguf"
@@ -227,11 +227,11 @@ class TestTheRealEngine:
 
 
 class TestGivingUp:
-    def test_three_early_deaths_are_enough(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import sys; print('why I died'); sys.exit(3)")
+    def test_stops_after_three_early_exits(self, tmp_path: Path) -> None:
+        environment = make_fake_environment(tmp_path / "env", "import sys; print('why I died'); sys.exit(3)")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == "Fake did not start: it ended with status 3: why I died"
             assert error.exit_code == 3
 
@@ -240,61 +240,59 @@ class TestGivingUp:
         assert backend.states == ["loading", "restarting", "failed", "stopped"]
         assert (tmp_path / "log").read_text().count("why I died") == EARLY_DEATHS
 
-    def test_last_words_count_without_a_newline(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import sys; sys.stderr.write('half a line'); sys.exit(9)")
+    def test_reads_last_line_without_newline(self, tmp_path: Path) -> None:
+        environment = make_fake_environment(
+            tmp_path / "env", "import sys; sys.stderr.write('half a line'); sys.exit(9)"
+        )
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            assert (await failing(one)).message.endswith("it ended with status 9: half a line")
+            assert (await expect_failure(one)).message.endswith("it ended with status 9: half a line")
 
         supervise(environment, tmp_path / "log", then)
         assert (tmp_path / "log").read_text().count("half a line\n") == EARLY_DEATHS
 
-    def test_what_cannot_be_started_says_so(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "")
+    def test_reports_engine_that_cannot_be_started(self, tmp_path: Path) -> None:
+        environment = make_fake_environment(tmp_path / "env", "")
         environment.interpreter.unlink()
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            message = (await failing(one)).message
+            message = (await expect_failure(one)).message
             assert "it could not be started: " in message and "No such file" in message
 
         supervise(environment, tmp_path / "log", then)
 
-    def test_an_engine_that_hangs_while_loading_is_killed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kills_engine_that_hangs_while_loading(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "START_LIMIT_S", 0.5)
         monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
         monkeypatch.setattr(module, "EARLY_DEATHS", 2)
         hang = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('hm', flush=True)"
-        environment = fake_environment(tmp_path / "env", f"{hang}\nwhile True: time.sleep(600)")
+        environment = make_fake_environment(tmp_path / "env", f"{hang}\nwhile True: time.sleep(600)")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            error = await failing(one)
+            error = await expect_failure(one)
             assert error.message == "Fake did not start: it was not ready after 500 ms"
-            await until(lambda: not below(), "the engine to be killed")
+            await until(lambda: not list_descendants(), "the engine to be killed")
 
         backend = supervise(environment, tmp_path / "log", then)
         assert backend.restarts == 1
         assert "# not ready after 500 ms" in (tmp_path / "log").read_text()
 
     @pytest.mark.measures
-    def test_a_health_check_that_never_answers_is_a_hang_too(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kills_engine_whose_health_check_hangs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "START_LIMIT_S", 1.0)
         monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
         monkeypatch.setattr(module, "EARLY_DEATHS", 1)
         mute = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
-        environment = fake_environment(tmp_path / "env", f"{mute}\nwhile True: c = s.accept()")
+        environment = make_fake_environment(tmp_path / "env", f"{mute}\nwhile True: c = s.accept()")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             began = time.monotonic()
-            assert "not ready after 1.0 s" in (await failing(one)).message
+            assert "not ready after 1.0 s" in (await expect_failure(one)).message
             assert time.monotonic() - began < 30
 
         supervise(environment, tmp_path / "log", then)
 
-    def test_a_mistake_of_ours_reaches_whoever_waits(self, tmp_path: Path) -> None:
+    def test_internal_error_reaches_the_waiting_caller(self, tmp_path: Path) -> None:
         class Broken(Fake):
             def launch(self, plan: Plan, port: int) -> Launch:
                 raise ZeroDivisionError("a mistake")
@@ -304,15 +302,15 @@ class TestGivingUp:
                 await one.ready()
             assert backend.state == "failed" and backend.reason == "a mistake"
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
 
 
 class TestStopping:
     @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-    def test_at_any_moment_of_the_start(
+    def test_stops_at_any_moment_of_the_start(
         self, tmp_path: Path, loop: Callable[[Coroutine[Any, Any, None]], None]
     ) -> None:
-        environment = fake_environment(tmp_path / "env", HEALTHY)
+        environment = make_fake_environment(tmp_path / "env", HEALTHY)
 
         def after(turns: int) -> Callable[[Supervisor, Recorder], Coroutine[Any, Any, None]]:
             async def then(one: Supervisor, backend: Recorder) -> None:
@@ -324,14 +322,14 @@ class TestStopping:
         for turns in (0, 1, 2, 3, 4, 6, 10, 30, 100):
             assert supervise(environment, tmp_path / "log", after(turns), loop=loop).states[-1] == "stopped"
 
-    def test_while_it_waits_to_start_again(self, tmp_path: Path) -> None:
+    def test_stops_while_waiting_to_restart(self, tmp_path: Path) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
             await until(lambda: backend.state == "restarting", "the first death")
 
-        backend = supervise(fake_environment(tmp_path / "env", "exit(1)"), tmp_path / "log", then)
+        backend = supervise(make_fake_environment(tmp_path / "env", "exit(1)"), tmp_path / "log", then)
         assert backend.states == ["loading", "restarting", "stopped"]
 
-    def test_an_engine_that_will_not_end_is_killed(self, tmp_path: Path) -> None:
+    def test_kills_engine_that_ignores_sigterm(self, tmp_path: Path) -> None:
         deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)"
 
         async def run() -> None:
@@ -345,10 +343,10 @@ class TestStopping:
             assert process.code == -signal.SIGKILL
 
         asyncio.run(run())
-        assert not below()
+        assert not list_descendants()
 
-    def test_the_engine_goes_when_bedplate_is_killed(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", HEALTHY)
+    def test_engine_ends_when_bedplate_is_killed(self, tmp_path: Path) -> None:
+        environment = make_fake_environment(tmp_path / "env", HEALTHY)
         argv = [str(environment.interpreter), str(environment.interpreter.parent / "fake"), str(free_port())]
         code = f"""
 import asyncio, os, pathlib
@@ -380,29 +378,29 @@ idle_deaths = st.builds(Death, code=st.just(1), log=st.just(""), was_ready=st.bo
 
 class TestPolicy:
     @given(st.lists(deaths, min_size=1, max_size=30))
-    def test_the_wait_is_bounded(self, history: list[Death]) -> None:
+    def test_back_off_is_bounded(self, history: list[Death]) -> None:
         assert MIN_BACK_OFF_S <= back_off_s(history) <= MAX_BACK_OFF_S
 
     @given(st.lists(deaths, max_size=20), st.lists(idle_deaths, min_size=1, max_size=20))
-    def test_the_wait_grows_with_deaths_that_brought_no_work(self, history: list[Death], idle: list[Death]) -> None:
+    def test_back_off_grows_with_exits_without_answers(self, history: list[Death], idle: list[Death]) -> None:
         waits = [back_off_s([*history, *idle[:count]]) for count in range(1, len(idle) + 1)]
         assert waits == sorted(waits)
         if len(idle) > 10:
             assert waits[-1] == MAX_BACK_OFF_S
 
     @given(st.lists(deaths, max_size=20))
-    def test_work_resets_the_wait(self, history: list[Death]) -> None:
+    def test_answered_request_resets_back_off(self, history: list[Death]) -> None:
         assert back_off_s([*history, Death(1, "", was_ready=True, worked=True)]) == MIN_BACK_OFF_S
 
     @given(st.lists(deaths, min_size=1, max_size=30), st.integers(0, 2 * LATER_DEATHS))
-    def test_it_is_given_up_after_early_deaths_in_a_row_and_not_before(self, history: list[Death], more: int) -> None:
-        """Three, or ten of one that has been ready before."""
+    def test_stops_after_consecutive_early_exits(self, history: list[Death], more: int) -> None:
+        """After three, or after ten if the engine has been ready before."""
         history = [*history, *[Death(-9, "", was_ready=False, worked=False)] * more]
         most = LATER_DEATHS if any(death.was_ready for death in history) else EARLY_DEATHS
         in_a_row = [not death.was_ready for death in history[-most:]]
         assert (give_up(history, Fake()) is not None) == (len(in_a_row) == most and all(in_a_row))
 
-    def test_a_lasting_failure_is_given_up_at_once_but_only_before_it_was_ready(self) -> None:
+    def test_permanent_failure_is_not_retried_before_first_readiness(self) -> None:
         class Telling(Fake):
             def explain(self, log: str) -> Failure | None:
                 return Failure(message=log, hint="", lasting=log == "lasting")
@@ -416,20 +414,20 @@ class TestPolicy:
         ("code", "says"),
         [
             (-signal.SIGKILL, "out of memory"),
-            (-signal.SIGILL, "an instruction that this processor does not have"),
+            (-signal.SIGILL, "an instruction that this CPU does not support"),
             (-signal.SIGSEGV, "SIGSEGV"),
             (-63, "signal 63"),
             (2, "status 2: the last line"),
             (None, "could not be started: the last line"),
         ],
     )
-    def test_the_exit_status_is_explained(self, code: int | None, says: str) -> None:
+    def test_explains_exit_status(self, code: int | None, says: str) -> None:
         failure = explain(Death(code, "# launch\nthe last line\n\n# a note", was_ready=False, worked=False), Fake())
         assert says in failure.message and failure.hint
 
 
 class TestLog:
-    def test_is_rotated_and_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_log_is_rotated_and_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LOG_BYTES", 1000)
         log = EngineLog(tmp_path / "engine.log")
         for number in range(1000):
@@ -442,7 +440,7 @@ class TestLog:
         assert kept == list(range(kept[0], 1000)) and len(kept) > 300
         assert log.text().splitlines() == [f"line {number}" for number in range(800, 1000)]
 
-    def test_an_older_log_is_continued(self, tmp_path: Path) -> None:
+    def test_appends_to_existing_log(self, tmp_path: Path) -> None:
         for text in ("one", "two"):
             log = EngineLog(tmp_path / "engine.log")
             log.write(text)
@@ -450,45 +448,45 @@ class TestLog:
         assert (tmp_path / "engine.log").read_text() == "one\ntwo\n"
 
     @given(st.lists(st.binary(max_size=20)))
-    def test_lines_are_the_same_however_they_arrive(self, chunks: list[bytes]) -> None:
+    def test_lines_are_the_same_however_output_is_split(self, chunks: list[bytes]) -> None:
         log = EngineLog(Path("/nonexistent/log"))
         lines = [line for chunk in chunks if chunk for line in log.feed(chunk)] + log.feed(b"")
         whole = b"".join(chunks).decode("utf-8", "replace").split("\n")
         assert [line for line in lines if line] == [line.rstrip("\r") for line in whole if line.rstrip("\r")]
 
-    def test_a_line_without_an_end_is_cut(self, tmp_path: Path) -> None:
+    def test_splits_endless_line(self, tmp_path: Path) -> None:
         log = EngineLog(tmp_path / "log")
         lines = [line for _ in range(100) for line in log.feed(b"x" * 10_000)]
         log.close()
         assert sum(map(len, lines)) > 900_000 and max(map(len, lines)) < 80_000
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-    def test_a_full_disk_costs_lines_and_no_more(self, tmp_path: Path) -> None:
+    def test_full_disk_loses_only_log_lines(self, tmp_path: Path) -> None:
         path = tmp_path / "log"
         path.symlink_to("/dev/full")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             await one.ready()
             assert one.log.text().splitlines()[1:] == ["listening"]
-            # As soon as there is room again, lines are kept again.
+            # Once there is free space again, lines are written again.
             path.unlink()
             one.log.write("there is room")
             assert path.read_text() == "there is room\n"
             path.unlink()
             path.symlink_to("/dev/full")
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), path, then)
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), path, then)
 
-    def test_a_log_that_cannot_be_opened_costs_lines_and_no_more(self, tmp_path: Path) -> None:
+    def test_log_that_cannot_be_opened_loses_only_lines(self, tmp_path: Path) -> None:
         (tmp_path / "a file").write_text("")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             await one.ready()
             assert one.log.text().splitlines()[1:] == ["listening"]
 
-        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
+        supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
 
-    def test_a_mistake_in_reading_progress_does_not_block_the_engine(self, tmp_path: Path) -> None:
+    def test_error_in_progress_parser_does_not_block_the_engine(self, tmp_path: Path) -> None:
         class Confused(Fake):
             def progress(self, line: str) -> float | None:
                 raise KeyError(line)
@@ -497,11 +495,13 @@ class TestLog:
             await one.ready()
 
         chatty = "print('x' * 1_000_000, flush=True)\n" + HEALTHY
-        supervise(fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
-        assert "# not understood: KeyError('listening')" in (tmp_path / "log").read_text()
+        supervise(make_fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
+        assert "# bedplate could not parse the previous line: KeyError('listening')" in (tmp_path / "log").read_text()
 
-    def test_the_engine_is_given_what_helps_the_supervisor(self, tmp_path: Path) -> None:
-        environment = fake_environment(tmp_path / "env", "import os; print(os.environ['FAKE'], flush=True)" + HEALTHY)
+    def test_engine_gets_supervised_variables(self, tmp_path: Path) -> None:
+        environment = make_fake_environment(
+            tmp_path / "env", "import os; print(os.environ['FAKE'], flush=True)" + HEALTHY
+        )
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             await one.ready()

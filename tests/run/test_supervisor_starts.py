@@ -1,4 +1,4 @@
-"""Starts that take long: an engine that computes is waited for, one that waits is not; and where it is started."""
+"""Slow starts: the limit is extended while the engine uses the CPU; and the working directory of a start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.run.test_supervisor import HEALTHY, Fake, Recorder, fake_environment, real_plan
+from tests.run.test_supervisor import HEALTHY, Fake, Recorder, make_fake_environment, make_real_plan
 
 from bedplate.errors import OutsideFailed
 from bedplate.home import home
@@ -24,14 +24,20 @@ TELLING = f"import json, os; print(json.dumps([os.getcwd(), dict(os.environ)]), 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_LIMIT_S", 1.0)
     monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
-    monkeypatch.setattr(module, "LOOK_S", 0.1)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.1)
     monkeypatch.setattr(module, "EARLY_DEATHS", 1)
 
 
 def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Supervisor:
     async def run() -> Supervisor:
         one = Supervisor(
-            real_plan(folder / "model.gguf"), Fake(), environment, Recorder(), folder / "log", lambda text: None, cwd
+            make_real_plan(folder / "model.gguf"),
+            Fake(),
+            environment,
+            Recorder(),
+            folder / "log",
+            lambda text: None,
+            cwd,
         )
         one.start()
         try:
@@ -44,41 +50,39 @@ def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Su
 
 
 @pytest.mark.usefixtures("impatient")
-class TestPatience:
-    def test_an_engine_that_computes_is_waited_for(self, tmp_path: Path) -> None:
-        one = start(fake_environment(tmp_path / "env", SLOWLY), tmp_path)
+class TestStartLimit:
+    def test_limit_is_extended_while_the_engine_uses_the_cpu(self, tmp_path: Path) -> None:
+        one = start(make_fake_environment(tmp_path / "env", SLOWLY), tmp_path)
         assert one.backend.restarts == 0
 
-    def test_but_not_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_extension_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LONGEST_START_S", 1.0)
         with pytest.raises(OutsideFailed, match="Fake did not start: it was not ready after"):
-            start(fake_environment(tmp_path / "env", CIRCLES), tmp_path)
+            start(make_fake_environment(tmp_path / "env", CIRCLES), tmp_path)
 
 
-def test_processor_time_counts_descendants() -> None:
+def test_cpu_time_includes_descendants() -> None:
     own = busy_seconds(os.getpid())
     sum(range(3_000_000))
     assert busy_seconds(os.getpid()) > own > 0
     assert busy_seconds(2**22 + 1) == 0
 
 
-def test_nothing_is_said_before_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_extension_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = Patience(60)
     assert patience.longer(os.getpid()) is None
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
     assert patience.longer(None) is None
     longer = patience.longer(os.getpid())
     assert longer is not None and 59 < longer <= 60
 
 
-def test_it_is_started_where_its_weights_are_and_without_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_in_the_folder_of_its_weights_and_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
     monkeypatch.setenv("HF_TOKEN", "secret")
     (tmp_path / "prepared").mkdir()
-    start(fake_environment(tmp_path / "env", TELLING), tmp_path, tmp_path / "prepared")
+    start(make_fake_environment(tmp_path / "env", TELLING), tmp_path, tmp_path / "prepared")
     told = next(line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("["))
     cwd, env = json.loads(told)
     assert cwd == str(tmp_path / "prepared")
@@ -86,9 +90,9 @@ def test_it_is_started_where_its_weights_are_and_without_the_hub(
     assert Path(env["HF_HOME"]).is_relative_to(home())
 
 
-def test_last_words_are_the_engines_own(tmp_path: Path) -> None:
-    one = start(fake_environment(tmp_path / "env", HEALTHY), tmp_path)
+def test_last_words_exclude_lines_of_bedplate(tmp_path: Path) -> None:
+    one = start(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path)
     assert one.last_words == "listening"
     one.log.tail.clear()
     one.log.tail.append("# ours")
-    assert one.last_words == "it has said nothing yet"
+    assert one.last_words == "no output yet"

@@ -1,4 +1,4 @@
-"""uv's own words on why it failed, captured from the oldest and the newest version, as errors that help."""
+"""Converts captured errors of the oldest and the newest uv version to errors with hints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bedplate.run.uv import environment, failure, python_for_engines, reasons, t
 CAPTURES = Path(__file__).parent.parent / "captures" / "uv"
 
 
-def captures(kind: str) -> list[str]:
+def read_captures(kind: str) -> list[str]:
     found = sorted(CAPTURES.glob(f"*-{kind}.txt"))
     assert len(found) == 2
     return [path.read_text(encoding="utf-8") for path in found]
@@ -23,15 +23,20 @@ def captures(kind: str) -> list[str]:
     ("kind", "starts", "ends", "hint"),
     [
         ("offline", "No solution found", "your requirements are unsatisfiable.", "UV_OFFLINE=1 and UV_FIND_LINKS"),
-        ("not-found", "No solution found", "your requirements are unsatisfiable.", "the index has no such package"),
-        ("refused", "", "Connection refused (os error 111)", "a package index must be reachable"),
-        ("no-dns", "Failed to fetch: ", "Name or service not known", "a package index must be reachable"),
-        ("hash", "Failed to download", "Hash mismatch for `six==1.17.0`", "another file than the one that was pinned"),
+        (
+            "not-found",
+            "No solution found",
+            "your requirements are unsatisfiable.",
+            "the package index has no such package",
+        ),
+        ("refused", "", "Connection refused (os error 111)", "the first start needs a package index"),
+        ("no-dns", "Failed to fetch: ", "Name or service not known", "the first start needs a package index"),
+        ("hash", "Failed to download", "Hash mismatch for `six==1.17.0`", "a different file than the pinned one"),
         ("no-space", "Failed to install", "No space left on device (os error 28)", "free some space"),
     ],
 )
 def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: str, hint: str) -> None:
-    for output in captures(kind):
+    for output in read_captures(kind):
         error = failure("installing it", output)
         assert error.message == "installing it failed" and error.exit_code == 3
         assert error.cause is not None and hint in str(error.hint)
@@ -40,13 +45,13 @@ def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: st
         assert not error.cause.count("error sending request") and "warning" not in error.cause
 
 
-def test_the_address_that_was_not_reached_is_named() -> None:
-    for output in captures("refused"):
+def test_error_names_the_unreachable_url() -> None:
+    for output in read_captures("refused"):
         assert "https://index.example/simple/xllamacpp/" in str(failure("x", output).cause)
 
 
-def test_a_cause_over_several_lines_is_put_together() -> None:
-    newest, oldest = captures("not-found")
+def test_joins_cause_over_several_lines() -> None:
+    newest, oldest = read_captures("not-found")
     assert reasons(oldest) == reasons(newest)
     assert len(reasons(oldest)) == 2
 
@@ -55,21 +60,21 @@ def test_a_cause_over_several_lines_is_put_together() -> None:
     ("output", "cause"),
     [("", "uv gave no reason"), ("\n  \n", "uv gave no reason"), ("Segmentation fault\n", "Segmentation fault")],
 )
-def test_what_is_no_chain_of_causes_is_shown_as_it_is(output: str, cause: str) -> None:
+def test_shows_other_output_unchanged(output: str, cause: str) -> None:
     assert failure("x", output).cause == cause
 
 
-def test_a_very_long_cause_keeps_its_beginning_and_its_end() -> None:
+def test_shortens_very_long_cause_in_the_middle() -> None:
     cause = failure("x", f"error: began {'-' * 2000} ended").cause
     assert cause is not None and len(cause) < 700
     assert cause.startswith("began") and cause.endswith("ended")
 
 
-def test_what_leads_into_another_environment_is_left_out() -> None:
+def test_removes_variables_that_select_another_environment() -> None:
     assert environment({"VIRTUAL_ENV": "/a", "PYTHONPATH": "/b", "CONDA_PREFIX": "/c", "HOME": "/d"}) == {"HOME": "/d"}
 
 
-def test_settings_for_pip_count_unless_there_are_settings_for_uv() -> None:
+def test_pip_settings_apply_unless_uv_settings_exist() -> None:
     pip = {
         "PIP_INDEX_URL": "https://mirror/simple",
         "PIP_EXTRA_INDEX_URL": "https://more/simple https://still-more/simple",
@@ -90,7 +95,7 @@ def test_settings_for_pip_count_unless_there_are_settings_for_uv() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts what a process writes")
-def test_progress_is_what_was_written_so_far(tmp_path: Path) -> None:
+def test_progress_is_the_number_of_written_bytes(tmp_path: Path) -> None:
     data, seen = tmp_path / "data", tmp_path / "seen"
     told: list[int] = []
 
@@ -105,7 +110,7 @@ def test_progress_is_what_was_written_so_far(tmp_path: Path) -> None:
     assert told == sorted(told) and told[-1] >= 20_000_000
 
 
-def test_engines_are_built_on_the_users_choice_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_environments_use_uv_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_PYTHON", "3.12")
     assert python_for_engines() == "3.12"
     monkeypatch.delenv("UV_PYTHON")

@@ -1,4 +1,4 @@
-"""Real process trees under the real warden: whatever ends it, nothing of them is left."""
+"""Real process trees under the real warden: however it ends, no process is left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ warden.wait()
 
 
 class Tree:
-    """Processes that can be told from all others by a mark in their environment, whoever their parent is."""
+    """Processes that are identified by a mark in their environment, whatever their parent."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -101,7 +101,7 @@ def tree() -> Iterator[Tree]:
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
 
 
-def line(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -117,70 +117,70 @@ def say(process: subprocess.Popen[str], word: str) -> None:
     process.stdin.flush()
 
 
-def started_pid(process: subprocess.Popen[str]) -> int:
-    word, pid = line(process).split()
+def read_started_pid(process: subprocess.Popen[str]) -> int:
+    word, pid = read_line(process).split()
     assert word == "started"
     return int(pid)
 
 
-def test_output_and_exit_status_arrive(tree: Tree) -> None:
+def test_reports_output_and_exit_status(tree: Tree) -> None:
     warden = tree.guard("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
-    assert started_pid(warden) > 0
-    assert line(warden) == "exited 7"
+    assert read_started_pid(warden) > 0
+    assert read_line(warden) == "exited 7"
     assert warden.wait(HANG_S) == 7
     assert warden.stderr is not None
     assert sorted(warden.stderr.read().split("\n")) == ["", "to stderr", "to stdout"]
 
 
-def test_the_signal_that_ended_it_is_reported(tree: Tree) -> None:
+def test_reports_signal_that_ended_the_engine(tree: Tree) -> None:
     warden = tree.guard("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    started_pid(warden)
-    assert line(warden) == f"exited {-signal.SIGSEGV}"
+    read_started_pid(warden)
+    assert read_line(warden) == f"exited {-signal.SIGSEGV}"
     assert warden.wait(HANG_S) == 128 + signal.SIGSEGV
 
 
-def test_what_cannot_be_executed_is_reported(tree: Tree, tmp_path: Path) -> None:
+def test_reports_program_that_cannot_be_executed(tree: Tree, tmp_path: Path) -> None:
     warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
-    report = line(warden)
+    report = read_line(warden)
     assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
     assert warden.wait(HANG_S) == 127
 
 
-def test_t_asks_and_k_insists(tree: Tree) -> None:
+def test_t_sends_sigterm_and_k_sends_sigkill(tree: Tree) -> None:
     polite = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('up', flush=True)"
     warden = tree.guard(f"{polite}\nwhile True: time.sleep(600)")
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "up"
     say(warden, "t")
-    assert line(warden) == "exited 3"
+    assert read_line(warden) == "exited 3"
 
     deaf = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
     warden = tree.guard(f"{deaf}; print('up', flush=True)\nwhile True: time.sleep(600)")
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "up"
     say(warden, "t")
     assert log_line(warden) == "heard"
     assert warden.poll() is None
     say(warden, "k")
-    assert line(warden) == f"exited {-signal.SIGKILL}"
+    assert read_line(warden) == f"exited {-signal.SIGKILL}"
 
 
-def test_signals_meant_for_a_terminals_foreground_do_not_end_the_warden(tree: Tree) -> None:
+def test_warden_ignores_terminal_signals(tree: Tree) -> None:
     warden = tree.guard("import sys; print('up', flush=True); sys.stdin.read()")
-    pid = started_pid(warden)
+    pid = read_started_pid(warden)
     assert log_line(warden) == "up"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         warden.send_signal(number)
     assert psutil.Process(pid).is_running() and warden.poll() is None
-    # The engine itself keeps the usual meaning of these signals, though the warden ignores them.
+    # The engine has the default handlers for these signals, though the warden ignores them.
     os.kill(pid, signal.SIGTERM)
-    assert line(warden) == f"exited {-signal.SIGTERM}"
+    assert read_line(warden) == f"exited {-signal.SIGTERM}"
 
 
 @pytest.mark.parametrize("how", ["lifeline", "kill", "exit"])
-def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
+def test_process_tree_ends_with_the_engine(tree: Tree, how: str) -> None:
     warden = tree.guard(TREE + "input()" if how == "exit" else FOREVER)
-    engine = started_pid(warden)
+    engine = read_started_pid(warden)
     assert {log_line(warden), log_line(warden)} == {"up", "daemon is up"}
     assert len(tree.alive()) == 2 + IN_TREE
     if how == "lifeline":
@@ -194,26 +194,26 @@ def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
     tree.wait_until_gone()
 
 
-def test_the_whole_tree_goes_when_the_holder_of_the_lifeline_is_killed(tree: Tree) -> None:
+def test_process_tree_ends_when_the_lifeline_closes(tree: Tree) -> None:
     holder = tree.start([sys.executable, "-c", HOLDER, *guarded([sys.executable, "-c", FOREVER])])
-    assert line(holder).startswith("started")
+    assert read_line(holder).startswith("started")
     assert {log_line(holder), log_line(holder)} == {"up", "daemon is up"}
     assert len(tree.alive()) == 3 + IN_TREE
     holder.kill()
     tree.wait_until_gone()
 
 
-def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
+def test_engine_ends_when_the_warden_is_killed(tree: Tree) -> None:
     warden = tree.guard("import time; print('up', flush=True); time.sleep(600)")
-    engine = psutil.Process(started_pid(warden))
+    engine = psutil.Process(read_started_pid(warden))
     assert log_line(warden) == "up"
     warden.kill()
     wait_for(lambda: not engine.is_running(), "the engine to be killed")
 
 
 @pytest.mark.parametrize("session", ["its own", "the engine's"])
-def test_nothing_outruns_the_kill_by_forking(tree: Tree, session: str) -> None:
-    """Each generation forks the next one and ends: by their pids they can hardly be caught."""
+def test_kills_processes_that_keep_forking(tree: Tree, session: str) -> None:
+    """Each generation forks the next one and ends, so pids are outdated immediately."""
     leave = "os.setsid()" if session == "its own" else ""
     chain = f"""
 import os, time
@@ -229,15 +229,15 @@ if os.fork() == 0:
 time.sleep(600)
 """
     warden = tree.guard(chain)
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "running"
     say(warden, "k")
-    # Its processes live too shortly to be listed, but they hold the other end of the log.
+    # Its processes are too short-lived to be listed, but they hold the other end of the log.
     warden.communicate(timeout=HANG_S)
     assert warden.returncode == 128 + signal.SIGKILL
 
 
-def test_a_growing_crowd_is_killed_to_the_last(tree: Tree) -> None:
+def test_kills_growing_number_of_processes(tree: Tree) -> None:
     crowd = """
 import os, time
 for number in range(400):
@@ -249,14 +249,14 @@ for number in range(400):
 time.sleep(600)
 """
     warden = tree.guard(crowd)
-    started_pid(warden)
+    read_started_pid(warden)
     assert log_line(warden) == "growing"
     say(warden, "k")
     assert warden.wait(HANG_S) == 128 + signal.SIGKILL
     tree.wait_until_gone()
 
 
-def test_orphans_that_end_are_not_kept_as_zombies(tree: Tree) -> None:
+def test_reaps_orphans(tree: Tree) -> None:
     orphans = """
 import os, time
 for number in range(20):
@@ -270,28 +270,28 @@ print("up", flush=True)
 time.sleep(600)
 """
     warden = tree.guard(orphans)
-    engine = started_pid(warden)
+    engine = read_started_pid(warden)
     assert log_line(warden) == "up"
     wait_for(lambda: [p.pid for p in psutil.Process(warden.pid).children()] == [engine], "orphans to be reaped")
     say(warden, "k")
-    assert line(warden) == f"exited {-signal.SIGKILL}"
+    assert read_line(warden) == f"exited {-signal.SIGKILL}"
 
 
 class TestRunChild:
-    """Programs that run to their end, such as uv, stand under a warden too."""
+    """Programs that run to their end, such as uv, also run under a warden."""
 
     def test_returns_status_and_output(self) -> None:
         assert run_child([sys.executable, "-c", "print('said'); exit(4)"]) == (4, "said\n")
         assert run_child([sys.executable, "-c", "import os; os.abort()"]).code == 128 + signal.SIGABRT
 
-    def test_says_why_it_could_not_start(self, tmp_path: Path) -> None:
+    def test_reports_why_it_could_not_start(self, tmp_path: Path) -> None:
         code, output = run_child([str(tmp_path / "nothing-here")])
         assert code == 127 and "No such file" in output
 
     def test_much_output_does_not_block(self) -> None:
         assert len(run_child([sys.executable, "-c", "print('x' * 3_000_000)"]).output) == 3_000_001
 
-    def test_a_limit_ends_it(self, tree: Tree) -> None:
+    def test_time_limit_ends_it(self, tree: Tree) -> None:
         env = {**os.environ, "BEDPLATE_TEST_TREE": tree.mark}
         with pytest.raises(TimeoutError):
             run_child([sys.executable, "-c", FOREVER], env, limit_s=0.5)

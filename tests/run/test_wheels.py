@@ -1,4 +1,4 @@
-"""Installed packages as wheels again: the same files, what they need, and nothing that was changed since."""
+"""Packs installed packages as wheels: the same files, their dependencies, and a note about changed files."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ FILES = {
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """An environment that may be moved, as those of engines are, with a package of all that a wheel can hold."""
+    """A relocatable environment, like those of engines, with a package that has all kinds of files."""
     path = tmp_path / "odd_package-1.2-py2.py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in FILES.items():
             archive.writestr(name, text)
-        archive.writestr(f"{INFO}/RECORD", "".join(map(listed, FILES.items())) + f"{INFO}/RECORD,,\n")
+        archive.writestr(f"{INFO}/RECORD", "".join(map(format_record, FILES.items())) + f"{INFO}/RECORD,,\n")
     return install(path, tmp_path / "first")
 
 
-def listed(file: tuple[str, str]) -> str:
-    """A line of a wheel's own list."""
+def format_record(file: tuple[str, str]) -> str:
+    """A line of a wheel's RECORD."""
     name, data = file[0], file[1].encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
     return f"{name},sha256={digest},{len(data)}\n"
@@ -56,22 +56,22 @@ def install(wheel: Path, environment: Path) -> Path:
     return environment
 
 
-def distribution(environment: Path) -> importlib.metadata.Distribution:
+def find_distribution(environment: Path) -> importlib.metadata.Distribution:
     return wheels.distributions(environment)["odd-package"]
 
 
-def said(environment: Path, program: str) -> str:
+def run_program(environment: Path, program: str) -> str:
     return subprocess.run([environment / "bin" / program], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_packed_package_installs_and_runs_as_the_first_did(installed: Path, tmp_path: Path) -> None:
+def test_packed_package_installs_and_runs_like_the_original(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    packed = wheels.pack(distribution(installed), out)
+    packed = wheels.pack(find_distribution(installed), out)
     assert packed.name == "odd_package-1.2-py3-none-any.whl" and list(out.iterdir()) == [packed]
     again = install(packed, tmp_path / "second")
     for program, words in (("odd-entry", "made by its own entry"), ("odd-tool", "made by"), ("odd-shell", "from the")):
-        assert words in said(again, program), program
+        assert words in run_program(again, program), program
     assert (again / "share" / "odd" / "notes.txt").read_text() == "notes\n"
     assert str(installed) not in (again / "bin" / "odd-tool").read_text(), "no path of the first environment"
 
@@ -80,43 +80,43 @@ def test_the_same_files_give_the_same_bytes(installed: Path, tmp_path: Path) -> 
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-        wheels.pack(distribution(installed), folder)
+        wheels.pack(find_distribution(installed), folder)
     assert next(one.iterdir()).read_bytes() == next(two.iterdir()).read_bytes()
 
 
-def test_what_is_about_the_installation_stays_behind(installed: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheels.pack(distribution(installed), tmp_path / "first")) as archive:
+def test_excludes_installation_metadata(installed: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheels.pack(find_distribution(installed), tmp_path / "first")) as archive:
         names = {name.rpartition("/")[2] for name in archive.namelist()}
     assert "METADATA" in names and not names & {"INSTALLER", "REQUESTED", "direct_url.json", "odd-entry"}
 
 
-def test_a_file_that_is_missing_is_refused(installed: Path, tmp_path: Path) -> None:
+def test_rejects_package_with_missing_file(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob("odd_package/__init__.py")).unlink()
     with pytest.raises(OutsideFailed, match=r"odd_package/__init__\.py") as raised:
-        wheels.pack(distribution(installed), tmp_path)
+        wheels.pack(find_distribution(installed), tmp_path)
     assert "install it again" in str(raised.value.hint)
 
 
-def test_a_file_that_is_not_what_its_package_lists_is_packed_and_said(installed: Path, tmp_path: Path) -> None:
+def test_packs_modified_file_with_a_note(installed: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     telling = wheels.Telling(note=notes.append)
-    wheels.pack(distribution(installed), tmp_path, telling)
+    wheels.pack(find_distribution(installed), tmp_path, telling)
     assert notes == []
     file = next(installed.rglob("odd_package/__init__.py"))
-    file.unlink()  # a hard link of uv's cache is not ours to write to
+    file.unlink()  # it may be a hard link to uv's cache, which must not change
     file.write_text("def main(): print('changed')\n")
-    again = install(wheels.pack(distribution(installed), tmp_path, telling), tmp_path / "second")
-    assert len(notes) == 1 and "odd_package/__init__.py is not what its package lists" in notes[0]
-    assert "changed" in said(again, "odd-entry")
+    again = install(wheels.pack(find_distribution(installed), tmp_path, telling), tmp_path / "second")
+    assert len(notes) == 1 and "odd_package/__init__.py differs from its package's hash" in notes[0]
+    assert "changed" in run_program(again, "odd-entry")
 
 
-def test_a_package_without_a_list_of_its_files_is_refused(installed: Path, tmp_path: Path) -> None:
+def test_rejects_package_without_file_list(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob(f"{INFO}/RECORD")).unlink()
     with pytest.raises(OutsideFailed, match="without a list of its files"):
-        wheels.pack(distribution(installed), tmp_path)
+        wheels.pack(find_distribution(installed), tmp_path)
 
 
-def test_what_bedplate_needs_is_all_that_it_needs_and_no_more() -> None:
+def test_lists_exactly_the_dependencies_of_bedplate() -> None:
     needed = {wheels.normal(one.name) for one in wheels.needed_by("bedplate")}
     assert {"bedplate", "aiohttp", "multidict", "msgspec", "uv", "huggingface-hub", "typer", "click"} <= needed
     assert not needed & {"pytest", "ruff", "mypy", "numpy"}, "what tests and developers need is not of it"
@@ -133,7 +133,7 @@ def test_what_bedplate_needs_is_all_that_it_needs_and_no_more() -> None:
         ("", (), None),
     ],
 )
-def test_requirements_are_read_as_packages_write_them(
+def test_parses_requirements(
     text: str, extras: tuple[str, ...], found: tuple[str, tuple[str, ...], bool] | None
 ) -> None:
     expected = None if found is None else (found[0], frozenset(found[1]), found[2])
@@ -154,7 +154,7 @@ def test_requirements_are_read_as_packages_write_them(
         (["py313-none-any"], ["cp312-none-any"]),
     ],
 )
-def test_a_wheel_is_named_so_that_the_python_that_runs_it_takes_it(tags: list[str], found: list[str]) -> None:
+def test_wheel_tags_match_the_running_python(tags: list[str], found: list[str]) -> None:
     assert wheels.fitting(tags, (3, 12)) == found
 
 
@@ -170,5 +170,5 @@ def test_a_wheel_is_named_so_that_the_python_that_runs_it_takes_it(tags: list[st
         (["a-1-cp312-cp312-macosx_11_0_arm64.whl"], None, None),
     ],
 )
-def test_the_least_glibc_is_by_the_names_of_the_wheels(names: list[str], own: str | None, found: str | None) -> None:
+def test_reads_least_glibc_from_wheel_names(names: list[str], own: str | None, found: str | None) -> None:
     assert wheels.least_glibc(names, own) == found

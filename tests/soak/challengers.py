@@ -1,6 +1,6 @@
-"""Challengers that are no good, as a package of third-party engines: wrong answers, slow, and dead at once.
+"""Defective challengers as a package of third-party engines: one gives wrong answers, one is slow, one dies at once.
 
-Each is llama.cpp behind a small server in front of it, so that all else about it is as it should be.
+The first two are llama.cpp behind a small proxy, so that everything else works.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WRONG, SLOW, DYING = Wrong(), Slow(), Dying()
 """
 
 FRONT = '''\
-"""Stands before a real server: `wrong` says other words, `slow` takes its time with everything that is streamed."""
+"""A proxy in front of a real server: `wrong` replaces the words of answers, `slow` delays each event of a stream."""
 import http.client
 import http.server
 import json
@@ -129,7 +129,7 @@ Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 def installed(folder: Path, *, pause_s: float) -> Path:
-    """What an installer leaves in `folder`, which goes on PYTHONPATH. `slow` waits for `pause_s` before each event."""
+    """Writes the package as installed into `folder`, for PYTHONPATH. `slow` waits `pause_s` before each event."""
     metadata = folder / f"{PACKAGE}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (folder / f"{PACKAGE}.py").write_text(ENGINES)

@@ -1,4 +1,4 @@
-"""So many clients at a time, each with one request after the other."""
+"""A fixed number of concurrent clients, each with one request after the other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import aiohttp
 
 
 class Crowd:
-    """`async with`: from then to the end there are always so many. `one` says what each of them asks for."""
+    """Within `async with`, `count` clients send requests; subclasses define a request in `one`."""
 
     def __init__(
         self, url: str, model: str, count: int, *, think_s: float, limit_s: float, key: str | None = None
     ) -> None:
         self.url, self.model, self.count = url, model, count
         self.think_s = think_s
-        """Between an answer and the next request."""
+        """The pause between an answer and the next request."""
         self._limit_s = limit_s
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._number = 0
@@ -33,7 +33,7 @@ class Crowd:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Every answer that was begun is waited for."""
+        """Waits for all running requests."""
         self._over.set()
         await asyncio.gather(*self._tasks)
         await self.session.close()

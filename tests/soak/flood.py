@@ -1,10 +1,10 @@
-"""Two tenants of the same weight at one real engine: one has a few streams, the other floods.
+"""Two tenants of the same weight share one real engine: one has a few streams, the other floods.
 
     python tests/soak/flood.py --seconds 60 --rounds 2
 
-Serves the built-in model with llama.cpp of BEDPLATE_HOME. The first tenant is measured alone and beside the flood, in
-alternating order. Prints a table, and ends with 1 when its 95th percentile of the time to the first token is more than
-twice what it is alone, or its share of the tokens is more than a tenth away from half.
+Serves the built-in model with llama.cpp of BEDPLATE_HOME. The first tenant is measured alone and during the flood, in
+alternating order. Prints a table. Exits with 1 when its p95 TTFT during the flood is more than twice the one alone, or
+its share of the tokens is outside 45 to 55 %.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUIET, FLOOD = "soak-quiet", "soak-flood"
 SLOTS = 8
 MOST_TIMES, SHARES = 2.0, (0.45, 0.55)
 SETTLING_S = 10.0
-"""Until everybody has the seats that are theirs; what comes before does not count."""
+"""The time until each tenant has its slots; not measured."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--flood", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it serves ends with it, as at Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the service as Ctrl-C does
     sys.exit(asyncio.run(run(parser.parse_args())))
 
 
 async def run(options: argparse.Namespace) -> int:
     alone, beside, flood = Seen(), Seen(), Seen()
-    with keys() as (quiet_key, flood_key), serving("--engine", "llama.cpp", "--concurrency", str(SLOTS)) as one:
+    with create_keys() as (quiet_key, flood_key), serving("--engine", "llama.cpp", "--concurrency", str(SLOTS)) as one:
         one.wait_ready()
 
         def streams(count: int, key: str) -> Streams:
@@ -79,16 +79,16 @@ async def run(options: argparse.Namespace) -> int:
                     flood.add(other.counts, before[1])
                 now = beside if flooded else alone
                 print(
-                    f"{'beside the flood' if flooded else 'alone'}: p95 {now.p95_ms:.0f} ms",
+                    f"{'during the flood' if flooded else 'alone'}: p95 {now.p95_ms:.0f} ms",
                     file=sys.stderr,
                     flush=True,
                 )
         one.stop()
-    return told(options, alone, beside, flood)
+    return report(options, alone, beside, flood)
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[tuple[str, str]]:
+def create_keys() -> Iterator[tuple[str, str]]:
     def bedplate(*words: str) -> str:
         return subprocess.run(
             [sys.executable, "-m", "bedplate", "keys", *words],
@@ -106,17 +106,17 @@ def keys() -> Iterator[tuple[str, str]]:
             bedplate("revoke", name)
 
 
-def told(options: argparse.Namespace, alone: Seen, beside: Seen, flood: Seen) -> int:
+def report(options: argparse.Namespace, alone: Seen, beside: Seen, flood: Seen) -> int:
     share = beside.tokens / max(1, beside.tokens + flood.tokens)
     times = beside.p95_ms / alone.p95_ms
     wrong = [*alone.wrong, *beside.wrong, *flood.wrong]
     rows = [
-        ("", "alone", "beside the flood", "goal"),
+        ("the tenant with few streams", "alone", "during the flood", "goal"),
         ("---", "---:", "---:", "---"),
         ("TTFT p95", f"{alone.p95_ms:.0f} ms", f"{beside.p95_ms:.0f} ms: {times:.2f} times", f"at most {MOST_TIMES:g}"),
-        ("tokens, of all that both got", "", f"{share:.1%}", f"{SHARES[0]:.0%} to {SHARES[1]:.0%}"),
-        ("whole answers", str(alone.whole), f"{beside.whole}, and {flood.whole} of the flood", ""),
-        ("failed, cut or doubled", str(len(alone.wrong)), str(len(beside.wrong) + len(flood.wrong)), "0"),
+        ("share of the tokens of both tenants", "", f"{share:.1%}", f"{SHARES[0]:.0%} to {SHARES[1]:.0%}"),
+        ("complete answers", str(alone.whole), f"{beside.whole}, and {flood.whole} of the flood", ""),
+        ("failed, truncated or duplicated", str(len(alone.wrong)), str(len(beside.wrong) + len(flood.wrong)), "0"),
     ]
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     for one in wrong[:5]:

@@ -1,10 +1,10 @@
-"""Half an hour of load, while engines, replicas and bedplate itself are killed (SIGKILL) at random moments.
+"""Runs half an hour of load while engines, replicas and bedplate itself are killed (SIGKILL) at random moments.
 
     python tests/soak/kills.py --minutes 30 --kills 200 --seed 1
 
-Engines are those of BEDPLATE_HOME; what is not installed there is installed first. For the first third of the time
-bedplate itself is left alone, to see its memory. Prints how it goes and a table, and ends with 1 when an answer was cut
-short without a word, a process was left over, a usage record was lost that was older than a second, or memory grew.
+Uses the engines in BEDPLATE_HOME, and installs missing ones first. In the first third of the time bedplate itself is
+not killed, in order to observe its memory. Prints progress and a table. Exits with 1 when an answer was truncated
+without an error, a process was left over, a usage record older than a second was lost, or memory grew.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from bedplate.values.traffic import ServedRequest
 
 NAME = "soak-kills"
 TOKEN = "BEDPLATE_SOAK_TOKEN"
-"""In the environment of all that is started here, so that whoever is left over is recognised."""
+"""A variable in the environment of all started processes, by which leftover ones are recognized."""
 REQUEST_LIMIT_S = 120.0
 GONE_LIMIT_S = 15.0
-"""For the processes below one that was killed."""
+"""Time limit for the descendants of a killed process to end."""
 LAST_S = 1.0
-"""Before a kill of bedplate's own process, what may be lost of the usage records."""
+"""Usage records of this time before a kill of bedplate may be lost."""
 PADDED_BYTES, PADDINGS = 600, 4096
-"""Each request's body has a length of its own, by which its record is found again."""
+"""Each request body has a different length, which identifies its record."""
 AGE_S = 8.0
-"""At which the memory of one process of bedplate's is compared with that of the next."""
+"""The age at which the memory of successive bedplate processes is compared."""
 MOST_GROWTH = 0.05
 MOST_MORE_FILES = 8
 STREAMED_SHARE = 0.8
 GIVEN_UP = 3
 CALM_SHARE = 1 / 3
-"""Of the time, in which bedplate itself is not killed."""
+"""The share of the time in which bedplate itself is not killed."""
 CALM_KINDS = {"replica": 6, "all engines": 3, "warden": 1}
 KINDS = {"bedplate": 4, "replica": 3, "all engines": 2, "warden": 1}
 SHUT = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
@@ -66,14 +66,14 @@ SHUT = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPa
 
 class Judged(NamedTuple):
     outcome: str
-    """whole, error (the client was told), closed, refused, hung, or what must not be: cut, wrong."""
+    """whole, error (reported to the client), closed, refused, hung; or a violation: cut, wrong."""
     detail: str = ""
     prompt_tokens: int | None = None
 
 
 @dataclass
 class Answer:
-    """One request and what became of it; moments in seconds since 1970."""
+    """One request and its result; times in seconds since 1970."""
 
     tokens: int
     body_bytes: int
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass
 class Life:
-    """One process of bedplate's own."""
+    """One bedplate process."""
 
     pid: int
     born_s: float
@@ -101,66 +101,66 @@ class Kill:
     at_s: float
     kind: str
     back_s: float | None = None
-    """Until an answer came that was asked for afterwards."""
+    """Time until the first complete answer to a request that was sent after the kill."""
 
 
-# what a client sees
+# answers
 
 
 def judged(status: int, text: str, *, stream: bool, tokens: int) -> Judged:
-    """An answer as its client got it, to its regular end."""
+    """Checks an answer as the client received it, to its regular end."""
     if status != 200:
         try:
             error = json.loads(text)["error"]
-            return Judged("error", f"HTTP {status} {error['code']}" if error["message"] else "HTTP without a word")
+            return Judged("error", f"HTTP {status} {error['code']}" if error["message"] else "HTTP without a message")
         except (ValueError, KeyError, TypeError):
             return Judged("wrong", f"HTTP {status} without an error object: {text[:200]!r}")
-    return _stream(text, tokens) if stream else _whole(text, tokens)
+    return _judge_stream(text, tokens) if stream else _judge_unstreamed(text, tokens)
 
 
-def _stream(text: str, tokens: int) -> Judged:
+def _judge_stream(text: str, tokens: int) -> Judged:
     parts = text.split("\n\n")
     events = [part[6:] for part in parts if part.startswith("data: ")]
     if parts[-1].strip():
-        return Judged("cut", f"in the midst of an event: {parts[-1][-200:]!r}")
+        return Judged("cut", f"within an event: {parts[-1][-200:]!r}")
     try:
         chunks: list[dict[str, Any]] = [json.loads(event) for event in events if event != "[DONE]"]
     except ValueError:
-        return Judged("cut", f"an event that is no JSON: {text[-200:]!r}")
+        return Judged("cut", f"an event that is not JSON: {text[-200:]!r}")
     if chunks and "error" in chunks[-1]:
-        told = chunks[-1]["error"]
-        return Judged("error", f"event {told['code']}") if told.get("message") else Judged("wrong", str(told))
+        error = chunks[-1]["error"]
+        return Judged("error", f"event {error['code']}") if error.get("message") else Judged("wrong", str(error))
     if not events or events[-1] != "[DONE]":
         return Judged("cut", f"no [DONE] after {len(events)} events: {text[-200:]!r}")
     if events.count("[DONE]") > 1 or len({chunk.get("id") for chunk in chunks}) > 1:
         return Judged("wrong", "parts of two answers in one stream")
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     usage = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None)
-    return _counted(choices, usage, tokens)
+    return _judge_tokens(choices, usage, tokens)
 
 
-def _whole(text: str, tokens: int) -> Judged:
+def _judge_unstreamed(text: str, tokens: int) -> Judged:
     try:
         answer = json.loads(text)
     except ValueError:
-        return Judged("cut", f"no JSON: {text[-200:]!r}")
-    return _counted(answer["choices"], answer.get("usage"), tokens)
+        return Judged("cut", f"not JSON: {text[-200:]!r}")
+    return _judge_tokens(answer["choices"], answer.get("usage"), tokens)
 
 
-def _counted(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int) -> Judged:
-    """The end, the usage, and the tokens that did arrive, of which each has a log-probability."""
+def _judge_tokens(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int) -> Judged:
+    """Checks the finish reason, the usage, and the number of tokens that arrived (each has a log-probability)."""
     ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     came = sum(len((choice.get("logprobs") or {}).get("content") or ()) for choice in choices)
     if ends != ["length"]:
-        return Judged("cut" if not ends else "wrong", f"it ended by {ends} after {came} of {tokens} tokens")
+        return Judged("cut" if not ends else "wrong", f"finish reasons {ends} after {came} of {tokens} tokens")
     if usage is None or usage["completion_tokens"] != tokens or came != tokens:
-        said = usage and usage["completion_tokens"]
-        return Judged("cut", f"{came} tokens came, {said} are in its usage, {tokens} were asked for")
+        reported = usage and usage["completion_tokens"]
+        return Judged("cut", f"{came} tokens arrived, its usage reports {reported}, {tokens} were requested")
     return Judged("whole", prompt_tokens=usage["prompt_tokens"])
 
 
 def body_of(number: int, model: str, tokens: int, *, stream: bool) -> bytes:
-    """A request whose body has a length that no other has for a long while."""
+    """A request body whose length is unique among the next 4096."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": f"Number {number}: a word about rivers."}],
@@ -178,7 +178,7 @@ def body_of(number: int, model: str, tokens: int, *, stream: bool) -> bytes:
 
 
 class Clients(Crowd):
-    """Whoever is turned away or cut off comes again."""
+    """Clients that continue with the next request after each rejection or failure."""
 
     def __init__(self, url: str, model: str, count: int, think_s: float, dice: random.Random) -> None:
         super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S)
@@ -213,11 +213,11 @@ class Clients(Crowd):
         return Answer(tokens, len(body), sent_s, time.time(), found)
 
 
-# bedplate, which comes back
+# the service
 
 
 class Service:
-    """`bedplate serve` with replicas, started again whenever it has ended."""
+    """`bedplate serve` with replicas; restarted whenever it ends."""
 
     def __init__(self, options: argparse.Namespace, log: IO[bytes]) -> None:
         self.token = secrets.token_hex(8)
@@ -225,7 +225,7 @@ class Service:
         self.lives: list[Life] = []
         self.own_ends: list[str] = []
         self.given_up = 0
-        """Starts that ended with 3, since an engine was killed three times before it was ready for the first time."""
+        """Starts that ended with exit code 3, since an engine was killed three times before it was ready."""
         self.model = ""
         self._log = log
         self._env = {**os.environ, TOKEN: self.token, "NO_COLOR": "1"}
@@ -243,7 +243,7 @@ class Service:
 
     @property
     def life(self) -> Life | None:
-        """The one that lives now."""
+        """The process that runs now."""
         return self.lives[-1] if self.lives and self.lives[-1].died_s is None else None
 
     async def __aenter__(self) -> Service:
@@ -275,9 +275,9 @@ class Service:
                 if life.code == GIVEN_UP and life.ready_s is None:
                     self.given_up += 1
                 else:
-                    self.own_ends.append(f"with {life.code} after {life.died_s - life.born_s:.1f} s")
+                    self.own_ends.append(f"with exit code {life.code} after {life.died_s - life.born_s:.1f} s")
                 if not self._first.is_set():
-                    raise RuntimeError(f"bedplate does not start; its log: {self._log.name}")
+                    raise RuntimeError(f"bedplate does not start; see its log: {self._log.name}")
 
     async def _read(self, process: asyncio.subprocess.Process, life: Life) -> None:
         if process.stdout is not None and (line := await process.stdout.readline()):
@@ -286,7 +286,7 @@ class Service:
             self._first.set()
 
     def wardens(self) -> list[psutil.Process]:
-        return [one for one in self._below() if "warden.py" in " ".join(_command(one))]
+        return [one for one in self._below() if "warden.py" in " ".join(_read_command(one))]
 
     def engines(self) -> list[psutil.Process]:
         found = []
@@ -301,14 +301,14 @@ class Service:
         return []
 
     def kill(self, kind: str, dice: random.Random) -> bool:
-        """Whether there was something of this kind."""
+        """Kills processes of this kind; returns whether there were any."""
         life = self.life
         if kind == "bedplate":
             if life is None:
                 return False
             try:
                 os.kill(life.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has just ended, and nobody has noticed yet
+            except ProcessLookupError:  # it has just ended
                 return False
             life.killed_s = time.time()
             return True
@@ -326,18 +326,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _read_command(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return list(process.cmdline())
     return []
 
 
-# who looks on
+# observers
 
 
 @dataclass
 class Orphans:
-    """Processes of ours that are not below a living bedplate: for how long at the most, and those that stayed."""
+    """Started processes without a running bedplate as ancestor: the longest time, and those that stayed."""
 
     token: str
     longest_s: float = 0.0
@@ -345,7 +345,7 @@ class Orphans:
     _since: dict[tuple[int, float], float] = field(default_factory=dict)
 
     def look(self, top: int | None) -> int:
-        """How many there are."""
+        """Updates the list, and returns the number of orphans."""
         now, loose = time.monotonic(), self._loose(top)
         for key in [key for key in self._since if key not in loose]:
             del self._since[key]
@@ -370,7 +370,7 @@ class Orphans:
 
 
 def with_token(token: str) -> list[int]:
-    """Everybody who has it in the environment, whoever their parent is by now."""
+    """The pids of all processes with the token in their environment, whatever their parent."""
     wanted, found = f"{TOKEN}={token}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -379,7 +379,7 @@ def with_token(token: str) -> list[int]:
     return found
 
 
-def sampled(life: Life | None) -> None:
+def take_sample(life: Life | None) -> None:
     if life is not None and life.ready_s is not None and life.died_s is None:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(life.pid)
@@ -387,7 +387,7 @@ def sampled(life: Life | None) -> None:
 
 
 class Killer:
-    """Kills something at each of its moments; where there is nothing of the kind, as soon as there is, and a bit."""
+    """Kills a process at each of its random moments; if there is none of the kind, waits until there is."""
 
     def __init__(self, service: Service, minutes: float, kills: int, dice: random.Random) -> None:
         self.service, self.dice = service, dice
@@ -414,21 +414,21 @@ class Killer:
                 kill.back_s = answer.ended_s - kill.at_s
 
 
-# what is left to be said
+# results
 
 
 @dataclass
 class Kept:
-    """The client's list beside the store's."""
+    """The comparison of the clients' list with the store's."""
 
     found: int = 0
     lost: list[float] = field(default_factory=list)
-    """Whole answers without a record: how long before a kill of bedplate they had ended."""
+    """Complete answers without a record: how long before a kill of bedplate they ended."""
     wrong: list[str] = field(default_factory=list)
 
 
 def compared(answers: Iterable[Answer], records: Iterable[ServedRequest], deaths: Sequence[float]) -> Kept:
-    """Each whole answer has one record with its very tokens, unless bedplate was killed within a second. Pure."""
+    """Checks that each complete answer has one record, unless bedplate was killed within a second. Pure."""
     by_length: dict[int, list[ServedRequest]] = {}
     for record in records:
         by_length.setdefault(record.body_bytes, []).append(record)
@@ -441,35 +441,35 @@ def compared(answers: Iterable[Answer], records: Iterable[ServedRequest], deaths
         ]
         good = [one for one in own if one.outcome == "ok"]
         if answer.judged.outcome != "whole":
-            if good and not _soon(answer.ended_s - 1.0, deaths, 2.0):
-                kept.wrong.append(f"counted as answered, and it was not: {answer.judged}")
+            if good and not _find_next_death(answer.ended_s - 1.0, deaths, 2.0):
+                kept.wrong.append(f"recorded as answered, but it was not: {answer.judged}")
             continue
         if len(good) > 1:
-            kept.wrong.append(f"counted {len(good)} times: {good[0]}")
+            kept.wrong.append(f"recorded {len(good)} times: {good[0]}")
         elif not good:
-            before_s = _soon(answer.ended_s, deaths, float("inf"))
+            before_s = _find_next_death(answer.ended_s, deaths, float("inf"))
             if before_s is None or before_s > LAST_S:
                 since = "with no kill after it" if before_s is None else f"{before_s:.2f} s before a kill"
                 kept.wrong.append(f"lost, {since}: {answer.tokens} tokens at {answer.ended_s:.3f}")
             else:
                 kept.lost.append(before_s)
         elif (good[0].completion_tokens, good[0].prompt_tokens) != (answer.tokens, answer.judged.prompt_tokens):
-            kept.wrong.append(f"counted with other tokens than {answer.tokens}: {good[0]}")
+            kept.wrong.append(f"recorded with other tokens than {answer.tokens}: {good[0]}")
         else:
             kept.found += 1
     return kept
 
 
-def _soon(moment: float, deaths: Sequence[float], within_s: float) -> float | None:
-    """How long after the moment the next death was; a process that dies is seen to have died a bit later."""
+def _find_next_death(moment: float, deaths: Sequence[float], within_s: float) -> float | None:
+    """The time from the moment to the next death, at most `within_s`; 0.1 s of tolerance for late detection."""
     return next((max(0.0, death - moment) for death in deaths if -0.1 <= death - moment <= within_s), None)
 
 
 def unexplained(answers: Iterable[Answer], lives: Sequence[Life]) -> list[str]:
-    """Connections that were closed or refused while bedplate was there all the time."""
+    """Connections that were closed or refused although bedplate was running."""
     gone = [(life.died_s, after.ready_s or after.born_s + 60) for life, after in pairwise(lives) if life.died_s]
     return [
-        f"{answer.judged.outcome} at {answer.ended_s:.3f}, and bedplate was there"
+        f"{answer.judged.outcome} at {answer.ended_s:.3f}, although bedplate was running"
         for answer in answers
         if answer.judged.outcome in ("closed", "refused")
         and not any(died_s - 1.0 <= answer.ended_s and answer.sent_s <= back_s for died_s, back_s in gone)
@@ -487,18 +487,20 @@ class Grown(NamedTuple):
 
 
 def growth(lives: Sequence[Life]) -> tuple[list[Grown], list[str]]:
-    """Resident memory and open files: of the longest life, in its second quarter and its last; of all, at one age."""
+    """Growth of resident memory and open files: in the longest process, and between processes at the same age."""
     grown: list[Grown] = []
     longest = max(lives, key=lambda life: len(life.samples))
     quarter = len(longest.samples) // 4
     if quarter >= 5:
         parts = longest.samples[quarter : 2 * quarter], longest.samples[-quarter:]
         span = f"of one process, after {parts[0][0][0]:.0f} and {parts[1][-1][0]:.0f} s"
-        grown += _both(span, *([sample[1:] for sample in part] for part in parts))
+        grown += _compare_medians(span, *([sample[1:] for sample in part] for part in parts))
     aged = [one for life in lives if (one := next((s[1:] for s in life.samples if s[0] >= AGE_S), None)) is not None]
     third = len(aged) // 3
     if third >= 2:
-        grown += _both(f"of {len(aged)} processes {AGE_S:g} s old, first and last third", aged[:third], aged[-third:])
+        grown += _compare_medians(
+            f"of {len(aged)} processes {AGE_S:g} s old, first and last third", aged[:third], aged[-third:]
+        )
     wrong = [
         f"{one.what}: from {one.before:,.0f} to {one.after:,.0f}"
         for one in grown
@@ -507,7 +509,7 @@ def growth(lives: Sequence[Life]) -> tuple[list[Grown], list[str]]:
     return grown, wrong
 
 
-def _both(what: str, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[Grown]:
+def _compare_medians(what: str, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[Grown]:
     median = statistics.median
     return [
         Grown(f"memory {what}", median(one[0] for one in before), median(one[0] for one in after)),
@@ -517,7 +519,7 @@ def _both(what: str, before: Sequence[tuple[int, int]], after: Sequence[tuple[in
 
 @dataclass
 class Outcome:
-    """All that a soak has seen."""
+    """All results of a soak."""
 
     answers: list[Answer]
     kills: list[Kill]
@@ -534,29 +536,29 @@ class Outcome:
     def violations(self) -> list[str]:
         found = [f"{one.judged.outcome}: {one.judged.detail}" for one in self.answers if _is_wrong(one)]
         found += [f"left over: {one}" for one in self.orphans.stayed]
-        found += [f"{self.left} processes are left after the end"] if self.left else []
+        found += [f"{self.left} processes are left at the end"] if self.left else []
         found += self.kept.wrong + unexplained(self.answers, self.lives) + growth(self.lives)[1]
-        found += [f"bedplate ended by itself {one}" for one in self.own_ends]
+        found += [f"bedplate ended without being killed, {one}" for one in self.own_ends]
         found += [f"the store: {self.store}"] if self.store != "ok" else []
         found += [f"{len(self.kills)} kills of {self.wanted}"] if len(self.kills) < self.wanted else []
         return found
 
     def table(self) -> str:
         count = Counter(one.judged.outcome for one in self.answers)
-        told = Counter(one.judged.detail for one in self.answers if one.judged.outcome == "error")
+        errors = Counter(one.judged.detail for one in self.answers if one.judged.outcome == "error")
         rows = [
             ("time", f"{self.took_s / 60:.1f} min, {len(self.answers):,} requests"),
-            ("kills", f"{len(self.kills)}: {_listed(Counter(one.kind for one in self.kills))}"),
-            ("whole answers", f"{count['whole']:,}, each with its end, its usage and the very tokens that were asked"),
-            ("errors that clients were told", f"{count['error']:,}: {_listed(told)}"),
-            ("connections closed or refused", f"{count['closed']} and {count['refused']}, while bedplate was gone"),
-            ("cut short without a word", f"{count['cut'] + count['wrong']}; without an end: {count['hung']}"),
-            ("processes left over", f"{len(self.orphans.stayed) + self.left}; seen for {self.orphans.longest_s:.1f} s"),
-            ("usage records", f"{self.kept.found:,} of {count['whole']:,}; {_lost(self.kept.lost)}"),
-            ("wrong or doubled records", f"{len(self.kept.wrong)}; integrity of the store: {self.store}"),
-            *((one.what, _grown(one)) for one in growth(self.lives)[0]),
-            ("back after a kill", _back(self.kills)),
-            ("starts that bedplate gave up", f"{self.given_up}, and says so: an engine was killed again and again"),
+            ("kills", f"{len(self.kills)}: {_format_counts(Counter(one.kind for one in self.kills))}"),
+            ("complete answers", f"{count['whole']:,}, each with its end, its usage and exactly the requested tokens"),
+            ("errors reported to clients", f"{count['error']:,}: {_format_counts(errors)}"),
+            ("connections closed or refused", f"{count['closed']} and {count['refused']}, while bedplate was down"),
+            ("truncated without an error", f"{count['cut'] + count['wrong']}; without an end: {count['hung']}"),
+            ("processes left over", f"{len(self.orphans.stayed) + self.left}; longest {self.orphans.longest_s:.1f} s"),
+            ("usage records", f"{self.kept.found:,} of {count['whole']:,}; {_format_lost(self.kept.lost)}"),
+            ("wrong or duplicated records", f"{len(self.kept.wrong)}; integrity of the store: {self.store}"),
+            *((one.what, _format_growth(one)) for one in growth(self.lives)[0]),
+            ("time until the next complete answer, median (longest)", _format_recovery(self.kills)),
+            ("starts that bedplate gave up", f"{self.given_up}, since an engine was killed repeatedly"),
         ]  # fmt: skip
         return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)])
 
@@ -565,27 +567,27 @@ def _is_wrong(answer: Answer) -> bool:
     return answer.judged.outcome in ("cut", "wrong", "hung")
 
 
-def _listed(counter: Counter[str]) -> str:
+def _format_counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counter.most_common()) or "none"
 
 
-def _lost(lost: Sequence[float]) -> str:
+def _format_lost(lost: Sequence[float]) -> str:
     return f"{len(lost)} lost, the oldest {max(lost):.2f} s before a kill of bedplate" if lost else "none lost"
 
 
-def _grown(one: Grown) -> str:
+def _format_growth(one: Grown) -> str:
     if "memory" in one.what:
         return f"{one.before / 1e6:.1f} and {one.after / 1e6:.1f} MB"
     return f"{one.before:.0f} and {one.after:.0f}"
 
 
-def _back(kills: Sequence[Kill]) -> str:
-    """How long it was until somebody had a whole answer again."""
+def _format_recovery(kills: Sequence[Kill]) -> str:
+    """The time from a kill to the next complete answer, by kind."""
     parts = []
     for kind in dict.fromkeys(one.kind for one in kills):
         waits = sorted(one.back_s for one in kills if one.kind == kind and one.back_s is not None)
         if waits:
-            parts.append(f"{kind} {statistics.median(waits):.1f} s (longest {waits[-1]:.1f})")
+            parts.append(f"{kind} {statistics.median(waits):.1f} s ({waits[-1]:.1f})")
     return "; ".join(parts)
 
 
@@ -602,11 +604,11 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
             told = time.monotonic()
             while not killing.done():
                 await asyncio.wait({killing}, timeout=1.0)
-                sampled(service.life)
+                take_sample(service.life)
                 orphans.look(service.life.pid if service.life is not None else None)
                 if time.monotonic() - told >= options.tell_s:
                     told = time.monotonic()
-                    say(_so_far(time.monotonic() - began, killer, clients, service))
+                    say(_format_progress(time.monotonic() - began, killer, clients, service))
                 if time.monotonic() - began > 180 * options.minutes + 60:
                     killing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -620,20 +622,20 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
     kept = compared(clients.answers, store.requests(clients.answers[0].sent_s - 1, path=where), deaths)
     return Outcome(
         clients.answers, killer.kills, service.lives, service.own_ends, service.given_up, orphans, left, kept,
-        integrity(where), options.kills, time.monotonic() - began,
+        check_integrity(where), options.kills, time.monotonic() - began,
     )  # fmt: skip
 
 
-def _so_far(passed_s: float, killer: Killer, clients: Clients, service: Service) -> str:
+def _format_progress(passed_s: float, killer: Killer, clients: Clients, service: Service) -> str:
     count = Counter(one.judged.outcome for one in clients.answers)
     size = service.life.samples[-1][1] / 1e6 if service.life is not None and service.life.samples else 0.0
     return (
-        f"{passed_s / 60:5.1f} min: {len(killer.kills)} kills, {_listed(count)}; "
-        f"bedplate for the {len(service.lives)}. time, {size:.0f} MB"
+        f"{passed_s / 60:5.1f} min: {len(killer.kills)} kills, {_format_counts(count)}; "
+        f"bedplate started {len(service.lives)} times, {size:.0f} MB"
     )
 
 
-def integrity(path: Path) -> str:
+def check_integrity(path: Path) -> str:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
 
@@ -646,14 +648,14 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--think-s", type=float, default=0.3, help="between an answer and the next request")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--tell-s", type=float, default=30.0, help="how often it says how it goes")
+    parser.add_argument("--tell-s", type=float, default=30.0, help="how often progress is printed")
     return parser.parse_args(words)
 
 
 def main() -> int:
     options = options_of()
     with tempfile.NamedTemporaryFile(prefix="bedplate-kills-", suffix=".log", delete=False) as log:
-        print(f"bedplate's own words: {log.name}", flush=True)
+        print(f"log of bedplate: {log.name}", flush=True)
         outcome = asyncio.run(soaked(options, log, lambda text: print(text, flush=True)))
     print(outcome.table())
     violations = outcome.violations()

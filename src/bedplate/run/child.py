@@ -1,4 +1,4 @@
-"""Runs a program to its end. It and all that it starts end with us, however we end."""
+"""Runs a program to its end. The program and its descendants end when bedplate ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.run.warden import guarded
 
 class Ended(NamedTuple):
     code: int
-    """Its exit status; 128 and the signal's number when one ended it."""
+    """Its exit status; 128 plus the signal's number if a signal ended it."""
     output: str
 
 
@@ -26,9 +26,9 @@ def run_child(
     cwd: Path | None = None,
     log: Path | None = None,
 ) -> Ended:
-    """Runs `argv` and returns what it printed. `tick` is called now and then with the pid of its topmost process.
+    """Runs `argv` and returns its output. `tick` is called regularly with the pid of its topmost process.
 
-    With a `log` the output goes there instead, to be read while it comes.
+    With `log`, the output is written to that file instead, and can be read while the program runs.
     """
     file = log.open("ab") if log is not None else None
     lifeline_end, lifeline = os.pipe()
@@ -64,10 +64,10 @@ def run_child(
                     if tick is not None:
                         tick(process.pid)
         finally:
-            # Ctrl-C among other things leads here: the warden sees the line go and ends what it guards.
+            # Also after Ctrl-C: the warden sees the closed pipe and ends its processes.
             os.close(lifeline)
-            process.terminate()  # for systems without a warden, which itself ignores it
+            process.terminate()  # for systems without a warden; a warden ignores it
             process.wait()
-    # A warden's reports say no more than its exit status, but for why nothing could be started.
+    # A warden's reports repeat its exit status, except for the reason why a program could not be started.
     rest = reports.partition("failed ")[2] if os.name == "posix" else reports
     return Ended(process.returncode, (output or "") + rest)

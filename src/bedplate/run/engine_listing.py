@@ -1,4 +1,4 @@
-"""The engine map together with the environments that are installed of each engine."""
+"""The engine map together with the installed environments of each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines live apart: each in an environment of its own, pinned, and either whole or not there."""
+"""Engine environments: each engine is installed in a separate, pinned Python environment, atomically."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from bedplate.values.decision import Device
 from bedplate.values.units import size
 
 _MANIFEST = "bedplate.json"
-"""Written last, inside of a folder that is then renamed: whoever sees it sees a finished environment."""
+"""Written last, in a folder that is then renamed: a folder with a manifest is a finished environment."""
 CHECK_LIMIT_S = 300.0
-"""Importing a large package from a slow disk takes a while; after this it hangs."""
+"""Importing a large package from a slow disk takes a while; after this time it is assumed to hang."""
 
 
 _BORROWED = "borrowed"
 """The folder in an environment for libraries that the system lacks."""
 _ADOPTED, _PROGRAMS = "adopted", "programs"
-"""In the place of a version: the record of a Python that is not ours, and bedplate's programs for the engine in it."""
+"""The folder with the record of an adopted Python or program, and its subfolder with bedplate's own programs."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +53,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     made_at: str
     disk_bytes: int
     adopted: str | None = None
-    """The interpreter of somebody else's environment, which bedplate starts and never changes."""
+    """The interpreter of the user's environment, which bedplate starts and never changes."""
     program: str | None = None
-    """The engine's server where it is no Python's: a program of somebody else's, or one that was built here."""
+    """The engine's server if it is not a Python package: the user's program, or a native build."""
     built: bool = False
-    """Whether bedplate built it here, from its source."""
+    """Whether bedplate built it from source."""
     notes: tuple[str, ...] = ()
-    """What was found when it was built."""
+    """Results of the build and its test."""
 
     @property
     def interpreter(self) -> Path:
@@ -67,17 +67,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def programs(self) -> Path:
-        """Where bedplate's own programs for the engine are."""
+        """The folder with bedplate's own programs for the engine."""
         return Path(self.path) / _PROGRAMS if self.adopted else self.interpreter.parent
 
     @property
     def server(self) -> Path | None:
-        """The program that is started as it is; relative to the environment where it is bedplate's own."""
+        """The program to start; its path is relative to the environment if bedplate built it."""
         return Path(self.path) / self.program if self.program else None
 
     @property
     def theirs(self) -> str | None:
-        """What of somebody else's it is, if it is."""
+        """The user's interpreter or program, if it was adopted."""
         return self.adopted or (self.program if not self.built else None)
 
     @property
@@ -86,21 +86,21 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> Path:
-    """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
+    """The folder of this recipe's environment. Other pins or another Python have another folder: none is modified."""
     programs = [shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    more = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
-    what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *more))
+    optional = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
+    what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *optional))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
 def compiled_dir(engine_id: str, version: str) -> Path:
-    """Where a version of an engine keeps what it compiles for its models; it goes with the engine."""
+    """The folder for what a version of an engine compiles for its models; it is removed with the engine."""
     return engines_dir() / engine_id / "compiled" / version
 
 
 def find_environment(engine: Engine, device: Device = "cpu") -> Environment | None:
-    """The engine's environment for what it is to compute on; one that was adopted goes before bedplate's own."""
+    """The engine's environment for a device; an adopted one takes precedence."""
     if adopted := find_adopted(engine):
         return adopted
     recipe = engine.recipe_for(device)
@@ -110,17 +110,17 @@ def find_environment(engine: Engine, device: Device = "cpu") -> Environment | No
 def make_environment(
     engine: Engine, progress: Progress | None = None, device: Device = "cpu", *, own: bool = False
 ) -> Environment:
-    """The engine's environment, installed on the first call; bedplate's `own` even where another was adopted."""
+    """The engine's environment, installed on the first call; `own`: bedplate's, even if another one was adopted."""
     progress = progress or Silent()
     if not own and (adopted := find_adopted(engine)):
         return adopted
     recipe = _recipe(engine, device)
     path = environment_path(engine, recipe, device)
-    if there := read(path):
-        return there
+    if existing := read(path):
+        return existing
     writable(engines_dir())
     try:
-        # One lock for all environments of an engine, outside of the folder that `remove` takes away.
+        # One lock for all environments of an engine, outside the folder that a removal deletes.
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
             return read(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:
@@ -128,7 +128,7 @@ def make_environment(
 
 
 def find_adopted(engine: Engine) -> Environment | None:
-    """What was named for this engine; a Python has bedplate's programs for it as they are in this version."""
+    """The adopted environment of this engine; bedplate's programs for it are updated to this version."""
     path = _adopted_path(engine)
     record = _record(path)
     if record is None or (engine.is_version_named and record.version not in (engine.version, *NO_VERSION)):
@@ -136,8 +136,8 @@ def find_adopted(engine: Engine) -> Environment | None:
     if not record.whole:
         what = "program" if record.program else "Python"
         raise OutsideFailed(
-            f"the {what} that was given for {engine.name} is gone: {record.theirs}",
-            hint=f"bedplate engines forget {engine.id}, or name another with bedplate engines use",
+            f"the {what} that was registered for {engine.name} does not exist: {record.theirs}",
+            hint=f"run `bedplate engines forget {engine.id}`, or register another one with `bedplate engines use`",
         )
     if engine.recipe is not None and record.adopted:
         _put_programs(engine.recipe, path / _PROGRAMS)
@@ -145,32 +145,32 @@ def find_adopted(engine: Engine) -> Environment | None:
 
 
 def registered_versions() -> dict[str, str]:
-    """The version of each engine whose Python or program was named with `bedplate engines use`."""
+    """The version of each engine whose Python or program was registered with `bedplate engines use`."""
     found = (_record(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/{_ADOPTED}/{_MANIFEST}")))
     return {one.engine: one.version for one in found if one is not None and one.version not in NO_VERSION}
 
 
 def check_version(engine: Engine) -> None:
-    """Raises where a version is asked for that is neither registered nor the one that bedplate installs."""
+    """Raises an error for a requested version that is neither registered nor the one that bedplate installs."""
     if not engine.is_version_named or engine.version == engine.pinned_version or find_adopted(engine) is not None:
         return
-    there = _record(_adopted_path(engine))
+    registered = _record(_adopted_path(engine))
     raise BadQuestion(
-        f"{engine.name} {engine.version} is not installed here",
-        cause=f"{there.theirs} has version {there.version}" if there is not None else None,
-        hint=f"bedplate engines use {engine.id} --python PATH takes one that has it; without a version, "
-        f"{engine.pinned_version if there is None else there.version} is used",
+        f"{engine.name} {engine.version} is not installed",
+        cause=f"{registered.theirs} has version {registered.version}" if registered is not None else None,
+        hint=f"register an environment that has it: bedplate engines use {engine.id} --python PATH; without a version, "
+        f"{engine.pinned_version if registered is None else registered.version} is used",
     )
 
 
 def adopt(engine: Engine, python: Path) -> Environment:
-    """Takes a Python that has the engine's packages, instead of an environment of bedplate's own."""
-    # As it is written: a virtual environment is known by the path of its link to an interpreter.
+    """Registers a Python that has the engine's packages; it is used instead of an environment of bedplate."""
+    # Not resolved: Python finds its virtual environment by the path of the link to the interpreter.
     python = python.expanduser().absolute()
     if python.is_dir():
         python = _interpreter(python)
     if not python.is_file():
-        raise BadQuestion(f"{python} is no Python", hint="name an interpreter, such as ~/my-env/bin/python")
+        raise BadQuestion(f"{python} is not a Python interpreter", hint="give a path such as ~/my-env/bin/python")
     check = engine.recipe.check if engine.recipe is not None else f"import {re.sub(r'[^a-z0-9]', '_', engine.id)}"
     if (why := _fails(python, check, isolated=False)) is not None:
         raise OutsideFailed(
@@ -192,22 +192,22 @@ def adopt(engine: Engine, python: Path) -> Environment:
 
 
 def adopt_program(engine: Engine, program: Path) -> Environment:
-    """Takes a server program of the user's own, such as one of a package manager, as it is."""
+    """Registers a server program of the user, such as one from a package manager."""
     program = program.expanduser().absolute()
     if engine.build is None:
         raise BadQuestion(
-            f"{engine.name} is started in a Python, and is no program by itself",
+            f"{engine.name} is a Python package, not a separate program",
             hint=f"bedplate engines use {engine.id} --python PATH",
         )
     if program.is_dir():
         program /= engine.build.programs[0]
     if not program.is_file():
         raise BadQuestion(
-            f"{program} is no program", hint=f"name the file, such as /opt/bin/{engine.build.programs[0]}"
+            f"{program} is not a program", hint=f"give a path such as /opt/bin/{engine.build.programs[0]}"
         )
     version, why = program_version(program)
     if version is None:
-        raise OutsideFailed(f"{program} does not run", cause=why, hint="was it built for this machine?")
+        raise OutsideFailed(f"{program} does not run", cause=why, hint="check that it was built for this machine")
     found = Environment(
         engine=engine.id,
         version=version,
@@ -224,7 +224,7 @@ def adopt_program(engine: Engine, program: Path) -> Environment:
 def program_version(
     program: Path, env: Mapping[str, str] | None = None, limit_s: float = CHECK_LIMIT_S
 ) -> tuple[str | None, str]:
-    """What `--version` says in one word, or why it says nothing."""
+    """The version that `--version` prints, or why it fails."""
     try:
         ended = run_child([str(program), "--version"], env=env, limit_s=limit_s)
     except (TimeoutError, OSError) as error:
@@ -235,7 +235,7 @@ def program_version(
 
 
 def read_version(text: str) -> str | None:
-    """The version in what a program prints about itself."""
+    """Finds the version in the output of `--version`."""
     found = re.search(r"version:?\s+v?(\S+)(?:\s+\((?:[^)]*\b)?(\w+)\))?", text)
     return "-".join(filter(None, found.groups())) if found else None
 
@@ -254,12 +254,13 @@ def _adopted(engine: Engine, found: Environment) -> Environment:
 
 
 def forget(engine: Engine) -> Environment:
-    """Drops the record of an adopted Python or program; what belongs to its owner stays as it is."""
+    """Removes the record of an adopted Python or program; the Python or program itself is not changed."""
     path = _adopted_path(engine)
     record = _record(path)
     if record is None:
         raise BadQuestion(
-            f"no Python was adopted for {engine.name}", hint=f"bedplate engines use {engine.id} --python PATH adopts"
+            f"no Python or program is registered for {engine.name}",
+            hint=f"bedplate engines use {engine.id} --python PATH registers one",
         )
     try:
         with locked(path.parent, f"installing {engine.name}"):
@@ -276,33 +277,33 @@ def installed() -> list[Environment]:
 
 
 def remove(engine_id: str) -> list[Environment]:
-    """Removes all environments of an engine, those of other versions and unfinished ones too."""
+    """Removes all environments of an engine, including other versions and unfinished ones."""
     folder = engines_dir() / engine_id
     if not folder.is_dir():
-        raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists what is")
+        raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists the installed engines")
     try:
         with locked(folder, f"installing {engine_id}"):
-            gone = [environment for environment in installed() if environment.engine == engine_id]
-            for environment in gone:
-                # The manifest goes first: a removal that is cut short must not leave half an environment.
+            removed = [environment for environment in installed() if environment.engine == engine_id]
+            for environment in removed:
+                # The manifest first: an interrupted removal must not leave a part that looks complete.
                 (Path(environment.path) / _MANIFEST).unlink()
             shutil.rmtree(folder)
     except OSError as error:
         raise disk_failure(error, folder) from error
-    return gone
+    return removed
 
 
 def command(environment: Environment, launch: Launch) -> list[str]:
-    """The launch as it must be executed in this environment."""
+    """The command that executes the launch in this environment."""
     program, *arguments = launch.argv
     if (server := environment.server) is not None:
-        # A launch for whoever builds by hand names it by the folder that it is built in.
+        # A launch may name the program by the folder of a manual build.
         return [str(server.parent / PurePath(program).name), *arguments]
-    # Nothing of where the user stands or of their PYTHONPATH gets in, but for an environment of their own.
+    # -I ignores the working directory and PYTHONPATH, except in the user's own environment.
     python = [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
     if program == "python":
         return [*python, *arguments]
-    # Through the interpreter and not by the script's first line, which cannot hold long paths or spaces.
+    # By the interpreter, not by the script's shebang, which cannot contain long paths or spaces.
     script = environment.programs / PurePath(program).name
     if not script.exists():
         script = environment.interpreter.parent / program
@@ -310,7 +311,7 @@ def command(environment: Environment, launch: Launch) -> list[str]:
 
 
 def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, with the environment's borrowed libraries found where there are any."""
+    """`given`, with the environment's borrowed libraries in LD_LIBRARY_PATH, if it has any."""
     borrowed = environment / _BORROWED
     if not borrowed.is_dir():
         return dict(given)
@@ -323,7 +324,7 @@ def _recipe(engine: Engine, device: Device) -> Recipe:
     if recipe is None:
         raise OutsideFailed(
             f"this version of bedplate cannot install {engine.name}",
-            hint=f"bedplate engines use {engine.id} --python PATH takes one that is here",
+            hint=f"register an existing installation: bedplate engines use {engine.id} --python PATH",
         )
     return recipe
 
@@ -340,7 +341,7 @@ def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progres
         with progress.step(what, recipe.disk_bytes) as done:
             run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what, path.parent)
             python = str(_interpreter(staging))
-            # A bundle has what all of this came to where it was made, and no more.
+            # A bundle contains the exact packages, and nothing else.
             pinned = pinned_packages(engine.id)
             backend = torch_backend(recipe.packages, device)
             wanted = pinned or torch_arguments(recipe.packages, backend, _python_version(staging))
@@ -367,22 +368,22 @@ def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progres
 
 
 def keep(environment: Environment, staging: Path) -> None:
-    """Puts what was made in `staging` into its place, all of it at once."""
+    """Moves an environment from `staging` to its place, atomically."""
     path = Path(environment.path)
     (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
-    if path.exists():  # what a cut-short removal left behind, or one whose Python is gone
+    if path.exists():  # left by an interrupted removal, or its Python was uninstalled
         shutil.rmtree(path)
     staging.rename(path)
 
 
 def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
-    """Puts a library that this system lacks into the environment, out of a small package that carries it."""
+    """Copies a library that this system lacks into the environment, from a small package that contains it."""
     if not sys.platform.startswith("linux"):
         return
     load = f"import ctypes; ctypes.CDLL({library.soname!r})"
     if run_child([str(_interpreter(staging)), "-I", "-c", load], limit_s=CHECK_LIMIT_S).code == 0:
         return
-    progress.note(f"this system has no {library.soname}: taking the one that {library.package} carries")
+    progress.note(f"this system has no {library.soname}; using the one in {library.package}")
     holder = staging / "carrier"
     arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(holder), library.package]
     run_uv(arguments, what, staging)
@@ -390,7 +391,7 @@ def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progre
     if carried is None:
         raise OutsideFailed(
             f"this system has no {library.soname}, which the engine needs",
-            hint="install it with the system's package manager, then start again",
+            hint="install it with the system's package manager, then try again",
         )
     (staging / _BORROWED).mkdir()
     shutil.copy2(carried, staging / _BORROWED / library.soname)
@@ -401,14 +402,14 @@ def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
     why = why_not(staging, recipe)
     if why is not None:
         raise OutsideFailed(
-            f"{engine.name} was installed but does not run on this machine",
+            f"{engine.name} is installed but does not run on this machine",
             cause=why,
             hint="please report this with the output of `bedplate doctor`",
         )
 
 
 def why_not(environment: Path, recipe: Recipe, limit_s: float | None = None) -> str | None:
-    """Why an environment does not run, by a few lines of Python in it; `None` when it does."""
+    """Why an environment does not run, from a short check in it; `None` if it does."""
     record = _record(environment)
     if record is not None and record.server is not None:
         limit_s = CHECK_LIMIT_S if limit_s is None else limit_s
@@ -433,14 +434,14 @@ def _fails(
 
 
 def exit_words(code: int) -> str:
-    """How a child ended, by its exit status as a shell has it."""
+    """Describes how a child ended, from an exit status as shells report it."""
     if code - 128 in set(signal.Signals):
-        return f"it was ended by {signal.Signals(code - 128).name}"
+        return f"it was killed by {signal.Signals(code - 128).name}"
     return f"exit status {code}"
 
 
 def read(path: Path) -> Environment | None:
-    """What is installed there; `None` also for one whose interpreter was uninstalled from under it."""
+    """Reads the environment at `path`; `None` also if its interpreter was uninstalled."""
     found = _record(path)
     return found if found is not None and found.whole else None
 
@@ -450,7 +451,7 @@ def _record(path: Path) -> Environment | None:
         found = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
     except (OSError, msgspec.DecodeError):
         return None
-    # Where it is now: BEDPLATE_HOME may have been moved since.
+    # The current path: BEDPLATE_HOME may have been moved.
     return msgspec.structs.replace(found, path=str(path))
 
 
@@ -479,8 +480,8 @@ print(*[name for name in sys.argv[1:] if not has(name)])
 
 
 def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
-    """Which packages to install, where the engine itself is there and others of its recipe are not."""
-    wrong_place = "is that the environment that has its packages?"
+    """Names the missing packages, if the engine itself is installed and others of its recipe are not."""
+    wrong_place = "check that this is the environment with its packages"
     if recipe is None:
         return wrong_place
     pins = {_package_name(pin): pin for pin in (*recipe.bare, *recipe.packages)}
@@ -491,14 +492,15 @@ def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
     missing = ended.output.split() if ended.code == 0 else []
     if not missing or next(iter(pins)) in missing:
         return wrong_place
-    return f"install what it lacks: uv pip install --python {python} {shlex.join(pins[name] for name in missing)}"
+    packages = shlex.join(pins[name] for name in missing)
+    return f"install the missing packages: uv pip install --python {python} {packages}"
 
 
 def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
-    """The version of the engine's own package: the first of its recipe, or the one of its name."""
+    """The version of the engine's own package: the first of its recipe, or the one named like the engine."""
     named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
-    for wanted in (*named, engine.id):
-        name = _package_name(wanted)
+    for requirement in (*named, engine.id):
+        name = _package_name(requirement)
         for package in packages:
             found, _, version = package.partition("==")
             if _normal(found) == name:
@@ -524,7 +526,7 @@ def _put_programs(recipe: Recipe, folder: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, also for those who read it in this moment."""
+    """Writes a file atomically."""
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_bytes(content)
     new.replace(path)
@@ -553,7 +555,7 @@ def _interpreter(environment: Path) -> Path:
 
 
 def shipped(file: str) -> bytes:
-    """A program that bedplate ships into environments."""
+    """The content of a program that bedplate installs into environments."""
     return (importlib.resources.files("bedplate.engines") / "shipped" / file).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: which GGUF of a repository to take, and how it gets here."""
+"""The Hugging Face hub: chooses a GGUF file of a repository and downloads it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from bedplate.facts.safetensors import Header
 
 Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all, often."""
+"""Called often, with the bytes done and the total bytes."""
 Say = Callable[[str], None]
 
-# Q4_K_M is what llama.cpp (-hf) and Ollama take when nobody says otherwise: about a third of the 16-bit size, and so
-# three times the speed where memory bandwidth is the limit, for a loss in quality that few tasks show. A repository
-# without it usually has one of the others, which are of about the same size.
-_SWEET_SPOT = (
+# Q4_K_M is the default of llama.cpp (-hf) and Ollama: about a third of the 16-bit size, and so three times the speed
+# where memory bandwidth is the bottleneck, at a loss of quality that few tasks show. A repository without it usually
+# has one of the others, which have about the same size.
+_USUAL_QUANTIZATIONS = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_L", "MXFP4", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "NVFP4", "Q4_K",
 )  # fmt: skip
 _DISK_MARGIN_BYTES = 256 << 20
-# Most headers are shorter; the rest take a second request.
+# Most headers are shorter; the others need a second request.
 _FIRST_BYTES = (256 << 10) - 1
 _TIMEOUT_S = 30.0
-# A broken line is taken up again for as long as bytes keep coming; these are the pauses after tries that brought none.
+# An interrupted download is resumed while attempts transfer bytes; these are the pauses after attempts that did not.
 _PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 
 
@@ -55,17 +55,17 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubChoice:
-    """What will be downloaded: all of it is known before a byte of it is."""
+    """The files to download, and their sizes."""
 
     repo: str
     revision: str
-    """The commit, so that what is chosen is what comes, even if the repository changes in between."""
+    """The commit, so that the chosen files are downloaded even if the repository changes meanwhile."""
     quantization: str | None
     files: tuple[HubFile, ...]
     folder: Path
-    """Where it goes: the repository's folder in the usual Hugging Face cache."""
+    """The repository's folder in the Hugging Face cache."""
     missing_bytes: int
-    """What is still to come; less than the size when a part is here already."""
+    """Bytes still to download; less than the size if a part is cached already."""
     endpoint: str
 
     @property
@@ -78,13 +78,13 @@ class HubChoice:
 
 
 def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
-    """The GGUF to take from `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf`.
+    """Chooses a GGUF file from `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf`.
 
-    `fits` says whether a model of so many bytes can run here; it is not asked when a person names the file.
+    `fits` returns whether a model of so many bytes can run here; it is not called when `reference` names a file.
     """
     repo, quantization, file = split_reference(reference)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise BadQuestion(f"{reference} is not the name of a model on the hub", hint="say it as owner/name")
+        raise BadQuestion(f"{reference} is not the name of a model on the hub", hint="write it as owner/name")
     info = _model_info(repo)
     groups = _groups(info)
     if not groups:
@@ -92,8 +92,8 @@ def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
         raise BadQuestion(
             f"{repo} has no GGUF files",
             cause=_other_formats(info),
-            hint=f"others publish conversions: search the hub for “{base}-GGUF” "
-            f"(bartowski/{base}-GGUF, unsloth/{base}-GGUF, ggml-org/{base}-GGUF are usual names)",
+            hint=f"search the hub for a conversion: “{base}-GGUF” "
+            f"(common names: bartowski/{base}-GGUF, unsloth/{base}-GGUF, ggml-org/{base}-GGUF)",
         )
     if file is not None:
         group = _by_file(groups, file, repo)
@@ -117,7 +117,7 @@ def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
 
 
 def remote_model(repo: str) -> Model:
-    """What a repository's configuration and the headers of its weights say; the weights stay where they are."""
+    """The facts from a repository's configuration and the headers of its weights, without downloading the weights."""
     from concurrent.futures import ThreadPoolExecutor
 
     from bedplate.facts.hf_config import read_config
@@ -155,14 +155,17 @@ def remote_model(repo: str) -> Model:
 
 def _unreadable(repo: str, info: ModelInfo) -> BadQuestion:
     if any(is_language_model(sibling.rfilename) for sibling in info.siblings or ()):
-        return BadQuestion(f"{repo} holds GGUF files, which are read once they are here", hint=f"bedplate serve {repo}")
+        return BadQuestion(
+            f"{repo} contains GGUF files, whose facts can be read only after the download",
+            hint=f"bedplate serve {repo} downloads and serves one",
+        )
     return BadQuestion(
-        f"{repo} has no config.json", cause=_other_formats(info), hint="name a repository that holds a model"
+        f"{repo} has no config.json", cause=_other_formats(info), hint="give a repository that contains a model"
     )
 
 
 class _Remote:
-    """Files of one commit of a repository, of which only a part is asked for."""
+    """Reads parts of files of one commit of a repository."""
 
     def __init__(self, repo: str, revision: str, endpoint: str) -> None:
         self.repo, self.revision, self.endpoint = repo, revision, endpoint
@@ -170,11 +173,11 @@ class _Remote:
     def whole(self, path: str, most: int) -> bytes:
         data = self._bytes(path, 0, most)
         if len(data) > most:
-            raise BadQuestion(f"{path} of {self.repo} has more than {human_size(most)}, which no such file has")
+            raise BadQuestion(f"{path} of {self.repo} is larger than the limit of {human_size(most)}")
         return data
 
     def header(self, path: str) -> Header:
-        """The header of a safetensors file: its length first, in a request that usually brings all of it."""
+        """The header of a safetensors file: the first request reads its length, and usually all of it."""
         from bedplate.facts.safetensors import header_length, parse_header
 
         data = self._bytes(path, 0, _FIRST_BYTES)
@@ -183,13 +186,13 @@ class _Remote:
             data += self._bytes(path, len(data), 8 + length - 1)
         if len(data) < 8 + length:
             raise BadQuestion(
-                f"{path} of {self.repo} is cut short: its header alone needs {8 + length:,} bytes",
-                hint="tell its owner",
+                f"{path} of {self.repo} is truncated: its header alone needs {8 + length:,} bytes",
+                hint="report this to the owner of the repository",
             )
         return parse_header(data[8 : 8 + length], path)
 
     def _bytes(self, path: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, both included, or fewer where the file ends; never more, whatever is sent."""
+        """Bytes `start` to `end`, both included; fewer at the end of the file, and never more than requested."""
         from huggingface_hub import hf_hub_url
 
         utils = _utils()
@@ -210,9 +213,9 @@ class _Remote:
 
 
 def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | None = None) -> Path:
-    """Brings every file of the choice into the cache; returns the path of the first.
+    """Downloads every file of the choice to the cache; returns the path of the first.
 
-    What a broken connection or Ctrl-C leaves behind is taken up again by the next call.
+    After a broken connection or Ctrl-C, the next call resumes the download.
     """
     _need_free(choice)
     with _translated(choice.repo), _quiet():
@@ -232,10 +235,10 @@ def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | 
 
 
 def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say: Say | None) -> None:
-    """One file into the cache, in the cache's own layout: blobs/ETAG, and a link to it in snapshots/COMMIT.
+    """Downloads one file to the cache, in the cache's layout: blobs/ETAG, and a link to it in snapshots/COMMIT.
 
-    huggingface_hub's own download starts again from nothing after Ctrl-C, which hurts with 40 GB. So the bytes are
-    brought here, into the blob that it expects, and then it is asked for the file, finds the blob and makes the link.
+    huggingface_hub restarts an interrupted download from zero, which is slow for 40 GB. So bedplate downloads the
+    bytes to the blob that huggingface_hub expects, and then lets huggingface_hub find the blob and create the link.
     """
     from huggingface_hub import hf_hub_download
 
@@ -243,7 +246,7 @@ def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say:
         return
     url, etag, size = _where(choice, file)
     blob = choice.folder / "blobs" / etag
-    # The lock is huggingface_hub's own, so that its command line and ours do not bring the same file twice.
+    # huggingface_hub's own lock, so that its command line and bedplate do not download the same file twice.
     with locked(choice.folder.parent / ".locks" / choice.folder.name / etag, f"downloading {file.path}", say):
         if not blob.exists():
             partial = blob.with_name(f"{etag}.incomplete")
@@ -251,8 +254,8 @@ def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say:
             if re.fullmatch(r"[0-9a-f]{64}", etag) and _sha256(partial) != etag:
                 partial.unlink()
                 raise OutsideFailed(
-                    f"{file.path} came, but not as {choice.repo} has it: its checksum is wrong",
-                    hint="run it again; if that repeats, something between here and the hub changes files",
+                    f"the downloaded {file.path} does not have the checksum that {choice.repo} lists",
+                    hint="run it again; if the error repeats, a proxy between here and the hub may change files",
                 )
             partial.replace(blob)
     hf_hub_download(
@@ -269,8 +272,8 @@ def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say:
 def _transfer(
     choice: HubChoice, file: HubFile, partial: Path, url: str, size: int, report: Callable[[int], None]
 ) -> None:
-    """Fills `partial` up to `size`, from where it ends; goes on after broken connections while they bring bytes."""
-    fruitless = 0
+    """Appends to `partial` until it has `size` bytes; retries while attempts transfer bytes."""
+    failed_attempts = 0
     with partial.open("ab") as target:
         if target.tell() > size:
             target.truncate(0)
@@ -281,17 +284,17 @@ def _transfer(
                 _stream(url, choice, target, size, report)
                 if target.tell() >= size:
                     break
-                broken: Exception = ConnectionError("the connection was closed early")
+                failure: Exception = ConnectionError("the connection was closed early")
             except Exception as error:
                 if not _transient(error):
                     raise
-                broken = error
+                failure = error
             target.flush()
-            fruitless = 0 if target.tell() > before else fruitless + 1
-            if fruitless > len(_PAUSES_S):
-                raise broken
-            time.sleep(_PAUSES_S[max(0, fruitless - 1)])
-            # The address may have been signed for an hour, and this may have taken two.
+            failed_attempts = 0 if target.tell() > before else failed_attempts + 1
+            if failed_attempts > len(_PAUSES_S):
+                raise failure
+            time.sleep(_PAUSES_S[max(0, failed_attempts - 1)])
+            # The signed URL may have expired during a long download.
             url, _, _ = _where(choice, file)
 
 
@@ -299,7 +302,7 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
     utils = _utils()
     headers = utils.build_hf_headers(library_name="bedplate", library_version=__version__)
     if urlsplit(url).netloc != urlsplit(choice.endpoint).netloc:
-        # A signed address on a content network; the token is for the hub alone.
+        # A signed URL of a content delivery network; the token is only for the hub.
         headers.pop("authorization", None)
     headers["Accept-Encoding"] = "identity"
     start = target.tell()
@@ -313,14 +316,15 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
         for chunk in response.iter_bytes():
             if target.tell() + len(chunk) > size:
                 raise OutsideFailed(
-                    f"{urlsplit(url).netloc} sends more bytes than the hub promised", hint="run it again later"
+                    f"{urlsplit(url).netloc} sends more bytes than the size that the hub lists",
+                    hint="run it again later",
                 )
             target.write(chunk)
             report(target.tell())
 
 
 def _where(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
-    """The address of a file, the name that the cache gives it, and its size."""
+    """The URL of a file, its ETag, which names it in the cache, and its size."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(choice.repo, file.path, revision=choice.revision, endpoint=choice.endpoint)
@@ -328,14 +332,14 @@ def _where(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
     etag = metadata.etag or ""
     if not re.fullmatch(r"[\w-]{8,128}", etag):
         raise OutsideFailed(
-            f"{choice.endpoint} does not answer as the hub does: {file.path} has no usable ETag",
-            hint="check HF_ENDPOINT, and any proxy between here and the hub",
+            f"the answer of {choice.endpoint} has no usable ETag for {file.path}, which the hub always sends",
+            hint="check HF_ENDPOINT and any proxy between here and the hub",
         )
     return metadata.location, etag, file.size_bytes if metadata.size is None else metadata.size
 
 
 def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
-    """The models of a repository: whole files, and split ones of which every part is there."""
+    """The models of a repository: single files, and split ones of which every part exists."""
     sizes = {
         sibling.rfilename: sibling.size or 0 for sibling in info.siblings or () if is_language_model(sibling.rfilename)
     }
@@ -348,7 +352,7 @@ def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
                 groups.append(tuple(HubFile(name, sizes[name]) for name in names))
         else:
             groups.append((HubFile(path, sizes[path]),))
-    # Of two files with one label, the one higher up and with the shorter name is the plain one.
+    # Of two files with the same label, the one nearer to the root with the shorter name is the standard one.
     return sorted(groups, key=lambda group: (group[0].path.count("/") - (len(group) > 1), len(group[0].path)))
 
 
@@ -360,7 +364,7 @@ def _by_file(groups: list[tuple[HubFile, ...]], file: str, repo: str) -> tuple[H
     for group in groups:
         if any(file in (member.path, PurePosixPath(member.path).name) for member in group):
             return group
-    raise BadQuestion(f"{repo} has no file {file}", cause=f"it has {_labels(groups)}", hint=f"say {repo}:QUANTIZATION")
+    raise BadQuestion(f"{repo} has no file {file}", cause=f"it has {_labels(groups)}", hint=f"use {repo}:QUANTIZATION")
 
 
 def _by_quantization(groups: list[tuple[HubFile, ...]], wanted: str, repo: str) -> tuple[HubFile, ...]:
@@ -383,25 +387,25 @@ def _labels(groups: list[tuple[HubFile, ...]]) -> str:
 
 
 def _best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: str) -> tuple[HubFile, ...]:
-    """The usual 4 bits if they fit; else the largest below; without 4 bits, the smallest above."""
+    """The usual 4-bit quantization if it fits; otherwise the largest below; without a 4-bit one, the smallest above."""
     fitting = [group for group in groups if fits(_total(group))]
     if not fitting:
         smallest = min(groups, key=_total)
         raise AnswerIsNo(
             f"no GGUF of {repo} fits: the smallest is "
             f"{quantization_of(smallest[0].path) or smallest[0].path}, {human_size(_total(smallest))}",
-            hint="take a smaller model, or name a quantization to try it nevertheless (OWNER/NAME:Q2_K)",
+            hint="use a smaller model, or name a quantization to try it anyway (OWNER/NAME:Q2_K)",
         )
     by_label: dict[str | None, tuple[HubFile, ...]] = {}
     for group in groups:
         by_label.setdefault(quantization_of(group[0].path), group)
-    sweet = next((by_label[label] for label in _SWEET_SPOT if label in by_label), None)
-    if sweet is None:
+    usual = next((by_label[label] for label in _USUAL_QUANTIZATIONS if label in by_label), None)
+    if usual is None:
         above = [group for group in fitting if _bits(group) > 4]
         return min(above, key=_total) if above else max(fitting, key=_total)
-    if sweet in fitting:
-        return sweet
-    below = [group for group in fitting if _total(group) < _total(sweet)]
+    if usual in fitting:
+        return usual
+    below = [group for group in fitting if _total(group) < _total(usual)]
     return max(below or fitting, key=_total)
 
 
@@ -426,7 +430,7 @@ def _model_info(repo: str) -> ModelInfo:
         info = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
         models = [s.rfilename for s in info.siblings or () if is_language_model(s.rfilename)]
         if info.gated and models:
-            # A gated repository is listed for everyone; only asking for a file shows whether we may have it.
+            # Everyone can list a gated repository; only a request for a file shows whether we have access.
             get_hf_file_metadata(
                 hf_hub_url(repo, models[0], revision=info.sha, endpoint=endpoint),
                 timeout=_TIMEOUT_S,
@@ -443,13 +447,13 @@ def _refuse_offline(repo: str) -> None:
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
             raise OutsideFailed(
-                f"{repo} is not on this machine, and {variable} forbids to fetch it",
-                hint=f"unset {variable}, or name a model that is here",
+                f"{repo} is not on this machine, and {variable} disables downloads",
+                hint=f"unset {variable}, or use a model that is on this machine",
             )
 
 
 def _remember_main(choice: HubChoice) -> None:
-    """Other programs ask the cache for `main`; ours asked for a commit, so note which one it was."""
+    """Records the commit as `main` in the cache, since other programs look for `main`."""
     ref = choice.folder / "refs" / "main"
     with contextlib.suppress(OSError):
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -460,16 +464,16 @@ def _need_free(choice: HubChoice) -> None:
     blobs = choice.folder / "blobs"
     try:
         blobs.mkdir(parents=True, exist_ok=True)
-        here = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
+        partial_bytes = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
         free = shutil.disk_usage(blobs).free
     except OSError as error:
         raise _unwritable(choice.repo, error) from error
-    wanted = max(0, choice.missing_bytes - here)
-    if wanted and wanted + _DISK_MARGIN_BYTES > free:
+    missing_bytes = max(0, choice.missing_bytes - partial_bytes)
+    if missing_bytes and missing_bytes + _DISK_MARGIN_BYTES > free:
         raise OutsideFailed(
-            f"not enough disk space for {choice.name}: {human_size(wanted)} are to come "
+            f"not enough disk space for {choice.name}: the download needs {human_size(missing_bytes)}, "
             f"and {human_size(free)} are free in {choice.folder.parent}",
-            hint="free some space (hf cache prune), or point HF_HOME at a larger disk",
+            hint="free some space (hf cache prune), or set HF_HOME to a folder on a larger disk",
         )
 
 
@@ -480,7 +484,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps huggingface_hub from writing bars and warnings on a terminal that is not its own."""
+    """Keeps huggingface_hub from printing progress bars and warnings."""
     utils = _utils()
     bars, verbosity = not utils.are_progress_bars_disabled(), utils.logging.get_verbosity()
     with warnings.catch_warnings():
@@ -496,18 +500,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _utils() -> Any:
-    """huggingface_hub.utils, whose names are public but not marked so for type checkers."""
+    """huggingface_hub.utils, whose names are public but not exported for type checkers."""
     return importlib.import_module("huggingface_hub.utils")
 
 
 def _transient(error: BaseException) -> bool:
-    """Whether trying again may help: broken lines, busy servers, and addresses whose signature ran out."""
+    """Whether a retry may help: interrupted connections, overloaded servers, and expired signed URLs."""
     if isinstance(error, BedplateError):
         return False
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (403, 408, 429) or status >= 500
-    # The client behind huggingface_hub has changed twice (requests, httpx, httpx2); its family name has not.
+    # huggingface_hub has changed its HTTP client twice (requests, httpx, httpx2); the base classes keep their names.
     if any(kind.__name__ in ("TransportError", "RequestException") for kind in type(error).__mro__):
         return True
     return isinstance(error, ConnectionError | TimeoutError)
@@ -515,7 +519,7 @@ def _transient(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _translated(repo: str) -> Iterator[None]:
-    """What huggingface_hub raises, as something that a person can act on."""
+    """Converts errors of huggingface_hub to errors with a hint."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -533,23 +537,23 @@ def _translated(repo: str) -> Iterator[None]:
         raise
     except GatedRepoError as error:
         raise BadQuestion(
-            f"{repo} is gated: its owner gives it only to people who have accepted its licence",
-            hint=f"accept it at {endpoint}/{repo}, then log in (hf auth login) or set HF_TOKEN",
+            f"{repo} is gated: only users who have accepted its licence may download it",
+            hint=f"accept the licence at {endpoint}/{repo}, then log in (hf auth login) or set HF_TOKEN",
         ) from error
     except RepositoryNotFoundError as error:
         raise BadQuestion(
             f"{repo} is not on the hub, or it is private",
-            hint="check the spelling; for a private one log in (hf auth login) or set HF_TOKEN",
+            hint="check the spelling; for a private repository, log in (hf auth login) or set HF_TOKEN",
         ) from error
     except HFValidationError as error:
         raise BadQuestion(f"{repo} is not the name of a model on the hub", cause=str(error)) from error
     except OfflineModeIsEnabled as error:
         raise OutsideFailed(
-            f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it",
-            hint="unset HF_HUB_OFFLINE, or name a model that is here",
+            f"{repo} is not on this machine, and HF_HUB_OFFLINE disables downloads",
+            hint="unset HF_HUB_OFFLINE, or use a model that is on this machine",
         ) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
-        if isinstance(error, FileNotFoundError):  # huggingface_hub's word for not being able to ask
+        if isinstance(error, FileNotFoundError):  # raised by huggingface_hub when the hub is unreachable
             raise _unreachable(endpoint, repo, error) from error
         raise OutsideFailed(f"{repo} changed while it was read", hint="run it again") from error
     except HfHubHTTPError as error:
@@ -566,17 +570,17 @@ def _translated(repo: str) -> Iterator[None]:
 
 def _unwritable(repo: str, error: OSError) -> OutsideFailed:
     return OutsideFailed(
-        f"{repo} could not be written to {hub_cache()}",
+        f"cannot write {repo} to {hub_cache()}",
         cause=error.strerror or str(error),
-        hint="check the disk, or point HF_HOME at a folder that you may write to",
+        hint="check the disk, or set HF_HOME to a writable folder",
     )
 
 
 def _unreachable(endpoint: str, repo: str, error: BaseException) -> OutsideFailed:
     return OutsideFailed(
-        f"{repo} could not be fetched from {endpoint}",
+        f"cannot download {repo} from {endpoint}",
         cause=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        hint="check the network and any proxy; what has come so far is kept. A mirror is named by HF_ENDPOINT",
+        hint="check the network and any proxy, or set HF_ENDPOINT to a mirror; the next attempt resumes the download",
     )
 
 
@@ -584,9 +588,9 @@ def _refused(endpoint: str, repo: str, error: Any) -> BedplateError:
     status = error.response.status_code
     if status in (401, 403):
         return BadQuestion(
-            f"{endpoint} does not let us have {repo} (HTTP {status})",
-            hint="the token may be wrong or too narrow: log in again (hf auth login) or set HF_TOKEN",
+            f"{endpoint} denies access to {repo} (HTTP {status})",
+            hint="the token may be invalid or lack the permission: log in again (hf auth login) or set HF_TOKEN",
         )
     if status == 429:
-        return OutsideFailed(f"{endpoint} has had too many requests from here", hint="wait a few minutes, or log in")
+        return OutsideFailed(f"{endpoint} limits the rate of requests (HTTP 429)", hint="wait a few minutes, or log in")
     return OutsideFailed(f"{endpoint} answers with HTTP {status} for {repo}", hint="run it again later")

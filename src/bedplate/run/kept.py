@@ -1,4 +1,4 @@
-"""What was prepared and is kept: whose it is, when it was last used, what is stale, and how it is removed."""
+"""Lists and removes prepared weights: their model, last use, and whether they are stale."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     model: str
     engine: str
-    """Whose environment made it."""
+    """The engine whose environment converted it."""
     disk_bytes: int
     made_at: str | None
     used_at: str | None
     in_use: bool
     stale: str | None
-    """Why nothing will ask for it again; `None`: the next start that needs it takes it."""
+    """Why no future start will use it; `None` if one may."""
     checked: tuple[str, ...] = ()
     built_for: tuple[str, ...] = ()
-    """Of what was compiled: the interpreter, packages, cards and compiler that it is for."""
+    """For compiled code: the interpreter, packages, GPUs and compiler that it was built for."""
 
 
 class PreparedList(Record, frozen=True, kw_only=True):
@@ -49,47 +49,47 @@ class PreparedList(Record, frozen=True, kw_only=True):
 
 
 def kept() -> list[Kept]:
-    """All that is there, what was used last first; what a killed conversion left behind, too."""
+    """All prepared weights, most recently used first, including the remains of interrupted conversions."""
     folders = [path for path in prepared_dir().glob("*") if path.is_dir()] if prepared_dir().is_dir() else []
     found = [one for path in folders if (one := _read(path)) is not None]
     return sorted(found, key=lambda one: (one.used_at or "", one.id), reverse=True)
 
 
 def chosen(ids: Sequence[str], *, stale: bool = False, unused: bool = False) -> list[Kept]:
-    """Those that are named by their ids, or the beginnings of them; or all stale ones, or all that nobody uses."""
-    there = kept()
-    found = [one for one in there if (stale and one.stale) or (unused and not one.in_use)]
-    for wanted in ids:
-        alike = [one for one in there if one.id.startswith(wanted)]
-        if len(alike) != 1:
-            what = "nothing that was prepared is" if not alike else f"{len(alike)} of those that were prepared are"
-            raise BadQuestion(f"{what} called {wanted}", hint="bedplate prepared lists them")
-        found += [one for one in alike if one not in found]
+    """Selects by ids or their prefixes; or all stale ones, or all that are not in use."""
+    prepared = kept()
+    found = [one for one in prepared if (stale and one.stale) or (unused and not one.in_use)]
+    for prefix in ids:
+        matching = [one for one in prepared if one.id.startswith(prefix)]
+        if len(matching) != 1:
+            count = "no prepared weights have" if not matching else f"{len(matching)} prepared weights have"
+            raise BadQuestion(f"{count} an id that starts with {prefix}", hint="bedplate prepared lists the ids")
+        found += [one for one in matching if one not in found]
     return found
 
 
 def remove(which: Sequence[Kept]) -> tuple[list[Kept], list[Kept]]:
-    """Those that are gone, and those that stay because a running bedplate uses them, or just makes them."""
-    gone, stay = [], []
+    """Returns those that were removed, and those that stay because a running bedplate uses or creates them."""
+    removed, kept_in_use = [], []
     for one in which:
         folder = Path(one.path)
         try:
             with _alone(folder) as alone:
                 if not alone:
-                    stay.append(one)
+                    kept_in_use.append(one)
                     continue
-                # The manifest goes first: a removal that is cut short must not leave half a model.
+                # The manifest first: an interrupted removal must not leave a part that looks complete.
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder)
         except OSError as error:
             raise disk_failure(error, folder) from error
-        gone.append(one)
-    return gone, stay
+        removed.append(one)
+    return removed, kept_in_use
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody else uses or makes it, and nobody begins to meanwhile."""
+    """Yields whether no other process uses or creates the folder; while locked, none can start to."""
     from filelock import FileLock, Timeout
 
     name = folder.name.removeprefix(MAKING).partition("-")[0]
@@ -108,7 +108,7 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _mark(folder: Path) -> Iterator[bool]:
-    """Takes the mark that users share; `False` where one of them has it."""
+    """Takes the lock that users of the folder share; yields False if one of them holds it."""
     mark = Path(f"{folder}.use")
     if os.name != "posix" or not mark.exists():
         yield True
@@ -130,7 +130,7 @@ def _read(folder: Path) -> Kept | None:
         return None
     with _alone(folder) as alone:
         in_use = not alone
-    made = MAKING in folder.name
+    temporary = MAKING in folder.name
     try:
         record = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Prepared)
         used: str | None = _time((folder / MANIFEST).stat().st_mtime)
@@ -140,14 +140,14 @@ def _read(folder: Path) -> Kept | None:
         return Kept(
             id=folder.name.removeprefix(MAKING),
             path=str(folder),
-            what="being made" if made and in_use else "left behind by a conversion that did not end",
+            what="conversion in progress" if temporary and in_use else "remains of an interrupted conversion",
             model="",
             engine="",
             disk_bytes=_own_bytes(folder),
             made_at=None,
             used_at=used,
             in_use=in_use,
-            stale=None if in_use else "it is not whole",
+            stale=None if in_use else "it is incomplete",
         )
     return Kept(
         id=folder.name,
@@ -167,20 +167,20 @@ def _read(folder: Path) -> Kept | None:
 
 def _stale(record: Prepared) -> str | None:
     if not record.identity:
-        return "an earlier version of bedplate made it"
+        return "an earlier version of bedplate created it"
     try:
         now = identity(engine_by_id(record.engine), record.argv)
     except BedplateError:
-        return f"this version of bedplate knows no engine {record.engine}"
+        return f"this version of bedplate has no engine {record.engine}"
     if now != record.identity:
-        return "other packages or programs made it than would make it today"
+        return "it was converted with other versions of packages or programs than the current ones"
     if record.built_for and not Path(record.built_for[0]).exists():
-        return "the environment that it was compiled for is gone"
+        return "the environment that it was compiled for was removed"
     return None
 
 
 def _own_bytes(folder: Path) -> int:
-    """Without what it links to, which is kept elsewhere."""
+    """The size without the targets of links."""
     return sum(size_of(path) for path in folder.iterdir() if not path.is_symlink())
 
 

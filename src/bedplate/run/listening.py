@@ -1,4 +1,4 @@
-"""Where an endpoint answers, and whether that port is free."""
+"""The address of an endpoint, and the check that its port is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and for whom the endpoint answers."""
+    """The address, key and limits of an endpoint."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -20,16 +20,16 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     grace_s: float = 5.0
     log_content: Path | None = None
-    """Where what is asked and answered is kept, for an operator who wants that."""
+    """The folder for the content of requests and answers (`--log-content`)."""
 
 
 def check_port(listen: Listen) -> None:
-    """Refuses a port that is in use before anything is downloaded for it."""
+    """Raises an error if the port is in use, before anything is downloaded."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((listen.host, listen.port))
     except (OSError, OverflowError) as error:
-        failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "ports go from 0 to 65535")
+        failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "a port is a number from 0 to 65535")
         raise bind_failure(failure, listen.host, listen.port) from error

@@ -1,4 +1,4 @@
-"""From what a person types to a model that an engine can be given."""
+"""Finds a model by name, path or hub id, and downloads it if necessary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_builtin(text: str | None) -> bool:
 
 
 def local_model(text: str | None) -> Model | None:
-    """The model's facts if it is built in or on this machine already; nothing is downloaded."""
+    """The facts of a model that is built in or on this machine; downloads nothing."""
     if is_builtin(text) or text is None:
         return builtin.builtin_facts()
     found = locate(text)
@@ -30,7 +30,7 @@ def local_model(text: str | None) -> Model | None:
 
 
 def _read(found: Located) -> Model:
-    """The facts of what was found, by what it is."""
+    """Reads the facts of a folder or file, by its format."""
     path, ending = found.path, found.path.suffix.lower()
     if path.is_dir():
         return read_folder(path, name=found.name, origin=found.origin)
@@ -46,17 +46,17 @@ def _read(found: Located) -> Model:
 
 
 def known_model(text: str | None = None) -> Model:
-    """As `local_model`, then by the facts of well-known models that come with bedplate; else it is an error."""
+    """The facts of a model on this machine, or of one whose facts come with bedplate. Raises an error for others."""
     model = local_model(text) or lookup(text or "")
     if model is None:
         raise BadQuestion(
-            f"{text} is not on this machine, and not among the models that bedplate knows", hint=_way_out(str(text))
+            f"{text} is not on this machine, and bedplate has no facts about it", hint=_way_out(str(text))
         )
     return model
 
 
 def intended_model(named: ModelNamed | None) -> Model:
-    """The model that an intent speaks of: by name, or by the facts that it states."""
+    """The model of an intent file: by name, or by the facts in the file."""
     if isinstance(named, dict):
         from bedplate.facts.known_models import model_from_facts
 
@@ -65,7 +65,7 @@ def intended_model(named: ModelNamed | None) -> Model:
 
 
 def inspected_model(text: str | None = None) -> Model:
-    """As `known_model`; a hub id that is not known is read from the hub, without its weights."""
+    """The facts of a known model; those of an unknown hub id are read from the hub, without its weights."""
     model = local_model(text) or lookup(text or "")
     if model is None and text and re.fullmatch(r"[\w.-]+/[\w.-]+", text.strip()):
         from bedplate.run import hub
@@ -75,23 +75,23 @@ def inspected_model(text: str | None = None) -> Model:
 
 
 def _way_out(text: str) -> str:
-    near = nearest(text)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    fetch = f"`bedplate serve {text}` downloads it from the hub, if that is where it is"
-    return f"{meant}{fetch}; or name a folder or a .gguf file"
+    similar = nearest(text)
+    suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
+    fetch = f"`bedplate serve {text}` downloads it if it is on the hub"
+    return f"{suggestion}{fetch}; or give a folder or a .gguf file"
 
 
 def fetched_model(text: str, available_bytes: int, progress: Progress) -> Model:
-    """A model of the hub, downloaded: the quantization that fits, unless `text` names one."""
+    """Downloads a model from the hub: the quantization that fits, unless `text` names one."""
     from bedplate.run import hub
     from bedplate.values.units import size
 
-    # Only file sizes are known before it is here; a fifth is left for cache and engine.
+    # Before the download only file sizes are known; a fifth is reserved for the KV cache and the engine.
     choice = hub.choose(text, fits=lambda size_bytes: size_bytes <= available_bytes * 0.8)
     if choice.size_bytes > available_bytes:
         raise AnswerIsNo(
-            f"{choice.name} does not fit: its weights are {size(choice.size_bytes)}, {size(available_bytes)} are free",
-            hint=f"a smaller quantization; `bedplate serve {choice.repo}` takes one that fits",
+            f"{choice.name} does not fit: its weights need {size(choice.size_bytes)}, {size(available_bytes)} are free",
+            hint=f"use a smaller quantization; `bedplate serve {choice.repo}` chooses one that fits",
         )
     parts = f" in {len(choice.files)} files" if len(choice.files) > 1 else ""
     progress.note(f"downloading {choice.name} ({size(choice.size_bytes)}{parts}) to {choice.folder}")

@@ -1,4 +1,4 @@
-"""Builds an engine from its published source for this very machine, and keeps what runs and is right."""
+"""Builds an engine from its published source for this machine, and keeps a build that runs and answers correctly."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from bedplate.values.decision import Device
 from bedplate.values.units import seconds, size
 
 CMAKE_PACKAGES = ("cmake==4.4.4", "ninja==1.13.2")
-"""For machines with a compiler and without these."""
+"""Installed on machines that have a compiler but lack these."""
 LEAST_CMAKE = (3, 18)
-"""The first that knows CMAKE_CUDA_ARCHITECTURES."""
+"""The first version with CMAKE_CUDA_ARCHITECTURES."""
 BYTES_PER_JOB = 2_000_000_000
-"""What a compiler takes for the largest files; more at once than memory holds would only be killed."""
+"""Memory of a compiler for the largest files. It limits the number of jobs."""
 NATIVE_GPUS: dict[Device, tuple[str, ...]] = {"cuda": ("nvidia",), "rocm": ("amd",), "xpu": ("intel",)}
 INSTALL_A_COMPILER = (
     "install one: apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), xcode-select --install (macOS); "
-    "without --build native the ready-made build is used"
+    "or omit --build native to use the packaged engine"
 )
 GPU_COMPILERS: dict[Device, tuple[str, str, str]] = {
     "cuda": ("nvcc", "NVIDIA GPUs", "the CUDA toolkit"),
@@ -49,11 +49,11 @@ _HOME_VARIABLES = {"nvcc": ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"), "hipcc": ("R
 _HOMES = {"nvcc": ("usr/local/cuda", "usr/local/cuda-*", "opt/cuda"), "hipcc": ("opt/rocm", "opt/rocm-*"), "glslc": ()}
 BIN = "bin"
 _REFUSED = "refused.json"
-"""In the place of a manifest: a build that was made, and found to be no good."""
+"""Written instead of a manifest for a build that does not run or gives wrong answers."""
 _STEP = re.compile(r"^\[ *(\d+)(?:/(\d+)|%)\]", re.MULTILINE)
 _ERRORS = re.compile(
     r"^(?:CMake Error[^\n]*(?:\n+ +[^\n]+)?"
-    # A source that is no checkout is as it should be.
+    # The source is not a git checkout, which is not an error.
     r"|.*(?:\berror:|\bfatal\b(?!: not a git repository)|Killed signal|No space left)[^\n]*)$",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -61,7 +61,7 @@ TAIL_BYTES = 4096
 
 
 class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine builds with. `None` is what it does not have, and what then comes from the package index."""
+    """The build tools of this machine. `None`: it lacks the tool, which is then installed from the package index."""
 
     compiler: str
     compiler_version: str
@@ -69,22 +69,22 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
     ninja: str | None = None
     make: str | None = None
     gpu: str | None = None
-    """The compiler for the GPU's own code."""
+    """The compiler for GPU code."""
     gpu_version: str | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found of a build by running it."""
+    """The result of the test of a build."""
 
     runs: bool
     right: bool
     why: str
-    """In a clause, whatever it is."""
+    """The reason for the result, as a clause."""
     evidence: tuple[str, ...] = ()
 
 
 class NotUsable(Exception):
-    """No build of this source is of use here; the ready-made one is all that is left."""
+    """No build of this source works here; only the packaged engine remains."""
 
     def __init__(self, why: str, evidence: tuple[str, ...] = ()) -> None:
         super().__init__(why)
@@ -93,12 +93,12 @@ class NotUsable(Exception):
 
 
 Trial = Callable[[Environment], Verdict]
-"""Runs a build and looks at its answers."""
+"""Runs a build and checks its answers."""
 
 
 def buildable(engine: Engine) -> SourceBuild:
     if engine.build is None:
-        raise BadQuestion(f"bedplate does not build {engine.name} from source", hint="leave --build native away")
+        raise BadQuestion(f"bedplate does not build {engine.name} from source", hint="omit --build native")
     return engine.build
 
 
@@ -109,12 +109,12 @@ def build_environment(
     trial: Trial,
     progress: Progress | None = None,
 ) -> Environment:
-    """The engine as it is built for this machine, on the first call by building it. Raises `NotUsable`."""
+    """The native build of the engine; built on the first call. Raises `NotUsable`."""
     progress = progress or Silent()
     build = buildable(engine)
     tools, paths = _paths(engine, build, hardware, device)
-    if there := _made(paths):
-        return there
+    if existing := _made(paths):
+        return existing
     writable(engines_dir())
     try:
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
@@ -124,12 +124,12 @@ def build_environment(
 
 
 def built_here(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
-    """The build for this machine, if it is there; `NotUsable` when it was made and found to be no good."""
+    """The native build, if there is one. Raises `NotUsable` if it was built and failed its test."""
     return _made(_paths(engine, buildable(engine), hardware, device)[1])
 
 
 def usable_build(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
-    """The build for this machine, if it is there and good; no reason why it is not."""
+    """The native build, if there is one that passed its test; otherwise `None`."""
     if engine.build is None:
         return None
     try:
@@ -143,20 +143,20 @@ def _paths(
 ) -> tuple[Toolchain, list[tuple[Variant, Path]]]:
     variants = engine.variants(hardware, device)
     if not variants:
-        raise BadQuestion(f"{engine.name} cannot be built for {device}", hint="leave --build native away")
+        raise BadQuestion(f"{engine.name} cannot be built for {device}", hint="omit --build native")
     tools = toolchain(engine.name, device, os.environ)
     return tools, [(one, build_path(engine, build, one, tools, hardware, device)) for one in variants]
 
 
 def _made(paths: Sequence[tuple[Variant, Path]]) -> Environment | None:
-    """The first that is there. Variants behind one that was never tried do not count: it may be better."""
+    """The first variant that was built. Later variants count only if all before them were tested and failed."""
     for variant, path in paths:
-        if there := read(path):
-            return there
+        if existing := read(path):
+            return existing
         if (refused := _refused(path)) is None:
             return None
         if variant is paths[-1][0] or refused.runs:
-            raise NotUsable(f"it was built here before: {refused.why}", refused.evidence)
+            raise NotUsable(f"an earlier build failed its test: {refused.why}", refused.evidence)
     return None
 
 
@@ -170,7 +170,7 @@ def _refused(path: Path) -> Verdict | None:
 def build_path(
     engine: Engine, build: SourceBuild, variant: Variant, tools: Toolchain, hardware: Hardware, device: Device
 ) -> Path:
-    """Where a build is: another source, flags, compiler, processor or card is another folder."""
+    """The folder of a build; it depends on the source, flags, compiler, CPU and GPUs."""
     cards = sorted(
         {(card.name, card.compute_capability or "") for card in cards_of(hardware, NATIVE_GPUS.get(device, ()))}
     )
@@ -180,11 +180,11 @@ def build_path(
     return engines_dir() / engine.id / f"{build.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
-# what there is to build with
+# build tools
 
 
 def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchain:
-    """Finds what a build needs; what the package index does not have must be here."""
+    """Finds the build tools. Raises an error for a missing one that the package index does not have."""
     path = environ.get("PATH")
     compiler = next(
         (
@@ -195,15 +195,15 @@ def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchai
         None,
     )
     if compiler is None:
-        raise OutsideFailed(f"building {name} needs a C++ compiler, and there is none here", hint=INSTALL_A_COMPILER)
+        raise OutsideFailed(f"building {name} needs a C++ compiler, and none was found", hint=INSTALL_A_COMPILER)
     gpu = None
     if device in GPU_COMPILERS:
         gpu = find_gpu_compiler(device, environ)
         if gpu is None:
             program, whose, kit = GPU_COMPILERS[device]
             raise OutsideFailed(
-                f"building {name} for {whose} needs {program}, and there is none here",
-                hint=f"install {kit}, so that {program} is found; without --build native the CPU is used",
+                f"building {name} for {whose} needs {program}, which was not found",
+                hint=f"install {kit}, with {program} on the PATH; or omit --build native to use the CPU",
             )
     cmake = shutil.which("cmake", path=path)
     return Toolchain(
@@ -218,7 +218,7 @@ def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchai
 
 
 def find_gpu_compiler(device: Device, environ: Mapping[str, str]) -> Path | None:
-    """What compiles the GPU's own code, which installers put where no PATH leads."""
+    """Finds the compiler for GPU code, which installers often put outside the PATH."""
     program = GPU_COMPILERS[device][0]
     if found := shutil.which(program, path=environ.get("PATH", "")):
         return Path(found).resolve()
@@ -229,7 +229,7 @@ def find_gpu_compiler(device: Device, environ: Mapping[str, str]) -> Path | None
 
 
 def describe_gpu_compiler(device: Device, environ: Mapping[str, str]) -> str:
-    """Where it is, and what it says of itself; empty where there is none, or nothing to compile for."""
+    """Its path and version; empty if there is none, or the device needs none."""
     found = find_gpu_compiler(device, environ) if device in GPU_COMPILERS else None
     return f"{found} {_last_line(str(found), '--version')}".strip() if found else ""
 
@@ -260,7 +260,7 @@ def _printed(argv: Iterable[str]) -> list[str]:
 
 
 def jobs_for(hardware: Hardware) -> int:
-    """As many compilers at once as there are processors, and memory for them."""
+    """The number of concurrent compilers: limited by cores and memory."""
     return max(1, min(int(hardware.cpu.allowed_cores), hardware.memory.available_bytes // BYTES_PER_JOB))
 
 
@@ -278,17 +278,17 @@ def _build(
     progress: Progress,
 ) -> Environment:
     folder = writable(paths[0][1].parent)
-    small = device in ("cpu", "metal")
-    wanted = build.disk_bytes if small else build.gpu_disk_bytes
-    need_free(folder, wanted + build.download_bytes, f"building {engine.name}")
+    cpu_only = device in ("cpu", "metal")
+    needed_bytes = build.disk_bytes if cpu_only else build.gpu_disk_bytes
+    need_free(folder, needed_bytes + build.download_bytes, f"building {engine.name}")
     for leftover in folder.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     jobs = jobs_for(hardware)
-    took_s = (build.core_seconds if small else build.gpu_core_seconds) / jobs
+    took_s = (build.core_seconds if cpu_only else build.gpu_core_seconds) / jobs
     progress.note(
-        f"building {engine.name} for {'this CPU' if small else f'the GPU ({device})'} from {build.package} with "
+        f"building {engine.name} for {'this CPU' if cpu_only else f'the GPU ({device})'} from {build.package} with "
         f"{tools.compiler_version}: about {seconds(took_s)} on {jobs} core{'s' if jobs > 1 else ''} "
-        f"(estimate: {build.basis}), {size(wanted)} of disk meanwhile; Ctrl-C leaves nothing behind"
+        f"(estimate: {build.basis}), {size(needed_bytes)} of temporary disk space; Ctrl-C removes everything"
     )
     log = writable(logs_dir()) / f"build-{engine.id}.log"
     log.unlink(missing_ok=True)
@@ -299,13 +299,13 @@ def _build(
         last: Verdict | None = None
         for number, (variant, path) in enumerate(paths):
             without = paths[number + 1][0].name if number + 1 < len(paths) else None
-            if (before := _refused(path)) is not None:
-                last = before
-                progress.note(f"built here before, it did not run ({before.why}): this time without {without}")
+            if (earlier := _refused(path)) is not None:
+                last = earlier
+                progress.note(f"an earlier build did not run ({earlier.why}); building without {without}")
                 continue
             began = time.monotonic()
             staging = maker.make(variant)
-            made = Environment(
+            environment = Environment(
                 engine=engine.id,
                 version=build.version,
                 path=str(staging),
@@ -317,24 +317,24 @@ def _build(
                 built=True,
                 notes=_notes(variant, tools, time.monotonic() - began, jobs),
             )
-            last = trial(made)
+            last = trial(environment)
             if last.right:
-                progress.note(f"the native build runs and is right: {last.why}")
-                made = msgspec.structs.replace(made, path=str(path), notes=(*made.notes, last.why))
-                keep(made, staging)
-                return made
+                progress.note(f"the native build passed its test: {last.why}")
+                environment = msgspec.structs.replace(environment, path=str(path), notes=(*environment.notes, last.why))
+                keep(environment, staging)
+                return environment
             _refuse(path, last)
-            if last.runs:  # what computes wrongly is not cured by leaving an instruction set out
+            if last.runs:  # wrong answers are not fixed by omitting an instruction set
                 break
             if without is not None:
-                progress.note(f"the native build does not run here ({last.why}): building it again without {without}")
+                progress.note(f"the native build does not run ({last.why}); building again without {without}")
     raise NotUsable(last.why if last else "nothing was built", last.evidence if last else ())
 
 
 def _notes(variant: Variant, tools: Toolchain, took_s: float, jobs: int) -> tuple[str, ...]:
-    with_what = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
-    left_out = (f"without {variant.name}",) if variant.name else ()
-    return (f"built in {seconds(took_s)} with {jobs} jobs, {with_what}", *left_out)
+    compilers = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
+    omitted = (f"without {variant.name}",) if variant.name else ()
+    return (f"built in {seconds(took_s)} with {jobs} jobs, {compilers}", *omitted)
 
 
 def _refuse(path: Path, verdict: Verdict) -> None:
@@ -354,7 +354,7 @@ class Maker:
         self._made = 0
 
     def make(self, variant: Variant) -> Path:
-        """A folder with the programs under bin/, and nothing else."""
+        """Builds a variant and returns a folder with its programs in bin/."""
         tools = self.tools
         env = self._environment()
         configure = [str(tools.cmake), "-S", str(self.source), "-B", str(self.folder), *self._generator()]
@@ -369,7 +369,7 @@ class Maker:
         for program in self.build.programs:
             made = next((path for path in (self.folder / BIN / program, self.folder / program) if path.is_file()), None)
             if made is None:
-                raise OutsideFailed(f"building {self.name} ended without making {program}", hint=f"log: {self.log}")
+                raise OutsideFailed(f"building {self.name} did not create {program}", hint=f"log: {self.log}")
             shutil.copy2(made, staging / BIN / program)
         return staging
 
@@ -381,17 +381,17 @@ class Maker:
     def _compilers(self) -> list[str]:
         if self.tools.gpu is None or Path(self.tools.gpu).name != "nvcc":
             return []
-        # The program finds CUDA's libraries where they were found to build it.
+        # The program loads CUDA's libraries from where they were at build time.
         home = Path(self.tools.gpu).parent.parent
         libraries = next((folder for name in ("lib64", "lib") if (folder := home / name).is_dir()), home / "lib64")
         compiler, root = f"-DCMAKE_CUDA_COMPILER={self.tools.gpu}", f"-DCUDAToolkit_ROOT={home}"
         return [compiler, root, f"-DCMAKE_BUILD_RPATH={libraries}"]
 
     def _environment(self) -> dict[str, str]:
-        # Repositories above the folder have nothing to say about this source.
+        # git must not look at repositories in parent folders.
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.work), "NINJA_STATUS": "[%f/%t] "}
         env.pop("MAKEFLAGS", None)
-        env.pop("SOURCE_DATE_EPOCH", None)  # ggml takes it as a wish for a build that is not for this machine
+        env.pop("SOURCE_DATE_EPOCH", None)  # ggml then builds for generic CPUs
         if self.tools.gpu is not None and Path(self.tools.gpu).name == "hipcc":
             home = Path(self.tools.gpu).parent.parent
             env.setdefault("HIP_PATH", str(home))
@@ -415,7 +415,7 @@ class Maker:
                 raise OutsideFailed(f"{what} failed", cause=str(error)) from error
         if ended.code != 0:
             text = self.log.read_text(encoding="utf-8", errors="replace").rpartition("\n# ")[2]
-            raise OutsideFailed(f"{what} failed", cause=first_error(text), hint=f"all that was printed: {self.log}")
+            raise OutsideFailed(f"{what} failed", cause=first_error(text), hint=f"log: {self.log}")
 
 
 def _tail(path: Path) -> str:
@@ -426,7 +426,7 @@ def _tail(path: Path) -> str:
 
 
 def build_progress(text: str) -> float | None:
-    """How much is done by the last line that says so: ninja's [12/214], or make's [ 5%]."""
+    """The progress from the last line that shows it: ninja's [12/214], or make's [ 5%]."""
     found = list(_STEP.finditer(text))
     if not found:
         return None
@@ -436,33 +436,31 @@ def build_progress(text: str) -> float | None:
 
 
 def first_error(text: str) -> str:
-    """The line of a build's output that says what went wrong: the first, since others follow from it."""
+    """The first error in a build's output; later ones usually follow from it."""
     found = _ERRORS.search(text)
     lines = text.strip().splitlines()
-    said = found[0] if found else lines[-1] if lines else "it printed nothing"
-    return " ".join(said.split())[:600]
+    error = found[0] if found else lines[-1] if lines else "it printed nothing"
+    return " ".join(error.split())[:600]
 
 
 # the source
 
 
 def take_source(build: SourceBuild, work: Path, progress: Progress) -> None:
-    """Puts the source tree to `work`/source: from a folder of the user's own, else from the package index."""
+    """Puts the source tree into `work`/source: from a folder in UV_FIND_LINKS, otherwise from the package index."""
     if (local := local_archive(build.archive, uv_environment(os.environ))) is not None:
         found = _sha256(local)
         if found == build.sha256:
-            progress.note(f"the source is {local}")
+            progress.note(f"using the source in {local}")
         else:
-            progress.note(
-                f"the source is {local}, which is not the published file (sha256 {found[:12]}…): taken as it is"
-            )
+            progress.note(f"using the source in {local}, although it is not the published file (sha256 {found[:12]}…)")
         unpack(local, build.tree, work / "source")
         return
     fetch_source(build, work, progress)
 
 
 def local_archive(name: str, env: Mapping[str, str]) -> Path | None:
-    """The file in one of the user's own folders."""
+    """The file in one of the folders of UV_FIND_LINKS."""
     for folder in env.get("UV_FIND_LINKS", "").split(","):
         path = Path(folder.strip().removeprefix("file://")).expanduser() / name
         if folder.strip() and path.is_file():
@@ -471,7 +469,7 @@ def local_archive(name: str, env: Mapping[str, str]) -> Path | None:
 
 
 def unpack(archive: Path, tree: str, target: Path) -> None:
-    """One folder of an archive; nothing of it may get outside of the target."""
+    """Extracts one folder of an archive; nothing is written outside the target."""
     try:
         with tarfile.open(archive) as opened:
             members = []
@@ -482,15 +480,16 @@ def unpack(archive: Path, tree: str, target: Path) -> None:
             target.mkdir(parents=True)
             opened.extractall(target, members=members, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise OutsideFailed(f"{archive} cannot be unpacked", cause=str(error), hint="is the file whole?") from error
+        hint = "check that the file is complete"
+        raise OutsideFailed(f"cannot extract {archive}", cause=str(error), hint=hint) from error
     if not (target / "CMakeLists.txt").is_file():
         raise OutsideFailed(
-            f"{archive} does not hold {tree}/CMakeLists.txt", hint="is it the published source package?"
+            f"{archive} does not contain {tree}/CMakeLists.txt", hint="check that it is the published source package"
         )
 
 
 _TAKER = '''\
-"""Stands in for the package's own build backend: what was fetched, checked and unpacked is taken as it is."""
+"""Replaces the package's build backend: it moves the extracted source instead of building it."""
 import os, shutil, zipfile
 NAME, VERSION, TREE, TARGET = {values!r}
 INFO = f"{{NAME}}-{{VERSION}}.dist-info"
@@ -515,10 +514,10 @@ _BACKENDS = ("scikit_build_core", "build")
 
 
 def fetch_source(build: SourceBuild, work: Path, progress: Progress) -> None:
-    """From the package index by uv, which knows the user's settings for it, checks the hash and unpacks.
+    """Downloads the source with uv, which uses the user's index settings, checks the hash and extracts it.
 
-    uv keeps no source packages for others to take: so it is asked to build one, with a backend that only moves it. Its
-    cache is a folder of our own, since it would else remember what that backend made for the package.
+    uv has no command that only downloads a source package. So it builds the package with a backend that only moves the
+    source. A temporary cache folder keeps the result of that backend out of the user's cache.
     """
     name, _, version = build.package.partition("==")
     what = f"fetching {build.package}"
@@ -539,27 +538,27 @@ def fetch_source(build: SourceBuild, work: Path, progress: Progress) -> None:
     with progress.step(what, build.download_bytes) as done:
         run_uv([*arguments, "--requirement", str(pinned)], what, work, done)
     if not (work / "source" / "CMakeLists.txt").is_file():
-        raise OutsideFailed(f"{build.package} does not hold {build.tree}/CMakeLists.txt", hint="please report this")
+        raise OutsideFailed(f"{build.package} does not contain {build.tree}/CMakeLists.txt", hint="please report this")
     for leftover in (taker, work / "uv-cache", work / "nothing"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
-    """What is not here of cmake and ninja, from the package index."""
+    """Installs cmake and ninja from the package index if they are missing."""
     builder = tools.ninja or tools.make
     if tools.cmake is not None and builder is not None:
         return tools
-    wanted = [
+    missing_packages = [
         package
         for package, missing in zip(CMAKE_PACKAGES, (tools.cmake is None, builder is None), strict=True)
         if missing
     ]
-    words = " and ".join(wanted)
-    progress.note(f"this machine lacks what {words} bring: taking them from the package index, for this build")
+    names = " and ".join(missing_packages)
+    progress.note(f"installing {names} from the package index for this build, since this machine lacks them")
     target = work / "tools"
     run_uv(
-        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *wanted],
-        f"fetching {words}",
+        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *missing_packages],
+        f"fetching {names}",
         work,
     )
     changes: dict[str, Any] = {}

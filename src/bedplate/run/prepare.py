@@ -1,4 +1,4 @@
-"""What a plan's weights need before the launch: each step taken once, kept by content, whole or not there."""
+"""Prepares a plan's weights before the launch: each step runs once, and its result is stored by content, atomically."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from bedplate.values.units import seconds, size
 
 UNPACKER = "gguf-to-folder"
 SLACK = 1.1
-"""On top of the weights: tokenizers, and what a conversion writes on its way."""
+"""Factor on the size of the weights, for tokenizers and temporary files of a conversion."""
 SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
-LEADS_ELSEWHERE = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
+OTHER_ENVIRONMENT_VARIABLES = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
 JOBS = "MAX_JOBS"
-"""How many compilers work at once changes nothing of what they make, and is the user's to say."""
+"""The number of concurrent compilers. It does not affect the result, and the user may set it."""
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
-"""What PyTorch compiles for, where somebody says so."""
+"""The architectures that PyTorch compiles for, if the user sets them."""
 MANIFEST = "bedplate.json"
 CHECK = "conversion_check.py"
 CHECK_LIMIT_S = 1800.0
-_DOING = {"download": "downloading", "convert": "converting", "build": "building", "install": "installing"}
-_SAYS = "conversion-check: "
+_ACTIVITIES = {"download": "downloading", "convert": "converting", "build": "building", "install": "installing"}
+_RESULT_MARK = "conversion-check: "
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step has made, beside it in its folder."""
+    """The record of one step, stored in its folder."""
 
     what: str
     argv: tuple[str, ...]
@@ -61,16 +61,16 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     made_at: str = ""
     identity: str = ""
-    """Of the packages and the program that made it; empty: made before that was kept."""
+    """A hash of the packages and the program that created it; empty in records of early versions."""
     checked: tuple[str, ...] = ()
-    """What was compared with the source, and what came of it."""
+    """The results of the comparison with the source."""
     built_for: tuple[str, ...] = ()
-    """Of what was compiled: the interpreter, packages, compiler and cards that it is for."""
+    """For compiled code: the interpreter, packages, compiler and GPUs that it was built for."""
 
 
 @dataclass
 class Step:
-    """One step, the engine in whose environment it runs, and the folder that belongs to its content."""
+    """One step, the engine in whose environment it runs, and the folder for its result."""
 
     step: Preparation
     engine: Engine
@@ -84,16 +84,16 @@ class Step:
 
     @property
     def doing(self) -> str:
-        return f"{_DOING[self.step.kind]} {self.step.what}"
+        return f"{_ACTIVITIES[self.step.kind]} {self.step.what}"
 
     @property
     def inputs(self) -> tuple[Step, ...]:
-        """The earlier steps whose results its command names."""
+        """The earlier steps whose results its command uses."""
         return tuple(one for one in self.before if any(one.step.where in word for word in self.step.argv))
 
     @property
     def seen(self) -> tuple[Step, ...]:
-        """The earlier steps whose results lie beside its own. What is compiled is no model's, and sees none."""
+        """The earlier steps whose results are linked in its folder. Compiled code belongs to no model and has none."""
         return self.inputs if self.step.kind == "build" else self.before
 
     @property
@@ -106,9 +106,9 @@ def prepared_dir() -> Path:
 
 
 def offline(given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, for programs whose weights are all here: nothing is looked for on the hub.
+    """`given`, with the hub disabled, for programs whose weights are on this machine.
 
-    The hub's cache is one that is there: several engines fail to list their models where none was ever made.
+    The cache folder is created, since several engines fail without one.
     """
     cache = home() / "hub"
     cache.mkdir(parents=True, exist_ok=True)
@@ -126,11 +126,11 @@ def prepare(
     progress: Progress | None = None,
     hardware: Hardware | None = None,
 ) -> Path | None:
-    """Takes the steps that were not taken before. Returns the folder that the launch must run in; `None`: anywhere.
+    """Runs the steps that have no result yet. Returns the working directory of the launch; `None` if any will do.
 
-    Steps name what they make, and each other's results, relative to that folder. Each has a folder of its own with
-    links to what came before it, so that plans share what they have in common. As long as this process lives, what it
-    was given here is in use, and nobody removes it. What is compiled is for the cards of `hardware`.
+    Paths in steps are relative to that folder. Each step has its own folder with links to earlier results, so that
+    plans share common steps. The results stay locked against removal while this process runs. Code is compiled for the
+    GPUs of `hardware`.
     """
     progress = progress or Silent()
     chain = _chain(plan, steps, environment, hardware)
@@ -149,7 +149,7 @@ def prepare(
                     _Taking(plan, one, environment, progress).take()
         for one in chain:
             if one.done:
-                os.utime(one.folder / MANIFEST)  # when it was last used
+                os.utime(one.folder / MANIFEST)  # the time of the last use
         if chain:
             _point(_last(chain), chain)
     except OSError as error:
@@ -158,34 +158,34 @@ def prepare(
 
 
 def _last(chain: tuple[Step, ...]) -> Step:
-    """The step in whose folder the launch runs: that of the weights, since one of compiled code is every model's."""
+    """The step in whose folder the launch runs: that of the weights, since compiled code is shared by models."""
     return next((one for one in reversed(chain) if one.step.kind != "build"), chain[-1])
 
 
 def _point(last: Step, chain: tuple[Step, ...]) -> None:
-    """Links in the launch's folder to what was compiled for these packages and cards: weights outlive both."""
+    """Links compiled code into the launch's folder; it changes with packages and GPUs, the weights do not."""
     for one in chain:
-        link, leads_to = last.folder / one.step.where, Path("..") / one.folder.name / one.step.where
+        link, target = last.folder / one.step.where, Path("..") / one.folder.name / one.step.where
         if one is last or one.step.kind != "build" or not one.made.exists():
             continue
-        if link.is_symlink() and link.readlink() == leads_to:
+        if link.is_symlink() and link.readlink() == target:
             continue
         if link.is_dir() and not link.is_symlink():
             shutil.rmtree(link)
-        beside = last.folder / f".{one.folder.name}-{os.getpid()}"
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(leads_to)
-        beside.replace(link)
+        temporary = last.folder / f".{one.folder.name}-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(link)
 
 
 def _unlock(made: Path) -> None:
-    """PyTorch's loader, killed, leaves its lock beside what it loads, and every later one would wait for ever."""
+    """Removes the lock that a killed PyTorch loader leaves; later loaders would wait for it forever."""
     for lock in made.glob("*/lock"):
         lock.unlink(missing_ok=True)
 
 
 def _missing(chain: tuple[Step, ...]) -> list[Step]:
-    """What is still to be done. The source of something that is there already may have been removed."""
+    """The steps to run. A step whose result exists needs no inputs, which may have been removed."""
     wanted: set[str] = set()
 
     def want(one: Step) -> None:
@@ -205,7 +205,7 @@ _held: dict[Path, int] = {}
 
 
 def hold(folder: Path) -> bool:
-    """Marks what is kept there as in use for as long as this process lives. Whether nobody else used it just now."""
+    """Locks the folder against removal while this process runs; returns whether no other process used it."""
     if folder in _held or os.name != "posix":
         return False
     import fcntl
@@ -224,7 +224,7 @@ def hold(folder: Path) -> bool:
 def _chain(
     plan: Plan, steps: Sequence[Preparation], environment: Environment, hardware: Hardware | None
 ) -> tuple[Step, ...]:
-    """The steps other than installs and builds of the engine, each with the folder that is its own."""
+    """The steps, without installs and builds of the engine itself, each with its folder."""
     source = plan.source or plan.model
     by_hand = engine_by_id(plan.engine).by_hand(plan)
     wanted = [step for step in steps if step.kind != "install" and step not in by_hand]
@@ -233,14 +233,14 @@ def _chain(
     for step in wanted:
         if not step.argv:
             raise OutsideFailed(
-                f"this version of bedplate does not prepare {step.what} by itself", hint=f"make {step.where} by hand"
+                f"this version of bedplate cannot prepare {step.what}", hint=f"create {step.where} manually"
             )
         engine = _tool(step, plan)
-        # By content, wherever the files are now.
+        # By content, independent of the files' paths.
         words = [_without_place(word, source) for word in step.argv if not word.startswith(f"{JOBS}=")]
         own: tuple[str, ...] = ()
         if step.kind == "build":
-            # What is compiled serves every model, on cards of one kind.
+            # Compiled code is for all models, on GPUs of one kind.
             own = _built_for(engine, environment, hardware, plan.settings.device)
         before: object = own if step.kind == "build" else content
         key = hashlib.sha256(repr((before, words, identity(engine, step.argv))).encode()).hexdigest()[:20]
@@ -250,7 +250,7 @@ def _chain(
 
 
 def _built_for(engine: Engine, environment: Environment, hardware: Hardware | None, device: Device) -> tuple[str, ...]:
-    """What compiled code depends on beside its source; its paths are in the compiler's commands, so they count."""
+    """What compiled code depends on in addition to its source, including paths, which are in compiler commands."""
     if engine.id != environment.engine:
         return ()
     from bedplate.run.native import describe_gpu_compiler
@@ -270,7 +270,7 @@ def _capability(card: Accelerator) -> str:
 
 
 def _tool(step: Preparation, plan: Plan) -> Engine:
-    """The engine whose environment has what the step needs: the plan's own, unless it says or shows otherwise."""
+    """The engine whose environment has the step's program: the plan's own, unless the step names another."""
     own = engine_by_id(plan.engine)
     if step.within is not None:
         return engine_by_id(step.within)
@@ -284,7 +284,7 @@ def _programs(engine: Engine) -> dict[str, str]:
 
 
 def identity(engine: Engine, argv: Sequence[str]) -> str:
-    """What a result depends on beside its source: pinned packages, and the program where it is bedplate's."""
+    """A hash of what a result depends on in addition to its source: pinned packages, and bedplate's program."""
     file = _programs(engine).get(argv[0])
     program = shipped(file) if file is not None else b""
     packages = engine.recipe.packages if engine.recipe is not None else ()
@@ -293,7 +293,7 @@ def identity(engine: Engine, argv: Sequence[str]) -> str:
 
 @dataclass
 class _Taking:
-    """One step on its way, in a folder that becomes the finished one or goes."""
+    """Runs one step in a temporary folder, which is renamed when it is complete and removed otherwise."""
 
     plan: Plan
     one: Step
@@ -305,20 +305,20 @@ class _Taking:
         environment = self.own if one.engine.id == self.own.engine else self._environment(one.engine)
         for leftover in prepared_dir().glob(f".making-{one.folder.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        about = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
-        about += [size(step.disk_bytes)] if step.disk_bytes else []
-        self.progress.note(f"{one.doing} ({', '.join([*about, one.engine.name])}) to {one.folder}")
+        estimates = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
+        estimates += [size(step.disk_bytes)] if step.disk_bytes else []
+        self.progress.note(f"{one.doing} ({', '.join([*estimates, one.engine.name])}) to {one.folder}")
         began = time.monotonic()
         with tempfile.TemporaryDirectory(
             prefix=f".making-{one.folder.name}-", dir=prepared_dir(), ignore_cleanup_errors=True
         ) as holder:
-            # As deep as the finished folder, so that links to others lead to the same place before and after.
+            # At the same depth as the final folder, so that relative links stay valid.
             staging = Path(holder)
             self._link(staging)
             output = self._run(environment, staging)
             made = staging / step.where
             if not made.exists() and step.kind != "build":
-                raise self._failed(f"it ended without making {step.where}", output)
+                raise self._failed(f"it ended without creating {step.where}", output)
             checked = self._checked(environment, staging) if step.kind == "convert" else ()
             self._clear(staging)
             record = Prepared(
@@ -339,12 +339,12 @@ class _Taking:
                 shutil.rmtree(one.folder)
             staging.chmod(0o755)
             staging.rename(one.folder)
-            staging.mkdir()  # for the holder to remove
+            staging.mkdir()  # TemporaryDirectory removes it
 
     def _environment(self, engine: Engine) -> Environment:
         found = find_environment(engine)
         if found is None:
-            self.progress.note(f"{engine.name} is installed too: it converts the weights, once")
+            self.progress.note(f"installing {engine.name} to convert the weights")
             found = make_environment(engine, self.progress)
         return found
 
@@ -358,7 +358,7 @@ class _Taking:
                 (staging / build.tree).symlink_to(source_tree(build, self.progress))
 
     def _clear(self, staging: Path) -> None:
-        """Leaves what was to be made and the links to what came before; working folders and the like go."""
+        """Removes everything except the result and the links to earlier results."""
         kept = {self.one.step.where, *(earlier.step.where for earlier in self.one.seen)}
         for path in staging.iterdir():
             if path.name in kept:
@@ -372,7 +372,7 @@ class _Taking:
         step = self.one.step
         argv, more = _command(environment, step.argv)
         given = {name: value for name, value in os.environ.items() if step.kind == "download" or name not in SECRETS}
-        given = {name: value for name, value in given.items() if name not in LEADS_ELSEWHERE}
+        given = {name: value for name, value in given.items() if name not in OTHER_ENVIRONMENT_VARIABLES}
         env = variables(Path(environment.path), given if step.kind == "download" else offline(given))
         with self.progress.step(self.one.doing, step.disk_bytes) as done:
             ended = run_child(argv, env={**env, **more}, tick=lambda pid: tell_writes(pid, done), cwd=staging)
@@ -382,7 +382,7 @@ class _Taking:
         return ended.output
 
     def _checked(self, environment: Environment, staging: Path) -> tuple[str, ...]:
-        """Compares what was made with what it was made of; raises, with the evidence, where they differ."""
+        """Compares the converted weights with their source; raises an error with the evidence if they differ."""
         step = self.one.step
         source = self._source_of(staging)
         if source is None:
@@ -393,7 +393,9 @@ class _Taking:
             argv += [str(program), str(source), str(result), "--bits", f"{self._bits():g}"]
             if ".gguf" in (source.suffix, result.suffix) and (server := gguf_server(self.own, self.progress)):
                 argv += ["--gguf-server", json.dumps(server)]
-            given = {name: value for name, value in os.environ.items() if name not in SECRETS | LEADS_ELSEWHERE}
+            given = {
+                name: value for name, value in os.environ.items() if name not in SECRETS | OTHER_ENVIRONMENT_VARIABLES
+            }
             env = offline(variables(Path(environment.path), given))
             what = f"comparing {step.where} with its source"
             try:
@@ -402,18 +404,17 @@ class _Taking:
             except TimeoutError as error:
                 raise OutsideFailed(f"{what} failed", cause=str(error), hint=self._log_hint()) from error
         self._log(ended.output, more=True)
-        said = [line.partition(_SAYS)[2] for line in ended.output.splitlines() if _SAYS in line]
+        results = [line.partition(_RESULT_MARK)[2] for line in ended.output.splitlines() if _RESULT_MARK in line]
         if ended.code != 0:
-            cause = said[-1] if said else (ended.output.strip().splitlines() or [f"exit status {ended.code}"])[-1]
-            raise OutsideFailed(
-                f"{step.what} came out wrong, and is not kept", cause=cause[:1200], hint=self._log_hint()
-            )
-        for line in said:
+            cause = results[-1] if results else (ended.output.strip().splitlines() or [f"exit status {ended.code}"])[-1]
+            message = f"{step.what}: the result differs from its source and was discarded"
+            raise OutsideFailed(message, cause=cause[:1200], hint=self._log_hint())
+        for line in results:
             self.progress.note(line)
-        return tuple(said)
+        return tuple(results)
 
     def _source_of(self, staging: Path) -> Path | None:
-        """What the step read: the last earlier result that its command names, else the model's own files."""
+        """The step's source: the last earlier result that its command uses, otherwise the model's own files."""
         weights = [one for one in self.one.inputs if one.step.kind != "build"]
         if weights:
             return staging / weights[-1].step.where
@@ -424,7 +425,7 @@ class _Taking:
         return first if source.format == "gguf" else first.parent
 
     def _bits(self) -> float:
-        """That what this step makes is stored in: the plan's own where it is the last."""
+        """The bits per weight of the step's result; those of the plan if it is the last conversion."""
         weights = self.plan.weights
         if weights.made != "converted" or self.one.step.where != made_path(self.plan) or weights.label in SIXTEEN_BIT:
             return 16.0
@@ -438,7 +439,7 @@ class _Taking:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         cause = lines[-1][:600] if lines and why.startswith("exit status") else why
         if lines and cause == why:
-            cause = f"{why}; its last words: {lines[-1][:400]}"
+            cause = f"{why}; its last line of output: {lines[-1][:400]}"
         return OutsideFailed(f"{self.one.doing} failed", cause=cause, hint=self._log_hint())
 
     @property
@@ -451,19 +452,19 @@ class _Taking:
             file.write(text)
 
     def _log_hint(self) -> str:
-        return f"its log may say more: {self._log_path}"
+        return f"log: {self._log_path}"
 
 
 def gguf_server(own: Environment, progress: Progress) -> list[str] | None:
-    """How to start the engine that reads GGUF files: the plan's own, or the ready-made one."""
+    """The command that starts the engine for GGUF files: in the plan's environment, or in the packaged one."""
     try:
         engine = engine_by_id(GGUF_READER.id)
         found = own if own.engine == engine.id else find_environment(engine)
         if found is None:
-            progress.note(f"{engine.name} is installed too: what is made is compared with what it reads")
+            progress.note(f"installing {engine.name} to check the converted weights")
             found = make_environment(engine, progress)
     except BedplateError as error:
-        progress.note(f"nothing is compared with {GGUF_READER.name}: {error.message}")
+        progress.note(f"the converted weights are not compared with {GGUF_READER.name}: {error.message}")
         return None
     argv = command(found, Launch(argv=(GGUF_SERVER,)))
     path = variables(Path(found.path), {}).get("LD_LIBRARY_PATH")
@@ -471,14 +472,14 @@ def gguf_server(own: Environment, progress: Progress) -> list[str] | None:
 
 
 def _interpreter(environment: Environment) -> list[str]:
-    """A Python for a program of bedplate's; of an engine that is a program itself, bedplate's own will do."""
+    """The Python for a program of bedplate; for an engine that is not a Python package, bedplate's own."""
     if environment.server is not None:
         return [sys.executable, "-I"]
     return [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
 
 
 def _command(environment: Environment, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A step's command as it must be executed, and variables that it sets itself."""
+    """A step's command as it is executed, and the variables that it sets."""
     words, more = list(argv), {}
     if words[0] == "env":
         words.pop(0)
@@ -488,13 +489,13 @@ def _command(environment: Environment, argv: Sequence[str]) -> tuple[list[str], 
     if words[0] == "hf":
         return [sys.executable, "-m", "huggingface_hub.cli.hf", *words[1:]], more
     if words[0] in ("python", "python3") and words[1].endswith(".py"):
-        # Beside a script lie the modules that it imports, which -I would not find.
+        # A script imports modules from its own folder, which -I would exclude.
         return [str(environment.interpreter), "-s", *words[1:]], more
     return command(environment, Launch(argv=tuple(words))), more
 
 
 def source_tree(build: SourceBuild, progress: Progress) -> Path:
-    """The Python part of an engine's published source, which has its converter; fetched on the first call."""
+    """The Python files of an engine's published source, with its converter; downloaded on the first call."""
     from bedplate.run.native import take_source
 
     folder = home() / "sources" / build.archive.removesuffix(".tar.gz")
@@ -519,12 +520,11 @@ def _without_place(word: str, source: Model) -> str:
 
 
 def content_id(source: Model) -> str:
-    """By what a model's files hold, wherever they are."""
     return _content(source)
 
 
 def _content(source: Model) -> str:
-    """A hash over the bytes of all files that a conversion may read; of a model of the hub, its name."""
+    """A hash of all files that a conversion may read; for a model on the hub, of its name."""
     files = [Path(file) for file in source.files]
     if files and source.format != "gguf":
         files = sorted(file for file in files[0].parent.iterdir() if file.is_file() and not file.name.startswith("."))
@@ -533,19 +533,19 @@ def _content(source: Model) -> str:
 
 
 def file_sha256(file: Path) -> str:
-    """Remembered for as long as the file has this size and time."""
+    """The hash of a file; cached while its size and modification time stay the same."""
     try:
         stat = file.stat()
-        seen = prepared_dir() / "hashes" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:20]
-        known = seen.read_text().split() if seen.is_file() else []
-        if known[:2] == [str(stat.st_size), str(stat.st_mtime_ns)] and len(known) == 3:
-            return known[2]
+        cache_file = prepared_dir() / "hashes" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:20]
+        cached = cache_file.read_text().split() if cache_file.is_file() else []
+        if cached[:2] == [str(stat.st_size), str(stat.st_mtime_ns)] and len(cached) == 3:
+            return cached[2]
         with file.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise OutsideFailed(f"cannot read {file}", cause=error.strerror or str(error)) from error
-    writable(seen.parent)
-    seen.write_text(f"{stat.st_size} {stat.st_mtime_ns} {found}")
+    writable(cache_file.parent)
+    cache_file.write_text(f"{stat.st_size} {stat.st_mtime_ns} {found}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""From the name of a model to what can be started: decided, installed, converted; nothing runs yet."""
+"""Prepares models for serving: chooses an engine, installs it and converts weights. Starts nothing."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
-"""How a process is shown only some of the accelerators."""
+"""The variables that restrict a process to some of the accelerators."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """One model on this machine, before anything is installed for it."""
+    """The decision for one model on this machine, before anything is installed."""
 
     wanted: Wanted
     hardware: Hardware
@@ -59,7 +59,7 @@ class Decided:
 
     @property
     def engine(self) -> Engine:
-        """In the version that was asked for, where one was."""
+        """In the requested version, if one was requested."""
         return engine_by_id(self.wanted.engine or self.plan.engine)
 
     @property
@@ -68,13 +68,13 @@ class Decided:
 
     @property
     def name(self) -> str:
-        """What clients call it."""
+        """The name that clients use."""
         return self.plan.model.served_name
 
 
 @dataclass(frozen=True)
 class Readied:
-    """All that it takes to start engines for one model."""
+    """Everything needed to start the engines of one model."""
 
     decided: Decided
     plan: Plan
@@ -87,18 +87,18 @@ class Readied:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """Of each replica."""
+        """The memory needs of each replica."""
         return self.decided.part.needs
 
     @property
     def build(self) -> str:
-        """As runs and tunings name it."""
+        """The name of the build in runs and tunings."""
         if self.environment.built:
             return "native"
         return "adopted" if self.environment.theirs else "wheel"
 
     def start(self, replica: int = 0) -> EngineStart:
-        """One replica with the variables that give it its own accelerators, or tell it that it is not alone."""
+        """The start of one replica, with variables so that replicas do not use the same accelerators or cores."""
         cards, settings = self.decided.part.cards[replica], self.plan.settings
         env = show_cards(settings.device, cards)
         if not env and len(self.needs) > 1:
@@ -107,7 +107,7 @@ class Readied:
 
 
 def show_cards(device: str, cards: Sequence[int]) -> dict[str, str]:
-    """The variables by which a process sees these accelerators alone, by the driver's numbers; none: as they come."""
+    """The variables that restrict a process to these accelerators (the driver's indices); none if `cards` is empty."""
     variable = VISIBLE.get(device)
     if not cards or variable is None:
         return {}
@@ -125,9 +125,9 @@ def decided(
     tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
     models: Sequence[Model] | None = None,
 ) -> tuple[Decided, ...]:
-    """An engine for each model, so that all of them fit together; models that are not here are fetched first.
+    """Chooses an engine for each model so that all of them fit together; missing models are downloaded first.
 
-    `models` are their facts, where somebody knows them already.
+    `models` are their facts, if the caller knows them already.
     """
     if build == "native":
         wanted = [replaced(one, engine=_to_be_built(one.engine, hardware).id) for one in wanted]
@@ -144,8 +144,8 @@ def plan_engine(
     build: Build = "packages",
     path: Path | None = None,
 ) -> Decided:
-    """One engine that is named, with all of the machine: planned as `serve` plans it, with what the store in `path` has
-    of earlier results and tunings. Raises `AnswerIsNo` where it cannot serve this model here."""
+    """Plans the named engine with all of the machine, as `serve` does, with earlier results and tunings from the store
+    in `path`. Raises `AnswerIsNo` where it cannot serve this model here."""
     (one,) = _planned([wanted], [facts], hardware, progress, build, path=path)
     return one
 
@@ -193,7 +193,7 @@ def _facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
 
 @dataclass(frozen=True)
 class _Past:
-    """What was found on this machine earlier."""
+    """Earlier measurements on this machine."""
 
     results: tuple[Result, ...]
     agreements: tuple[Agreement, ...]
@@ -201,7 +201,7 @@ class _Past:
     tunings: tuple[Tuned, ...]
 
     def tuned(self, build: Build, untuned: bool) -> tuple[Tuned, ...]:
-        """Of the very build that is to be served."""
+        """The tunings of the build that will be served."""
         return () if untuned else tuple(one for one in self.tunings if (one.build == "native") == (build == "native"))
 
 
@@ -209,7 +209,7 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
     engine = wanted.engine
     if engine is not None:
         check_version(engine_by_id(engine))
-    # What is built here is for all of this machine, and what somebody else made may be.
+    # A native build is for all of this machine's hardware, and an adopted environment may be.
     for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
 
     def decides(hardware: Hardware, workload: Workload) -> Decision:
@@ -241,14 +241,16 @@ def readied(
     environment: Environment | None = None,
     to_measure: bool = False,
 ) -> Readied:
-    """Installs and converts what is missing; `environment` is one that has the engine among other things.
+    """Installs and converts what is missing; `environment` is an existing one that contains the engine.
 
-    `to_measure`: no other build takes the place of one that cannot be used, and there is no advice on builds.
+    `to_measure`: a build that cannot be used is not replaced by another one, and there is no advice about builds.
     """
     chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
-    asked = one.wanted.engine
-    if asked is not None and not to_measure and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
-        progress.note(words)
+    requested = one.wanted.engine
+    if requested is not None and not to_measure:
+        note = _idle_words(engine_by_id(requested), one.hardware, chosen)
+        if note is not None:
+            progress.note(note)
     if environment is None:
         environment = _environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
     if environment.theirs or environment.built:
@@ -257,44 +259,46 @@ def readied(
         fetch_builtin(progress)
     tools = environment
     if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
-        # Beside a server of somebody else's there may be none of the programs that make weights for it.
+        # An adopted server may come without the programs that convert weights.
         tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
     return Readied(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
 
 
 def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:
-    """The engine that is built, after a look at whether there is anything to build it with."""
-    able = [one for one in all_engines().values() if one.build is not None]
-    wanted = engine_by_id(engine) if engine is not None else able[0] if len(able) == 1 else None
-    if wanted is None:
-        raise BadQuestion("--build native needs an engine", hint=f"--engine {' or '.join(one.id for one in able)}")
-    buildable(wanted)
-    if (target := wanted.target(hardware)) is not None:
-        toolchain(wanted.name, target.device, os.environ)
-    return wanted
+    """The engine to build. Raises an error if its toolchain is missing."""
+    buildable_engines = [one for one in all_engines().values() if one.build is not None]
+    only = buildable_engines[0] if len(buildable_engines) == 1 else None
+    chosen = engine_by_id(engine) if engine is not None else only
+    if chosen is None:
+        hint = f"--engine {' or '.join(one.id for one in buildable_engines)}"
+        raise BadQuestion("--build native needs the name of an engine", hint=hint)
+    buildable(chosen)
+    if (target := chosen.target(hardware)) is not None:
+        toolchain(chosen.name, target.device, os.environ)
+    return chosen
 
 
 def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
-    """That a ready-made build leaves this machine's accelerators idle, where one that is made here would not."""
+    """A note that the packaged engine does not use this machine's accelerators, if a native build would."""
     target = engine.target(hardware)
     if target is None or target.device == chosen.settings.device or engine.build is None:
         return None
     cards = " and ".join(dict.fromkeys(card.name for card in cards_of(hardware, engine.vendors)))
-    return f"the ready-made {engine.name} computes on the CPU alone; for the {cards}: --build native builds it here"
+    return f"the packaged {engine.name} uses only the CPU; to use the {cards}, build it from source: --build native"
 
 
 def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
-    """That a ready-made build leaves instructions of this processor unused, where one that is made here would not."""
+    """A note that the packaged engine does not use some instructions of this CPU, if a native build would."""
     if engine.build is None or chosen.settings.device != "cpu":
         return None
-    known = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
-    if not known:
+    usable = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
+    if not usable:
         return None
-    name, brought = known[0]
-    how = "--build native uses it" if usable_build(engine, hardware, "cpu") else "--build native builds it here"
+    name, gain = usable[0]
+    how = "uses the native build" if usable_build(engine, hardware, "cpu") else "builds it from source"
     return (
-        f"the ready-made {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this processor "
-        f"has; a build with them brought {brought}: {how}, and `bedplate tune` proves it"
+        f"the packaged {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this CPU "
+        f"supports; a native build reached {gain}. --build native {how}; `bedplate tune` measures the gain"
     )
 
 
@@ -309,17 +313,17 @@ def _environment(
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
         if is_native(chosen.settings):
-            if there := usable_build(engine, hardware, device):
-                return there
+            if existing := usable_build(engine, hardware, device):
+                return existing
             progress.note(
-                f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
-                f"one has the same settings; --build native builds it"
+                f"the tuned settings of {engine.name} were measured with its native build, which is not installed; "
+                f"the packaged one runs with the same settings; --build native builds it from source"
             )
         else:
             engine = engine_of(chosen)
         environment = make_environment(engine, progress, device)
-        if environment.server is None and not to_measure and (words := _unused_words(engine, hardware, chosen)):
-            progress.note(words)
+        if environment.server is None and not to_measure and (note := _unused_words(engine, hardware, chosen)):
+            progress.note(note)
         return environment
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
@@ -328,16 +332,16 @@ def _environment(
         if to_measure:
             raise OutsideFailed(why, cause=cause) from error
         if device not in engine.built_for:
-            hint = f"without --build native the CPU is used; bedplate engines remove {engine.id}, to build it again"
+            hint = f"omit --build native to use the CPU; or `bedplate engines remove {engine.id}`, then build again"
             raise OutsideFailed(why, cause=cause, hint=hint) from error
         for line in (f"WARNING: {why}", *error.evidence):
             progress.note(line)
-        progress.note(f"the ready-made {engine.name} {engine.version} is used instead")
+        progress.note(f"the packaged {engine.name} {engine.version} is used instead")
         return make_environment(engine, progress, device)
 
 
 def is_installed(engine: Engine, hardware: Hardware) -> bool:
-    """Whether it can be started here at once; what was built from source is started only where that is asked for."""
+    """Whether it can be started without an installation; native builds do not count, since they need --build native."""
     target = engine.target(hardware)
     if target is None:
         return False
@@ -356,15 +360,15 @@ def installable_engines() -> tuple[str, ...]:
 
 
 class _Reads(Protocol[T_co]):
-    """A function of the store, for one machine."""
+    """A function that reads from the store what was measured on one machine."""
 
     def __call__(self, machine: str, *, path: Path | None = None) -> tuple[T_co, ...]: ...
 
 
 def _remembered(read: _Reads[T], hardware: Hardware, progress: Progress, path: Path | None) -> tuple[T, ...]:
-    """What the store has of this machine; one that cannot be read is no reason not to serve."""
+    """Reads what was measured on this machine from the store. If that fails, serving continues without it."""
     try:
         return read(fingerprint(hardware), path=path)
     except OutsideFailed as error:
-        progress.note(f"{error.message}: what was found here earlier is not known")
+        progress.note(f"{error.message}: earlier measurements on this machine are not used")
         return ()

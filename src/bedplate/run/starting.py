@@ -1,4 +1,4 @@
-"""Starts one engine from what was prepared for it: its environment, its weights, its variables, and its supervisor."""
+"""Starts one engine, given its environment, its weights and its variables, under a supervisor."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ STOP_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class EngineStart:
-    """Everything that the start of one engine process takes: nothing is left to decide, to install or to convert."""
+    """Everything needed to start one engine process: all decisions, installations and conversions are done."""
 
     plan: Plan
     environment: Environment
     folder: Path | None = None
-    """Where it is started: prepared weights are named relative to this folder."""
+    """The working directory: paths of prepared weights are relative to it."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of the launch."""
+    """Variables in addition to those of the launch."""
     launched: Engine | None = None
-    """What is launched, where that is not the plan's engine: a process of an orchestrator."""
+    """What is launched if that is not the plan's engine: a process of an orchestrator."""
 
     @property
     def engine(self) -> Engine:
@@ -55,13 +55,13 @@ class PlanBackend(Backend):
 def supervise(
     start: EngineStart, backend: Backend, log: Path, say: Callable[[str], None] = lambda text: None
 ) -> Supervisor:
-    """The supervisor of an engine that is not running yet; each engine that bedplate starts has one of these."""
+    """Creates the supervisor of an engine without starting it."""
     return Supervisor(start.plan, start.engine, start.environment, backend, log, say, start.folder, env=start.env)
 
 
 @dataclass
 class Started:
-    """An engine that answers."""
+    """An engine that is ready."""
 
     start: EngineStart
     url: str
@@ -73,18 +73,18 @@ class Started:
 
     @property
     def died(self) -> bool:
-        """Whether it is not the process any more that was started."""
+        """Whether the process that was started has ended, even if it was restarted."""
         return self.backend.restarts > 0 or self.backend.state != "ready"
 
     @property
     def own_url(self) -> str:
-        """Where the engine itself answers, also where `url` is a gateway's; it may ask for `backend.engine_key`."""
+        """The engine's own URL, also where `url` is a gateway's; it may require `backend.engine_key`."""
         host, port = self.backend.address or ("127.0.0.1", 0)
         return f"http://{host}:{port}"
 
 
 class _EngineThread:
-    """A thread whose event loop runs the supervisor of one engine, and a gateway where one is wanted."""
+    """A thread whose event loop runs the supervisor of one engine, and a gateway if one is requested."""
 
     def __init__(self, start: EngineStart, progress: Progress, through_gateway: bool) -> None:
         self._start = start
@@ -99,13 +99,13 @@ class _EngineThread:
 
     def stop(self) -> None:
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     def _main(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # for the thread that waits for it
+        except BaseException as error:  # raised again in the thread that waits
             self.failure = error
         finally:
             self.settled.set()
@@ -144,7 +144,7 @@ class _EngineThread:
 
 @contextlib.contextmanager
 def running(start: EngineStart, progress: Progress, *, through_gateway: bool = False) -> Iterator[Started]:
-    """The engine from its start to its end, whatever happens in between. Raises what kept it from starting."""
+    """Runs the engine and stops it at the end of the block. Raises the error that prevented its start."""
     name = start.engine.name
     host = _EngineThread(start, progress, through_gateway)
     host.thread.start()

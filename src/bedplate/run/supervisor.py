@@ -1,4 +1,4 @@
-"""Keeps one engine running. One task owns the process; nobody else signals it."""
+"""Keeps one engine running. One task owns the process; nothing else sends signals to it."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ TAIL_LINES = 200
 MAX_LINE_BYTES = 65536
 STOP_GRACE_S = 5.0
 KILL_GRACE_S = 10.0
-"""A process in the middle of a system call cannot be killed; after this it is left to its warden."""
+"""A process in a system call cannot be killed; after this time the warden waits for it alone."""
 EARLY_DEATHS = 3
-"""Deaths before the engine was ever ready, in a row, after which another start would be a waste."""
+"""After this many consecutive exits before the engine was ever ready, it is not started again."""
 LATER_DEATHS = 10
-"""Likewise of one that has been ready before with the same plan: what ends it now, such as the memory that another
-program takes, may pass."""
+"""The same for an engine that was ready before with the same plan: the cause, such as another program's memory use,
+may be temporary."""
 SLOWEST_DISK_BYTES_S = 20_000_000
 START_LIMIT_S = 60.0
-"""Loading is given up when it takes longer than reading the weights at the rate above, and this, and does nothing."""
+"""A start without CPU use fails after this time plus the time to read the weights at the rate above."""
 LONGEST_START_S = 1800.0
-"""Loading is given up after this even if it computes all the time: it goes in circles."""
-LOOK_S = 5.0
+"""A start fails after this time even if it uses the CPU all the time."""
+CHECK_EVERY_S = 5.0
 BUSY_SHARE = 0.02
-"""Of a core. An engine that loads, compiles or warms up takes what it can get; one that waits for ever, none."""
+"""Of a core. An engine that loads, compiles or warms up uses more; one that hangs uses none."""
 LOWEST_PORT = 10_000
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
 
@@ -63,13 +63,13 @@ class Death:
         self.log = log
         self.was_ready = was_ready
         self.worked = worked
-        """Whether it answered anything: then it is no crash loop, however soon it died."""
+        """Whether it answered a request: then it is not a crash loop, however soon it died."""
         self.overdue_s = overdue_s
-        """It was not ready after this long, and was ended by us."""
+        """It was stopped because it was not ready after this time."""
 
 
 def back_off_s(deaths: list[Death]) -> float:
-    """How long to wait before the next start: longer with each death that brought no work."""
+    """How long to wait before the next start: longer after each exit without an answered request."""
     idle = 0
     for death in reversed(deaths):
         if death.worked:
@@ -79,7 +79,7 @@ def back_off_s(deaths: list[Death]) -> float:
 
 
 def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
-    """Why it must not be started again; `None`: start it again."""
+    """Why the engine is not started again; `None` if it is."""
     last = deaths[-1]
     early = 0
     for death in reversed(deaths):
@@ -94,30 +94,30 @@ def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
 
 
 def explain(death: Death, engine: Engine) -> Failure:
-    """The known failure that the log shows, else what the exit status says."""
+    """The known failure in the log; otherwise an explanation of the exit status."""
     if known := engine.explain(death.log):
         return known
     if death.overdue_s is not None:
         message = f"it was not ready after {seconds(death.overdue_s)}"
-        return Failure(message=message, hint="is the disk that holds the model very slow? its log may say more")
+        return Failure(message=message, hint="check whether the disk with the model is very slow; see the engine's log")
     code = death.code
     if code == -signal.SIGKILL:
-        message = "it was killed (SIGKILL); most often that is the system, out of memory"
-        return Failure(message=message, hint="ask for less: --context 4096, or a smaller model")
+        message = "it was killed (SIGKILL), most likely because the system was out of memory"
+        return Failure(message=message, hint="reduce memory use: --context 4096, or a smaller model")
     if code == -signal.SIGILL:
-        message = "it met an instruction that this processor does not have (SIGILL)"
+        message = "it used an instruction that this CPU does not support (SIGILL)"
         return Failure(message=message, hint="please report this with the output of `bedplate probe`")
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return Failure(message=f"it crashed ({name})", hint="its log may say more")
+        return Failure(message=f"it crashed ({name})", hint="see the engine's log")
     lines = [line for line in death.log.splitlines() if line.strip() and not line.startswith("#")]
     last = f": {lines[-1].strip()[:300]}" if lines else ""
     what = "it could not be started" if code is None else f"it ended with status {code}"
-    return Failure(message=f"{what}{last}", hint="its log may say more")
+    return Failure(message=f"{what}{last}", hint="see the engine's log")
 
 
 class Patience:
-    """How long a start may take: longer as long as the engine computes, since other work may leave it little time."""
+    """The time limit of a start. It is extended while the engine uses the CPU, since other processes may slow it."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -125,9 +125,9 @@ class Patience:
         self._busy_s = 0.0
 
     def longer(self, pid: int | None) -> float | None:
-        """For how long from now on it may still go on, when it has computed since it was last looked at."""
+        """The remaining time from now on if the process has used the CPU since the last check; otherwise `None`."""
         now = time.monotonic()
-        if pid is None or now - self._looked < LOOK_S:
+        if pid is None or now - self._looked < CHECK_EVERY_S:
             return None
         busy_s, before_s, waited_s = busy_seconds(pid), self._busy_s, now - self._looked
         self._looked, self._busy_s = now, busy_s
@@ -140,7 +140,7 @@ class Patience:
 
 
 def busy_seconds(pid: int) -> float:
-    """Processor time of a process and its descendants, those that have ended included."""
+    """CPU time of a process and its descendants, including those that have ended."""
     import psutil
 
     total = 0.0
@@ -154,7 +154,7 @@ def busy_seconds(pid: int) -> float:
 
 
 class EngineLog:
-    """What the engine prints: kept on disk within bounds, and its end in memory to explain failures from."""
+    """The engine's output: in files of limited size, with the last lines in memory to explain failures."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,7 +163,7 @@ class EngineLog:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes output as it comes and returns the lines that it completes; nothing completes the last one."""
+        """Appends output and returns the lines that it completes; empty `data` ends the last line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES or not data:
             lines += [self._rest] if self._rest else []
@@ -177,14 +177,14 @@ class EngineLog:
         self.tail.append(text)
         line = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
-            # Unbuffered: nothing is lost when bedplate is killed, and nothing can fail later, when it is closed.
+            # Unbuffered: nothing is lost when bedplate is killed, and closing cannot fail.
             if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
                 self._rotate()
             if self._file is None:
                 self._file = FileIO(self.path, "ab")
             self._file.write(line)
         except OSError:
-            # A full disk costs log lines, never the service. The next line tries again.
+            # With a full disk log lines are lost, and the service continues. The next line tries again.
             self.close()
 
     def _rotate(self) -> None:
@@ -220,7 +220,7 @@ class EngineProcess:
         self.ended = asyncio.Event()
 
     async def start(self, argv: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
-        # Shielded: of a start that is cancelled halfway, uvloop leaves a process that nobody waits for.
+        # Shielded: when a start is cancelled, uvloop leaves a process that is never reaped.
         self._starting = asyncio.create_task(self._start(argv, env, cwd))
         await asyncio.shield(self._starting)
 
@@ -233,7 +233,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
+                start_new_session=True,  # so that only bedplate gets Ctrl-C, and stops the engine in order
             )
         except OSError:
             self.ended.set()
@@ -248,7 +248,7 @@ class EngineProcess:
         self._ask(b"k")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Asks, waits, insists."""
+        """Sends SIGTERM, waits for `grace_s`, then kills."""
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         self.terminate()
@@ -258,8 +258,8 @@ class EngineProcess:
             await self.ended_within(KILL_GRACE_S)
 
     async def ended_within(self, seconds: float) -> None:
-        """Waits until it has ended, and no longer than that."""
-        # Not wait_for, which before Python 3.12 forgets a cancellation that comes with the end.
+        """Waits until the process has ended, at most for `seconds`."""
+        # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the end.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.ended.wait()
@@ -287,7 +287,7 @@ class EngineProcess:
                 self.code = -signal.SIGKILL
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
-            await asyncio.wait(self._readers[1:], timeout=2)  # the last lines, which say why it died
+            await asyncio.wait(self._readers[1:], timeout=2)  # for the last lines, which explain the failure
         finally:
             self.ended.set()
 
@@ -303,7 +303,7 @@ class EngineProcess:
 
 
 class Supervisor:
-    """Starts the engine of one plan, tells the gateway's backend about it, and starts it again when it dies."""
+    """Starts the engine of one plan, updates the gateway's backend, and restarts the engine when it dies."""
 
     def __init__(
         self,
@@ -318,16 +318,16 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.env = env or {}
-        """Beside what the launch says."""
+        """Variables in addition to those of the launch."""
         self.cwd = cwd
-        """Where it is started: what was prepared for it is named relative to that."""
+        """The working directory: paths of prepared weights are relative to it."""
         self.engine = engine
         self.environment = environment
         self.backend = backend
         self.log = EngineLog(log_path)
         self.process: EngineProcess | None = None
         self.settled = asyncio.Event()
-        """Set when the engine is ready for the first time, or has been given up."""
+        """Set when the engine is ready for the first time, or has failed for good."""
         self.failure: Failure | None = None
         self._say = say
         self._deaths: list[Death] = []
@@ -340,13 +340,13 @@ class Supervisor:
         self.backend.state = "stopped"
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})  # what it may have raised is for those who wait for the engine
+            await asyncio.wait({self._task})  # its error is raised where the engine is awaited
         if self.process is not None and not self.process.ended.is_set():
             await self.process.stop()
         self.log.close()
 
     async def ready(self) -> None:
-        """Waits for the first readiness; raises what kept the engine from it."""
+        """Waits until the engine is ready for the first time; raises the error that prevented it."""
         await self.settled.wait()
         if self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception():
             self._task.result()
@@ -354,16 +354,16 @@ class Supervisor:
             raise self.as_error(self.failure)
 
     async def ended(self) -> Failure:
-        """Waits until the engine has been given up for good."""
+        """Waits until the engine has failed for good."""
         if self._task is not None:
             await self._task
         return self.failure or Failure(message="it was stopped", hint="start it again")
 
     @property
     def last_words(self) -> str:
-        """The last thing that the engine printed, cut to a line."""
+        """The last line of the engine's output, shortened."""
         lines = (line.strip() for line in reversed(self.log.tail) if line.strip() and not line.startswith("#"))
-        return next(lines, "it has said nothing yet")[:160]
+        return next(lines, "no output yet")[:160]
 
     def as_error(self, failure: Failure) -> OutsideFailed:
         hint = f"{failure.hint}; log: {self.log.path}"
@@ -379,7 +379,7 @@ class Supervisor:
                     await self._wait_before_restart(death)
             self._mark_failed(self.failure.message)
             if self.settled.is_set():
-                self._say(f"{self.engine.name} was given up: {self.failure.message} ({self.log.path})")
+                self._say(f"{self.engine.name} is not restarted: {self.failure.message} (log: {self.log.path})")
         except Exception as error:
             self._mark_failed(str(error))
             raise
@@ -397,7 +397,7 @@ class Supervisor:
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, self._read_line)
         self.log.tail.clear()
-        # One line, whatever the options hold: what follows it is the engine's own.
+        # One line, whatever the options contain; the lines after it are the engine's.
         options = " ".join(word if len(word) < 200 else f"({len(word)} characters)" for word in launch.argv)
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
         backend.progress = None
@@ -405,7 +405,7 @@ class Supervisor:
         env = self._variables(launch)
         try:
             await process.start(command(self.environment, launch), env, self.cwd)
-        except OSError as error:  # no memory or no processes left, which may pass
+        except OSError as error:  # no memory or too many processes, which may be temporary
             self.log.write(str(error))
             return Death(None, self.log.text(), was_ready=False, worked=False)
         limit_s = START_LIMIT_S + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
@@ -416,8 +416,8 @@ class Supervisor:
                 url = f"http://127.0.0.1:{port}{launch.health_path}"
                 was_ready = await self._wait_until_ready(process, url, patience, timer)
         except TimeoutError:
-            overdue_s = patience.spent_s if patience.spent_s > limit_s + LOOK_S else limit_s
-            self.log.write(f"# not ready after {seconds(overdue_s)}: stopped")
+            overdue_s = patience.spent_s if patience.spent_s > limit_s + CHECK_EVERY_S else limit_s
+            self.log.write(f"# not ready after {seconds(overdue_s)}; stopped by bedplate")
             was_ready = False
             await process.stop(grace_s=0)
         if was_ready:
@@ -431,7 +431,7 @@ class Supervisor:
     async def _wait_until_ready(
         self, process: EngineProcess, url: str, patience: Patience, timer: asyncio.Timeout
     ) -> bool:
-        """Whether it said that it is healthy before it ended."""
+        """Whether its health check succeeded before it ended."""
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while not process.ended.is_set():
@@ -440,7 +440,7 @@ class Supervisor:
                         if answer.status == 200:
                             return True
                 except (aiohttp.ClientError, TimeoutError):
-                    pass  # not listening yet, or busy loading
+                    pass  # not listening yet, or still loading
                 if (longer_s := patience.longer(process.pid)) is not None:
                     timer.reschedule(loop.time() + longer_s)
                 await process.ended_within(0.05)
@@ -454,31 +454,31 @@ class Supervisor:
         backend.retry_after_s = max(1, round(wait_s) + 1)
         backend.restarts += 1
         backend.state = "restarting"
-        self._say(f"{self.engine.name} stopped: {backend.reason}; starting it again in {seconds(wait_s)}")
+        self._say(f"{self.engine.name} stopped: {backend.reason}; restarting it in {seconds(wait_s)}")
         await asyncio.sleep(wait_s)
 
     def _variables(self, launch: Launch) -> dict[str, str]:
-        given = surroundings(self.plan, self.engine, self.environment, launch, self.env)
+        env = surroundings(self.plan, self.engine, self.environment, launch, self.env)
         if self.engine.key_variable is not None:
             stable = self.engine.needs_stable_key(self.environment.version)
             self.backend.engine_key = read_stable_key(self.engine.id) if stable else secrets.token_urlsafe(32)
-            given[self.engine.key_variable] = self.backend.engine_key
-        return given
+            env[self.engine.key_variable] = self.backend.engine_key
+        return env
 
     def _read_line(self, line: str) -> None:
         try:
             done = self.engine.progress(line)
-        except Exception as error:  # a mistake in an engine's file must not keep its output from being read
-            self.log.write(f"# not understood: {error!r}")
+        except Exception as error:  # a bug in an engine's file must not stop the reading of its output
+            self.log.write(f"# bedplate could not parse the previous line: {error!r}")
             return
         if done is not None:
             self.backend.progress = done
 
 
 def surroundings(
-    plan: Plan, engine: Engine, environment: Environment, launch: Launch, more: Mapping[str, str]
+    plan: Plan, engine: Engine, environment: Environment, launch: Launch, additional: Mapping[str, str]
 ) -> dict[str, str]:
-    """An engine's variables: our own, less the keys among them that are none of its business, and its launch's."""
+    """The engine's environment variables: bedplate's own without secrets, and those of the launch."""
     given = {name: value for name, value in os.environ.items() if name not in SECRETS}
     if weights_are_here(plan):
         given = offline(given)
@@ -487,13 +487,13 @@ def surroundings(
     if given.pop("PYTHONDONTWRITEBYTECODE", None):
         # Without bytecode, PyTorch alone is compiled anew in each of an engine's processes at each start.
         given.setdefault("PYTHONPYCACHEPREFIX", str(compiled / "bytecode"))
-    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **more})
+    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **additional})
 
 
 def free_port(highest: int = HIGHEST_PORT) -> int:
-    """A private port that is free now. Should another program be quicker, the engine is started again."""
+    """A free private port. If another program takes it first, the engine fails to bind and is started again."""
     while True:
-        # Those that the system chooses by itself are high ones.
+        # The kernel chooses high ports only.
         wanted = 0 if highest == HIGHEST_PORT else random.randint(LOWEST_PORT, highest)  # noqa: S311
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", wanted))

@@ -1,4 +1,4 @@
-"""Runs a build on the built-in model, and the ready-made engine beside it, before anybody relies on the build."""
+"""Tests a native build before its first use, and compares its answers with those of the packaged engine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PROMPT = "The sky is blue because"
 ANSWER_TOKENS = 24
 ANSWER_LIMIT_S = 120.0
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
-"""Threads that sleep while they wait for each other: on busy processors spinning made a trial ten times as long."""
-LAST_WORDS_S = 5.0
-"""An engine that does not answer may be dying."""
+"""Threads block while idle: on busy CPUs, spinning made a trial ten times as long."""
+EXIT_WAIT_S = 5.0
+"""How long to wait for the exit of an engine that does not answer."""
 
 
 class Examiner(Protocol):
-    """Asks a running engine, and judges what a build says by what the ready-made engine says."""
+    """Sends prompts to a running engine, and compares the answers of a build with those of the packaged engine."""
 
     async def ask(self, chosen: Plan, url: str, key: str | None) -> Any: ...
 
@@ -46,13 +46,13 @@ def native_environment(
     examiner: Examiner | None = None,
     served: Model | None = None,
 ) -> Environment:
-    """The engine as it is built for this machine: made, tried and compared on the first call. Raises `NotUsable`.
+    """The native build of the engine; built, tested and compared on the first call. Raises `NotUsable`.
 
-    It is tried on the built-in model, and only where that cannot be had on what is to be `served`.
+    It is tested on the built-in model, or on `served` if the built-in model cannot be downloaded.
     """
-    if there := built_here(engine, hardware, device):
-        return there
-    # Before the build, which holds the lock that an installation takes.
+    if existing := built_here(engine, hardware, device):
+        return existing
+    # Before the build, which holds the lock that an installation needs.
     packaged = _packaged(engine, progress)
     model = builtin_facts()
     try:
@@ -60,7 +60,7 @@ def native_environment(
     except OutsideFailed as error:
         if served is None or not served.files:
             raise
-        progress.note(f"{error.message}: the build will be tried on {served.name}, and its answers not compared")
+        progress.note(f"{error.message}: the build is tested on {served.name}, and its answers are not compared")
         model, packaged = served, None
     trial = functools.partial(_tried, engine, hardware, model, packaged, examiner, progress)
     return build_environment(engine, hardware, device, trial, progress)
@@ -70,12 +70,12 @@ def _packaged(engine: Engine, progress: Progress) -> Environment | None:
     try:
         return make_environment(engine, progress, own=True)
     except BedplateError as error:
-        progress.note(f"{error.message}: the build will not be compared with the ready-made {engine.name}")
+        progress.note(f"{error.message}: the build is not compared with the packaged {engine.name}")
         return None
 
 
 def _small_plan(engine: Engine, hardware: Hardware, model: Model, *, packaged: bool) -> Plan:
-    """The model on what a build is for; what is ready-made may compute on less of the machine."""
+    """A plan of the model for all of the hardware; `packaged`: only for what the packaged engine supports."""
     workload = Workload(origin="default")
     return plan(decide(hardware, model, workload, engine.id, installable=packaged), model, workload)
 
@@ -92,25 +92,25 @@ def _tried(
     log = writable(logs_dir()) / f"trial-{engine.id}.log"
     chosen = replaced(_small_plan(engine, hardware, model, packaged=False), engine_version=built.version)
     try:
-        with progress.step(f"trying the native build of {engine.name}"):
-            said = asyncio.run(_answers(engine, built, chosen, log, examiner))
+        with progress.step(f"testing the native build of {engine.name}"):
+            answers = asyncio.run(_answers(engine, built, chosen, log, examiner))
     except OutsideFailed as error:
         return Verdict(runs=False, right=False, why=error.message)
     if examiner is None:
-        return Verdict(runs=True, right=True, why="it answers; what it answers was compared with nothing")
-    others = None
+        return Verdict(runs=True, right=True, why="it answers; its answers were not compared")
+    reference = None
     if packaged is not None:
-        small = _small_plan(engine, hardware, model, packaged=True)
+        reference_plan = _small_plan(engine, hardware, model, packaged=True)
         try:
-            with progress.step(f"asking the ready-made {engine.name} the same"):
-                others = asyncio.run(_answers(engine, packaged, small, log, examiner))
+            with progress.step(f"sending the same prompts to the packaged {engine.name}"):
+                reference = asyncio.run(_answers(engine, packaged, reference_plan, log, examiner))
         except OutsideFailed as error:
             progress.note(f"{error.message}: the build is not compared with it")
-    return examiner.judge(chosen, said, others)
+    return examiner.judge(chosen, answers, reference)
 
 
 async def _answers(engine: Engine, environment: Environment, chosen: Plan, log: Path, examiner: Examiner | None) -> Any:
-    """What an engine says, from its start to its end. Raises `OutsideFailed` when it dies over it."""
+    """Starts an engine, collects its answers and stops it. Raises `OutsideFailed` if it dies meanwhile."""
     backend = Backend(chosen.model.served_name, engine.id, chosen.engine_version)
     supervisor = supervise(EngineStart(chosen, environment, env=PATIENT), backend, log)
     supervisor.start()
@@ -118,13 +118,13 @@ async def _answers(engine: Engine, environment: Environment, chosen: Plan, log: 
         await supervisor.ready()
         process, address = supervisor.process, backend.address or ("127.0.0.1", 0)
         url, key = f"http://{address[0]}:{address[1]}", backend.engine_key
-        said = None
-        if lives := await _speaks(url, chosen.model.served_name, key):
-            said = await examiner.ask(chosen, url, key) if examiner is not None else None
-            lives = await _speaks(url, chosen.model.served_name, key)
-        if not lives or backend.restarts:
+        answers = None
+        if works := await _speaks(url, chosen.model.served_name, key):
+            answers = await examiner.ask(chosen, url, key) if examiner is not None else None
+            works = await _speaks(url, chosen.model.served_name, key)
+        if not works or backend.restarts:
             raise OutsideFailed(f"{engine.name} stopped: {await _reason(engine, process, supervisor.log)}")
-        return said
+        return answers
     finally:
         await supervisor.stop()
 
@@ -148,9 +148,9 @@ async def _speaks(url: str, model: str, key: str | None) -> bool:
 
 
 async def _reason(engine: Engine, process: EngineProcess | None, log: EngineLog) -> str:
-    """How it ended; a moment may pass until that is seen."""
+    """Why it ended, after a short wait for its exit."""
     if process is not None:
-        await process.ended_within(LAST_WORDS_S)
+        await process.ended_within(EXIT_WAIT_S)
     if process is None or not process.ended.is_set():
         return "it did not answer"
     return explain(Death(process.code, log.text(), was_ready=True, worked=False), engine).message

@@ -1,4 +1,4 @@
-"""Runs uv, which fetches packages and makes engine environments, and says in plain words why it failed."""
+"""Runs uv, which downloads packages and creates engine environments, and explains its errors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NO_NETWORK = re.compile(
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
-"""How a line of uv's chain of causes begins; versions draw it differently."""
-_LEADS_ELSEWHERE = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
+"""The beginning of a line in uv's chain of causes; it differs between versions."""
+_OTHER_ENVIRONMENT_VARIABLES = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
 class Wheels(NamedTuple):
-    """A folder of packages that are all there is, where nothing outside is reached."""
+    """A folder of packages that replaces the package index on an air-gapped site."""
 
     folder: Path
     pinned: Mapping[str, Path]
-    """By engine: the file with its packages, pinned by version and hash."""
+    """The requirements file of each engine, with versions and hashes."""
 
 
 _only: ContextVar[Wheels | None] = ContextVar("wheels", default=None)
@@ -41,7 +41,7 @@ _only: ContextVar[Wheels | None] = ContextVar("wheels", default=None)
 
 @contextlib.contextmanager
 def only_from(wheels: Wheels) -> Iterator[None]:
-    """All that is installed in here comes from this folder; uv opens no connection."""
+    """Within the block, packages are installed only from this folder; uv opens no connection."""
     before = _only.set(wheels)
     try:
         yield
@@ -50,15 +50,15 @@ def only_from(wheels: Wheels) -> Iterator[None]:
 
 
 def pinned_packages(engine_id: str) -> list[str] | None:
-    """What to give `uv pip install` for an engine where only a folder of wheels is there; `None`: it is not so."""
+    """Arguments of `uv pip install` for an engine from the folder of wheels; `None` if there is no such folder."""
     wheels = _only.get()
     if wheels is None:
         return None
     if engine_id not in wheels.pinned:
         raise OutsideFailed(
             f"the bundle has no packages for {engine_id}",
-            cause=f"it has those for {', '.join(wheels.pinned) or 'no engine'}, and nothing else is reached",
-            hint=f"bedplate bundle --engine {engine_id}, where there is a package index",
+            cause=f"it has packages for {', '.join(wheels.pinned) or 'no engine'}, and no package index is used",
+            hint=f"where a package index is reachable, create a bundle with: bedplate bundle --engine {engine_id}",
         )
     return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
 
@@ -76,8 +76,8 @@ def uv_binary() -> str:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The user's own settings, those for pip included, less what would lead uv into another environment."""
-    env = {k: v for k, v in given.items() if k not in _LEADS_ELSEWHERE}
+    """The user's settings, including those for pip, without variables that would select another environment."""
+    env = {k: v for k, v in given.items() if k not in _OTHER_ENVIRONMENT_VARIABLES}
     if "PIP_FIND_LINKS" in env:
         env.setdefault("UV_FIND_LINKS", ",".join(env["PIP_FIND_LINKS"].split()))
     if "PIP_INDEX_URL" in env and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & env.keys():
@@ -92,14 +92,14 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def python_for_engines() -> str:
-    """The interpreter that engine environments are built on: `UV_PYTHON` if the user says so, else our own."""
+    """The interpreter for engine environments: `UV_PYTHON` if it is set, otherwise bedplate's own."""
     return os.environ.get("UV_PYTHON") or getattr(sys, "_base_executable", None) or sys.executable
 
 
 def torch_backend(packages: Sequence[str], device: Device) -> str | None:
-    """Which build of PyTorch belongs to a device; `None` where there is but one, or none is asked for.
+    """The build of PyTorch for a device; `None` if there is only one, or PyTorch is not among the packages.
 
-    The package index has the build for CUDA, gigabytes of it, which a machine without such a card has no use for.
+    The package index has the CUDA build, which is gigabytes large and useless on a machine without such a GPU.
     """
     if sys.platform == "darwin" or _torch_pin(packages) is None:
         return None
@@ -107,7 +107,7 @@ def torch_backend(packages: Sequence[str], device: Device) -> str | None:
 
 
 def torch_arguments(packages: Sequence[str], backend: str | None, python: str) -> list[str]:
-    """What to give `uv pip install` so that it takes that build: a wheel that is here, else PyTorch's own index."""
+    """Arguments of `uv pip install` that select that build: a local wheel, otherwise PyTorch's own index."""
     if backend is None:
         return list(packages)
     pin = _torch_pin(packages)
@@ -122,7 +122,7 @@ def _torch_pin(packages: Sequence[str]) -> str | None:
 
 
 def _cpu_wheel(pin: str, python: str) -> str | None:
-    """The version of a wheel for this Python and machine in the user's own folders."""
+    """The version of a PyTorch wheel for this Python and machine in UV_FIND_LINKS."""
     major, minor = python.split(".")[:2]
     pattern = re.compile(
         rf"torch-(?P<version>{re.escape(pin)}\+cpu)-cp{major}{minor}-\w+-\w*{platform.system().lower()[:5]}\w*"
@@ -137,8 +137,8 @@ def _cpu_wheel(pin: str, python: str) -> str | None:
 
 
 def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int], None] | None = None) -> None:
-    """Runs uv, which works in `folder`. `written` is called now and then with the bytes it has written so far."""
-    # Without --project, a uv.toml or pyproject.toml where the user happens to stand would have its say.
+    """Runs uv in `folder`. `written` is called regularly with the bytes that it has written so far."""
+    # Without --project, uv would read a uv.toml or pyproject.toml of the current directory.
     command = [uv_binary(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
     if (wheels := _only.get()) is not None:
         command.append("--offline")
@@ -153,13 +153,13 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
     try:
         ended = run_child(command, environment(os.environ), tick)
     except OSError as error:
-        raise OutsideFailed(f"{what} failed: uv could not be started", cause=str(error)) from error
+        raise OutsideFailed(f"{what} failed: cannot start uv", cause=str(error)) from error
     if ended.code != 0:
         raise failure(what, ended.output)
 
 
 def tell_writes(root: int, written: Callable[[int], None]) -> None:
-    """uv tells its progress only to terminals; what it has written to disk is as good, where the system counts it."""
+    """Estimates uv's progress, which it shows only on terminals, from the bytes that its processes have written."""
     import psutil
 
     try:
@@ -171,7 +171,7 @@ def tell_writes(root: int, written: Callable[[int], None]) -> None:
 
 
 def reasons(output: str) -> list[str]:
-    """What failed and why, the outermost first."""
+    """uv's chain of causes, the outermost first."""
     found: list[str] = []
     continues = False
     for line in output.splitlines():
@@ -181,31 +181,31 @@ def reasons(output: str) -> list[str]:
         elif continues and line.startswith((" ", "│")) and line.strip(" │"):
             found[-1] += " " + line.strip(" │")
         else:
-            continues = False  # a blank line: details and uv's own hints follow
+            continues = False  # after a blank line come details and uv's own hints
     return [text.rstrip(":") for text in found]
 
 
 def failure(what: str, output: str) -> OutsideFailed:
-    """uv's output as an error that says what to do."""
+    """Converts uv's output to an error with a hint."""
     why = [text for text in reasons(output) if not text.startswith("error sending request")]
     why = why or output.strip().splitlines()[-1:] or ["uv gave no reason"]
     cause = ": ".join(dict.fromkeys([*why[:2], why[-1]]))
     if len(cause) > 600:
         cause = f"{cause[:300]} … {cause[-300:]}"
-    hint = "settings of uv and pip are respected (UV_DEFAULT_INDEX, PIP_INDEX_URL, UV_FIND_LINKS …)"
+    hint = "bedplate uses the settings of uv and pip (UV_DEFAULT_INDEX, PIP_INDEX_URL, UV_FIND_LINKS …)"
     output = " ".join(output.split())  # older versions break lines within sentences
     if re.search(r"No space left|os error 28|Disk quota exceeded", output):
-        hint = "free some space, or point BEDPLATE_HOME (and UV_CACHE_DIR) at a larger disk"
+        hint = "free some space, or set BEDPLATE_HOME (and UV_CACHE_DIR) to a folder on a larger disk"
     elif re.search(r"[Hh]ash mismatch", output):
-        hint = "the index served another file than the one that was pinned; try another index (UV_DEFAULT_INDEX)"
+        hint = "the package index has a different file than the pinned one; use another index (UV_DEFAULT_INDEX)"
     elif _NO_NETWORK.search(output):
         hint = (
-            "a package index must be reachable on the first start; set UV_DEFAULT_INDEX to a mirror, "
+            "the first start needs a package index; set UV_DEFAULT_INDEX to a mirror, "
             "or UV_OFFLINE=1 and UV_FIND_LINKS to a folder with the wheels"
         )
     elif re.search(r"Permission denied|Read-only file system|Failed to initialize cache", output):
-        hint = "point BEDPLATE_HOME (and UV_CACHE_DIR) at folders that you may write to"
+        hint = "set BEDPLATE_HOME (and UV_CACHE_DIR) to writable folders"
     elif "requirements are unsatisfiable" in output:
         here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-        hint = f"the index has no such package for {here}; name one that does (UV_DEFAULT_INDEX)"
+        hint = f"the package index has no such package for {here}; use another index (UV_DEFAULT_INDEX)"
     return OutsideFailed(f"{what} failed", cause=cause, hint=hint)

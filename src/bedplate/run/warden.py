@@ -1,12 +1,11 @@
-"""Starts one engine and outlives it by a moment: when bedplate dies, however it dies, the engine and all of its
-descendants die too.
+"""Starts one engine, and ends the engine and all of its descendants when bedplate dies, even by SIGKILL.
 
-A program of its own, on the standard library alone. Its stdin is the lifeline: bedplate holds the other end, and the
-kernel closes it even on SIGKILL. A death signal alone would not do: it reaches children, but not their children.
+A separate program that uses only the standard library. Its stdin is the lifeline: bedplate holds the other end, and the
+kernel closes it even on SIGKILL. A parent-death signal is not enough: it reaches children, but not their children.
 
-On the lifeline: b"t" asks the engine to end, b"k" kills it, end of file means that bedplate is gone.
-On stdout, a line each: "started PID", then "exited CODE" (negative: the signal) or "failed REASON".
-Its own exit status is the engine's, as a shell would have it: 128 and the signal, 127 when it could not be started.
+On the lifeline: b"t" sends SIGTERM to the engine, b"k" kills it, end of file means that bedplate has ended.
+On stdout, one line each: "started PID", then "exited CODE" (negative: the signal) or "failed REASON".
+The exit status is the engine's, as in a shell: 128 plus the signal; 127 if it could not be started.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ LINUX = sys.platform.startswith("linux")
 
 
 def guarded(argv: list[str]) -> list[str]:
-    """The command that runs `argv` under a warden; where there can be none, `argv` itself."""
+    """The command that runs `argv` under a warden; on systems without one, `argv` itself."""
     return [sys.executable, "-I", "-S", __file__, *argv] if os.name == "posix" else argv
 
 
 def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
     if libc is not None:
-        # Descendants whose own parent dies become our children, so that none can slip away.
+        # Descendants whose parent dies become our children, so that none can escape.
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -46,9 +45,9 @@ def main(argv: list[str]) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         if libc is not None:
-            # For the case that it is the warden itself which is killed.
+            # In case the warden itself is killed.
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != warden:  # it was killed before the line above
+            if os.getppid() != warden:  # the warden was killed before the line above
                 os._exit(1)
 
     try:
@@ -91,7 +90,7 @@ def say(line: str) -> None:
     try:
         os.write(sys.stdout.fileno(), line.encode() + b"\n")
     except OSError:
-        # Nobody listens any more, which the lifeline tells as well.
+        # bedplate has ended; the lifeline reports that, too.
         return
 
 
@@ -103,19 +102,19 @@ def signal_group(group: int, number: int) -> None:
 
 
 def kill_all(engine: int) -> None:
-    """The engine's process group, and whatever descended from us and left that group, until nothing is left."""
+    """Kills the engine's process group and all descendants that left it, until none is left."""
     own_group = os.getpgrp()
     for _ in range(100):
         rest = descendants(os.getpid())
-        # By groups, which the kernel kills at once: of a process that forks and ends, over and over, there is little
-        # more to see than what is dead already. That lets us know its group, as long as it has not been waited for.
+        # By groups, which the kernel kills atomically. A process that forks and ends repeatedly is mostly visible as
+        # zombies, which still show its group until they are reaped.
         for group in {engine, *(group for group, _ in rest.values())} - {own_group}:
             signal_group(group, signal.SIGKILL)
         for pid, (_, state) in rest.items():
             try:
                 if state != "Z":
                     os.kill(pid, signal.SIGKILL)
-                elif pid != engine:  # whose status is for whoever started it
+                elif pid != engine:  # its status is read by Popen
                     os.waitpid(pid, os.WNOHANG)
             except (ProcessLookupError, PermissionError, ChildProcessError):
                 continue
@@ -125,8 +124,8 @@ def kill_all(engine: int) -> None:
 
 
 def reap(engine: int) -> None:
-    """Waits for adopted descendants that have ended, but leaves the engine's own status to whoever asks for it."""
-    for _ in range(100 if LINUX else 0):  # not until there are none: something that forks on and on would hold us here
+    """Reaps adopted descendants that have ended, but not the engine, whose status Popen reads."""
+    for _ in range(100 if LINUX else 0):  # bounded: a process that keeps forking must not block the warden
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -151,14 +150,14 @@ def descendants(ancestor: int) -> dict[int, tuple[int, str]]:
 
 
 def processes() -> list[tuple[int, int, int, str]]:
-    """(pid, parent's pid, process group, state) of every process that can be seen."""
+    """(pid, parent's pid, process group, state) of every visible process."""
     rows = []
     if LINUX:
         for name in os.listdir("/proc"):
             if name.isdigit():
                 try:
                     with open(f"/proc/{name}/stat") as file:
-                        # The command name stands in brackets and may itself hold brackets and spaces.
+                        # The command name is in parentheses, and may itself contain parentheses and spaces.
                         state, parent, group = file.read().rpartition(")")[2].split()[:3]
                 except (OSError, ValueError):
                     continue

@@ -1,6 +1,7 @@
-"""Installed packages as wheels again, file by file as their own list has them: what ran here runs elsewhere.
+"""Packs installed packages as wheels again, from the file lists of the packages, for another machine.
 
-No index is asked, so what was built here, or came from an index that another site cannot reach, is packed as well.
+No package index is used, so packages that were built here, or came from an index that the other site cannot reach, are
+packed as well.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import NamedTuple
 
 from bedplate.errors import OutsideFailed
 
-_OF_THE_INSTALLER = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
-"""In a package's own folder, what is about this installation and not about the package."""
+_INSTALLATION_FILES = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
+"""Files in a package's dist-info folder that describe this installation, not the package."""
 _SCRIPT_FOLDERS = frozenset(["bin", "Scripts"])
-_MOVED = re.compile(rb"#!/bin/sh\n'''exec' .*\n' '''\n")
-"""How a script for Python begins in an environment that may be moved, or that lies too deep."""
+_RELOCATABLE_SHEBANG = re.compile(rb"#!/bin/sh\n'''exec' .*\n' '''\n")
+"""The first lines of a Python script in an environment that is relocatable or has a long path."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""The earliest that the format knows: the same files give the same bytes."""
+"""The earliest time of the zip format; fixed, so that the same files give the same bytes."""
 _LEGACY_GLIBC = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 CHUNK_BYTES = 1 << 20
 
 
 class Telling(NamedTuple):
-    """Who is told on the way."""
+    """Callbacks for progress and notes."""
 
     done: Callable[[int], None] = lambda count: None
-    """The bytes that were packed so far."""
+    """Called with the bytes that were packed so far."""
     note: Callable[[str], None] = lambda text: None
 
 
@@ -42,7 +43,7 @@ SILENT = Telling()
 
 
 class Member(NamedTuple):
-    """One file of a package: where it is, where it goes in the wheel, and its hash as the package's list has it."""
+    """One file of a package: its path, its path in the wheel, and its hash in the package's file list."""
 
     file: Path
     path: str
@@ -51,7 +52,7 @@ class Member(NamedTuple):
 
 
 def distributions(folder: Path) -> dict[str, importlib.metadata.Distribution]:
-    """What is installed in an environment or a folder, by name as indexes have it."""
+    """The packages that are installed in an environment or a folder, by normalized name."""
     folders = [str(one) for one in folder.rglob("site-packages") if one.is_dir()] or [str(folder)]
     found: dict[str, importlib.metadata.Distribution] = {}
     for one in importlib.metadata.distributions(path=folders):
@@ -68,45 +69,45 @@ def pin(one: importlib.metadata.Distribution) -> str:
 
 
 def needed_by(name: str) -> list[importlib.metadata.Distribution]:
-    """A package of this Python and all that it needs, as they are installed here."""
+    """A package of this Python and all of its dependencies, as installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
-    asked: set[tuple[str, str]] = set()
-    ahead: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
-    while ahead:
-        package, extras, must = ahead.pop()
-        new = {(package, extra) for extra in ("", *extras)} - asked
+    visited: set[tuple[str, str]] = set()
+    pending: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
+    while pending:
+        package, extras, required = pending.pop()
+        new = {(package, extra) for extra in ("", *extras)} - visited
         if not new:
             continue
-        asked |= new
+        visited |= new
         try:
             one = importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
-            if not must:
-                continue  # for another system, by its marker
+            if not required:
+                continue  # not installed because of its marker, for example for another system
             raise OutsideFailed(
                 f"{package} is not installed as a package, so it cannot be packed",
-                hint="install bedplate with pip, uv or pipx, and make the bundle with that one",
+                hint="install bedplate with pip, uv or pipx, and create the bundle with that installation",
             ) from None
         found[package] = one
-        ahead += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
+        pending += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
     return [found[package] for package in sorted(found)]
 
 
 def _required(text: str, extras: frozenset[str]) -> tuple[str, frozenset[str], bool] | None:
-    """A requirement as name, extras, and whether it holds everywhere; `None`: only with an extra that is not asked."""
-    words, _, marker = text.partition(";")
-    found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", words)
+    """A requirement as name, extras, and whether it has no marker; `None` if it belongs to an extra not requested."""
+    requirement, _, marker = text.partition(";")
+    found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", requirement)
     if found is None:
         return None
-    of = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
-    if of is not None and normal(of[1]) not in extras:
+    extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+    if extra is not None and normal(extra[1]) not in extras:
         return None
     wanted = frozenset(normal(one.strip()) for one in (found[2] or "").split(",") if one.strip())
     return normal(found[1]), wanted, not marker.strip()
 
 
 def wheel_bytes(one: importlib.metadata.Distribution) -> int:
-    """How much a package's files take: a wheel of it is no larger."""
+    """The size of a package's files, which is an upper bound for its wheel."""
     return sum(member.file.stat().st_size for member in _members(one) if member.file.is_file())
 
 
@@ -114,7 +115,7 @@ def pack(one: importlib.metadata.Distribution, folder: Path, tell: Telling = SIL
     """Writes the package's wheel into `folder`; each file is compared with the hash that came with the package."""
     if is_editable(one):
         raise OutsideFailed(
-            f"{one.name} is used from where it is written, so it cannot be packed",
+            f"{one.name} is an editable installation, which cannot be packed",
             hint=f"install it as a package: pip install {one.name}=={one.version}",
         )
     return _written(one, _members(one), folder, tell)
@@ -125,47 +126,47 @@ def is_editable(one: importlib.metadata.Distribution) -> bool:
 
 
 def pack_source(one: importlib.metadata.Distribution, package: Path, folder: Path, tell: Telling = SILENT) -> Path:
-    """As `pack`, for pure Python that may be used from where it is written: its files are those in `package`."""
+    """Writes the wheel of pure Python that may be an editable installation: its files are those in `package`."""
     info = _info(one)
-    about = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
+    metadata = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
     sources = (file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
     code = [Member(file, f"{package.name}/{file.relative_to(package).as_posix()}") for file in sources]
-    return _written(one, [*code, *about], folder, tell, tags=["py3-none-any"])
+    return _written(one, [*code, *metadata], folder, tell, tags=["py3-none-any"])
 
 
 def _info(one: importlib.metadata.Distribution) -> str:
-    """The name of its own folder, which begins as its wheel does."""
+    """The name of its dist-info folder, which starts like the name of its wheel."""
     for file in one.files or ():
         if file.name == "METADATA" and len(file.parts) == 2 and file.parts[0].endswith(".dist-info"):
             return file.parts[0]
     raise OutsideFailed(
         f"{one.name} {one.version} was installed without a list of its files, so it cannot be packed",
-        hint="install it with pip or uv in an environment of its own, not with the system's package manager",
+        hint="install it with pip or uv in a virtual environment, not with the system's package manager",
     )
 
 
 def _members(one: importlib.metadata.Distribution) -> list[Member]:
     info = _info(one)
     data = f"{info.removesuffix('.dist-info')}.data"
-    made = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
+    scripts = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
     found = []
     for file in one.files or ():
-        if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _OF_THE_INSTALLER):
+        if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _INSTALLATION_FILES):
             continue
-        place = Path(str(one.locate_file(file)))
-        known = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
+        path = Path(str(one.locate_file(file)))
+        sha256 = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
         if file.parts[0] != ".." and not file.is_absolute():
-            found.append(Member(place, file.as_posix(), known))
+            found.append(Member(path, file.as_posix(), sha256))
             continue
-        # Beside the packages: programs, headers, and what belongs below the environment's own folder.
+        # Outside site-packages: programs, headers and data files.
         rest = [part for part in file.parts if part != ".."]
         if rest[0] in _SCRIPT_FOLDERS:
-            if PurePosixPath(rest[-1]).stem not in made and rest[-1] not in made:
-                found.append(Member(place, f"{data}/scripts/{'/'.join(rest[1:])}", known, script=True))
+            if PurePosixPath(rest[-1]).stem not in scripts and rest[-1] not in scripts:
+                found.append(Member(path, f"{data}/scripts/{'/'.join(rest[1:])}", sha256, script=True))
         elif rest[:2] == ["include", "site"]:
-            found.append(Member(place, f"{data}/headers/{'/'.join(rest[4:])}", known))
+            found.append(Member(path, f"{data}/headers/{'/'.join(rest[4:])}", sha256))
         else:
-            found.append(Member(place, f"{data}/data/{'/'.join(rest)}", known))
+            found.append(Member(path, f"{data}/data/{'/'.join(rest)}", sha256))
     return found
 
 
@@ -201,7 +202,7 @@ def _written(
 def _added(
     archive: zipfile.ZipFile, member: Member, one: importlib.metadata.Distribution, tell: Telling, before: int
 ) -> tuple[str, int]:
-    """Its hash and size; so many bytes were packed before it."""
+    """Adds a file to the wheel; returns its hash and size. `before` bytes were packed before it."""
     digest, size = hashlib.sha256(), 0
     hashed = hashlib.sha256() if member.script else digest
     try:
@@ -218,19 +219,19 @@ def _added(
                 tell.done(before + size)
     except OSError as error:
         raise OutsideFailed(
-            f"{one.name} {one.version} is not whole: {member.path} cannot be read",
+            f"{one.name} {one.version} is incomplete: cannot read {member.path}",
             cause=error.strerror or str(error),
-            hint="install it again (an engine: bedplate engines remove ID, and then this once more)",
+            hint="install it again (for an engine: bedplate engines remove ID, then repeat this command)",
         ) from error
     if member.sha256 is not None and hashed.hexdigest() != member.sha256:
-        # Libraries are stripped to save space, and what runs here is what is wanted; but somebody should know.
-        tell.note(f"{one.name} {one.version}: {member.path} is not what its package lists; it is packed as it is")
+        # Some installations strip libraries to save space. What runs here is packed, with a note.
+        tell.note(f"{one.name} {one.version}: {member.path} differs from its package's hash; it is packed unchanged")
     return digest.hexdigest(), size
 
 
 def _as_packed(start: bytes) -> bytes:
-    """A script for Python without the path of the Python that it was installed for."""
-    if moved := _MOVED.match(start):
+    """The start of a Python script without the path of its interpreter."""
+    if moved := _RELOCATABLE_SHEBANG.match(start):
         return b"#!python\n" + start[moved.end() :]
     line, _, rest = start.partition(b"\n")
     return b"#!python\n" + rest if line.startswith(b"#!") and b"python" in line else start
@@ -255,7 +256,7 @@ def _tags(one: importlib.metadata.Distribution) -> list[str]:
 
 
 def fitting(tags: Sequence[str], python: tuple[int, int] = sys.version_info[:2]) -> list[str]:
-    """Tags by which this Python takes a wheel that it runs: some wheels were renamed, and still have others inside."""
+    """The tags that this Python accepts. If there are none, replaces them: some renamed wheels contain wrong tags."""
     major, minor = python
     kept = [tag for tag in tags if _is_for(tag, major, minor)]
     return kept or [f"cp{major}{minor}-none-{tag.split('-', 2)[-1]}" for tag in tags]
@@ -271,7 +272,7 @@ def _is_for(tag: str, major: int, minor: int) -> bool:
 
 
 def _tag(tags: Iterable[str]) -> str:
-    """All of a wheel's tags as its name has them: the parts of each kind, joined by dots."""
+    """A wheel's tags in the format of its file name: the values of each part, joined by dots."""
     parts: list[dict[str, None]] = [{}, {}, {}]
     for tag in tags:
         for kind, part in zip(parts, tag.split("-", 2), strict=False):
@@ -280,19 +281,19 @@ def _tag(tags: Iterable[str]) -> str:
 
 
 def least_glibc(names: Iterable[str], own: str | None) -> str | None:
-    """The glibc that wheels of these names need; what only says `linux` may need the one that it was built with."""
+    """The glibc version that these wheels need; a wheel tagged only `linux` may need the one of this machine."""
     needed: list[tuple[int, int]] = []
     for name in names:
-        here: list[tuple[int, int]] = []
+        versions: list[tuple[int, int]] = []
         for part in name.removesuffix(".whl").rpartition("-")[2].split("."):
             if found := re.match(r"manylinux_(\d+)_(\d+)_", part):
-                here.append((int(found[1]), int(found[2])))
+                versions.append((int(found[1]), int(found[2])))
             elif found := re.match(r"(manylinux\d+)_", part):
-                here.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
+                versions.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
             elif part.startswith("linux_") and own is not None:
-                here.append(version(own))
-        if here:
-            needed.append(min(here))
+                versions.append(version(own))
+        if versions:
+            needed.append(min(versions))
     return ".".join(map(str, max(needed))) if needed else None
 
 

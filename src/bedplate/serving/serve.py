@@ -1,4 +1,4 @@
-"""Serves until somebody says stop: from what was ordered to a host that answers, and to its end."""
+"""Serves models until it is stopped: decides, prepares, starts the host and its engines, and stops them."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
     from bedplate.bundling.opened import Opened
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
-"""Looks at the answers of an engine: its private URL, and the key that it asks for."""
-TELL_EVERY_S = 15.0
-"""Some engines take a minute to start, and more where other work has the processors."""
+"""Checks the answers of an engine; gets its private URL and the key that it requires."""
+REPORT_EVERY_S = 15.0
+"""How often progress is reported while an engine starts: some take a minute, more when other processes use the CPU."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a caller wants to hear and to have done on the way."""
+    """Callbacks of the caller."""
 
-    progress: Progress = Silent()  # noqa: RUF009 - it keeps nothing
+    progress: Progress = Silent()  # noqa: RUF009 - it has no state
     on_decision: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None
     on_claim: Callable[[ServiceRecord], None] = lambda record: None
-    """The name that it is known by from now on."""
+    """Called when the service has its name."""
     on_ready: Callable[[Endpoint], None] = lambda endpoint: None
     check: Check | None = None
-    """Looks at the answers beside all this, once an engine is ready; whatever it finds, serving goes on."""
+    """Checks the answers in the background once an engine is ready; serving continues whatever the result."""
     examiner: Examiner | None = None
-    """Compares the answers of a native build with those of the ready-made one, before it is taken."""
+    """Compares the answers of a native build with those of the packaged one before it is used."""
 
 
 def serve(
@@ -79,7 +79,7 @@ def serve(
     check: Check | None = None,
     examiner: Examiner | None = None,
 ) -> None:
-    """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop."""
+    """Probes the hardware, chooses an engine, fetches and installs what is missing, and serves until it is stopped."""
     wanted = Wanted(
         model=model,
         workload=workload or Workload(origin="default"),
@@ -102,7 +102,7 @@ def serve(
 def serve_order(
     order: Order, hooks: Hooks, listen: Listen | None = None, *, fallback: str | None = None, detached: bool = False
 ) -> None:
-    """Serves what was ordered until a signal or a request to stop; `fallback` is its name where the order has none."""
+    """Serves an order until a signal or a request to stop; `fallback` is the service's name if the order has none."""
     listen = listen or listening(order)
     refuse_early(order, listen)
     if order.bundle is None:
@@ -149,10 +149,10 @@ def _readied(one: Decided, hooks: Hooks, above: Kind | None) -> Readied:
 
 
 def refuse_early(order: Order, listen: Listen | None = None) -> None:
-    """What can be told before anything is looked at, fetched or installed: the system, the name and the port, and
-    whether an orchestrator can do what is asked."""
+    """Checks what can be checked before anything is read, fetched or installed: the operating system, the name, the
+    port, and whether the orchestrator supports the order."""
     if os.name != "posix":
-        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate in WSL")
     if order.name is not None:
         _check_free(order.name)
     kind_for(order)
@@ -169,12 +169,13 @@ def check_names(found: Sequence[Decided]) -> None:
     names = [one.name for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise BadQuestion(
-            f"{twice} is served by more than one service", hint="several of one model are its replicas: replicas: 2"
+            f"more than one service serves {twice}",
+            hint="to run a model several times, give one service replicas, for example replicas: 2",
         )
 
 
 def _check_free(name: str) -> None:
-    """Before anything is installed for it; claimed it is later, and then for sure."""
+    """An early check, before anything is installed; the claim of the name decides later."""
     records.checked_name(name)
     if any(one.name == name for one in records.running()):
         raise records.name_taken(name)
@@ -218,7 +219,7 @@ class _Session:
         control = ControlServer(host, {**host_operations(self.record), **CHANGING_OPERATIONS})
         live = put_up(host)
         declare_tenants(host, self.order)
-        # The port first: without it nothing else is worth starting.
+        # The port is bound first: without it there is no point in starting engines.
         host.gateway.starting = True
         await host.start()
         stopping = asyncio.create_task(host.stopping.wait())
@@ -251,7 +252,7 @@ class _Session:
         for one in self.made:
             if not await self._added(host, one, stopping):
                 return
-        # What was built up to here lives as long as the process; the collector need not look at it again and again.
+        # Objects created up to here live as long as the process; the garbage collector need not visit them again.
         gc.collect()
         gc.freeze()
         host.state = "ready"
@@ -267,27 +268,29 @@ class _Session:
             raise host.fatal.result()
 
     async def _added(self, host: Host, one: Readied, stopping: asyncio.Task[bool]) -> bool:
-        """Whether it is there, and nobody has said stop meanwhile."""
+        """Adds a service and waits until it is ready; returns False if the host was stopped meanwhile."""
         wanted = one.decided.wanted
         adding = asyncio.create_task(host.add_service(wanted, one, self.on))
         if wanted.on_demand and not wanted.preload:
             await adding
             return not host.stopping.is_set()
         loop, name = asyncio.get_running_loop(), host_engine_name(one)
-        many = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
+        count = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
         on = ""
         if self.on is not None:
             on, above = f" on {NAMES[self.on.above.orchestrator]}", self.on.above
             name = name if above.real else above.workers
-        with self.hooks.progress.step(f"starting {many}{name}{on}", 100) as done:
-            began = told = loop.time()
+        with self.hooks.progress.step(f"starting {count}{name}{on}", 100) as done:
+            began = reported_at = loop.time()
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
                 done(_progress(service))
-                if loop.time() - told >= TELL_EVERY_S and service is not None and service.engines:
-                    told = loop.time()
-                    words = service.engines[0].supervisor.last_words
-                    self.hooks.progress.note(f"{name} is starting, {seconds(told - began)} so far: {words}")
+                if loop.time() - reported_at >= REPORT_EVERY_S and service is not None and service.engines:
+                    reported_at = loop.time()
+                    last_line = service.engines[0].supervisor.last_words
+                    self.hooks.progress.note(
+                        f"{name} has been starting for {seconds(reported_at - began)}: {last_line}"
+                    )
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         if host.stopping.is_set():
             adding.cancel()
@@ -321,7 +324,7 @@ class _Session:
 
 
 def declare_tenants(host: Host, order: Order) -> None:
-    """Who was named in the order is let in by its key, and has what was said there."""
+    """Sets the limits of the tenants in the order, and reports inconsistencies with the store."""
     keeper = host.gateway.keeper
     host.gateway.tenants.declare(order.tenants)
     for text in remarks(order.tenants, keeper.tenants if keeper is not None else ()):
@@ -335,29 +338,29 @@ def host_engine_name(one: Readied) -> str:
 
 
 def _progress(service: HostedService | None) -> int:
-    """Of the engine that is least far."""
+    """The progress, in percent, of the engine that has loaded least."""
     shares = [engine.backend.progress or 0 for engine in service.engines] if service is not None else []
     return round(100 * min(shares, default=0))
 
 
 async def _checked(check: Callable[[], Coroutine[Any, Any, None]], host: Host) -> None:
-    """Asks the engine itself and not the gateway, whose figures are of the clients' requests alone."""
+    """Runs a check of the engine's answers, directly and not through the gateway, whose metrics count only clients."""
     try:
         await check()
-    except Exception as error:  # a mistake in a check must not end what it checks
-        host.say(f"the answers could not be checked: {error}")
+    except Exception as error:  # a bug in a check must not stop the service
+        host.say(f"cannot check the engine's answers: {error}")
 
 
 @contextlib.contextmanager
 def _signals(loop: asyncio.AbstractEventLoop, host: Host) -> Iterator[None]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup: it stays so
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it stays ignored
             loop.add_signal_handler(number, _stop_or_insist, host)
     yield
 
 
 def _stop_or_insist(host: Host) -> None:
-    """The first signal stops in order. A second one does not wait: the wardens see us go and end the engines."""
+    """The first signal stops the host in order; a second one exits at once, and the wardens then end the engines."""
     if host.stopping.is_set():
         os._exit(130)
     host.stop_soon()

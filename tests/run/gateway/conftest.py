@@ -1,4 +1,4 @@
-"""Runs tests that are coroutines, each on asyncio's own loop and on uvloop."""
+"""Runs coroutine tests, each on asyncio's event loop and on uvloop."""
 
 from __future__ import annotations
 

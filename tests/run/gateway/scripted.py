@@ -1,4 +1,4 @@
-"""An engine that answers by script, a client that speaks raw HTTP, and the gateway between them."""
+"""A scripted engine, a raw HTTP client, and the gateway between them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from bedplate.run.gateway.upstream import EngineConnection
 
 T = TypeVar("T")
 PATIENCE_S = 240.0
-"""How long a test waits for what must happen."""
+"""How long a test waits for an expected event."""
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}\n\n'
 
 PROBLEMS: list[str] = []
-"""What the event loop reported as nobody's: an exception in a callback, a task that failed unseen."""
+"""Errors that the event loop reported: exceptions in callbacks, and failed tasks whose result was never read."""
 
 
-async def within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
-    # Not wait_for, which before Python 3.12 forgets a cancellation that comes with the result.
+async def wait_within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
+    # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
     async with asyncio.timeout(seconds):
         return await what
 
 
-async def until(look: Callable[[], object], what: str) -> None:
-    """Lets the loop turn until something is so."""
+async def wait_until(look: Callable[[], object], what: str) -> None:
+    """Runs the event loop until the condition holds."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while not look():
         assert asyncio.get_running_loop().time() < deadline, f"waited {PATIENCE_S} s for {what}"
@@ -46,7 +46,7 @@ async def until(look: Callable[[], object], what: str) -> None:
 # answers of an engine, as bytes
 
 
-def plain(body: bytes | dict[str, Any], status: str = "200 OK", kind: str = "application/json") -> bytes:
+def make_answer(body: bytes | dict[str, Any], status: str = "200 OK", kind: str = "application/json") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
@@ -56,16 +56,16 @@ STREAM_END = b"0\r\n\r\n"
 ANSWER = {"object": "chat.completion", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
 
 
-def chunk(data: bytes) -> bytes:
+def make_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def delta(text: str) -> bytes:
+def make_delta(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
 
 
-def whole_stream(*events: bytes) -> bytes:
-    return STREAM_HEAD + b"".join(chunk(event) for event in events) + STREAM_END
+def make_stream(*events: bytes) -> bytes:
+    return STREAM_HEAD + b"".join(make_chunk(event) for event in events) + STREAM_END
 
 
 # the engine
@@ -80,17 +80,17 @@ Step = bytes | asyncio.Event | End
 
 
 @dataclass(eq=False)
-class Seen:
-    """One request as the engine saw it."""
+class ReceivedRequest:
+    """One request as the engine received it."""
 
     method: str
     target: str
     headers: list[tuple[str, str]]
     body: bytes
     line: int
-    """Which connection it came on, counted from 0."""
+    """The number of its connection, from 0."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its connection is no more."""
+    """Set when its connection is closed."""
 
     def header(self, name: str) -> list[str]:
         return [value for key, value in self.headers if key.lower() == name]
@@ -102,13 +102,13 @@ class Seen:
 
 
 class Engine:
-    """Answers each request with the next list of steps: bytes are sent, events are waited for."""
+    """Answers each request with the next list of steps: sends bytes, waits for events."""
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self.lines: list[Line] = []
-        self.otherwise: tuple[Step, ...] = (plain(ANSWER),)
-        """The answer when the script is at its end."""
+        self.seen: list[ReceivedRequest] = []
+        self.lines: list[ScriptedConnection] = []
+        self.otherwise: tuple[Step, ...] = (make_answer(ANSWER),)
+        """The answer after the end of the script."""
         self.port = 0
         self._answers: deque[tuple[Step, ...]] = deque()
         self._server: asyncio.Server | None = None
@@ -116,28 +116,28 @@ class Engine:
     def answer(self, *steps: Step) -> None:
         self._answers.append(steps)
 
-    def next_answer(self) -> tuple[Step, ...]:
+    def take_next_answer(self) -> tuple[Step, ...]:
         return self._answers.popleft() if self._answers else self.otherwise
 
-    async def request(self, number: int = 0) -> Seen:
-        await until(lambda: len(self.seen) > number, f"request {number} at the engine")
+    async def request(self, number: int = 0) -> ReceivedRequest:
+        await wait_until(lambda: len(self.seen) > number, f"request {number} at the engine")
         return self.seen[number]
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Line(self), "127.0.0.1", self.port)
+        self._server = await loop.create_server(lambda: ScriptedConnection(self), "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Ends like a process that is killed: nobody listens, every connection is closed."""
+        """Ends like a killed process: stops listening and closes every connection."""
         if self._server is not None:
             self._server.close()
         for line in self.lines:
             line.end(End.CLOSE)
-        await until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")
+        await wait_until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")
 
 
-class Line(asyncio.Protocol):
+class ScriptedConnection(asyncio.Protocol):
     """One connection to the scripted engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +145,7 @@ class Line(asyncio.Protocol):
         self.number = len(engine.lines)
         self.lost = False
         self._buffer = b""
-        self._current: Seen | None = None
+        self._current: ReceivedRequest | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._play: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class Line(asyncio.Protocol):
             self.transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -196,9 +196,9 @@ class Line(asyncio.Protocol):
         if len(rest) < length:
             return
         self._buffer = rest[length:]
-        self._current = seen = Seen(method, target, headers, rest[:length], self.number)
+        self._current = seen = ReceivedRequest(method, target, headers, rest[:length], self.number)
         self.engine.seen.append(seen)
-        self._play = asyncio.get_running_loop().create_task(self._perform(self.engine.next_answer()))
+        self._play = asyncio.get_running_loop().create_task(self._perform(self.engine.take_next_answer()))
 
     async def _perform(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
@@ -232,7 +232,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The OpenAI error object, with all that belongs to one."""
+        """The OpenAI error object, checked for its fields."""
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str) and error["message"]
@@ -241,7 +241,7 @@ class Answer:
 
 
 def request(path: str, body: bytes | dict[str, Any] | None = None, method: str = "", **headers: str) -> bytes:
-    """A request's bytes. Underscores in header names stand for dashes."""
+    """The bytes of a request. Underscores in header names become dashes."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -250,12 +250,12 @@ def request(path: str, body: bytes | dict[str, Any] | None = None, method: str =
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-def chat(stream: bool = False, **fields: Any) -> dict[str, Any]:
+def make_chat_body(stream: bool = False, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}], **({"stream": True} if stream else {}), **fields}
 
 
 class Client:
-    """Speaks HTTP/1.1 over a socket of its own, one byte string at a time."""
+    """Sends and reads raw HTTP/1.1 on its own socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -263,7 +263,7 @@ class Client:
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
-        await within(self.writer.drain())
+        await wait_within(self.writer.drain())
 
     async def get(self, path: str, **headers: str) -> Answer:
         await self.send(request(path, None, **headers))
@@ -274,7 +274,7 @@ class Client:
         return await self.answer()
 
     async def head(self) -> Answer:
-        first, *lines = (await within(self.reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")[:-2]
+        first, *lines = (await wait_within(self.reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")[:-2]
         version, status, _ = first.split(" ", 2)
         assert version == "HTTP/1.1"
         headers: dict[str, str] = {}
@@ -292,21 +292,21 @@ class Client:
                 pieces.append(piece)
             answer.body = b"".join(pieces)
         elif "content-length" in answer.headers:
-            answer.body = await within(self.reader.readexactly(int(answer.headers["content-length"])))
+            answer.body = await wait_within(self.reader.readexactly(int(answer.headers["content-length"])))
         else:
-            answer.body = await within(self.reader.read())
+            answer.body = await wait_within(self.reader.read())
         return answer
 
     async def chunk(self) -> bytes:
         """The next chunk; empty at the end of the stream."""
-        size = int(await within(self.reader.readuntil(b"\r\n")), 16)
-        data = await within(self.reader.readexactly(size + 2))
+        size = int(await wait_within(self.reader.readuntil(b"\r\n")), 16)
+        data = await wait_within(self.reader.readexactly(size + 2))
         assert data.endswith(b"\r\n")
         return data[:-2]
 
     async def is_closed(self) -> bool:
-        """Whether the gateway closes, and says nothing more before that."""
-        return await within(self.reader.read(1)) == b""
+        """Whether the gateway closes the connection without sending more data."""
+        return await wait_within(self.reader.read(1)) == b""
 
     def reset(self) -> None:
         pipe = self.writer.get_extra_info("socket")
@@ -316,43 +316,43 @@ class Client:
     async def close(self) -> None:
         self.writer.close()
         with contextlib.suppress(OSError):
-            await within(self.writer.wait_closed())
+            await wait_within(self.writer.wait_closed())
 
 
 # the gateway between them
 
 
 @dataclass
-class House:
+class Setup:
     gateway: Gateway
     engine: Engine
     backend: Backend
     port: int
     clients: list[Client] = field(default_factory=list)
 
-    async def client(self) -> Client:
-        client = Client(*await within(asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)))
+    async def connect(self) -> Client:
+        client = Client(*await wait_within(asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)))
         self.clients.append(client)
         return client
 
-    def active(self) -> int:
-        return sum(way.pool.active for route in self.gateway.routes for way in route.ways)
+    def count_active(self) -> int:
+        return sum(link.pool.active for route in self.gateway.routes for link in route.links)
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
         return sum(self.gateway.waiting(model) for model in self.gateway.models)
 
-    def metric(self, name: str, **labels: str) -> float | None:
+    def read_metric(self, name: str, **labels: str) -> float | None:
         labels = {"model": self.backend.model, "engine": self.backend.engine, **labels}
         return self.gateway.meters.registry.get_sample_value(f"bedplate_{name}", labels)
 
-    def outcome(self, outcome: str, api: str = "chat", **labels: str) -> float:
-        return self.metric("requests_total", api=api, outcome=outcome, **labels) or 0.0
+    def count_outcome(self, outcome: str, api: str = "chat", **labels: str) -> float:
+        return self.read_metric("requests_total", api=api, outcome=outcome, **labels) or 0.0
 
     def is_at_rest(self) -> bool:
-        return self.active() == 0 and self.metric("requests_in_flight") == 0
+        return self.count_active() == 0 and self.read_metric("requests_in_flight") == 0
 
 
-def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
+def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
     backend = Backend(model, engine, "b1", aliases=("Small Model", "small.gguf"))
     backend.address = ("127.0.0.1", port)
     backend.state = "ready"
@@ -362,7 +362,7 @@ def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **mor
 
 
 @contextlib.asynccontextmanager
-async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[House]:
+async def start_gateway(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
     """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
 
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.
@@ -370,29 +370,29 @@ async def serving(*others: Backend, api_key: str | None = None, **options: Any) 
     limit = {name: options.pop(name) for name in ("max_body_bytes", "keeper") if name in options}
     engine = Engine()
     await engine.start()
-    backend = backend_at(engine.port, **options)
+    backend = make_backend(engine.port, **options)
     gateway = Gateway([backend, *others], api_key=api_key, **limit)
-    house = House(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
+    setup = Setup(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
     try:
-        yield house
-        for client in house.clients:
+        yield setup
+        for client in setup.clients:
             await client.close()
-        await until(house.is_at_rest, "requests to end")
-        await until(lambda: not gateway.connections, "connections to close")
+        await wait_until(setup.is_at_rest, "requests to end")
+        await wait_until(lambda: not gateway.connections, "connections to close")
     finally:
-        await within(gateway.stop(0))
+        await wait_within(gateway.stop(0))
         await engine.stop()
-        for client in house.clients:
+        for client in setup.clients:
             await client.close()
-    assert house.active() == 0
+    assert setup.count_active() == 0
     assert gateway.arriving_bytes == 0
 
 
-# the same without sockets, for what must be seen write by write
+# without sockets, to check each write
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written, each write apart."""
+    """A transport that records each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,16 +427,16 @@ class Wire(asyncio.Transport):
 
 
 class Bench:
-    """A client's and an engine's connection of one gateway, driven by hand. Needs a running loop."""
+    """A client connection and an engine connection of one gateway, fed by the test. Needs a running loop."""
 
     def __init__(self) -> None:
-        self.backend = backend_at(1)
+        self.backend = make_backend(1)
         self.gateway = Gateway([self.backend])
         self.client = ClientConnection(self.gateway)
         self.to_client = Wire()
         self.client.connection_made(self.to_client)
-        ((way,),) = (route.ways for route in self.gateway.routes)
-        self.pool = way.pool
+        ((link,),) = (route.links for route in self.gateway.routes)
+        self.pool = link.pool
         self.engine = EngineConnection(self.pool, ("127.0.0.1", 1))
         self.to_engine = Wire()
         self.engine.connection_made(self.to_engine)
@@ -447,8 +447,8 @@ class Bench:
         return self.gateway.meters.registry.get_sample_value("bedplate_tokens_total", labels)
 
 
-def unchunk(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """The head, the body and the rest of an answer in chunks."""
+def decode_chunks(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Splits a chunked answer into head, body and rest."""
     head, _, rest = data.partition(b"\r\n\r\n")
     body = b""
     while True:

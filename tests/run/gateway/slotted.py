@@ -1,4 +1,4 @@
-"""An engine that computes so many requests at once and no more, with known timing; others wait in its own line."""
+"""An engine with known timing and a fixed number of slots; further requests wait in its own queue."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import contextlib
 import json
 from typing import Any
 
-from .scripted import DONE, STREAM_END, STREAM_HEAD, chunk, delta
+from .scripted import DONE, STREAM_END, STREAM_HEAD, make_chunk, make_delta
 
 EVENTS = 3
 
 
 class SlottedEngine:
-    """Streams `tokens` tokens in three events: the first after `ttft_s`, the rest after `token_s` for each."""
+    """Streams `tokens` tokens in three events: the first after `ttft_s`, the others after `token_s` per token."""
 
     def __init__(self, slots: int, *, ttft_s: float = 0.03, token_s: float = 0.005, tokens: int = 12) -> None:
         self.port = 0
@@ -60,10 +60,10 @@ class SlottedEngine:
         await asyncio.sleep(self._ttft_s)
 
     async def _answer(self, writer: asyncio.StreamWriter, tokens: int) -> None:
-        writer.write(STREAM_HEAD + chunk(delta("a")))
+        writer.write(STREAM_HEAD + make_chunk(make_delta("a")))
         for _ in range(EVENTS - 1):
             await asyncio.sleep(tokens * self._token_s / (EVENTS - 1))
-            writer.write(chunk(delta("b")))
+            writer.write(make_chunk(make_delta("b")))
         usage = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": tokens}}
-        writer.write(chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + DONE) + STREAM_END)
+        writer.write(make_chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + DONE) + STREAM_END)
         self.answered += 1

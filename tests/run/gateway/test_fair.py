@@ -1,4 +1,4 @@
-"""Tenants share an engine by tokens and weight, and none of them makes the others wait for its own."""
+"""Tenants share an engine by tokens and weight, and no tenant delays the others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import LEAD_READING, SEAT_KEPT_S, FairQueue, Line
+from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, SLOT_KEPT_S, FairQueue, Line
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, key_digest
 
-from .scripted import CHAT, Client, backend_at, chat, request, until, within
+from .scripted import CHAT, Client, make_backend, make_chat_body, request, wait_until, wait_within
 from .slotted import SlottedEngine
 
 
@@ -30,8 +30,10 @@ class Job:
     over: bool = False
 
 
-def served(jobs: dict[str, list[Job]], weights: dict[str, float], turns: int, costs: dict[str, float]) -> Counter[str]:
-    """Tokens of each tenant after so many turns on an engine with one seat, everybody always having work."""
+def count_served_tokens(
+    jobs: dict[str, list[Job]], weights: dict[str, float], turns: int, costs: dict[str, float]
+) -> Counter[str]:
+    """Tokens of each tenant after so many requests on an engine with one slot, while all tenants have requests."""
     queue: FairQueue[Job] = FairQueue()
     for name, own in jobs.items():
         for job in own:
@@ -53,19 +55,19 @@ def served(jobs: dict[str, list[Job]], weights: dict[str, float], turns: int, co
     costs=st.lists(st.integers(1, 5000), min_size=4, max_size=4),
     guessed=st.floats(1, 5000),
 )
-def test_tokens_are_shared_by_weight_whatever_requests_cost_and_were_thought_to(
+def test_shares_tokens_by_weight_whatever_the_expected_and_actual_costs(
     weights: list[float], costs: list[int], guessed: float
 ) -> None:
     names = [f"t{number}" for number in range(len(weights))]
     by_name = dict(zip(names, weights, strict=True))
     cost = {name: float(costs[number]) for number, name in enumerate(names)}
-    tokens = served({name: [Job(name, guessed)] * 2 for name in names}, by_name, 2000, cost)
+    tokens = count_served_tokens({name: [Job(name, guessed)] * 2 for name in names}, by_name, 2000, cost)
     per_weight = [tokens[name] / by_name[name] for name in names]
-    # Nobody is behind by more than what one request can be, as it is or as it was thought to be.
+    # No tenant is behind by more than the actual or expected cost of one request.
     assert max(per_weight) - min(per_weight) <= 2 * max(max(cost[n], guessed) / by_name[n] for n in names) + 1
 
 
-def test_requests_of_one_tenant_go_in_order() -> None:
+def test_requests_of_one_tenant_are_sent_in_order() -> None:
     queue: FairQueue[Job] = FairQueue()
     line = queue.line("a", 1)
     jobs = [Job("a") for _ in range(5)]
@@ -75,13 +77,13 @@ def test_requests_of_one_tenant_go_in_order() -> None:
     assert queue.take(None, None, 0.0) is None and not queue
 
 
-def test_one_that_was_away_comes_back_with_neither_debt_nor_savings() -> None:
+def test_returning_tenant_has_neither_debt_nor_credit() -> None:
     queue: FairQueue[Job] = FairQueue()
     busy, late = queue.line("busy", 1), queue.line("late", 1)
     for _ in range(100):
         queue.seated(busy, 1000, 0.0)
         queue.ended(busy, 1000, 1000)
-    queue.seated(busy, 1000, 0.0)  # one is under way
+    queue.seated(busy, 1000, 0.0)  # one is running
     order = []
     for _ in range(4):
         queue.join(busy, Job("busy", 1000), 0.0)
@@ -93,7 +95,7 @@ def test_one_that_was_away_comes_back_with_neither_debt_nor_savings() -> None:
     assert sorted(order) == ["busy"] * 4 + ["late"] * 4
 
 
-def test_a_tenant_keeps_the_seats_that_it_used_up_to_its_part_and_for_a_while() -> None:
+def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     queue: FairQueue[Job] = FairQueue()
     flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
     for _ in range(2):
@@ -106,14 +108,14 @@ def test_a_tenant_keeps_the_seats_that_it_used_up_to_its_part_and_for_a_while() 
     while queue.take(8 - taken, 8, 0.1):
         queue.seated(flood, 100, 0.1)
         taken += 1
-    assert taken == 6  # two are kept for the other one
+    assert taken == 6  # two are reserved for the other tenant
     assert queue.may_pass(quiet, 2, 8, 0.2) and not queue.may_pass(flood, 2, 8, 0.2)
-    later = 2 * SEAT_KEPT_S + 1
+    later = 2 * SLOT_KEPT_S + 1
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
 
 
-def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
-    """One that floods with a long line, and one with two requests under way, which are both being read."""
+def create_flood(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
+    """A tenant that floods with a long queue, and one with two running requests, both in prefill."""
     queue: FairQueue[Job] = FairQueue()
     flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
     for line in (flood, quiet):
@@ -122,22 +124,22 @@ def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[
         queue.seated(quiet, 100, 0.0)
     for _ in range(20):
         queue.join(flood, Job("flood"), 0.0)
-    quiet.reading = 2
+    quiet.prefilling = 2
     quiet.served += flood_tokens
     return queue, flood, quiet
 
 
-def test_a_flood_waits_until_the_prompts_of_others_are_read() -> None:
-    queue, flood, quiet = crowded()
+def test_flood_waits_for_prefill_of_other_tenants() -> None:
+    queue, flood, quiet = create_flood()
     assert queue.take(6, 8, 0.1) is None and not queue.may_pass(flood, 6, 8, 0.1)
-    assert queue.may_pass(quiet, 6, 8, 0.1)  # who stays within its part never waits for that
-    quiet.reading = 0
+    assert queue.may_pass(quiet, 6, 8, 0.1)  # a tenant within its share never waits for prefill
+    quiet.prefilling = 0
     found = queue.take(6, 8, 0.1)
     assert found is not None and found[0] is flood
     queue.seated(flood, 100, 0.1)
-    flood.reading = 1
-    assert queue.take(5, 8, 0.1) is None  # one of four seats reads at a time
-    flood.reading = 0
+    flood.prefilling = 1
+    assert queue.take(5, 8, 0.1) is None  # one of four slots prefills at a time
+    flood.prefilling = 0
     assert queue.take(5, 8, 0.1) is not None
 
 
@@ -146,23 +148,23 @@ def test_a_flood_waits_until_the_prompts_of_others_are_read() -> None:
     reading=st.integers(0, 2),
     own=st.integers(0, 4),
 )
-def test_whoever_falls_behind_waits_for_no_prompt(ahead: float, reading: int, own: int) -> None:
-    """Else one that always reads a prompt would starve the others."""
-    queue, flood, quiet = crowded(ahead)
-    quiet.reading, flood.reading = reading, own
-    is_behind = quiet.served > flood.served + LEAD_READING * 100
+def test_tenant_that_falls_behind_does_not_wait_for_prefill(ahead: float, reading: int, own: int) -> None:
+    """Otherwise a tenant that prefills constantly would starve the others."""
+    queue, flood, quiet = create_flood(ahead)
+    quiet.prefilling, flood.prefilling = reading, own
+    is_behind = quiet.served > flood.served + LEAD_PREFILL_REQUESTS * 100
     assert (queue.take(6, 8, 0.1) is not None) == (is_behind or not (reading or own))
 
 
-def test_among_floods_nobody_waits_for_a_prompt_of_another() -> None:
-    queue, flood, quiet = crowded()
+def test_floods_do_not_wait_for_each_others_prefill() -> None:
+    queue, flood, quiet = create_flood()
     for _ in range(20):
         queue.join(quiet, Job("quiet"), 0.1)
-    assert queue.take(6, 8, 0.1) is not None and flood.reading == 0
+    assert queue.take(6, 8, 0.1) is not None and flood.prefilling == 0
 
 
-def test_nobody_keeps_all_seats() -> None:
-    """However heavy the other, one seat at least can be had."""
+def test_reservations_leave_at_least_one_slot() -> None:
+    """Whatever the other tenant's weight, at least one slot is available."""
     queue: FairQueue[Job] = FairQueue()
     heavy = queue.line("heavy", 1000)
     for _ in range(8):
@@ -173,7 +175,7 @@ def test_nobody_keeps_all_seats() -> None:
     assert queue.take(8, 8, 0.1)
 
 
-def test_a_line_whose_client_left_is_passed_over() -> None:
+def test_skips_queue_whose_client_disconnected() -> None:
     queue: FairQueue[Job] = FairQueue()
     a, b = queue.line("a", 1), queue.line("b", 1)
     gone, stays = Job("a"), Job("b")
@@ -184,7 +186,7 @@ def test_a_line_whose_client_left_is_passed_over() -> None:
     assert (queue.take(None, None, 0.0) or (None, None))[1] is stays
 
 
-# before a real gateway, and an engine of eight slots
+# a real gateway and an engine with eight slots
 
 SLOTS = 8
 KEYS = {"quiet": b"sk-quiet", "flood": b"sk-flood"}
@@ -192,7 +194,7 @@ KEYS = {"quiet": b"sk-quiet", "flood": b"sk-flood"}
 
 @dataclass
 class Streams:
-    """What one tenant's streams got."""
+    """Results of one tenant's streams."""
 
     ttft_s: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -200,10 +202,12 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def shared(engine: SlottedEngine | None = None, **weights: float) -> AsyncIterator[tuple[SlottedEngine, int]]:
+async def share_engine(
+    engine: SlottedEngine | None = None, **weights: float
+) -> AsyncIterator[tuple[SlottedEngine, int]]:
     engine = engine or SlottedEngine(SLOTS)
     await engine.start()
-    backend = backend_at(engine.port, slots=SLOTS)
+    backend = make_backend(engine.port, slots=SLOTS)
     gateway = Gateway([backend])
     gateway.tenants.replace(
         [Tenant(name=name, weight=weights.get(name, 1.0)) for name in KEYS],
@@ -219,10 +223,10 @@ async def shared(engine: SlottedEngine | None = None, **weights: float) -> Async
 
 
 async def stream(port: int, tenant: str, got: Streams, count: int | None) -> None:
-    """One client that asks again as soon as it is answered, `count` times or until it is stopped."""
+    """One client that sends the next request after each answer, `count` times or until it is stopped."""
     loop = asyncio.get_running_loop()
-    client = Client(*await within(asyncio.open_connection("127.0.0.1", port)))
-    body = request(CHAT, chat(stream=True, max_tokens=12), authorization=f"Bearer {KEYS[tenant].decode()}")
+    client = Client(*await wait_within(asyncio.open_connection("127.0.0.1", port)))
+    body = request(CHAT, make_chat_body(stream=True, max_tokens=12), authorization=f"Bearer {KEYS[tenant].decode()}")
     done = 0
     try:
         while count is None or done < count:
@@ -242,37 +246,37 @@ async def stream(port: int, tenant: str, got: Streams, count: int | None) -> Non
         client.writer.close()
 
 
-async def streams(port: int, tenant: str, number: int, got: Streams, count: int) -> None:
+async def run_streams(port: int, tenant: str, number: int, got: Streams, count: int) -> None:
     await asyncio.gather(*(stream(port, tenant, got, count) for _ in range(number)))
 
 
-def p95(values: list[float]) -> float:
+def compute_p95(values: list[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 
 
-async def flooded() -> tuple[float, float, float]:
-    """p95 TTFT of 4 streams alone and beside 64 of another tenant, on 8 slots, and their share of the tokens."""
-    async with shared() as (engine, port):
+async def measure_flood() -> tuple[float, float, float]:
+    """p95 TTFT of 4 streams alone and during 64 of another tenant, on 8 slots, and their share of the tokens."""
+    async with share_engine() as (engine, port):
         alone, beside, flood = Streams(), Streams(), Streams()
-        await streams(port, "quiet", 4, alone, 12)
+        await run_streams(port, "quiet", 4, alone, 12)
         flooding = [asyncio.ensure_future(stream(port, "flood", flood, None)) for _ in range(64)]
-        while flood.tokens < 12 * SLOTS:  # it has all seats, and a long line behind them
+        while flood.tokens < 12 * SLOTS:  # it has all slots, and a long queue
             await asyncio.sleep(0.01)
         before = flood.tokens
-        await streams(port, "quiet", 4, beside, 25)
+        await run_streams(port, "quiet", 4, beside, 25)
         meanwhile = flood.tokens - before
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
         assert not alone.failed and not beside.failed and not flood.failed
         assert engine.most_at_once <= SLOTS
-        return p95(alone.ttft_s), p95(beside.ttft_s), beside.tokens / (beside.tokens + meanwhile)
+        return compute_p95(alone.ttft_s), compute_p95(beside.ttft_s), beside.tokens / (beside.tokens + meanwhile)
 
 
-async def test_a_tenant_that_floods_takes_no_more_than_its_part_and_delays_nobody() -> None:
-    """Best of three: other work on the machine delays either part of a round, and makes no round better."""
+async def test_tenant_that_floods_gets_its_share_and_does_not_delay_others() -> None:
+    """Best of three: other processes can only make a round slower."""
     for attempt in range(3):
-        alone_s, beside_s, share = await flooded()
+        alone_s, beside_s, share = await measure_flood()
         print(f"p95 TTFT alone {1000 * alone_s:.1f} ms, beside {1000 * beside_s:.1f} ms; share {share:.3f}")
         if (beside_s <= 2 * alone_s and 0.45 <= share <= 0.55) or attempt == 2:
             break
@@ -280,9 +284,9 @@ async def test_a_tenant_that_floods_takes_no_more_than_its_part_and_delays_nobod
     assert 0.45 <= share <= 0.55
 
 
-async def test_weights_divide_an_engine_that_both_wait_for() -> None:
+async def test_weights_divide_an_overloaded_engine() -> None:
     """Both flood; one has three times the weight."""
-    async with shared(quiet=3.0) as (_, port):
+    async with share_engine(quiet=3.0) as (_, port):
         heavy, light = Streams(), Streams()
         tasks = [asyncio.ensure_future(stream(port, "quiet", heavy, None)) for _ in range(24)]
         tasks += [asyncio.ensure_future(stream(port, "flood", light, None)) for _ in range(24)]
@@ -299,7 +303,7 @@ async def test_weights_divide_an_engine_that_both_wait_for() -> None:
 
 
 class GatedEngine(SlottedEngine):
-    """Reads a prompt for as long as nobody lets it go on."""
+    """Prefills until the test lets it continue."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots, ttft_s=0.0)
@@ -312,26 +316,26 @@ class GatedEngine(SlottedEngine):
         await self.gates[-1].wait()
 
     async def have_come(self, count: int) -> None:
-        await until(lambda: len(self.came) >= count, f"{count} requests at the engine")
+        await wait_until(lambda: len(self.came) >= count, f"{count} requests at the engine")
 
 
-async def test_at_a_real_gateway_a_flood_is_sent_when_the_others_first_token_is_here() -> None:
+async def test_gateway_sends_flood_after_first_token_of_other_tenants() -> None:
     engine = GatedEngine(SLOTS)
-    async with shared(engine) as (_, port), contextlib.AsyncExitStack() as stack:
-        quiet, *flood = [Client(*await within(asyncio.open_connection("127.0.0.1", port))) for _ in range(12)]
+    async with share_engine(engine) as (_, port), contextlib.AsyncExitStack() as stack:
+        quiet, *flood = [Client(*await wait_within(asyncio.open_connection("127.0.0.1", port))) for _ in range(12)]
         for client in (quiet, *flood):
             stack.callback(client.writer.close)
 
         def ask(client: Client, tenant: str) -> None:
-            body = chat(stream=True, max_tokens=12, user=tenant)
+            body = make_chat_body(stream=True, max_tokens=12, user=tenant)
             client.writer.write(request(CHAT, body, authorization=f"Bearer {KEYS[tenant].decode()}"))
 
         ask(quiet, "quiet")
-        await until(lambda: engine.came == ["quiet"], "the first request")
+        await wait_until(lambda: engine.came == ["quiet"], "the first request")
         for client in flood:
             ask(client, "flood")
-        # With one more than its part of the seats it is seen to be one. Those are answered, and their seats are free.
-        await until(lambda: engine.came == ["quiet"] + 5 * ["flood"], "the flood's first requests")
+        # With one request more than its share of the slots it counts as a flood. Their answers free the slots.
+        await wait_until(lambda: engine.came == ["quiet"] + 5 * ["flood"], "the flood's first requests")
         for gate in engine.gates[1:]:
             gate.set()
         for client in flood[:5]:
@@ -341,7 +345,7 @@ async def test_at_a_real_gateway_a_flood_is_sent_when_the_others_first_token_is_
         assert engine.came == ["quiet"] + 5 * ["flood"]
         engine.gates[0].set()
         assert (await quiet.head()).status == 200
-        for number in range(5, len(flood)):  # and from now on one at a time
+        for number in range(5, len(flood)):  # from now on one at a time
             await engine.have_come(number + 2)
             assert len(engine.came) == number + 2
             engine.gates[-1].set()

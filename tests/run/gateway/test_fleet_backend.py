@@ -1,4 +1,4 @@
-"""A backend with several engines behind its one address: a request that one of them failed goes there once more."""
+"""A backend whose address is a load balancer: a request that failed is sent to the same address once more."""
 
 from __future__ import annotations
 
@@ -19,77 +19,77 @@ from .scripted import (
     STREAM_HEAD,
     Answer,
     End,
-    House,
-    chat,
-    chunk,
-    delta,
-    plain,
-    serving,
-    whole_stream,
+    Setup,
+    make_answer,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
+    start_gateway,
 )
 
-FAILURES = [(End.CLOSE,), (End.RESET,), (plain({"error": "a worker died"}, "500 Internal Server Error"),)]
+FAILURES = [(End.CLOSE,), (End.RESET,), (make_answer({"error": "a worker died"}, "500 Internal Server Error"),)]
 
 
-async def ask(house: House, body: dict[str, Any]) -> Answer:
-    return await (await house.client()).post(CHAT, body)
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-async def test_what_nobody_has_seen_is_tried_once_more_at_the_same_address(failure: tuple[Any, ...]) -> None:
-    async with serving(attempts=2) as house:
-        house.engine.answer(*failure)
-        house.engine.answer(plain(ANSWER))
-        assert (await ask(house, chat())).json == ANSWER
-        assert house.engine.seen[0].body == house.engine.seen[1].body and len(house.engine.seen) == 2
-        assert house.outcome("ok") == 1
+async def ask(setup: Setup, body: dict[str, Any]) -> Answer:
+    return await (await setup.connect()).post(CHAT, body)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_and_no_more_often_than_that(failure: tuple[Any, ...]) -> None:
-    async with serving(attempts=2) as house:
-        house.engine.otherwise = failure
-        assert (await ask(house, chat())).status in (500, 502)
-        assert len(house.engine.seen) == 2
+async def test_retries_unstarted_answer_once_at_the_same_address(failure: tuple[Any, ...]) -> None:
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.answer(*failure)
+        setup.engine.answer(make_answer(ANSWER))
+        assert (await ask(setup, make_chat_body())).json == ANSWER
+        assert setup.engine.seen[0].body == setup.engine.seen[1].body and len(setup.engine.seen) == 2
+        assert setup.count_outcome("ok") == 1
 
 
-async def test_a_stream_that_was_begun_ends_with_an_error_event_and_is_not_repeated() -> None:
-    async with serving(attempts=2) as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), End.CLOSE)
-        answer = await ask(house, chat(stream=True))
-        assert answer.body.startswith(delta("a")) and b'"error"' in answer.body and b"[DONE]" not in answer.body
-        assert len(house.engine.seen) == 1
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_retries_at_the_same_address_only_once(failure: tuple[Any, ...]) -> None:
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.otherwise = failure
+        assert (await ask(setup, make_chat_body())).status in (500, 502)
+        assert len(setup.engine.seen) == 2
 
 
-async def test_a_stream_that_ends_politely_but_early_ends_with_an_error_event() -> None:
-    """As Ray's proxy ends it when a replica is lost in the middle."""
-    async with serving(attempts=2) as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")) + STREAM_END)
-        assert b'"error"' in (await ask(house, chat(stream=True))).body
+async def test_started_stream_ends_with_an_error_event_without_retry() -> None:
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), End.CLOSE)
+        answer = await ask(setup, make_chat_body(stream=True))
+        assert answer.body.startswith(make_delta("a")) and b'"error"' in answer.body and b"[DONE]" not in answer.body
+        assert len(setup.engine.seen) == 1
+
+
+async def test_incomplete_stream_that_closes_normally_ends_with_an_error_event() -> None:
+    """Ray's proxy ends a stream like this when a replica is lost."""
+    async with start_gateway(attempts=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")) + STREAM_END)
+        assert b'"error"' in (await ask(setup, make_chat_body(stream=True))).body
 
 
 @pytest.mark.parametrize("named", [{}, {"model": None}, {"model": "Small Model"}, {"model": "small"}])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_model_is_named_as_it_is_served_where_that_is_wanted(named: dict[str, Any], stream: bool) -> None:
-    async with serving(wants_name=True) as house:
+async def test_sets_served_model_name_if_the_backend_requires_it(named: dict[str, Any], stream: bool) -> None:
+    async with start_gateway(wants_name=True) as setup:
         if stream:
-            house.engine.answer(whole_stream(delta("a"), DONE))
-        body = chat(stream, **named)
-        assert (await ask(house, body)).status == 200
-        seen = house.engine.seen[0].json
+            setup.engine.answer(make_stream(make_delta("a"), DONE))
+        body = make_chat_body(stream, **named)
+        assert (await ask(setup, body)).status == 200
+        seen = setup.engine.seen[0].json
         assert seen.pop("stream_options", None) == ({"include_usage": True} if stream else None)
         assert seen == {**body, "model": "small"}
 
 
-async def test_otherwise_it_stays_as_it_came() -> None:
-    async with serving() as house:
-        await ask(house, chat())
-        assert "model" not in house.engine.seen[0].json
+async def test_keeps_model_name_otherwise() -> None:
+    async with start_gateway() as setup:
+        await ask(setup, make_chat_body())
+        assert "model" not in setup.engine.seen[0].json
 
 
 @given(
     st.dictionaries(st.text(max_size=8) | st.just("model"), st.integers() | st.text() | st.just({"model": 1})),
     st.text(),
 )
-def test_naming_the_model_changes_nothing_else(body: dict[str, Any], name: str) -> None:
+def test_setting_model_name_changes_nothing_else(body: dict[str, Any], name: str) -> None:
     assert json.loads(sse.with_model(json.dumps(body).encode(), name)) == {**body, "model": name}

@@ -1,4 +1,4 @@
-"""Clients and engines that mean no good, or do not know better: others are not disturbed, and memory is bounded."""
+"""Hostile and faulty clients and engines: other clients are not affected, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from .scripted import (
     STREAM_HEAD,
     USAGE,
     Answer,
-    House,
-    chat,
-    chunk,
-    delta,
-    plain,
+    Setup,
+    make_answer,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
     request,
-    serving,
-    until,
-    whole_stream,
-    within,
+    start_gateway,
+    wait_until,
+    wait_within,
 )
 
-STREAM = chat(stream=True)
+STREAM = make_chat_body(stream=True)
 IDLE = 5000
 MOST_BYTES_FOR_AN_IDLE_CONNECTION = 16_000
 SECRET = "correct horse battery staple"
 
 
-async def ask(house: House, body: dict[str, Any] | None = None) -> Answer:
-    client = await house.client()
-    answer = await client.post(CHAT, body or chat())
+async def ask(setup: Setup, body: dict[str, Any] | None = None) -> Answer:
+    client = await setup.connect()
+    answer = await client.post(CHAT, body or make_chat_body())
     await client.close()
     return answer
 
 
 @pytest.mark.measures
-async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() -> None:
+async def test_thousands_of_idle_connections_do_not_affect_others() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * IDLE + 500
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -57,8 +57,8 @@ async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     idle: list[socket.socket] = []
     try:
-        async with serving() as house:
-            await ask(house)
+        async with start_gateway() as setup:
+            await ask(setup)
             gc.collect()
             tracemalloc.start()
             before, _ = tracemalloc.get_traced_memory()
@@ -66,22 +66,22 @@ async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() ->
                 pipe = socket.socket()
                 pipe.setblocking(False)
                 idle.append(pipe)
-                await asyncio.get_running_loop().sock_connect(pipe, ("127.0.0.1", house.port))
+                await asyncio.get_running_loop().sock_connect(pipe, ("127.0.0.1", setup.port))
                 if number % 2:
-                    pipe.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost:")  # and nothing more for now
-            await until(lambda: len(house.gateway.connections) == IDLE, "all to be connected")
+                    pipe.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost:")  # and no more for now
+            await wait_until(lambda: len(setup.gateway.connections) == IDLE, "all to be connected")
             taken = tracemalloc.get_traced_memory()[0] - before
             tracemalloc.stop()
             assert taken < IDLE * MOST_BYTES_FOR_AN_IDLE_CONNECTION
-            began = time.process_time()  # the gateway's and the client's
+            began = time.process_time()  # of the gateway and the client
             for _ in range(20):
-                assert (await ask(house)).json == ANSWER
+                assert (await ask(setup)).json == ANSWER
             took_s = time.process_time() - began
             print(f"{IDLE} idle: {taken / IDLE:,.0f} bytes each; a request beside them {1000 * took_s / 20:.1f} ms")
             assert took_s < 2.0
             for pipe in idle:
                 pipe.close()
-            await until(lambda: not house.gateway.connections, "all to be gone")
+            await wait_until(lambda: not setup.gateway.connections, "all to be gone")
     finally:
         tracemalloc.stop()
         for pipe in idle:
@@ -90,70 +90,70 @@ async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() ->
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_client_may_leave_after_any_byte_that_it_sends(end: str) -> None:
+async def test_client_may_disconnect_after_any_byte_sent(end: str) -> None:
     sent = request(CHAT, STREAM, x_request_id="7")
-    async with serving() as house:
-        house.engine.otherwise = (whole_stream(delta("a"), USAGE, DONE),)
-        beside = await house.client()
+    async with start_gateway() as setup:
+        setup.engine.otherwise = (make_stream(make_delta("a"), USAGE, DONE),)
+        beside = await setup.connect()
         for length in range(len(sent) + 1):
-            client = await house.client()
+            client = await setup.connect()
             await client.send(sent[:length])
             if end == "reset":
                 client.reset()
             else:
                 await client.close()
             if length % 16 == 0:
-                assert (await beside.post(CHAT, STREAM)).body == delta("a") + DONE
-        await until(house.is_at_rest, "all to be forgotten")
-        assert house.waiting() == 0 and house.backend.in_flight == 0
-        assert house.gateway.tenants.default.in_flight == 0
+                assert (await beside.post(CHAT, STREAM)).body == make_delta("a") + DONE
+        await wait_until(setup.is_at_rest, "all to be forgotten")
+        assert setup.count_waiting() == 0 and setup.backend.in_flight == 0
+        assert setup.gateway.tenants.default.in_flight == 0
 
 
-async def test_a_client_may_leave_after_any_byte_that_it_gets() -> None:
-    whole = [delta("a"), delta("b"), USAGE, DONE]
-    async with serving() as house:
-        house.engine.otherwise = (STREAM_HEAD, *[chunk(one) for one in whole], STREAM_END)
-        beside = await house.client()
-        size = len(await _all_of(house))
+async def test_client_may_disconnect_after_any_byte_received() -> None:
+    whole = [make_delta("a"), make_delta("b"), USAGE, DONE]
+    async with start_gateway() as setup:
+        setup.engine.otherwise = (STREAM_HEAD, *[make_chunk(one) for one in whole], STREAM_END)
+        beside = await setup.connect()
+        size = len(await _read_all(setup))
         for length in range(0, size, 3):
-            client = await house.client()
+            client = await setup.connect()
             await client.send(request(CHAT, STREAM, connection="close"))
-            await within(client.reader.readexactly(length))
+            await wait_within(client.reader.readexactly(length))
             client.reset()
-        assert (await beside.post(CHAT, STREAM)).body == delta("a") + delta("b") + DONE
-        await until(house.is_at_rest, "all to be forgotten")
-        assert house.backend.in_flight == 0
+        assert (await beside.post(CHAT, STREAM)).body == make_delta("a") + make_delta("b") + DONE
+        await wait_until(setup.is_at_rest, "all to be forgotten")
+        assert setup.backend.in_flight == 0
 
 
-async def _all_of(house: House) -> bytes:
-    client = await house.client()
+async def _read_all(setup: Setup) -> bytes:
+    client = await setup.connect()
     await client.send(request(CHAT, STREAM, connection="close"))
-    return await within(client.reader.read())
+    return await wait_within(client.reader.read())
 
 
-async def test_senders_that_are_slow_hold_up_nobody() -> None:
-    sent = request(CHAT, chat())
-    async with serving() as house:
-        slow = [await house.client() for _ in range(50)]
+async def test_slow_senders_do_not_delay_others() -> None:
+    sent = request(CHAT, make_chat_body())
+    async with start_gateway() as setup:
+        slow = [await setup.connect() for _ in range(50)]
         for place in range(0, len(sent), 8):
             for client in slow:
                 client.writer.write(sent[place : place + 8])
-            assert (await ask(house)).json == ANSWER
+            assert (await ask(setup)).json == ANSWER
         for client in slow:
             assert (await client.answer()).json == ANSWER
 
 
 @pytest.mark.parametrize("framed", [b"content-length: 60000", b"transfer-encoding: chunked"])
-async def test_bodies_of_many_slow_senders_are_bounded_together(framed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_total_size_of_incomplete_bodies(framed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedplate.run.gateway.client.MAX_ARRIVING_BYTES", 200_000)
-    part = b"x" * 50_000 if b"length" in framed else chunk(b"x" * 50_000)
-    async with serving() as house:
-        slow = [await house.client() for _ in range(6)]
+    part = b"x" * 50_000 if b"length" in framed else make_chunk(b"x" * 50_000)
+    async with start_gateway() as setup:
+        slow = [await setup.connect() for _ in range(6)]
         for client in slow:
             await client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n" + framed + b"\r\n\r\n" + part)
         answers = [asyncio.ensure_future(client.answer()) for client in slow]
-        await until(lambda: sum(answer.done() for answer in answers) >= 2, "two to be refused")
-        assert house.gateway.arriving_bytes <= 200_000
+        await wait_until(lambda: sum(answer.done() for answer in answers) >= 2, "two to be refused")
+        assert setup.gateway.arriving_bytes <= 200_000
         for refused in (answer.result() for answer in answers if answer.done()):
             assert (refused.status, refused.error["code"]) == (503, "overloaded")
             assert "retry-after" in refused.headers
@@ -161,32 +161,34 @@ async def test_bodies_of_many_slow_senders_are_bounded_together(framed: bytes, m
             answer.cancel()
         for client in slow:
             await client.close()
-        await until(lambda: not house.gateway.connections, "all to be gone")
-        assert house.gateway.arriving_bytes == 0
-        assert (await ask(house)).json == ANSWER
-        assert house.gateway.arriving_bytes == 0
+        await wait_until(lambda: not setup.gateway.connections, "all to be gone")
+        assert setup.gateway.arriving_bytes == 0
+        assert (await ask(setup)).json == ANSWER
+        assert setup.gateway.arriving_bytes == 0
 
 
-async def test_an_event_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ends_stream_with_endless_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "MAX_EVENT_BYTES", 100_000)
-    async with serving() as house:
-        house.engine.answer(STREAM_HEAD, *[chunk(b"data: " + b"x" * 10_000)] * 50, asyncio.Event())
-        answer = await ask(house, STREAM)
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD, *[make_chunk(b"data: " + b"x" * 10_000)] * 50, asyncio.Event())
+        answer = await ask(setup, STREAM)
         assert (answer.status, answer.error["code"]) == (502, "engine_stopped")
-        house.engine.answer(STREAM_HEAD, chunk(delta("a")), *[chunk(b"x" * 10_000)] * 50, asyncio.Event())
-        answer = await ask(house, STREAM)
-        assert answer.body.startswith(delta("a")) and b"event of more than 100,000 bytes" in answer.body
-        assert (await ask(house)).json == ANSWER
+        setup.engine.answer(
+            STREAM_HEAD, make_chunk(make_delta("a")), *[make_chunk(b"x" * 10_000)] * 50, asyncio.Event()
+        )
+        answer = await ask(setup, STREAM)
+        assert answer.body.startswith(make_delta("a")) and b"event of more than 100,000 bytes" in answer.body
+        assert (await ask(setup)).json == ANSWER
 
 
-async def test_an_answer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ends_endless_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "MAX_ANSWER_BYTES", 100_000)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
-    async with serving() as house:
-        house.engine.answer(head, *[b" " * 10_000] * 50, asyncio.Event())
-        answer = await ask(house)
+    async with start_gateway() as setup:
+        setup.engine.answer(head, *[b" " * 10_000] * 50, asyncio.Event())
+        answer = await ask(setup)
         assert (answer.status, answer.error["code"]) == (502, "engine_stopped")
-        assert (await ask(house)).json == ANSWER
+        assert (await ask(setup)).json == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -199,38 +201,38 @@ async def test_an_answer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyP
         b"data: " + b"[" * 5000 + b'"usage":{' + b"\n\n",
     ],
 )
-async def test_bytes_that_are_no_text_pass_from_the_engine_without_harm(junk: bytes) -> None:
-    async with serving() as house:
-        house.engine.answer(whole_stream(delta("a"), junk, USAGE, DONE))
-        assert (await ask(house, STREAM)).body == delta("a") + junk + DONE
-        assert house.outcome("ok") == 1
+async def test_forwards_invalid_utf8_from_the_engine(junk: bytes) -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), junk, USAGE, DONE))
+        assert (await ask(setup, STREAM)).body == make_delta("a") + junk + DONE
+        assert setup.count_outcome("ok") == 1
 
 
 @pytest.mark.parametrize("body", [b"\xff\xfe", b'{"messages":"\xc3\x28"}', b'{"model":"\\ud800"}', b"[" * 100_000])
-async def test_bodies_that_are_no_text_are_refused_and_the_connection_stays(body: bytes) -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_rejects_invalid_utf8_body_and_keeps_the_connection(body: bytes) -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         answer = await client.post(CHAT, body)
         assert answer.status in (400, 404) and answer.error
-        assert (await client.post(CHAT, chat())).json == ANSWER
+        assert (await client.post(CHAT, make_chat_body())).json == ANSWER
 
 
 @pytest.mark.parametrize("value", ["5", 5.5, [], {}, None, True, -3, 10**30])
-async def test_fields_that_are_only_looked_at_may_be_anything(value: object) -> None:
-    """Whether they make sense is for the engine to say."""
-    async with serving() as house:
+async def test_unvalidated_fields_may_have_any_value(value: object) -> None:
+    """The engine validates them."""
+    async with start_gateway() as setup:
         for name in ("max_tokens", "max_completion_tokens", "prompt_cache_key", "messages", "prompt", "tools"):
-            assert (await ask(house, {name: value})).json == ANSWER
+            assert (await ask(setup, {name: value})).json == ANSWER
 
 
-async def test_what_is_asked_and_answered_comes_into_no_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_prompts_and_answers_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with serving() as house:
-        house.engine.answer(plain(SECRET.encode(), "500 Oops", "text/plain"))
-        house.engine.answer(STREAM_HEAD + chunk(delta(SECRET)), b"not a chunk")
-        for body in (chat(), STREAM):
-            await ask(house, {**body, "messages": [{"role": "user", "content": SECRET}]})
-        client = await house.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(SECRET.encode(), "500 Oops", "text/plain"))
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta(SECRET)), b"not a chunk")
+        for body in (make_chat_body(), STREAM):
+            await ask(setup, {**body, "messages": [{"role": "user", "content": SECRET}]})
+        client = await setup.connect()
         await client.post(CHAT, f'{{"messages": "{SECRET}'.encode())
         await client.send(b"GET /" + SECRET.replace(" ", "+").encode() + b" HTTP/1.1\r\nbad header\r\n\r\n")
         await client.answer()

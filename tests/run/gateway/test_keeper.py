@@ -1,4 +1,4 @@
-"""One record for each request, written beside the hot path, whatever the disk does."""
+"""Each request is recorded in the background, and disk failures do not affect requests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .scripted import (
     STREAM_HEAD,
     USAGE,
     End,
-    House,
-    chat,
-    chunk,
-    delta,
-    plain,
+    Setup,
+    make_answer,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
     request,
-    serving,
-    until,
-    whole_stream,
+    start_gateway,
+    wait_until,
 )
 
 FINISH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
@@ -45,21 +45,21 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
-def rows(path: Path) -> list[ServedRequest]:
+def read_rows(path: Path) -> list[ServedRequest]:
     return list(store.requests(path=path))
 
 
-async def post(house: House, body: object, path: str = CHAT) -> None:
-    client = await house.client()
+async def post(setup: Setup, body: object, path: str = CHAT) -> None:
+    client = await setup.connect()
     await client.post(path, body)  # type: ignore[arg-type]
 
 
-async def test_a_stream_is_kept_as_its_shape(path: Path) -> None:
+async def test_stores_the_shape_of_a_stream(path: Path) -> None:
     before = time.time()
-    async with serving(keeper=Keeper(path)) as house:
-        house.engine.answer(whole_stream(delta("a"), delta("b"), FINISH, USAGE, DONE))
-        await post(house, chat(stream=True, max_tokens=64))
-    (row,) = rows(path)
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        setup.engine.answer(make_stream(make_delta("a"), make_delta("b"), FINISH, USAGE, DONE))
+        await post(setup, make_chat_body(stream=True, max_tokens=64))
+    (row,) = read_rows(path)
     assert before <= row.at_s <= time.time()
     assert (row.tenant, row.model, row.engine, row.api) == ("default", "small", "llama.cpp", "chat")
     assert (row.outcome, row.status, row.stream, row.finish) == ("ok", 200, True, "length")
@@ -69,7 +69,7 @@ async def test_a_stream_is_kept_as_its_shape(path: Path) -> None:
     assert len(row.prefix_hashes) == 1 and row.text_bytes < row.body_bytes
 
 
-def test_however_many_come_at_once_each_is_kept_in_its_order(path: Path) -> None:
+def test_stores_concurrent_requests_in_order(path: Path) -> None:
     many = [
         ServedRequest(
             at_s=float(number), tenant="a", model="m", api="chat", outcome="ok", status=200, body_bytes=number,
@@ -79,27 +79,27 @@ def test_however_many_come_at_once_each_is_kept_in_its_order(path: Path) -> None
     ]  # fmt: skip
     store.add_requests(many, path)
     store.add_requests([], path)
-    assert rows(path) == many
+    assert read_rows(path) == many
 
 
-async def test_every_way_to_end_is_kept(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as house:
-        await post(house, chat(user="ok"))
-        house.engine.answer(plain(b"{}", "400 Bad Request"))
-        await post(house, chat())
-        house.engine.answer(End.CLOSE)
-        house.engine.answer(End.CLOSE)  # the connection had been used, so that the request is sent once more
-        await post(house, chat())
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
-        leaving = await house.client()
-        await leaving.send(request(CHAT, chat(stream=True)))
+async def test_stores_every_outcome(path: Path) -> None:
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        await post(setup, make_chat_body(user="ok"))
+        setup.engine.answer(make_answer(b"{}", "400 Bad Request"))
+        await post(setup, make_chat_body())
+        setup.engine.answer(End.CLOSE)
+        setup.engine.answer(End.CLOSE)  # the connection was used before, so the request is sent again
+        await post(setup, make_chat_body())
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
+        leaving = await setup.connect()
+        await leaving.send(request(CHAT, make_chat_body(stream=True)))
         await leaving.head()
         await leaving.close()
-        await until(house.is_at_rest, "it to be forgotten")
-        house.backend.state = "restarting"
-        await post(house, chat())
-        house.backend.state = "ready"
-    kept = [(row.outcome, row.status, row.engine) for row in rows(path)]
+        await wait_until(setup.is_at_rest, "it to be forgotten")
+        setup.backend.state = "restarting"
+        await post(setup, make_chat_body())
+        setup.backend.state = "ready"
+    kept = [(row.outcome, row.status, row.engine) for row in read_rows(path)]
     engine = "llama.cpp"
     assert kept == [
         ("ok", 200, engine),
@@ -110,22 +110,22 @@ async def test_every_way_to_end_is_kept(path: Path) -> None:
     ]
 
 
-async def test_counts_of_cached_tokens_are_kept(path: Path) -> None:
+async def test_stores_cached_tokens(path: Path) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 5}}
-    async with serving(keeper=Keeper(path)) as house:
-        house.engine.answer(plain({"usage": usage}))
-        await post(house, chat())
-    assert rows(path)[0].cached_tokens == 5
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        setup.engine.answer(make_answer({"usage": usage}))
+        await post(setup, make_chat_body())
+    assert read_rows(path)[0].cached_tokens == 5
 
 
-async def test_records_are_there_within_a_second_while_it_runs(path: Path) -> None:
+async def test_writes_records_while_running(path: Path) -> None:
     assert keeper_module.WRITE_EVERY_S <= 1
-    async with serving(keeper=Keeper(path)) as house:
-        await post(house, chat())
-        await until(lambda: rows(path), "the record")
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        await post(setup, make_chat_body())
+        await wait_until(lambda: read_rows(path), "the record")
 
 
-async def test_a_disk_that_fails_holds_up_nobody_and_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_module, "MOST_PENDING", 3)
     monkeypatch.setattr(keeper_module, "WRITE_EVERY_S", 0.01)
     notes: list[str] = []
@@ -137,27 +137,27 @@ async def test_a_disk_that_fails_holds_up_nobody_and_is_counted(path: Path, monk
         raise OutsideFailed("cannot use the store", cause="database or disk is full")
 
     keeper = Keeper(path, note=notes.append)
-    async with serving(keeper=keeper) as house:
+    async with start_gateway(keeper=keeper) as setup:
         monkeypatch.setattr(store, "add_requests", full)
         for _ in range(5):
-            await post(house, chat())
-        await until(lambda: len(tried) > 2, "it to be tried again")
+            await post(setup, make_chat_body())
+        await wait_until(lambda: len(tried) > 2, "it to be tried again")
         monkeypatch.setattr(store, "add_requests", real)
-        await until(lambda: keeper.written == 3, "what is left to be written")
-        text = (await (await house.client()).get("/metrics")).body.decode()
+        await wait_until(lambda: keeper.written == 3, "what is left to be written")
+        text = (await (await setup.connect()).get("/metrics")).body.decode()
         assert "bedplate_requests_unlogged 2.0" in text
-    assert len(rows(path)) == 3 and keeper.lost == 2
+    assert len(read_rows(path)) == 3 and keeper.lost == 2
     assert len(notes) == 1 and "disk is full" in notes[0]
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+def test_serves_although_the_folder_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     notes: list[str] = []
     keeper = Keeper(tmp_path / "file" / "store.sqlite", note=notes.append)
     assert len(keeper.salt) == store.SALT_BYTES and len(notes) == 1
 
 
-def test_a_store_that_is_locked_for_a_while_is_waited_for(path: Path) -> None:
+def test_waits_for_a_locked_store(path: Path) -> None:
     store.salt(path)
     connection = sqlite3.connect(path)
     connection.execute("BEGIN IMMEDIATE")
@@ -166,44 +166,44 @@ def test_a_store_that_is_locked_for_a_while_is_waited_for(path: Path) -> None:
     assert Keeper(path).salt == store.salt(path)
 
 
-def row(at_s: float, **more: object) -> ServedRequest:
+def make_row(at_s: float, **more: object) -> ServedRequest:
     fields = {"tenant": "a", "model": "m", "engine": "e", "api": "chat", "outcome": "ok", "status": 200}
     return ServedRequest(at_s=at_s, body_bytes=10, duration_ms=5.0, **{**fields, **more})  # type: ignore[arg-type]
 
 
-def test_what_is_old_or_too_much_is_kept_as_what_each_day_used(path: Path) -> None:
+def test_old_requests_are_folded_into_daily_totals(path: Path) -> None:
     day = 86_400.0
-    requests = [row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
-    requests += [row(9 * day + 1, outcome="failed"), row(9 * day + 2, outcome="turned_away", engine=None)]
+    requests = [make_row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
+    requests += [make_row(9 * day + 1, outcome="failed"), make_row(9 * day + 2, outcome="turned_away", engine=None)]
     store.add_requests(requests, path)
     before = {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")}
     assert store.fold_requests(3 * day, 100, path) == 3
-    assert len(rows(path)) == 9
+    assert len(read_rows(path)) == 9
     assert store.fold_requests(0.0, 4, path) == 5
-    assert len(rows(path)) == 4
+    assert len(read_rows(path)) == 4
     assert {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")} == before
     (used,) = before["tenant"]
     assert (used.requests, used.failed, used.turned_away, used.prompt_tokens) == (11, 1, 1, 100)
     assert [one.key for one in store.usage("day", 8 * day, path=path)] == ["1970-01-09", "1970-01-10"]
 
 
-def test_a_log_of_many_pages_is_read_to_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_all_pages_of_a_long_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAGE", 10)
-    store.add_requests([row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
-    assert [one.at_s for one in rows(path)] == [float(n) for n in range(35)]
+    store.add_requests([make_row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
+    assert [one.at_s for one in read_rows(path)] == [float(n) for n in range(35)]
     assert [one.at_s for one in store.requests(30.0, path=path) if one.tenant == "b"] == [31.0, 33.0]
     assert not list(store.requests(model="other", path=path))
 
 
-# content, for those who ask for it
+# content, on request
 
 
-async def test_contents_are_kept_only_on_request_and_for_their_owner_alone(path: Path, tmp_path: Path) -> None:
+async def test_writes_contents_only_on_request_and_readable_only_by_owner(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "content"
-    async with serving(keeper=Keeper(path, content=folder)) as house:
-        house.engine.answer(whole_stream(delta("blue"), USAGE, DONE))
-        await post(house, chat(stream=True))
-        await post(house, chat(user="x"))
+    async with start_gateway(keeper=Keeper(path, content=folder)) as setup:
+        setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
+        await post(setup, make_chat_body(stream=True))
+        await post(setup, make_chat_body(user="x"))
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
     first, second = (json.loads(line) for line in file.read_text().splitlines())
@@ -212,32 +212,32 @@ async def test_contents_are_kept_only_on_request_and_for_their_owner_alone(path:
     assert json.loads(second["answered"])["usage"]["prompt_tokens"] == 7
 
 
-async def test_who_looks_on_gets_each_request_with_its_words_and_harms_nobody() -> None:
+async def test_observer_gets_each_request_with_content_and_its_errors_are_isolated() -> None:
     seen: list[tuple[ServedRequest, Words]] = []
-    async with serving() as house:
-        house.gateway.seen = lambda row, words: seen.append((row, words))
-        house.engine.answer(whole_stream(delta("blue"), USAGE, DONE))
-        await post(house, chat(stream=True))
-        await post(house, chat(user="x"), "/v1/completions")
+    async with start_gateway() as setup:
+        setup.gateway.seen = lambda row, words: seen.append((row, words))
+        setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
+        await post(setup, make_chat_body(stream=True))
+        await post(setup, make_chat_body(user="x"), "/v1/completions")
         (first, words), (second, other) = seen
-        assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, delta("blue") + DONE)
-        assert json.loads(words.asked) == chat(stream=True) and words.target == CHAT.encode()
+        assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, make_delta("blue") + DONE)
+        assert json.loads(words.asked) == make_chat_body(stream=True) and words.target == CHAT.encode()
         assert second.api == "completions" and json.loads(other.answered) == ANSWER
 
         def fail(row: ServedRequest, words: Words) -> None:
             raise KeyError("a mistake")
 
-        house.gateway.seen = fail
-        await post(house, chat())
-        assert house.outcome("ok") == 2
-        assert PROBLEMS == ["a request could not be looked at: KeyError('a mistake')"]
+        setup.gateway.seen = fail
+        await post(setup, make_chat_body())
+        assert setup.count_outcome("ok") == 2
+        assert PROBLEMS == ["the observer of requests failed: KeyError('a mistake')"]
         PROBLEMS.clear()
 
 
-# beginnings
+# prefixes
 
 
-def test_prompts_that_begin_alike_have_hashes_that_do() -> None:
+def test_prompts_with_equal_beginnings_share_hashes() -> None:
     salt = b"s" * 32
     shared = bytes(range(256)) * 8
     one, other = prefix_hashes(shared + b"one" * 300, salt), prefix_hashes(shared + b"two" * 300, salt)
@@ -262,11 +262,11 @@ def test_prompts_that_begin_alike_have_hashes_that_do() -> None:
         ({"messages": 5}, {"messages": 6}, False),
     ],
 )
-def test_conversations_are_told_by_how_they_begin(one: object, other: object, same: bool) -> None:
+def test_conversations_are_identified_by_their_beginning(one: object, other: object, same: bool) -> None:
     numbers = [conversation_of(read_asked(json.dumps(body).encode()), b"s") for body in (one, other)]
     assert None not in numbers
     assert (numbers[0] == numbers[1]) == same
 
 
-def test_a_request_without_words_has_no_conversation() -> None:
+def test_request_without_prompt_has_no_conversation() -> None:
     assert conversation_of(read_asked(b"{}"), b"s") is None

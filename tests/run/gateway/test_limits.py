@@ -1,4 +1,4 @@
-"""What clients may not do, how they are told, and how the endpoint starts and stops."""
+"""Limits for clients, their error responses, and how the endpoint starts and stops."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from .scripted import (
     STREAM_HEAD,
     Bench,
     Engine,
-    House,
-    backend_at,
-    chat,
-    chunk,
-    delta,
-    plain,
+    Setup,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    make_chunk,
+    make_delta,
     request,
-    serving,
-    until,
-    within,
+    start_gateway,
+    wait_until,
+    wait_within,
 )
 
 MB = 1_000_000
-STREAM = chat(stream=True)
+STREAM = make_chat_body(stream=True)
 
 # bodies
 
 
 def send_all(port: int, head: bytes, piece: bytes, times: int, end: bytes = b"") -> bytes:
-    """A client on a socket of its own that looks at the answer only when it has sent everything."""
+    """A client that reads the answer only after it has sent everything."""
     with socket.create_connection(("127.0.0.1", port), 10) as pipe:
         pipe.sendall(head)
         for _ in range(times):
@@ -74,51 +74,51 @@ BY_CHUNKS = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\
 
 @pytest.mark.parametrize(
     ("head", "piece", "end"),
-    [(BY_LENGTH, b"x" * MB, b""), (BY_CHUNKS, chunk(b"x" * MB), STREAM_END)],
+    [(BY_LENGTH, b"x" * MB, b""), (BY_CHUNKS, make_chunk(b"x" * MB), STREAM_END)],
     ids=["by its length", "in chunks"],
 )
-async def test_a_body_that_is_too_large_is_refused_though_the_client_sends_on(
-    head: bytes, piece: bytes, end: bytes
-) -> None:
-    """Also to a client that does not look before it has sent it all; and the gateway keeps none of it."""
-    async with serving(max_body_bytes=4 * MB) as house:
+async def test_rejects_too_large_body_while_the_client_still_sends(head: bytes, piece: bytes, end: bytes) -> None:
+    """Also for a client that reads only after it has sent everything; the gateway keeps none of it."""
+    async with start_gateway(max_body_bytes=4 * MB) as setup:
         tracemalloc.start()
-        answer = await within(asyncio.to_thread(send_all, house.port, head, piece, 100, end), 20)
+        answer = await wait_within(asyncio.to_thread(send_all, setup.port, head, piece, 100, end), 20)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert is_too_large(answer, "4,000,000 bytes")
         assert peak_bytes < 12 * MB
-        assert not house.engine.seen
+        assert not setup.engine.seen
 
 
-@pytest.mark.parametrize("head", [BY_LENGTH, BY_CHUNKS + chunk(b"x" * 101)], ids=["by its length", "in chunks"])
-async def test_a_body_that_is_too_large_is_refused_before_it_is_all_there(head: bytes) -> None:
-    async with serving(max_body_bytes=100) as house:
-        connection = await house.client()
+@pytest.mark.parametrize("head", [BY_LENGTH, BY_CHUNKS + make_chunk(b"x" * 101)], ids=["by its length", "in chunks"])
+async def test_rejects_too_large_body_before_it_is_complete(head: bytes) -> None:
+    async with start_gateway(max_body_bytes=100) as setup:
+        connection = await setup.connect()
         await connection.send(head)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
 
-async def test_a_body_of_just_the_limit_passes() -> None:
-    body = json.dumps(chat()).encode()
-    async with serving(max_body_bytes=len(body)) as house:
-        connection = await house.client()
+async def test_accepts_body_of_exactly_the_limit() -> None:
+    body = json.dumps(make_chat_body()).encode()
+    async with start_gateway(max_body_bytes=len(body)) as setup:
+        connection = await setup.connect()
         assert (await connection.post(CHAT, body)).json == ANSWER
         assert (await connection.post(CHAT, body + b" ")).status == 413
 
 
-async def test_a_refused_client_is_given_time_as_long_as_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not for ever."""
+async def test_rejected_client_may_finish_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But only for a limited time."""
     monkeypatch.setattr(server, "_SWEEP_S", 0.01)
     monkeypatch.setattr(client, "LINGER_S", 0.2)
     monkeypatch.setattr(client, "MAX_LINGER_S", 3600)
     loop = asyncio.get_running_loop()
-    async with serving(max_body_bytes=100) as house:
-        patient, endless = await house.client(), await house.client()
+    async with start_gateway(max_body_bytes=100) as setup:
+        patient, endless = await setup.connect(), await setup.connect()
         await patient.send(BY_LENGTH)
         assert (await patient.answer()).status == 413
-        await until(lambda: not house.gateway.connections - {*others(house, patient)}, "the silent one to be closed")
+        await wait_until(
+            lambda: not setup.gateway.connections - {*list_others(setup, patient)}, "the silent one to be closed"
+        )
         monkeypatch.setattr(client, "MAX_LINGER_S", 0.6)
         await endless.send(BY_LENGTH)
         began = loop.time()
@@ -129,26 +129,28 @@ async def test_a_refused_client_is_given_time_as_long_as_it_sends(monkeypatch: p
         assert loop.time() - began > 0.4
 
 
-def others(house: House, one: Any) -> list[Any]:
+def list_others(setup: Setup, one: Any) -> list[Any]:
     port = one.writer.get_extra_info("sockname")[1]
     return [
         c
-        for c in house.gateway.connections
+        for c in setup.gateway.connections
         if c._transport is not None and c._transport.get_extra_info("peername")[1] != port
     ]
 
 
-async def test_pipelined_bodies_are_not_kept_without_bound() -> None:
-    """They wait in the socket when as much as one largest body waits here."""
-    body = json.dumps(chat(user="x" * 900_000)).encode()
+async def test_limits_size_of_pipelined_bodies() -> None:
+    """They wait in the socket once the gateway holds as much as one body of the maximum size."""
+    body = json.dumps(make_chat_body(user="x" * 900_000)).encode()
     go_on = asyncio.Event()
-    async with serving(max_body_bytes=MB) as house:
-        house.engine.answer(go_on, plain(ANSWER))
-        connection = await house.client()
+    async with start_gateway(max_body_bytes=MB) as setup:
+        setup.engine.answer(go_on, make_answer(ANSWER))
+        connection = await setup.connect()
         sending = asyncio.ensure_future(connection.send(request(CHAT, body) * 15))
-        await house.engine.request()
-        (inside,) = house.gateway.connections
-        await until(lambda: inside._transport is not None and not inside._transport.is_reading(), "reading to stop")
+        await setup.engine.request()
+        (inside,) = setup.gateway.connections
+        await wait_until(
+            lambda: inside._transport is not None and not inside._transport.is_reading(), "reading to stop"
+        )
         assert sum(len(r.body) for r in inside._waiting) <= 2 * MB
         go_on.set()
         for _ in range(15):
@@ -177,13 +179,13 @@ async def test_pipelined_bodies_are_not_kept_without_bound() -> None:
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_a_body_that_cannot_be_used_is_an_error_and_the_connection_stays(body: bytes) -> None:
-    async with serving() as house:
-        connection = await house.client()
+async def test_invalid_body_is_an_error_and_keeps_the_connection(body: bytes) -> None:
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         answer = await connection.post(CHAT, body)
         assert (answer.status, answer.error["code"]) == (400, "bad_body")
-        assert (await connection.post(CHAT, chat())).json == ANSWER
-        assert len(house.engine.seen) == 1
+        assert (await connection.post(CHAT, make_chat_body())).json == ANSWER
+        assert len(setup.engine.seen) == 1
 
 
 # heads
@@ -201,10 +203,10 @@ async def test_a_body_that_cannot_be_used_is_an_error_and_the_connection_stays(b
     ],
     ids=["target", "header", "many headers", "endless value", "endless name", "trailers"],
 )
-async def test_a_head_that_is_too_large_is_refused(head: bytes) -> None:
-    """Also when one header never ends, which the parser would keep for ever."""
-    async with serving() as house:
-        connection = await house.client()
+async def test_rejects_too_large_head(head: bytes) -> None:
+    """Also when one header never ends, which the parser would buffer without limit."""
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         sending = asyncio.ensure_future(connection.send(head))
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (431, "head_too_large")
@@ -212,22 +214,22 @@ async def test_a_head_that_is_too_large_is_refused(head: bytes) -> None:
         assert await connection.is_closed()
 
 
-async def test_a_head_in_two_pieces_is_measured_as_a_whole() -> None:
-    async with serving() as house:
-        connection = await house.client()
-        asked = request(CHAT, chat(), x_long="a" * 40_000, x_longer="b" * 40_000)
+async def test_measures_head_in_two_pieces_as_a_whole() -> None:
+    async with start_gateway() as setup:
+        connection = await setup.connect()
+        asked = request(CHAT, make_chat_body(), x_long="a" * 40_000, x_longer="b" * 40_000)
         await connection.send(asked[:50_000])
-        (taken,) = house.gateway.connections
-        await until(lambda: taken._fed, "the first piece")
+        (taken,) = setup.gateway.connections
+        await wait_until(lambda: taken._fed, "the first piece")
         await connection.send(asked[50_000:])
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (431, "head_too_large")
 
 
-async def test_a_head_in_many_pieces_may_be_as_large_as_one_in_a_single_piece() -> None:
-    async with serving() as house:
-        connection = await house.client()
-        asked = request(CHAT, chat(), x_long="a" * 60_000)
+async def test_head_limit_is_the_same_for_many_pieces() -> None:
+    async with start_gateway() as setup:
+        connection = await setup.connect()
+        asked = request(CHAT, make_chat_body(), x_long="a" * 60_000)
         for at in range(0, len(asked), 1000):
             await connection.send(asked[at : at + 1000])
             await asyncio.sleep(0)
@@ -252,16 +254,16 @@ async def test_a_head_in_many_pieces_may_be_as_large_as_one_in_a_single_piece() 
         BY_CHUNKS + b"zz\r\n",
     ],
 )
-async def test_what_is_not_http_is_an_error(garbage: bytes) -> None:
-    """Ambiguous lengths too: two readers of one request must not see two requests."""
-    async with serving() as house:
-        connection = await house.client()
+async def test_rejects_invalid_http(garbage: bytes) -> None:
+    """Also ambiguous lengths: a proxy and the gateway must not read different requests (request smuggling)."""
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         await connection.send(garbage)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (400, "bad_http")
         assert answer.headers["connection"] == "close"
         assert await connection.is_closed()
-        assert not house.engine.seen
+        assert not setup.engine.seen
 
 
 # keys
@@ -287,10 +289,10 @@ KEY = "sk-the-right-key"
         ({"api_key": KEY}, False),
     ],
 )
-async def test_a_key_is_needed_and_only_the_right_one_passes(headers: dict[str, str], passes: bool) -> None:
-    async with serving(api_key=KEY) as house:
-        for path, body in ((CHAT, chat()), ("/v1/models", None), ("/metrics", None), ("/nowhere", None)):
-            connection = await house.client()
+async def test_accepts_only_the_right_key(headers: dict[str, str], passes: bool) -> None:
+    async with start_gateway(api_key=KEY) as setup:
+        for path, body in ((CHAT, make_chat_body()), ("/v1/models", None), ("/metrics", None), ("/nowhere", None)):
+            connection = await setup.connect()
             await connection.send(request(path, body, **headers))
             answer = await connection.answer()
             if passes:
@@ -299,19 +301,19 @@ async def test_a_key_is_needed_and_only_the_right_one_passes(headers: dict[str, 
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert KEY not in answer.body.decode()
-        assert len(house.engine.seen) == passes
+        assert len(setup.engine.seen) == passes
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/?a=b", "/favicon.ico"])
-async def test_some_pages_need_no_key(path: str) -> None:
-    async with serving(api_key=KEY) as house:
-        assert (await (await house.client()).get(path)).status in (200, 404)
+async def test_open_paths_need_no_key(path: str) -> None:
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).get(path)).status in (200, 404)
 
 
 @pytest.mark.parametrize("path", ["/v1/models?/health", "//health", "/health/../v1/models", "/health%2f..", "/health/"])
-async def test_a_path_that_looks_open_needs_a_key(path: str) -> None:
-    async with serving(api_key=KEY) as house:
-        assert (await (await house.client()).get(path)).status == 401
+async def test_paths_similar_to_open_paths_need_a_key(path: str) -> None:
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).get(path)).status == 401
 
 
 async def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,23 +325,23 @@ async def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 
     real = hmac.compare_digest
     monkeypatch.setattr("bedplate.run.gateway.tenants.hmac.compare_digest", compare)
-    async with serving(api_key=KEY) as house:
-        assert (await (await house.client()).post(CHAT, chat(), x_api_key="wrong")).status == 401
-        assert (await (await house.client()).post(CHAT, chat())).status == 401
-        assert not compared  # what is looked up is a salted hash, of which nothing can be learned by trying
-        assert (await (await house.client()).post(CHAT, chat(), x_api_key=KEY)).status == 200
+    async with start_gateway(api_key=KEY) as setup:
+        assert (await (await setup.connect()).post(CHAT, make_chat_body(), x_api_key="wrong")).status == 401
+        assert (await (await setup.connect()).post(CHAT, make_chat_body())).status == 401
+        assert not compared  # the lookup uses a salted hash, whose timing reveals nothing
+        assert (await (await setup.connect()).post(CHAT, make_chat_body(), x_api_key=KEY)).status == 200
         assert len(compared) == 1 and compared[0][0] == compared[0][1] != KEY.encode()
 
 
-async def test_keys_come_into_no_log_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """Not the gateway's own and not one that a client tries, whatever goes wrong with the request."""
+async def test_keys_appear_in_no_log_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the gateway's key nor one that a client tries, whatever error the request causes."""
     caplog.set_level(logging.DEBUG)
     tried = "sk-some-other-key"
     answers = b""
-    async with serving(api_key=KEY) as house:
-        house.engine.otherwise = (plain(b"no", "500 Oops", "text/plain"),)
+    async with start_gateway(api_key=KEY) as setup:
+        setup.engine.otherwise = (make_answer(b"no", "500 Oops", "text/plain"),)
         for path, body in (
-            (CHAT, chat()),
+            (CHAT, make_chat_body()),
             (CHAT, b"{"),
             ("/nowhere", None),
             ("/[", None),
@@ -348,10 +350,10 @@ async def test_keys_come_into_no_log_and_no_answer(caplog: pytest.LogCaptureFixt
         ):
             for key in (KEY, tried):
                 for header in ({"authorization": f"Bearer {key}"}, {"x_api_key": key}):
-                    connection = await house.client()
+                    connection = await setup.connect()
                     await connection.send(request(path, body, connection="close", **header))
-                    answers += await within(connection.reader.read())
-        connection = await house.client()
+                    answers += await wait_within(connection.reader.read())
+        connection = await setup.connect()
         await connection.send(f"GET / HTTP/1.1\r\nauthorization: Bearer {tried}\x00\r\n\r\n".encode())
         answers += (await connection.answer()).body
     assert len(answers) > 1000
@@ -365,7 +367,7 @@ async def test_keys_come_into_no_log_and_no_answer(caplog: pytest.LogCaptureFixt
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes deadlines short: one of them really, the others longer than any test."""
+    """Makes one deadline short, and the others longer than any test."""
 
     def only(**deadlines: float) -> None:
         monkeypatch.setattr(server, "_SWEEP_S", 0.01)
@@ -376,84 +378,84 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("sent", [b"G", b"GET / HT", request(CHAT, STREAM)[:-1]], ids=["letter", "head", "body"])
-async def test_a_request_that_does_not_arrive_is_given_up(sent: bytes, quick: Callable[..., None]) -> None:
+async def test_incomplete_request_times_out(sent: bytes, quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.05)
-    async with serving() as house:
-        connection = await house.client()
+    async with start_gateway() as setup:
+        connection = await setup.connect()
         await connection.send(sent)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
         assert await connection.is_closed()
 
 
-async def test_a_connection_that_never_asks_is_closed(quick: Callable[..., None]) -> None:
+async def test_connection_without_a_request_is_closed(quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.05)
-    async with serving() as house:
-        assert await (await house.client()).is_closed()
+    async with start_gateway() as setup:
+        assert await (await setup.connect()).is_closed()
 
 
 async def test_an_idle_connection_is_closed(quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=0.05)
-    async with serving() as house:
-        for asked in (request("/health"), request(CHAT, chat())):
-            connection = await house.client()
+    async with start_gateway() as setup:
+        for asked in (request("/health"), request(CHAT, make_chat_body())):
+            connection = await setup.connect()
             await connection.send(asked)
             assert (await connection.answer()).status == 200
             assert await connection.is_closed()
 
 
-async def test_a_long_answer_is_not_cut_by_any_deadline(quick: Callable[..., None]) -> None:
+async def test_no_deadline_ends_a_long_answer(quick: Callable[..., None]) -> None:
     quick(REQUEST_TIMEOUT_S=0.03, KEEP_ALIVE_S=0.03)
-    async with serving() as house:
+    async with start_gateway() as setup:
         go_on = asyncio.Event()
-        house.engine.answer(go_on, plain(ANSWER))
-        connection, ticking = await house.client(), await house.client()
-        await connection.send(request(CHAT, chat()))
-        await house.engine.request()
-        assert await ticking.is_closed()  # by then the other's would have run out too
+        setup.engine.answer(go_on, make_answer(ANSWER))
+        connection, ticking = await setup.connect(), await setup.connect()
+        await connection.send(request(CHAT, make_chat_body()))
+        await setup.engine.request()
+        assert await ticking.is_closed()  # by then the other deadline would have passed, too
         go_on.set()
         assert (await connection.answer()).json == ANSWER
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["of a stream", "of an answer that is all written"])
-async def test_a_client_that_does_not_read_is_given_up(ended: bool, quick: Callable[..., None]) -> None:
-    """Also when the engine is done with it, and the last bytes would wait here for ever."""
+async def test_disconnects_client_that_does_not_read(ended: bool, quick: Callable[..., None]) -> None:
+    """Also when the engine has finished and only the last bytes are unread."""
     quick(STALLED_READER_S=0.1)
-    async with serving() as house:
-        piece = chunk(delta("x" * 65_000))
+    async with start_gateway() as setup:
+        piece = make_chunk(make_delta("x" * 65_000))
         if ended:
-            house.engine.answer(plain(b"x" * 20 * MB))
+            setup.engine.answer(make_answer(b"x" * 20 * MB))
         else:
-            house.engine.answer(STREAM_HEAD, *[piece] * 400, chunk(DONE) + STREAM_END)
-        connection = await house.client()
+            setup.engine.answer(STREAM_HEAD, *[piece] * 400, make_chunk(DONE) + STREAM_END)
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request(CHAT, STREAM))
-        seen = await house.engine.request()
-        await until(lambda: not house.gateway.connections, "the gateway to give up")
+        seen = await setup.engine.request()
+        await wait_until(lambda: not setup.gateway.connections, "the gateway to give up")
         if not ended:
-            await within(seen.gone.wait())
-            assert house.outcome("cancelled") == 1
+            await wait_within(seen.gone.wait())
+            assert setup.count_outcome("cancelled") == 1
 
 
-async def test_a_client_that_does_not_read_is_given_up_when_its_connection_is_closing(
+async def test_disconnects_client_that_does_not_read_while_closing(
     quick: Callable[..., None],
 ) -> None:
     quick(STALLED_READER_S=0.1)
-    async with serving() as house:
-        house.engine.answer(plain(b"x" * 20 * MB))
-        connection = await house.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(b"x" * 20 * MB))
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request(CHAT, STREAM, connection="close"))
-        await house.engine.request()
-        await until(lambda: not house.gateway.connections, "the gateway to give up")
+        await setup.engine.request()
+        await wait_until(lambda: not setup.gateway.connections, "the gateway to give up")
 
 
-async def test_a_reader_that_catches_up_has_the_usual_time_for_its_next_request() -> None:
-    """The clock of a connection that was stalled runs on when it is idle, else it could stay for ever."""
+async def test_reader_that_catches_up_gets_the_normal_keep_alive() -> None:
+    """The deadline of a stalled connection also applies when it becomes idle; otherwise it could stay forever."""
     bench = Bench()
-    bench.client.data_received(request(CHAT, chat()))
+    bench.client.data_received(request(CHAT, make_chat_body()))
     bench.client.pause_writing()
-    bench.engine.data_received(plain(ANSWER))
+    bench.engine.data_received(make_answer(ANSWER))
     bench.client.resume_writing()
     assert bench.client.deadline is not None
     assert bench.client.deadline <= time.monotonic() + client.KEEP_ALIVE_S
@@ -462,34 +464,34 @@ async def test_a_reader_that_catches_up_has_the_usual_time_for_its_next_request(
 # start
 
 
-async def test_a_port_in_use_is_said_with_what_to_do() -> None:
-    async with serving() as house:
-        with pytest.raises(OutsideFailed, match=f"port {house.port} on 127.0.0.1 is in use") as caught:
-            await Gateway([house.backend]).start("127.0.0.1", house.port)
-        assert caught.value.hint is not None and f"--port {house.port + 1}" in caught.value.hint
+async def test_port_in_use_error_has_a_hint() -> None:
+    async with start_gateway() as setup:
+        with pytest.raises(OutsideFailed, match=f"port {setup.port} on 127.0.0.1 is in use") as caught:
+            await Gateway([setup.backend]).start("127.0.0.1", setup.port)
+        assert caught.value.hint is not None and f"--port {setup.port + 1}" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no-such-host.invalid", "192.0.2.1", "a" * 70 + ".example", "::g"])
-async def test_an_address_that_is_not_ours_is_a_bad_question(host: str) -> None:
+async def test_address_of_another_machine_is_a_usage_error(host: str) -> None:
     with pytest.raises(BadQuestion, match="cannot listen on"):
-        await Gateway([backend_at(1)]).start(host, 0)
+        await Gateway([make_backend(1)]).start(host, 0)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**6])
-async def test_a_port_that_does_not_exist_is_a_bad_question(port: int) -> None:
+async def test_invalid_port_is_a_usage_error(port: int) -> None:
     with pytest.raises(BadQuestion, match=f"cannot listen on 127.0.0.1:{port}"):
-        await Gateway([backend_at(1)]).start("127.0.0.1", port)
+        await Gateway([make_backend(1)]).start("127.0.0.1", port)
 
 
-def test_a_port_that_needs_rights_is_said_with_what_to_do() -> None:
+def test_privileged_port_error_has_a_hint() -> None:
     failure = bind_failure(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "127.0.0.1", 80)
     assert isinstance(failure, OutsideFailed)
-    assert failure.message == "port 80 may not be opened"
+    assert failure.message == "no permission to listen on port 80"
     assert failure.hint is not None and "1023" in failure.hint
 
 
-async def test_the_url_is_one_that_clients_can_use() -> None:
-    gateway = Gateway([backend_at(1)])
+async def test_url_has_brackets_around_ipv6_addresses() -> None:
+    gateway = Gateway([make_backend(1)])
     port = await gateway.start("::1", 0)
     assert gateway.url == f"http://[::1]:{port}"
     await gateway.stop(0)
@@ -498,41 +500,41 @@ async def test_the_url_is_one_that_clients_can_use() -> None:
 # stop
 
 
-async def test_stopping_lets_a_stream_finish_and_takes_no_new_one() -> None:
+async def test_stop_lets_streams_finish_and_accepts_no_new_ones() -> None:
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
-        busy, idle = await house.client(), await house.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), go_on, make_chunk(DONE) + STREAM_END)
+        busy, idle = await setup.connect(), await setup.connect()
         await idle.get("/health")
         await busy.send(request(CHAT, STREAM))
         await busy.head()
-        assert await busy.chunk() == delta("a")
-        stopping = asyncio.ensure_future(house.gateway.stop(600))
+        assert await busy.chunk() == make_delta("a")
+        stopping = asyncio.ensure_future(setup.gateway.stop(600))
         assert await idle.is_closed()
         with pytest.raises(OSError):
-            await house.client()
+            await setup.connect()
         assert not stopping.done()
         go_on.set()
         assert await busy.chunk() == DONE
         assert await busy.chunk() == b""
         assert await busy.is_closed()
-        await within(stopping)
+        await wait_within(stopping)
 
 
-async def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
-    """A stream with an event, a plain answer with a status, and one that still waits for a connection too."""
-    async with serving(max_connections=2) as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), asyncio.Event())
-        house.engine.answer(asyncio.Event())
-        stream, plain_one, waiting = [await house.client() for _ in range(3)]
+async def test_stop_ends_slow_answers_with_an_error() -> None:
+    """A stream gets an event, an unstreamed answer a status, and so does a request that waits for a connection."""
+    async with start_gateway(max_connections=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), asyncio.Event())
+        setup.engine.answer(asyncio.Event())
+        stream, plain_one, waiting = [await setup.connect() for _ in range(3)]
         await stream.send(request(CHAT, STREAM))
         await stream.head()
-        assert await stream.chunk() == delta("a")
-        await plain_one.send(request(CHAT, chat()))
-        await house.engine.request(1)
-        await waiting.send(request(CHAT, chat()))
-        await until(lambda: house.metric("requests_in_flight") == 3, "three requests")
-        stopping = asyncio.ensure_future(house.gateway.stop(0.05))
+        assert await stream.chunk() == make_delta("a")
+        await plain_one.send(request(CHAT, make_chat_body()))
+        await setup.engine.request(1)
+        await waiting.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.read_metric("requests_in_flight") == 3, "three requests")
+        stopping = asyncio.ensure_future(setup.gateway.stop(0.05))
         event = await stream.chunk()
         assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
         assert await stream.chunk() == b""
@@ -542,48 +544,48 @@ async def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
             assert answer.headers["connection"] == "close"
         for connection in (stream, plain_one, waiting):
             assert await connection.is_closed()
-        await within(stopping)
-        for seen in house.engine.seen:
-            await within(seen.gone.wait())
-        assert house.is_at_rest()
+        await wait_within(stopping)
+        for seen in setup.engine.seen:
+            await wait_within(seen.gone.wait())
+        assert setup.is_at_rest()
 
 
-async def test_stopping_does_not_wait_for_a_client_that_does_not_read() -> None:
-    async with serving() as house:
-        house.engine.answer(plain(b"x" * 20 * MB))
-        connection = await house.client()
+async def test_stop_does_not_wait_for_client_that_does_not_read() -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(b"x" * 20 * MB))
+        connection = await setup.connect()
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await connection.send(request(CHAT, chat()))
-        await until(lambda: house.outcome("ok") == 1, "the engine's answer")
-        await within(house.gateway.stop(0))
-        assert not house.gateway.connections
+        await connection.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.count_outcome("ok") == 1, "the engine's answer")
+        await wait_within(setup.gateway.stop(0))
+        assert not setup.gateway.connections
 
 
-async def test_stopping_while_a_connection_is_being_made_leaves_nothing() -> None:
+async def test_stop_while_connecting_leaves_no_connection() -> None:
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))
     silent.listen(0)
     fillers = []
-    async with serving() as house:
-        house.backend.address = silent.getsockname()
-        for _ in range(4):  # a full backlog: further connections are neither made nor refused
+    async with start_gateway() as setup:
+        setup.backend.address = silent.getsockname()
+        for _ in range(4):  # a full backlog: further connections are neither accepted nor refused
             filler = socket.socket()
             filler.setblocking(False)
             filler.connect_ex(silent.getsockname())
             fillers.append(filler)
-        connection = await house.client()
-        await connection.send(request(CHAT, chat()))
-        await until(lambda: house.active() == 1, "the connection to be tried")
-        await within(house.gateway.stop(0))
+        connection = await setup.connect()
+        await connection.send(request(CHAT, make_chat_body()))
+        await wait_until(lambda: setup.count_active() == 1, "the connection to be tried")
+        await wait_within(setup.gateway.stop(0))
         assert (await connection.answer()).status == 503
-        await until(house.is_at_rest, "the attempt to be given up")
+        await wait_until(setup.is_at_rest, "the attempt to be given up")
     for pipe in (silent, *fillers):
         pipe.close()
 
 
-async def test_the_engine_is_asked_over_connections_that_stop_with_the_gateway() -> None:
-    async with serving() as house:
-        engine: Engine = house.engine
-        await (await house.client()).post(CHAT, chat())
-        await within(house.gateway.stop(0))
-        await until(lambda: engine.lines[0].lost, "the idle connection to be closed")
+async def test_stop_closes_connections_to_the_engine() -> None:
+    async with start_gateway() as setup:
+        engine: Engine = setup.engine
+        await (await setup.connect()).post(CHAT, make_chat_body())
+        await wait_within(setup.gateway.stop(0))
+        await wait_until(lambda: engine.lines[0].lost, "the idle connection to be closed")

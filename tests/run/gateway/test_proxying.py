@@ -1,4 +1,4 @@
-"""What passes through the gateway: answers, streams and pages, on connections that stay."""
+"""The gateway forwards answers and streams, and serves pages, on persistent connections."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .scripted import (
     USAGE,
     Client,
     End,
-    House,
-    backend_at,
-    chat,
-    chunk,
-    delta,
-    plain,
+    Setup,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    make_chunk,
+    make_delta,
+    make_stream,
     request,
-    serving,
-    whole_stream,
-    within,
+    start_gateway,
+    wait_within,
 )
 
 # plain answers
@@ -43,76 +43,79 @@ from .scripted import (
 
 async def test_a_plain_answer_passes_unchanged() -> None:
     body = b'{ "choices": [{"message":{"content":"na\xc3\xafve"}}],\n"usage":{"prompt_tokens":7,"completion_tokens":3}}'
-    async with serving() as house:
-        house.engine.answer(plain(body))
-        answer = await (await house.client()).post(CHAT, chat())
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(body))
+        answer = await (await setup.connect()).post(CHAT, make_chat_body())
         assert (answer.status, answer.body) == (200, body)
         assert answer.headers["content-type"] == "application/json"
         assert answer.headers["server"] == "bedplate"
-        seen = house.engine.seen[0]
-        assert (seen.method, seen.target, seen.json) == ("POST", CHAT, chat())
-        assert house.metric("tokens_total", kind="prompt") == 7
+        seen = setup.engine.seen[0]
+        assert (seen.method, seen.target, seen.json) == ("POST", CHAT, make_chat_body())
+        assert setup.read_metric("tokens_total", kind="prompt") == 7
 
 
 @pytest.mark.parametrize("path", [path.decode() for path in sse.APIS])
 async def test_every_api_goes_to_the_same_path_of_the_engine(path: str) -> None:
-    async with serving() as house:
-        answer = await (await house.client()).post(f"{path}?beta=true", {"input": "x"})
+    async with start_gateway() as setup:
+        answer = await (await setup.connect()).post(f"{path}?beta=true", {"input": "x"})
         assert answer.json == ANSWER
-        assert house.engine.seen[0].target == f"{path}?beta=true"
+        assert setup.engine.seen[0].target == f"{path}?beta=true"
 
 
-async def test_an_answer_that_ends_with_the_connection_is_whole() -> None:
-    async with serving() as house:
-        house.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', b"1}", End.CLOSE)
-        client = await house.client()
-        assert (await client.post(CHAT, chat())).json == {"a": 1}
-        assert (await client.post(CHAT, chat())).json == ANSWER
-        assert [seen.line for seen in house.engine.seen] == [0, 1]
+async def test_accepts_answer_that_ends_with_the_connection() -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', b"1}", End.CLOSE)
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body())).json == {"a": 1}
+        assert (await client.post(CHAT, make_chat_body())).json == ANSWER
+        assert [seen.line for seen in setup.engine.seen] == [0, 1]
 
 
-async def test_an_engine_may_announce_its_answer_first() -> None:
-    async with serving() as house:
-        house.engine.answer(b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 102 Processing\r\n\r\n", plain(ANSWER))
-        client = await house.client()
-        assert (await client.post(CHAT, chat())).json == ANSWER
-        assert (await client.post(CHAT, chat())).json == ANSWER
-        assert [seen.line for seen in house.engine.seen] == [0, 0]
+async def test_ignores_interim_responses_of_the_engine() -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 102 Processing\r\n\r\n", make_answer(ANSWER))
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body())).json == ANSWER
+        assert (await client.post(CHAT, make_chat_body())).json == ANSWER
+        assert [seen.line for seen in setup.engine.seen] == [0, 0]
 
 
-async def test_a_status_that_has_no_name_passes() -> None:
-    """Such as Anthropic's 529; the standard library knows no phrase for it."""
-    async with serving() as house:
-        house.engine.answer(plain({"error": {"message": "overloaded"}}, "529 Overloaded"))
-        answer = await (await house.client()).post("/v1/messages", chat())
+async def test_forwards_non_standard_status() -> None:
+    """Such as Anthropic's 529, for which the standard library has no phrase."""
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer({"error": {"message": "overloaded"}}, "529 Overloaded"))
+        answer = await (await setup.connect()).post("/v1/messages", make_chat_body())
         assert (answer.status, answer.error["message"]) == (529, "overloaded")
 
 
-async def test_connections_to_the_engine_are_used_again() -> None:
-    async with serving() as house:
+async def test_reuses_connections_to_the_engine() -> None:
+    async with start_gateway() as setup:
         for _ in range(3):
-            await (await house.client()).post(CHAT, chat())
-        assert [seen.line for seen in house.engine.seen] == [0, 0, 0]
+            await (await setup.connect()).post(CHAT, make_chat_body())
+        assert [seen.line for seen in setup.engine.seen] == [0, 0, 0]
 
 
-async def test_an_engine_that_says_close_is_connected_to_anew() -> None:
-    async with serving() as house:
-        house.engine.otherwise = (plain(ANSWER).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1), End.CLOSE)
-        client = await house.client()
+async def test_opens_new_connection_after_engine_sends_close() -> None:
+    async with start_gateway() as setup:
+        setup.engine.otherwise = (
+            make_answer(ANSWER).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1),
+            End.CLOSE,
+        )
+        client = await setup.connect()
         for _ in range(3):
-            assert (await client.post(CHAT, chat())).status == 200
-        assert [seen.line for seen in house.engine.seen] == [0, 1, 2]
+            assert (await client.post(CHAT, make_chat_body())).status == 200
+        assert [seen.line for seen in setup.engine.seen] == [0, 1, 2]
 
 
-async def test_a_body_in_chunks_reaches_the_engine_whole() -> None:
-    """With its length, and without the trailers, which are no headers."""
-    async with serving() as house:
-        client = await house.client()
+async def test_chunked_body_reaches_the_engine_complete() -> None:
+    """With its length, and without the trailers."""
+    async with start_gateway() as setup:
+        client = await setup.connect()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-        await client.send(head + chunk(b'{"mess'))
-        await client.send(chunk(b'ages":[]}') + b"0\r\nx-trailer: 1\r\nauthorization: Bearer trailing\r\n\r\n")
+        await client.send(head + make_chunk(b'{"mess'))
+        await client.send(make_chunk(b'ages":[]}') + b"0\r\nx-trailer: 1\r\nauthorization: Bearer trailing\r\n\r\n")
         assert (await client.answer()).status == 200
-        seen = house.engine.seen[0]
+        seen = setup.engine.seen[0]
         assert seen.body == b'{"messages":[]}'
         assert seen.header("content-length") == ["15"]
         assert not seen.header("transfer-encoding") and not seen.header("x-trailer")
@@ -122,126 +125,136 @@ async def test_a_body_in_chunks_reaches_the_engine_whole() -> None:
 # streams
 
 
-async def test_a_stream_passes_event_by_event_without_waiting_for_later_ones() -> None:
+async def test_forwards_each_event_without_waiting_for_later_ones() -> None:
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(delta("b")) + chunk(DONE) + STREAM_END)
-        client = await house.client()
-        await client.send(request(CHAT, chat(stream=True)))
+    async with start_gateway() as setup:
+        setup.engine.answer(
+            STREAM_HEAD + make_chunk(make_delta("a")),
+            go_on,
+            make_chunk(make_delta("b")) + make_chunk(DONE) + STREAM_END,
+        )
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body(stream=True)))
         head = await client.head()
-        assert await client.chunk() == delta("a")
+        assert await client.chunk() == make_delta("a")
         assert not go_on.is_set()
         go_on.set()
-        assert await client.chunk() + await client.chunk() + await client.chunk() == delta("b") + DONE
+        assert await client.chunk() + await client.chunk() + await client.chunk() == make_delta("b") + DONE
         assert head.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert head.headers["cache-control"] == "no-cache"
         assert head.headers["server"] == "bedplate"
 
 
-async def test_the_head_waits_for_the_first_event() -> None:
-    """One packet instead of two, and an engine that dies before its first token gets a proper status."""
+async def test_sends_response_head_with_the_first_event() -> None:
+    """One packet instead of two; and if the engine dies before its first token, the client gets a proper status."""
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(STREAM_HEAD, go_on, chunk(delta("a")) + chunk(DONE) + STREAM_END)
-        client = await house.client()
-        await client.send(request(CHAT, chat(stream=True)))
-        await house.engine.request()
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD, go_on, make_chunk(make_delta("a")) + make_chunk(DONE) + STREAM_END)
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body(stream=True)))
+        await setup.engine.request()
         reading = asyncio.ensure_future(client.reader.read(1 << 16))
-        assert (await client_other(house)).status == 200  # a whole exchange later there is still nothing
+        assert (await ask_as_another_client(setup)).status == 200  # after a complete exchange there is still no data
         assert not reading.done()
         go_on.set()
-        first = await within(reading)
-        assert first.startswith(b"HTTP/1.1 200 OK\r\n") and chunk(delta("a")) in first
+        first = await wait_within(reading)
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n") and make_chunk(make_delta("a")) in first
 
 
-async def client_other(house: House) -> Any:
-    return await (await house.client()).post(CHAT, chat())
+async def ask_as_another_client(setup: Setup) -> Any:
+    return await (await setup.connect()).post(CHAT, make_chat_body())
 
 
-async def test_usage_is_asked_of_the_engine_and_kept_from_a_client_that_did_not_ask() -> None:
-    async with serving() as house:
-        house.engine.answer(whole_stream(delta("a"), USAGE, DONE))
-        answer = await (await house.client()).post(CHAT, chat(stream=True))
-        assert house.engine.seen[0].json == {**chat(stream=True), "stream_options": {"include_usage": True}}
-        assert answer.body == delta("a") + DONE
-        assert house.metric("tokens_total", kind="prompt") == 7
-        assert house.metric("tokens_total", kind="completion") == 3
+async def test_requests_usage_and_removes_it_for_clients_that_did_not_request_it() -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), USAGE, DONE))
+        answer = await (await setup.connect()).post(CHAT, make_chat_body(stream=True))
+        assert setup.engine.seen[0].json == {**make_chat_body(stream=True), "stream_options": {"include_usage": True}}
+        assert answer.body == make_delta("a") + DONE
+        assert setup.read_metric("tokens_total", kind="prompt") == 7
+        assert setup.read_metric("tokens_total", kind="completion") == 3
 
 
-async def test_usage_reaches_a_client_that_asked() -> None:
-    asked = chat(stream=True, stream_options={"include_usage": True})
-    async with serving() as house:
-        house.engine.answer(whole_stream(delta("a"), USAGE, DONE))
-        answer = await (await house.client()).post(CHAT, asked)
-        assert answer.body == delta("a") + USAGE + DONE
-        assert house.engine.seen[0].body == json.dumps(asked).encode()
+async def test_forwards_usage_to_clients_that_requested_it() -> None:
+    asked = make_chat_body(stream=True, stream_options={"include_usage": True})
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), USAGE, DONE))
+        answer = await (await setup.connect()).post(CHAT, asked)
+        assert answer.body == make_delta("a") + USAGE + DONE
+        assert setup.engine.seen[0].body == json.dumps(asked).encode()
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(CHAT, chat()), ("/v1/messages", chat(stream=True)), ("/v1/responses", chat(stream=True))],
+    [
+        (CHAT, make_chat_body()),
+        ("/v1/messages", make_chat_body(stream=True)),
+        ("/v1/responses", make_chat_body(stream=True)),
+    ],
 )
-async def test_usage_is_not_asked_where_it_comes_anyway(path: str, body: dict[str, Any]) -> None:
-    async with serving() as house:
-        await (await house.client()).post(path, body)
-        assert house.engine.seen[0].json == body
+async def test_does_not_request_usage_for_apis_that_always_report_it(path: str, body: dict[str, Any]) -> None:
+    async with start_gateway() as setup:
+        await (await setup.connect()).post(path, body)
+        assert setup.engine.seen[0].json == body
 
 
 async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection() -> None:
-    """Even where it would like to stay connected, for there is no other end to see."""
+    """Even if it requests keep-alive, since only the closed connection shows the end of the stream."""
     for keep in ("", "connection: keep-alive\r\n"):
-        async with serving() as house:
-            house.engine.answer(whole_stream(delta("a"), delta("b"), DONE))
-            client = await house.client()
-            body = json.dumps(chat(stream=True))
+        async with start_gateway() as setup:
+            setup.engine.answer(make_stream(make_delta("a"), make_delta("b"), DONE))
+            client = await setup.connect()
+            body = json.dumps(make_chat_body(stream=True))
             await client.send(f"POST {CHAT} HTTP/1.0\r\n{keep}content-length: {len(body)}\r\n\r\n{body}".encode())
             answer = await client.answer()
             assert "transfer-encoding" not in answer.headers
             assert answer.headers["connection"] == "close"
-            assert answer.body == delta("a") + delta("b") + DONE
+            assert answer.body == make_delta("a") + make_delta("b") + DONE
 
 
 async def test_an_http_1_0_client_gets_pages_and_answers_that_close() -> None:
-    async with serving() as house:
-        body = json.dumps(chat())
+    async with start_gateway() as setup:
+        body = json.dumps(make_chat_body())
         for asked in (
             f"POST {CHAT} HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n{body}",
             "GET /health HTTP/1.0\r\nconnection: keep-alive\r\n\r\n",
         ):
-            client = await house.client()
+            client = await setup.connect()
             await client.send(asked.encode())
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"]) == (200, "close")
             assert await client.is_closed()
 
 
-@pytest.mark.parametrize("asked", [chat(), chat(stream=True)])
-async def test_connection_close_closes_after_the_answer(asked: dict[str, Any]) -> None:
-    async with serving() as house:
+@pytest.mark.parametrize("asked", [make_chat_body(), make_chat_body(stream=True)])
+async def test_closes_connection_after_answer_to_connection_close(asked: dict[str, Any]) -> None:
+    async with start_gateway() as setup:
         if "stream" in asked:
-            house.engine.answer(whole_stream(delta("a"), DONE))
-        client = await house.client()
+            setup.engine.answer(make_stream(make_delta("a"), DONE))
+        client = await setup.connect()
         answer = await client.post(CHAT, asked, connection="close")
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert await client.is_closed()
 
 
-async def test_what_follows_the_last_request_is_not_answered() -> None:
-    """A request that says close is the last one, whatever comes behind it in the same segment."""
-    async with serving() as house:
-        for last in (request(CHAT, chat(model="other"), connection="close"), request("/health", connection="close")):
-            client = await house.client()
+async def test_ignores_data_after_the_last_request() -> None:
+    """A request with `Connection: close` is the last one, whatever follows it in the same segment."""
+    async with start_gateway() as setup:
+        for last in (
+            request(CHAT, make_chat_body(model="other"), connection="close"),
+            request("/health", connection="close"),
+        ):
+            client = await setup.connect()
             await client.send(last + request("/health") + b"garbage")
             assert (await client.answer()).status in (200, 404)
             assert await client.is_closed()
-        assert not house.engine.seen
+        assert not setup.engine.seen
 
 
-async def test_streams_end_in_the_words_of_the_real_client() -> None:
-    """The OpenAI client reads a stream to its end, and is content."""
-    async with serving() as house:
-        house.engine.answer(whole_stream(delta("a"), delta("b"), USAGE, DONE))
-        async with openai.AsyncOpenAI(base_url=f"{house.gateway.url}/v1", api_key="none", max_retries=0) as client:
+async def test_openai_client_reads_streams_to_their_end() -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(make_stream(make_delta("a"), make_delta("b"), USAGE, DONE))
+        async with openai.AsyncOpenAI(base_url=f"{setup.gateway.url}/v1", api_key="none", max_retries=0) as client:
             stream = await client.chat.completions.create(
                 model="small", messages=[{"role": "user", "content": "hi"}], stream=True
             )
@@ -251,50 +264,50 @@ async def test_streams_end_in_the_words_of_the_real_client() -> None:
 # connections
 
 
-async def test_one_connection_mixes_apis_and_pages() -> None:
-    async with serving() as house:
-        house.engine.otherwise = (whole_stream(delta("a"), DONE),)
-        client = await house.client()
+async def test_one_connection_can_mix_apis_and_pages() -> None:
+    async with start_gateway() as setup:
+        setup.engine.otherwise = (make_stream(make_delta("a"), DONE),)
+        client = await setup.connect()
         for _ in range(3):
             assert (await client.get("/health")).json["status"] == "ok"
-            assert (await client.post(CHAT, chat(stream=True))).body == delta("a") + DONE
+            assert (await client.post(CHAT, make_chat_body(stream=True))).body == make_delta("a") + DONE
             assert (await client.get("/nowhere")).status == 404
             assert (await client.post(CHAT, b"{")).status == 400
             assert (await client.get("/v1/models")).json["object"] == "list"
-        assert len(house.gateway.connections) == 1
+        assert len(setup.gateway.connections) == 1
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(go_on, plain({"n": 1}))
-        house.engine.answer(whole_stream(delta("a"), DONE))
-        client = await house.client()
+    async with start_gateway() as setup:
+        setup.engine.answer(go_on, make_answer({"n": 1}))
+        setup.engine.answer(make_stream(make_delta("a"), DONE))
+        client = await setup.connect()
         await client.send(
-            request(CHAT, chat())
+            request(CHAT, make_chat_body())
             + request("/health")
-            + request(CHAT, chat(stream=True))
+            + request(CHAT, make_chat_body(stream=True))
             + request(CHAT, b"[]")
             + request("/v1/models/small")
-            + request(CHAT, chat())
+            + request(CHAT, make_chat_body())
         )
-        await house.engine.request()
+        await setup.engine.request()
         go_on.set()
         assert (await client.answer()).json == {"n": 1}
         assert (await client.answer()).json["status"] == "ok"
-        assert (await client.answer()).body == delta("a") + DONE
+        assert (await client.answer()).body == make_delta("a") + DONE
         assert (await client.answer()).status == 400
         assert (await client.answer()).json["id"] == "small"
         assert (await client.answer()).json == ANSWER
 
 
-async def test_more_pipelined_requests_than_are_kept_wait_in_the_socket() -> None:
+async def test_pipelined_requests_beyond_the_limit_wait_in_the_socket() -> None:
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(go_on, plain({"n": 0}))
-        client = await house.client()
-        await client.send(request(CHAT, chat()))
-        await house.engine.request()
+    async with start_gateway() as setup:
+        setup.engine.answer(go_on, make_answer({"n": 0}))
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body()))
+        await setup.engine.request()
         for _ in range(40):
             await client.send(request("/health"))
         go_on.set()
@@ -303,14 +316,14 @@ async def test_more_pipelined_requests_than_are_kept_wait_in_the_socket() -> Non
             assert (await client.answer()).status == 200
 
 
-async def test_valid_requests_before_garbage_are_answered_first() -> None:
+async def test_answers_valid_requests_before_invalid_data() -> None:
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(go_on, plain({"n": 1}))
-        house.engine.answer(plain({"n": 2}))
-        client = await house.client()
-        await client.send(request(CHAT, chat()) + request(CHAT, chat()) + b"\x00garbage\r\n\r\n")
-        await house.engine.request()
+    async with start_gateway() as setup:
+        setup.engine.answer(go_on, make_answer({"n": 1}))
+        setup.engine.answer(make_answer({"n": 2}))
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body()) + request(CHAT, make_chat_body()) + b"\x00garbage\r\n\r\n")
+        await setup.engine.request()
         go_on.set()
         assert (await client.answer()).json == {"n": 1}
         assert (await client.answer()).json == {"n": 2}
@@ -319,10 +332,10 @@ async def test_valid_requests_before_garbage_are_answered_first() -> None:
         assert await client.is_closed()
 
 
-async def test_requests_arrive_byte_by_byte() -> None:
-    async with serving() as house:
-        client = await house.client()
-        for byte in request("/health") + request(CHAT, chat()):
+async def test_reads_requests_that_arrive_byte_by_byte() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        for byte in request("/health") + request(CHAT, make_chat_body()):
             client.writer.write(bytes([byte]))
             await asyncio.sleep(0)
         assert (await client.answer()).json["status"] == "ok"
@@ -330,9 +343,9 @@ async def test_requests_arrive_byte_by_byte() -> None:
 
 
 async def test_expect_100_continue_is_answered_before_the_body() -> None:
-    body = json.dumps(chat()).encode()
-    async with serving() as house:
-        client = await house.client()
+    body = json.dumps(make_chat_body()).encode()
+    async with start_gateway() as setup:
+        client = await setup.connect()
         await client.send(request(CHAT, body, expect="100-continue")[: -len(body)])
         assert (await client.head()).status == 100
         await client.send(body)
@@ -340,15 +353,17 @@ async def test_expect_100_continue_is_answered_before_the_body() -> None:
 
 
 async def test_expect_100_continue_behind_another_request_waits_for_its_answer() -> None:
-    """Else it would stand in the middle of that answer."""
-    body = json.dumps(chat()).encode()
+    """Otherwise it would be written into the middle of that answer."""
+    body = json.dumps(make_chat_body()).encode()
     go_on = asyncio.Event()
-    async with serving() as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
-        client = await house.client()
-        await client.send(request(CHAT, chat(stream=True)) + request(CHAT, body, expect="100-continue")[: -len(body)])
+    async with start_gateway() as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), go_on, make_chunk(DONE) + STREAM_END)
+        client = await setup.connect()
+        await client.send(
+            request(CHAT, make_chat_body(stream=True)) + request(CHAT, body, expect="100-continue")[: -len(body)]
+        )
         await client.head()
-        assert await client.chunk() == delta("a")
+        assert await client.chunk() == make_delta("a")
         go_on.set()
         assert await client.chunk() == DONE
         assert await client.chunk() == b""
@@ -358,15 +373,15 @@ async def test_expect_100_continue_behind_another_request_waits_for_its_answer()
 
 
 async def test_expect_100_continue_is_not_granted_to_a_body_that_is_too_large() -> None:
-    async with serving(max_body_bytes=100) as house:
-        client = await house.client()
+    async with start_gateway(max_body_bytes=100) as setup:
+        client = await setup.connect()
         await client.send(f"POST {CHAT} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 101\r\n\r\n".encode())
         assert (await client.answer()).status == 413
 
 
-async def test_head_gives_the_head_of_a_page_and_no_body() -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_head_request_gets_headers_without_body() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         whole = await client.get("/health")
         await client.send(request("/health", method="HEAD"))
         head = await client.head()
@@ -374,49 +389,49 @@ async def test_head_gives_the_head_of_a_page_and_no_body() -> None:
         assert (await client.get("/health")).body == whole.body
 
 
-async def test_an_offer_to_upgrade_is_ignored() -> None:
-    """As `curl --http2` makes it; the request itself is an ordinary one, and so is the next."""
+async def test_ignores_upgrade_header() -> None:
+    """`curl --http2` sends it; the request is handled like any other, and so is the next."""
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMAAABkAAQ"}
-    async with serving() as house:
-        client = await house.client()
-        await client.send(request("/health", **offer) + request("/health") + request(CHAT, chat(), **offer))  # type: ignore[arg-type]
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        await client.send(request("/health", **offer) + request("/health") + request(CHAT, make_chat_body(), **offer))  # type: ignore[arg-type]
         assert (await client.answer()).json["status"] == "ok"
         assert (await client.answer()).json["status"] == "ok"
         assert (await client.answer()).json == ANSWER
         assert (await client.get("/health")).status == 200
-        assert not house.engine.seen[0].header("upgrade") and not house.engine.seen[0].header("http2-settings")
+        assert not setup.engine.seen[0].header("upgrade") and not setup.engine.seen[0].header("http2-settings")
 
 
-async def test_this_is_no_proxy() -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_rejects_connect_requests() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         await client.send(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443\r\n\r\nTLS?")
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
         assert await client.is_closed()
 
 
-async def test_a_target_that_names_the_server_is_understood() -> None:
-    async with serving() as house:
-        client = await house.client()
-        assert (await client.post(f"http://test{CHAT}?a=b", chat())).json == ANSWER
-        assert house.engine.seen[0].target == f"{CHAT}?a=b"
+async def test_accepts_request_target_in_absolute_form() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        assert (await client.post(f"http://test{CHAT}?a=b", make_chat_body())).json == ANSWER
+        assert setup.engine.seen[0].target == f"{CHAT}?a=b"
         assert (await client.get("http://test/health")).status == 200
 
 
 # headers
 
 
-async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() -> None:
-    async with serving(api_key="the-key") as house:
-        client = await house.client()
+async def test_forwards_headers_except_keys_and_hop_by_hop_headers() -> None:
+    async with start_gateway(api_key="the-key") as setup:
+        client = await setup.connect()
         await client.post(
             CHAT,
-            chat(),
+            make_chat_body(),
             authorization="Bearer the-key",
             x_api_key="the-key",
             cookie="session=1",
-            content_type="application/x-www-form-urlencoded",  # what curl says of -d by itself
+            content_type="application/x-www-form-urlencoded",  # curl's default for -d
             user_agent="test/1",
             x_request_id="r-1",
             anthropic_version="2023-06-01",
@@ -431,10 +446,10 @@ async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() ->
             accept_encoding="gzip",
             expect="nothing",
         )
-        headers = dict(house.engine.seen[0].headers)
+        headers = dict(setup.engine.seen[0].headers)
         assert headers == {
             "host": "127.0.0.1",
-            "content-length": str(len(house.engine.seen[0].body)),
+            "content-length": str(len(setup.engine.seen[0].body)),
             "content-type": "application/json",
             "user-agent": "test/1",
             "x-request-id": "r-1",
@@ -452,55 +467,55 @@ async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() ->
         ("400 Bad Request", "application/json", b'{"error":{"code":400,"message":"too long","type":"x"}}', "too long"),
         ("422 Unprocessable", "application/json", b'{"detail":"field required"}', "field required"),
         ("500 Internal", "text/html", b"<h1>Oops</h1>", "<h1>Oops</h1>"),
-        ("503 Unavailable", "text/plain", b"", "the engine answered 503"),
+        ("503 Unavailable", "text/plain", b"", "the engine answered with status 503"),
         ("429 Too Many", "application/json", b'{"message":"\xff"}', '{"message":"�"}'),
         ("400 Bad Request", "text/event-stream", b'{"error":"no"}', "no"),
     ],
 )
-async def test_errors_of_the_engine_become_openai_errors(status: str, kind: str, body: bytes, message: str) -> None:
-    async with serving() as house:
-        house.engine.answer(plain(body, status, kind))
-        client = await house.client()
-        answer = await client.post(CHAT, chat(stream=True))
+async def test_converts_engine_errors_to_openai_errors(status: str, kind: str, body: bytes, message: str) -> None:
+    async with start_gateway() as setup:
+        setup.engine.answer(make_answer(body, status, kind))
+        client = await setup.connect()
+        answer = await client.post(CHAT, make_chat_body(stream=True))
         assert (answer.status, answer.error["message"]) == (int(status[:3]), message)
-        assert house.outcome("refused") == 1
-        assert (await client.post(CHAT, chat())).status == 200
+        assert setup.count_outcome("refused") == 1
+        assert (await client.post(CHAT, make_chat_body())).status == 200
 
 
 # models
 
 
 @pytest.mark.parametrize("name", ["small", "SMALL", "Small Model", "small.GGUF", "", None])
-async def test_a_model_answers_to_its_names_in_any_case_and_to_none(name: str | None) -> None:
-    async with serving() as house:
-        assert (await (await house.client()).post(CHAT, chat(model=name))).status == 200
+async def test_finds_model_by_any_name_in_any_case_and_without_name(name: str | None) -> None:
+    async with start_gateway() as setup:
+        assert (await (await setup.connect()).post(CHAT, make_chat_body(model=name))).status == 200
 
 
-async def test_an_unknown_model_is_not_found() -> None:
-    async with serving() as house:
-        answer = await (await house.client()).post(CHAT, chat(model="gpt-5"))
+async def test_unknown_model_gets_404() -> None:
+    async with start_gateway() as setup:
+        answer = await (await setup.connect()).post(CHAT, make_chat_body(model="gpt-5"))
         assert answer.status == 404
         assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
         assert "'gpt-5'" in answer.error["message"] and "small" in answer.error["message"]
-        assert not house.engine.seen
+        assert not setup.engine.seen
 
 
-async def test_while_models_are_still_made_known_an_unknown_one_may_be_so_in_a_moment() -> None:
-    """A client that comes back to an endpoint that has been started again must not take its model for gone."""
-    async with serving() as house:
-        house.gateway.starting = True
-        answer = await (await house.client()).post(CHAT, chat(model="gpt-5"))
+async def test_unknown_model_gets_503_while_models_are_being_registered() -> None:
+    """A client that reconnects to a restarted endpoint must not conclude that its model was removed."""
+    async with start_gateway() as setup:
+        setup.gateway.starting = True
+        answer = await (await setup.connect()).post(CHAT, make_chat_body(model="gpt-5"))
         assert (answer.status, answer.error["code"]) == (503, "engine_loading")
         assert answer.headers["retry-after"] == "1"
-        assert (await (await house.client()).post(CHAT, chat())).status == 200
+        assert (await (await setup.connect()).post(CHAT, make_chat_body())).status == 200
 
 
-async def test_several_backends_are_told_apart_by_name() -> None:
-    async with serving(backend_at(1, "large", names=frozenset(["large"]), state="loading")) as house:
-        client = await house.client()
-        assert (await client.post(CHAT, chat(model="small"))).status == 200
-        assert (await client.post(CHAT, chat(model="large"))).status == 503
-        assert (await client.post(CHAT, chat())).status == 404
+async def test_routes_requests_by_model_name() -> None:
+    async with start_gateway(make_backend(1, "large", names=frozenset(["large"]), state="loading")) as setup:
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(model="small"))).status == 200
+        assert (await client.post(CHAT, make_chat_body(model="large"))).status == 503
+        assert (await client.post(CHAT, make_chat_body())).status == 404
         assert [row["id"] for row in (await client.get("/v1/models")).json["data"]] == ["small", "large"]
         health = await client.get("/health")
         assert (health.status, health.json["status"]) == (503, "loading")
@@ -509,9 +524,9 @@ async def test_several_backends_are_told_apart_by_name() -> None:
 # pages
 
 
-async def test_what_is_not_there_is_an_openai_error() -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_unknown_path_gets_openai_error() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         answer = await client.get("/v1/nothing")
         assert (answer.status, answer.error["code"]) == (404, "not_found")
         assert "/v1/nothing" in answer.error["message"]
@@ -520,17 +535,17 @@ async def test_what_is_not_there_is_an_openai_error() -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "allowed"), [("DELETE", "/health", "GET,HEAD"), ("GET", CHAT, "POST")])
-async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_wrong_method_gets_405_with_allow_header(method: str, path: str, allowed: str) -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         await client.send(request(path, method=method))
         answer = await client.answer()
         assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
 
 
-async def test_models_are_listed_with_what_serves_them() -> None:
-    async with serving(context_tokens=4096) as house:
-        client = await house.client()
+async def test_lists_models_with_engine_and_context() -> None:
+    async with start_gateway(context_tokens=4096) as setup:
+        client = await setup.connect()
         answer = await client.get("/v1/models")
         (row,) = answer.json["data"]
         assert isinstance(row.pop("created"), int)
@@ -551,12 +566,12 @@ async def test_models_are_listed_with_what_serves_them() -> None:
 
 
 @pytest.mark.parametrize("state", ["loading", "restarting", "failed", "stopped"])
-async def test_health_says_what_keeps_the_engine(state: BackendState) -> None:
-    async with serving(retry_after_s=9, progress=0.5) as house:
-        client = await house.client()
+async def test_health_reports_engine_state_and_progress(state: BackendState) -> None:
+    async with start_gateway(retry_after_s=9, progress=0.5) as setup:
+        client = await setup.connect()
         ready = await client.get("/health")
         assert (ready.status, ready.json["status"]) == (200, "ok")
-        house.backend.state = state
+        setup.backend.state = state
         answer = await client.get("/health")
         assert (answer.status, answer.headers["retry-after"]) == (503, "9")
         assert answer.json == {
@@ -567,16 +582,16 @@ async def test_health_says_what_keeps_the_engine(state: BackendState) -> None:
 
 async def test_metrics_count_requests_tokens_and_times() -> None:
     go_on = asyncio.Event()
-    async with serving(restarts=2) as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(USAGE + DONE) + STREAM_END)
-        client, watcher = await house.client(), await house.client()
-        await client.send(request(CHAT, chat(stream=True)))
+    async with start_gateway(restarts=2) as setup:
+        setup.engine.answer(STREAM_HEAD + make_chunk(make_delta("a")), go_on, make_chunk(USAGE + DONE) + STREAM_END)
+        client, watcher = await setup.connect(), await setup.connect()
+        await client.send(request(CHAT, make_chat_body(stream=True)))
         await client.head()
-        assert house.metric("requests_in_flight") == 1
+        assert setup.read_metric("requests_in_flight") == 1
         go_on.set()
         await read_to_end(client)
-        house.engine.answer(plain({"error": "no"}, "400 Bad Request"))
-        await client.post(CHAT, chat())
+        setup.engine.answer(make_answer({"error": "no"}, "400 Bad Request"))
+        await client.post(CHAT, make_chat_body())
         answer = await watcher.get("/metrics")
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         lines = answer.body.decode().splitlines()
@@ -601,20 +616,20 @@ async def read_to_end(client: Client) -> None:
         pass
 
 
-async def test_the_first_page_says_how_to_call_it() -> None:
-    async with serving() as house:
-        answer = await (await house.client()).get("/")
+async def test_welcome_page_shows_how_to_send_requests() -> None:
+    async with start_gateway() as setup:
+        answer = await (await setup.connect()).get("/")
         assert answer.headers["content-type"] == "text/plain; charset=utf-8"
         text = answer.body.decode()
         assert "small is served by llama.cpp b1 (ready)" in text
-        assert f"curl {house.gateway.url}/v1/chat/completions" in text
+        assert f"curl {setup.gateway.url}/v1/chat/completions" in text
         assert "YOUR-KEY" not in text
 
 
-async def test_the_first_page_shows_no_more_than_the_name_of_a_hostile_model() -> None:
+async def test_welcome_page_escapes_model_names() -> None:
     hostile = "<script>alert(1)</script>\"'{url}"
-    async with serving(model=hostile, api_key="the-key", state="loading", progress=0.25) as house:
-        answer = await (await house.client()).get("/", accept="text/html,*/*")
+    async with start_gateway(model=hostile, api_key="the-key", state="loading", progress=0.25) as setup:
+        answer = await (await setup.connect()).get("/", accept="text/html,*/*")
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         page = answer.body.decode()
         assert "<script" not in page
@@ -622,29 +637,29 @@ async def test_the_first_page_shows_no_more_than_the_name_of_a_hostile_model() -
         assert "loading 25%" in page and "YOUR-KEY" in page and "the-key" not in page
 
 
-async def test_a_page_with_a_long_header_is_served_like_any_other() -> None:
-    """What a head may hold is one decision, made where the connection is read."""
-    async with serving() as house:
-        client = await house.client()
+async def test_serves_page_with_long_header() -> None:
+    """The size of a head is limited only where the connection is read."""
+    async with start_gateway() as setup:
+        client = await setup.connect()
         assert (await client.get("/health", x_long="a" * 30_000)).status == 200
         assert (await client.get("/health?" + "a" * 30_000)).status == 200
         many = {f"x_{i}": "1" for i in range(500)}
         assert (await client.get("/health", **many)).status == 200
 
 
-async def test_a_page_that_fails_is_an_openai_error(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving() as house:
-        client = await house.client()
-        house.backend.progress = object()  # type: ignore[assignment]
+async def test_page_that_raises_gets_openai_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
+        setup.backend.progress = object()  # type: ignore[assignment]
         answer = await client.get("/health")
         assert (answer.status, answer.error["code"]) == (500, "internal_error")
-        assert "the page /health failed" in caplog.text
+        assert "cannot build the page /health" in caplog.text
         assert (await client.get("/v1/models")).status == 200
 
 
-async def test_a_head_request_gets_the_length_of_the_page_and_no_body() -> None:
-    async with serving() as house:
-        client = await house.client()
+async def test_head_request_gets_content_length_of_the_page() -> None:
+    async with start_gateway() as setup:
+        client = await setup.connect()
         page = await client.get("/v1/models")
         await client.send(request("/v1/models", method="HEAD") + request("/v1/models"))
         head = await client.head()
@@ -652,16 +667,16 @@ async def test_a_head_request_gets_the_length_of_the_page_and_no_body() -> None:
         assert (await client.answer()).body == page.body
 
 
-async def test_a_page_gets_the_path_and_the_query_decoded() -> None:
+async def test_decodes_path_and_query_for_pages() -> None:
     visits: list[Visit] = []
 
     def page(visit: Visit) -> Shown:
         visits.append(visit)
         return Shown(b"x", "text/plain", {"X-Frame-Options": "DENY"})
 
-    async with serving() as house:
-        house.gateway.handed["/a b"] = page
-        client = await house.client()
+    async with start_gateway() as setup:
+        setup.gateway.handed["/a b"] = page
+        client = await setup.connect()
         answer = await client.get("/a%20b?name=%C3%BC&name=second&empty=", accept="text/html")
         assert answer.headers["x-frame-options"] == "DENY"
         ((_, _, accept, query),) = visits
@@ -669,16 +684,16 @@ async def test_a_page_gets_the_path_and_the_query_decoded() -> None:
         assert (await client.get("/v1/models/" + "".join(f"%{ord(letter):02x}" for letter in "small"))).status == 200
 
 
-async def test_a_client_that_pipelines_pages_takes_turns_with_the_others() -> None:
+async def test_client_that_pipelines_pages_does_not_block_others() -> None:
     seen: list[int] = []
 
     def page(visit: Visit) -> Shown:
         seen.append(int(visit.query["client"]))
         return Shown(b"x", "text/plain")
 
-    async with serving() as house:
-        house.gateway.handed["/page"] = page
-        greedy, other = await house.client(), await house.client()
+    async with start_gateway() as setup:
+        setup.gateway.handed["/page"] = page
+        greedy, other = await setup.connect(), await setup.connect()
         for client in (greedy, other):
             assert (await client.get("/health")).status == 200
         greedy.writer.write(request("/page?client=1") * 2000)
@@ -689,21 +704,21 @@ async def test_a_client_that_pipelines_pages_takes_turns_with_the_others() -> No
             await greedy.answer()
 
 
-# what time it is
+# the Date header
 
 
-async def test_every_answer_says_when_it_was_given() -> None:
-    async with serving(api_key="sk-own") as house:
+async def test_every_response_has_a_date_header() -> None:
+    async with start_gateway(api_key="sk-own") as setup:
         key = {"authorization": "Bearer sk-own"}
-        client = await house.client()
-        house.engine.answer(plain(ANSWER))
-        house.engine.answer(whole_stream(delta("a"), DONE))
+        client = await setup.connect()
+        setup.engine.answer(make_answer(ANSWER))
+        setup.engine.answer(make_stream(make_delta("a"), DONE))
         answers = [
-            await client.post(CHAT, chat(), **key),
-            await client.post(CHAT, chat(stream=True), **key),
+            await client.post(CHAT, make_chat_body(), **key),
+            await client.post(CHAT, make_chat_body(stream=True), **key),
             await client.get("/health"),
-            await client.post(CHAT, chat(model="nobody's"), **key),
-            await client.post(CHAT, chat()),
+            await client.post(CHAT, make_chat_body(model="nobody's"), **key),
+            await client.post(CHAT, make_chat_body()),
         ]
         assert [answer.status for answer in answers] == [200, 200, 200, 404, 401]
         for answer in answers:
@@ -711,11 +726,11 @@ async def test_every_answer_says_when_it_was_given() -> None:
             assert abs((at - dt.datetime.now(dt.UTC)).total_seconds()) < 5
 
 
-# the times that are counted
+# histograms
 
 
 @given(st.lists(st.floats(0, 5000), max_size=50))
-def test_a_histogram_counts_what_took_at_most_so_long(times_s: list[float]) -> None:
+def test_histogram_buckets_are_cumulative(times_s: list[float]) -> None:
     bounds = (0.01, 0.5, 2.5, 1800.0)
     found = Times(bounds)
     for took_s in times_s:

@@ -1,4 +1,4 @@
-"""What the gateway understands of bodies and events, and that it changes nothing else, however they are cut."""
+"""The gateway parses bodies and events, and changes nothing else, however they are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bedplate.run.gateway import sse
 
-from .scripted import DONE, STREAM_END, STREAM_HEAD, USAGE, Bench, chunk, delta, request, unchunk
+from .scripted import DONE, STREAM_END, STREAM_HEAD, USAGE, Bench, decode_chunks, make_chunk, make_delta, request
 
 HOSTILE = (
     "data: [DONE]\n\n",
@@ -41,17 +41,17 @@ JSON = st.recursive(
 )
 
 
-def asked_with(body: bytes) -> dict[str, Any]:
-    """The body as it goes to the engine, decoded by another reader than the gateway's."""
+def add_usage(body: bytes) -> dict[str, Any]:
+    """The body that is sent to the engine, decoded by another parser than the gateway's."""
     value: dict[str, Any] = json.loads(sse.with_usage_asked(body, sse.read_asked(body)))
     return value
 
 
-# asking for usage
+# requesting usage
 
 
 @given(st.dictionaries(st.text().filter(lambda k: k not in sse.Asked.__struct_fields__), JSON, max_size=4), st.data())
-def test_asking_for_usage_keeps_every_other_field(fields: dict[str, Any], data: st.DataObject) -> None:
+def test_requesting_usage_keeps_every_other_field(fields: dict[str, Any], data: st.DataObject) -> None:
     indent = data.draw(st.sampled_from([None, 0, 2]))
     ascii_only = data.draw(st.booleans())
     options = data.draw(
@@ -61,7 +61,7 @@ def test_asking_for_usage_keeps_every_other_field(fields: dict[str, Any], data: 
     if data.draw(st.booleans()):
         body = {"stream_options": options, **body}
     text = json.dumps(body, indent=indent, ensure_ascii=ascii_only)
-    sent = asked_with((data.draw(st.sampled_from(["", " ", "\n\t"])) + text).encode("utf-8", "replace"))
+    sent = add_usage((data.draw(st.sampled_from(["", " ", "\n\t"])) + text).encode("utf-8", "replace"))
     told = body.get("stream_options")
     assert sent == {**body, "stream_options": {**(told if isinstance(told, dict) else {}), "include_usage": True}}
 
@@ -81,16 +81,16 @@ def test_asking_for_usage_keeps_every_other_field(fields: dict[str, Any], data: 
         '{"prompt":"naïve 火"}'.encode(),
     ],
 )
-def test_asking_for_usage_in_odd_bodies(body: bytes) -> None:
+def test_requests_usage_in_unusual_bodies(body: bytes) -> None:
     before = json.loads(body)
     options = before.pop("stream_options", None) or {}
-    sent = asked_with(body)
+    sent = add_usage(body)
     assert sent.pop("stream_options") == {**options, "include_usage": True}
     assert sent == before
 
 
-def test_asking_for_usage_leaves_the_bytes_of_a_prompt_alone() -> None:
-    """Numbers and escapes come to the engine as they were written."""
+def test_requesting_usage_keeps_the_bytes_of_the_prompt() -> None:
+    """Numbers and escapes reach the engine as they were written."""
     prompt = b'"prompt" : "\\u00e9\\/" , "temperature":0.70, "logit_bias":{ "1":1E2 }'
     assert prompt in sse.with_usage_asked(b"{" + prompt + b"}", sse.Asked())
     kept = sse.with_usage_asked(b'{"prompt":"\\u00e9\\/","n":0.70,"stream_options":{}}', sse.Asked(stream_options=None))
@@ -98,12 +98,12 @@ def test_asking_for_usage_leaves_the_bytes_of_a_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"messages":[{"content":"\xff"}]}', b'{"a":' + b"[" * 100_000, b"[]", b"", b"{"])
-def test_a_body_that_cannot_be_used_raises_what_callers_catch(body: bytes) -> None:
+def test_invalid_body_raises_an_error_that_callers_catch(body: bytes) -> None:
     with pytest.raises(sse.UNREADABLE):
         sse.read_asked(body)
 
 
-# whole events
+# complete events
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_body_that_cannot_be_used_raises_what_callers_catch(body: bytes) -> No
         (b"data: \xf0\x9f", 0),
     ],
 )
-def test_only_whole_events_pass(data: bytes, whole: int) -> None:
+def test_forwards_only_complete_events(data: bytes, whole: int) -> None:
     assert sse.whole_events(data) == whole
 
 
@@ -129,12 +129,12 @@ def test_only_whole_events_pass(data: bytes, whole: int) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_that_looks_like_usage_is_not_looked_at(text: str) -> None:
-    assert not sse.may_have_usage(delta(text))
+def test_ignores_text_that_looks_like_usage(text: str) -> None:
+    assert not sse.may_have_usage(make_delta(text))
 
 
-def test_usage_is_seen_behind_events_that_say_it_is_null() -> None:
-    """SGLang says `"usage":null` in every event, and several events may come in one piece."""
+def test_finds_usage_after_events_with_null_usage() -> None:
+    """SGLang sends `"usage":null` in every event, and several events may arrive together."""
     null = b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n'
     usage = sse.Usage()
     assert sse.may_have_usage(null + null + USAGE)
@@ -142,7 +142,7 @@ def test_usage_is_seen_behind_events_that_say_it_is_null() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
 
 
-def test_usage_beside_a_choice_is_counted_and_never_dropped() -> None:
+def test_usage_in_an_event_with_a_choice_is_counted_and_kept() -> None:
     both = b'data: {"choices":[{"delta":{}}],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
     usage = sse.Usage()
     assert sse.read_usage(both, usage, drop=True) == both
@@ -160,7 +160,7 @@ def test_usage_beside_a_choice_is_counted_and_never_dropped() -> None:
         b'"usage":{\n\n',
     ],
 )
-def test_counts_that_make_no_sense_are_left_alone(event: bytes) -> None:
+def test_ignores_invalid_counts(event: bytes) -> None:
     usage = sse.Usage()
     assert sse.may_have_usage(event)
     assert sse.read_usage(event, usage, drop=True) == event
@@ -168,7 +168,7 @@ def test_counts_that_make_no_sense_are_left_alone(event: bytes) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (None, None)
 
 
-def test_counts_of_the_messages_api_come_in_two_events() -> None:
+def test_reads_counts_of_the_messages_api_from_two_events() -> None:
     usage = sse.Usage()
     start = (
         b"event: message_start\r\n"
@@ -180,20 +180,20 @@ def test_counts_of_the_messages_api_come_in_two_events() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (9, 4)
 
 
-def test_counts_of_the_responses_api_are_inside_of_the_response() -> None:
+def test_reads_counts_of_the_responses_api_from_the_response() -> None:
     usage = sse.Usage()
     event = b'data: {"type":"response.completed","response":{"usage":{"input_tokens":9,"output_tokens":4}}}\n\n'
     assert sse.read_usage(event, usage, drop=True) == event
     assert (usage.prompt_tokens, usage.completion_tokens) == (9, 4)
 
 
-# is it whole?
+# complete streams
 
 WHOLE: list[tuple[sse.Api, bytes]] = [
     ("chat", DONE),
     ("chat", b"data:[DONE]\n\n"),
     ("chat", b"data: [DONE]\r\n\r\n"),
-    ("chat", delta("a") + USAGE + DONE),
+    ("chat", make_delta("a") + USAGE + DONE),
     ("chat", b'data: {"error":{"message":"no"}}\n\n'),
     ("completions", DONE),
     ("completions", b'data: {"error":"no"}\n\n'),
@@ -209,7 +209,7 @@ WHOLE: list[tuple[sse.Api, bytes]] = [
 ]
 CUT: list[tuple[sse.Api, bytes]] = [
     ("chat", b""),
-    ("chat", delta("a")),
+    ("chat", make_delta("a")),
     ("chat", USAGE),
     ("chat", b'data: {"choices":[{"delta":{"content":"a"}}],"error":null}\n\n'),
     ("completions", b'data: {"choices":[{"text":"a"}]}\n\n'),
@@ -221,17 +221,17 @@ CUT: list[tuple[sse.Api, bytes]] = [
         b'data: {"type":"response.created","response":{"tools":[{"parameters":{"properties":{"error":{}}}}]}}\n\n',
     ),
     ("responses", b'data: {"type":"response.output_text.delta","delta":"x"}\n\n'),
-    *[(api, delta(text)) for api in ("chat", "messages", "responses") for text in HOSTILE],
+    *[(api, make_delta(text)) for api in ("chat", "messages", "responses") for text in HOSTILE],
 ]
 
 
 @pytest.mark.parametrize(("api", "events"), WHOLE)
-def test_a_stream_that_says_so_is_whole(api: sse.Api, events: bytes) -> None:
+def test_recognizes_complete_streams(api: sse.Api, events: bytes) -> None:
     assert sse.is_whole(api, events)
 
 
 @pytest.mark.parametrize(("api", "events"), CUT)
-def test_a_stream_that_does_not_say_so_was_cut(api: sse.Api, events: bytes) -> None:
+def test_recognizes_truncated_streams(api: sse.Api, events: bytes) -> None:
     assert not sse.is_whole(api, events)
 
 
@@ -251,7 +251,7 @@ def test_a_stream_that_does_not_say_so_was_cut(api: sse.Api, events: bytes) -> N
          "invalid_request_error", None),
         (500, b'{"error":"out of memory"}', "out of memory", "server_error", None),
         (502, b"<html><body>Bad Gateway</body></html>", "<html><body>Bad Gateway</body></html>", "server_error", None),
-        (503, b"", "the engine answered 503", "server_error", None),
+        (503, b"", "the engine answered with status 503", "server_error", None),
         (500, b"\xff\xfe", "��", "server_error", None),
         (500, b'"\xff"', '"�"', "server_error", None),
         (500, b'["a"]', "['a']", "server_error", None),
@@ -260,7 +260,7 @@ def test_a_stream_that_does_not_say_so_was_cut(api: sse.Api, events: bytes) -> N
         (500, b"[" * 5000, "[" * 2000, "server_error", None),
     ],
 )  # fmt: skip
-def test_whatever_an_engine_says_becomes_an_openai_error(
+def test_converts_any_error_body_to_an_openai_error(
     status: int, body: bytes, message: str, kind: str, code: str | None
 ) -> None:
     error = json.loads(sse.as_openai_error(status, body))["error"]
@@ -275,7 +275,7 @@ Events = list[bytes]
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[Events, bool]:
-    """Events of a chat stream as engines write them, and whether counts come with it."""
+    """Events of a chat stream as engines write them, and whether they contain counts."""
     end = draw(st.sampled_from([b"\n\n", b"\r\n\r\n"]))
     space = draw(st.sampled_from([b"data: ", b"data:"]))
     tight = draw(st.booleans())
@@ -308,15 +308,15 @@ PLACES = st.lists(st.integers(0, 5000), max_size=12)
 
 @settings(deadline=None)
 @given(streams(), PLACES, PLACES, st.booleans())
-@example(([delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
-@example(([delta("火"), USAGE, DONE], True), [], [], False)
-@example(([delta("a").replace(b"\n\n", b"\r\n\r\n"), b"data: [DONE]\r\n\r\n"], False), list(range(400)), [], True)
-def test_however_a_stream_is_cut_the_client_gets_the_same_events(
+@example(([make_delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
+@example(([make_delta("火"), USAGE, DONE], True), [], [], False)
+@example(([make_delta("a").replace(b"\n\n", b"\r\n\r\n"), b"data: [DONE]\r\n\r\n"], False), list(range(400)), [], True)
+def test_events_are_the_same_however_the_stream_is_split(
     stream: tuple[Events, bool], chunk_places: list[int], wire_places: list[int], asks_usage: bool
 ) -> None:
-    """Cut into HTTP chunks at some places, and into pieces of the connection at others."""
+    """Split into HTTP chunks at some places, and into reads of the connection at others."""
     events, has_usage = stream
-    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
+    wire = STREAM_HEAD + b"".join(make_chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
 
     async def pass_through() -> tuple[Bench, bytes]:
         bench = Bench()
@@ -327,7 +327,7 @@ def test_however_a_stream_is_cut_the_client_gets_the_same_events(
         return bench, bench.to_client.written
 
     bench, written = asyncio.run(pass_through())
-    head, body, rest = unchunk(written)
+    head, body, rest = decode_chunks(written)
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and rest == b""
     dropped = has_usage and not asks_usage
     assert body == b"".join(events[:-2] + events[-1:] if dropped else events)
@@ -339,9 +339,9 @@ def test_however_a_stream_is_cut_the_client_gets_the_same_events(
 @given(st.binary(max_size=300), PLACES)
 @example(b"\n\n", [])
 @example(b"data: \xff\xfe\n\n\xf0\x9f", [3])
-def test_bytes_that_are_no_events_pass_unchanged_and_the_stream_ends(junk: bytes, places: list[int]) -> None:
-    """An end without `[DONE]` is said to the client; what came before it came through."""
-    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(junk, places)) + STREAM_END
+def test_forwards_arbitrary_bytes_unchanged(junk: bytes, places: list[int]) -> None:
+    """A stream without `[DONE]` ends with an error event, after everything before it was forwarded."""
+    wire = STREAM_HEAD + b"".join(make_chunk(piece) for piece in cut(junk, places)) + STREAM_END
 
     async def pass_through() -> bytes:
         bench = Bench()
@@ -352,26 +352,26 @@ def test_bytes_that_are_no_events_pass_unchanged_and_the_stream_ends(junk: bytes
 
     written = asyncio.run(pass_through())
     if written.startswith(b"HTTP/1.1 200"):
-        _, body, rest = unchunk(written)
+        _, body, rest = decode_chunks(written)
         assert body.startswith(junk.rstrip(b"\r\n")) and rest == b""
         assert b'"code":"engine_stopped"' in body or sse.is_whole("chat", junk)
     else:
         assert not junk.strip() and written.startswith(b"HTTP/1.1 502")
 
 
-def test_the_head_comes_with_the_first_event_in_one_write() -> None:
+def test_writes_head_and_first_event_together() -> None:
     async def pass_through() -> list[bytes]:
         bench = Bench()
         bench.client.data_received(request("/v1/chat/completions", {"stream": True}))
         bench.engine.data_received(STREAM_HEAD)
         assert bench.to_client.writes == []
-        bench.engine.data_received(chunk(delta("a")))
-        bench.engine.data_received(chunk(delta("b")))
+        bench.engine.data_received(make_chunk(make_delta("a")))
+        bench.engine.data_received(make_chunk(make_delta("b")))
         return bench.to_client.writes
 
     first, second = asyncio.run(pass_through())
-    assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(chunk(delta("a")))
-    assert second == chunk(delta("b"))
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(make_chunk(make_delta("a")))
+    assert second == make_chunk(make_delta("b"))
 
 
 # why an answer ended
@@ -381,18 +381,18 @@ def test_the_head_comes_with_the_first_event_in_one_write() -> None:
     b'"finish_reason":"stop"', b'"finish_reason": "length"', b'"stop_reason":"end_turn"', b'"finish_reason":null',
     b'"finish_reason":"NOT THIS"', b'"a_reason":"x"', b'_reason"', b"text ", b"\n\n",
 ]), max_size=8))  # fmt: skip
-def test_the_last_reason_that_is_given_is_the_one(parts: list[bytes]) -> None:
+def test_uses_the_last_finish_reason(parts: list[bytes]) -> None:
     data = b"".join(parts)
     said = sse._FINISH.findall(data)
     assert sse.finish_reason(data) == (said[-1].decode() if said else None)
     assert sse.finish_reason(b'"finish_reason":"first"', data) == (said[-1].decode() if said else "first")
 
 
-# what the model reads
+# the prompt
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=3), st.booleans(), st.integers(1, 200))
-def test_the_beginning_of_what_is_read_and_its_length(words: list[str], tools: bool, most: int) -> None:
+def test_returns_beginning_and_length_of_the_prompt(words: list[str], tools: bool, most: int) -> None:
     messages = [{"role": "user", "content": word} for word in words]
     body = json.dumps({"messages": messages, **({"tools": words} if tools else {})}).encode()
     whole = (json.dumps(words).encode() if tools else b"") + json.dumps(messages).encode()

@@ -1,4 +1,4 @@
-"""Keys, and what each tenant may have."""
+"""Keys, and the limits of each tenant."""
 
 from __future__ import annotations
 
@@ -21,94 +21,106 @@ from bedplate.run.gateway.keeper import Keeper
 from bedplate.run.gateway.tenants import Bucket, KeyDigest, Member, Tenants
 from bedplate.values.tenant import Declared, Tenant, key_digest
 
-from .scripted import ANSWER, CHAT, Answer, House, backend_at, chat, plain, request, serving, until, within
+from .scripted import (
+    ANSWER,
+    CHAT,
+    Answer,
+    Setup,
+    make_answer,
+    make_backend,
+    make_chat_body,
+    request,
+    start_gateway,
+    wait_until,
+    wait_within,
+)
 
 KEY = "sk-of-alice"
 
 
-def allow(house: House, *tenants: Tenant) -> None:
-    """Lets these in, each with its name as the end of its key."""
-    own = house.gateway.tenants
+def allow(setup: Setup, *tenants: Tenant) -> None:
+    """Gives each of these tenants a key that ends with its name."""
+    own = setup.gateway.tenants
     keys = [KeyDigest(key_digest(f"sk-of-{one.name}".encode(), own.salt), one.name) for one in tenants]
     own.replace(tenants, keys)
 
 
-async def ask(house: House, key: str = KEY, **fields: Any) -> Answer:
-    client = await house.client()
-    return await client.post(CHAT, chat(**fields), authorization=f"Bearer {key}")
+async def ask(setup: Setup, key: str = KEY, **fields: Any) -> Answer:
+    client = await setup.connect()
+    return await client.post(CHAT, make_chat_body(**fields), authorization=f"Bearer {key}")
 
 
 # keys
 
 
-async def test_each_key_opens_for_its_tenant_and_no_other_does() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice"), Tenant(name="bob"))
-        assert (await ask(house)).status == 200
-        assert (await ask(house, "sk-of-bob")).status == 200
+async def test_accepts_only_valid_keys_and_assigns_requests_to_their_tenants() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        assert (await ask(setup)).status == 200
+        assert (await ask(setup, "sk-of-bob")).status == 200
         for wrong in ("", "sk-of-alic", "sk-of-alice2", "default"):
-            assert (await ask(house, wrong)).status == 401
+            assert (await ask(setup, wrong)).status == 401
         labels = {"tenant": "alice", "outcome": "ok"}
-        read = house.gateway.meters.registry.get_sample_value
+        read = setup.gateway.meters.registry.get_sample_value
         assert read("bedplate_tenant_requests_total", labels) == 1
         assert read("bedplate_tenant_tokens_total", {"tenant": "alice", "kind": "completion"}) == 3
 
 
-async def test_a_key_that_has_expired_opens_nothing() -> None:
-    async with serving() as house:
-        own = house.gateway.tenants
+async def test_rejects_expired_key() -> None:
+    async with start_gateway() as setup:
+        own = setup.gateway.tenants
         digest = key_digest(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
-        assert (await ask(house)).status == 200
+        assert (await ask(setup)).status == 200
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() - 1)])
-        assert (await ask(house)).status == 401
+        assert (await ask(setup)).status == 401
 
 
-async def test_taking_the_last_key_back_opens_the_endpoint_to_nobody() -> None:
-    async with serving() as house:
-        assert (await ask(house, "")).status == 200
-        allow(house, Tenant(name="alice"))
-        house.gateway.tenants.replace([], [])
-        assert (await ask(house)).status == 401
-        assert (await ask(house, "")).status == 401
+async def test_revoking_the_last_key_does_not_open_the_endpoint() -> None:
+    async with start_gateway() as setup:
+        assert (await ask(setup, "")).status == 200
+        allow(setup, Tenant(name="alice"))
+        setup.gateway.tenants.replace([], [])
+        assert (await ask(setup)).status == 401
+        assert (await ask(setup, "")).status == 401
 
 
-async def test_a_client_that_keeps_its_connection_is_looked_at_with_each_request() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice"))
-        client = await house.client()
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 200
-        allow(house)
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 401
+async def test_checks_key_of_each_request_on_a_kept_connection() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice"))
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 200
+        allow(setup)
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 401
 
 
-async def test_a_key_that_expires_while_its_connection_is_kept_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving() as house:
-        own = house.gateway.tenants
+async def test_rejects_key_that_expires_on_a_kept_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start_gateway() as setup:
+        own = setup.gateway.tenants
         digest = key_digest(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
-        client = await house.client()
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 200
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 200
         real = time.time
         monkeypatch.setattr("bedplate.run.gateway.tenants.time.time", lambda: real() + 61)
-        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 401
+        assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 401
 
 
-async def test_each_request_of_a_connection_is_its_own_keys() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice"), Tenant(name="bob"))
-        client = await house.client()
+async def test_requests_on_one_connection_may_use_different_keys() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        client = await setup.connect()
         for name in ("alice", "bob", "alice"):
-            assert (await client.post(CHAT, chat(), authorization=f"Bearer sk-of-{name}")).status == 200
-        read = house.gateway.meters.registry.get_sample_value
+            assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer sk-of-{name}")).status == 200
+        read = setup.gateway.meters.registry.get_sample_value
         counted = [
             read("bedplate_tenant_requests_total", {"tenant": name, "outcome": "ok"}) for name in ("alice", "bob")
         ]
         assert counted == [2, 1]
-        assert (await client.post(CHAT, chat(), x_api_key="sk-of-nobody")).status == 401
+        assert (await client.post(CHAT, make_chat_body(), x_api_key="sk-of-nobody")).status == 401
 
 
-def test_a_good_key_is_known_again_until_anything_changes() -> None:
+def test_cached_key_is_valid_until_tenants_change() -> None:
     tenants = Tenants()
     digest = key_digest(KEY.encode(), tenants.salt)
     tenants.replace([Tenant(name="alice")], [KeyDigest(digest, "alice")])
@@ -119,159 +131,159 @@ def test_a_good_key_is_known_again_until_anything_changes() -> None:
     assert not found.is_still(KEY.encode(), tenants.turn)
 
 
-# who may see what
+# visibility
 
 
-async def scraped(house: House, name: str) -> str:
-    client = await house.client()
+async def scrape(setup: Setup, name: str) -> str:
+    client = await setup.connect()
     answer = await client.get("/metrics", authorization=f"Bearer sk-of-{name}")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return answer.body.decode()
 
 
 async def test_a_tenant_reads_its_own_metrics_and_an_admin_those_of_all() -> None:
-    async with serving(api_key="sk-of-default") as house:
-        allow(house, Tenant(name="alice"), Tenant(name="bob"), Tenant(name="ops", admin=True))
+    async with start_gateway(api_key="sk-of-default") as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"), Tenant(name="ops", admin=True))
         for name in ("alice", "bob"):
-            assert (await ask(house, f"sk-of-{name}")).status == 200
-        own = await scraped(house, "alice")
+            assert (await ask(setup, f"sk-of-{name}")).status == 200
+        own = await scrape(setup, "alice")
         samples = [line for line in own.splitlines() if line and not line.startswith("#")]
         assert samples and all('tenant="alice"' in line for line in samples), own
         assert 'bedplate_tenant_tokens_total{kind="completion",tenant="alice"} 3.0' in own
         assert "bob" not in own and "small" not in own
         for name in ("ops", "default"):
-            whole = await scraped(house, name)
+            whole = await scrape(setup, name)
             assert 'tenant="alice"' in whole and 'tenant="bob"' in whole and "bedplate_request_seconds_bucket" in whole
 
 
 async def test_an_open_endpoint_shows_its_metrics_to_everybody() -> None:
-    async with serving() as house:
-        client = await house.client()
+    async with start_gateway() as setup:
+        client = await setup.connect()
         assert b"bedplate_engine_up" in (await client.get("/metrics")).body
 
 
-# tenants that whoever starts the endpoint names
+# declared tenants
 
 
-async def test_tenants_that_are_named_close_the_endpoint_until_they_have_keys(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as house:
-        house.gateway.tenants.declare([Declared(name="alice", weight=1.5, in_flight=7)])
-        assert house.gateway.needs_key and (await ask(house, "")).status == 401
+async def test_endpoint_with_declared_tenants_requires_keys(path: Path) -> None:
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        setup.gateway.tenants.declare([Declared(name="alice", weight=1.5, in_flight=7)])
+        assert setup.gateway.needs_key and (await ask(setup, "")).status == 401
         _, key = add_key("alice", {"weight": 3.0, "requests_per_minute": 5}, path=path)
-        await until(lambda: house.gateway.tenants.find(key.encode()), "the key to be seen")
-        answer = await ask(house, key)
+        await wait_until(lambda: setup.gateway.tenants.find(key.encode()), "the key to be seen")
+        answer = await ask(setup, key)
         assert answer.status == 200 and answer.headers["x-ratelimit-limit-requests"] == "5"
-        member = house.gateway.tenants.member("alice")
-        # What the one who started it says goes first; of what he does not say, the store's word holds.
+        member = setup.gateway.tenants.member("alice")
+        # Declared limits take precedence; for others the store's values apply.
         assert member is not None and (member.weight, member.max_in_flight) == (1.5, 7)
         change("alice", {"weight": 2.0, "requests_per_minute": 6}, path)
-        await until(lambda: member.requests is not None and member.requests.per_minute == 6, "the change to be seen")
+        await wait_until(
+            lambda: member.requests is not None and member.requests.per_minute == 6, "the change to be seen"
+        )
         assert member.weight == 1.5
 
 
-async def test_a_model_for_certain_tenants_is_no_others() -> None:
-    other = backend_at(1, "large")
-    async with serving(other, api_key="sk-own") as house:
-        other.address = house.backend.address
-        allow(house, Tenant(name="alice"), Tenant(name="bob"))
-        house.gateway.allow("large", ["alice"])
-        assert (await ask(house, model="large")).status == 200
-        assert (await ask(house, "sk-own", model="large")).status == 200, "whoever runs it may use all of it"
-        refused = await ask(house, "sk-of-bob", model="large")
+async def test_rejects_tenants_that_may_not_use_the_model() -> None:
+    other = make_backend(1, "large")
+    async with start_gateway(other, api_key="sk-own") as setup:
+        other.address = setup.backend.address
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        setup.gateway.allow("large", ["alice"])
+        assert (await ask(setup, model="large")).status == 200
+        assert (await ask(setup, "sk-own", model="large")).status == 200, "whoever runs it may use all of it"
+        refused = await ask(setup, "sk-of-bob", model="large")
         assert refused.status == 403 and refused.error["code"] == "model_not_allowed"
-        assert (await ask(house, "sk-of-bob", model="small")).status == 200
+        assert (await ask(setup, "sk-of-bob", model="small")).status == 200
         for name, seen in (("alice", ["small", "large"]), ("bob", ["small"])):
-            client = await house.client()
+            client = await setup.connect()
             listed = await client.get("/v1/models", authorization=f"Bearer sk-of-{name}")
             assert [one["id"] for one in listed.json["data"]] == seen
             one = await client.get("/v1/models/large", authorization=f"Bearer sk-of-{name}")
             assert one.status == (200 if "large" in seen else 404)
-        house.gateway.allow("large", [])
-        assert (await ask(house, "sk-of-bob", model="large")).status == 200
+        setup.gateway.allow("large", [])
+        assert (await ask(setup, "sk-of-bob", model="large")).status == 200
 
 
-async def test_the_one_key_of_serve_is_the_default_tenants() -> None:
-    async with serving(api_key="sk-own") as house:
-        allow(house, Tenant(name="alice"), Tenant(name="default", requests_per_minute=1))
-        assert (await ask(house)).status == 200
-        assert (await ask(house, "sk-own")).status == 200
-        assert (await ask(house, "sk-own")).status == 429
+async def test_api_key_option_belongs_to_the_default_tenant() -> None:
+    async with start_gateway(api_key="sk-own") as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="default", requests_per_minute=1))
+        assert (await ask(setup)).status == 200
+        assert (await ask(setup, "sk-own")).status == 200
+        assert (await ask(setup, "sk-own")).status == 429
 
 
 # limits
 
 
-async def test_requests_a_minute() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice", requests_per_minute=3), Tenant(name="bob"))
-        answers = [await ask(house) for _ in range(4)]
+async def test_limits_requests_per_minute() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice", requests_per_minute=3), Tenant(name="bob"))
+        answers = [await ask(setup) for _ in range(4)]
         assert [a.status for a in answers] == [200] * 3 + [429]
         assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["2", "1", "0", "0"]
         assert answers[3].error["code"] == "requests_per_minute" and answers[3].error["type"] == "rate_limit_error"
         assert 1 <= int(answers[3].headers["retry-after"]) <= 20
-        assert (await ask(house, "sk-of-bob")).status == 200
-        assert len(house.engine.seen) == 4
+        assert (await ask(setup, "sk-of-bob")).status == 200
+        assert len(setup.engine.seen) == 4
 
 
-async def test_tokens_a_minute_are_charged_by_what_the_engine_counted() -> None:
+async def test_charges_tokens_per_minute_as_the_engine_counted_them() -> None:
     counted = {"usage": {"prompt_tokens": 1000, "completion_tokens": 500}}
-    async with serving() as house:
-        allow(house, Tenant(name="alice", tokens_per_minute=2000))
-        house.engine.otherwise = (plain(counted),)
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice", tokens_per_minute=2000))
+        setup.engine.otherwise = (make_answer(counted),)
         began = time.monotonic()
-        first = await ask(house)
+        first = await ask(setup)
         assert first.status == 200 and first.headers["x-ratelimit-limit-tokens"] == "2000"
-        second = await ask(house, max_tokens=4000)
+        second = await ask(setup, max_tokens=4000)
         assert (second.status, second.error["code"]) == (429, "tokens_per_minute")
         regained = (time.monotonic() - began) * 2000 / 60
         assert int(second.headers["x-ratelimit-remaining-tokens"]) <= 501 + regained
         assert 1 <= int(second.headers["retry-after"]) <= 60
 
 
-async def test_a_stream_says_what_is_left_and_its_refusal_costs_no_tokens() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice", tokens_per_minute=1000))
-        house.engine.otherwise = (plain(b"{}", "400 Bad Request"),)
+async def test_stream_reports_remaining_limits_and_rejection_costs_no_tokens() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice", tokens_per_minute=1000))
+        setup.engine.otherwise = (make_answer(b"{}", "400 Bad Request"),)
         for _ in range(10):
-            answer = await ask(house)
+            answer = await ask(setup)
             assert answer.status == 400 and int(answer.headers["x-ratelimit-remaining-tokens"]) > 500
 
 
-async def test_requests_in_flight() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice", in_flight=2), Tenant(name="bob"))
+async def test_limits_requests_in_flight() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice", in_flight=2), Tenant(name="bob"))
         gate = asyncio.Event()
-        house.engine.otherwise = (gate, plain(ANSWER))
-        asking = [asyncio.ensure_future(ask(house)) for _ in range(2)]
-        await house.engine.request(1)
-        answer = await ask(house)
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
+        asking = [asyncio.ensure_future(ask(setup)) for _ in range(2)]
+        await setup.engine.request(1)
+        answer = await ask(setup)
         assert (answer.status, answer.error["code"]) == (429, "too_many_in_flight")
-        bob = asyncio.ensure_future(ask(house, "sk-of-bob"))
-        await house.engine.request(2)
+        bob = asyncio.ensure_future(ask(setup, "sk-of-bob"))
+        await setup.engine.request(2)
         gate.set()
-        assert [a.status for a in await within(asyncio.gather(*asking, bob))] == [200] * 3
-        assert (await ask(house)).status == 200
+        assert [a.status for a in await wait_within(asyncio.gather(*asking, bob))] == [200] * 3
+        assert (await ask(setup)).status == 200
 
 
-async def test_a_client_that_leaves_gives_its_place_back() -> None:
-    async with serving() as house:
-        allow(house, Tenant(name="alice", in_flight=1))
-        house.engine.answer(asyncio.Event())
-        client = await house.client()
-        await client.send(request(CHAT, chat(), authorization=f"Bearer {KEY}"))
-        await house.engine.request()
+async def test_disconnect_frees_the_tenants_slot() -> None:
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice", in_flight=1))
+        setup.engine.answer(asyncio.Event())
+        client = await setup.connect()
+        await client.send(request(CHAT, make_chat_body(), authorization=f"Bearer {KEY}"))
+        await setup.engine.request()
         await client.close()
-        await until(house.is_at_rest, "it to be forgotten")
-        assert (await ask(house)).status == 200
+        await wait_until(setup.is_at_rest, "it to be forgotten")
+        assert (await ask(setup)).status == 200
 
 
 @given(
     per_minute=st.integers(1, 10_000),
     steps=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20_000)), max_size=40),
 )
-def test_no_more_than_a_minutes_worth_goes_at_once_and_no_more_than_the_rate_in_the_long_run(
-    per_minute: int, steps: list[tuple[float, float]]
-) -> None:
+def test_bucket_limits_burst_and_long_term_rate(per_minute: int, steps: list[tuple[float, float]]) -> None:
     bucket = Bucket(per_minute)
     began = now = time.monotonic()
     taken = 0.0
@@ -289,7 +301,7 @@ def test_no_more_than_a_minutes_worth_goes_at_once_and_no_more_than_the_rate_in_
         assert taken <= per_minute * (1 + (now - began) / 60) + largest + 1e-6
 
 
-def test_a_changed_limit_holds_at_once_and_one_that_stays_is_not_filled_up_again() -> None:
+def test_changed_limit_applies_at_once_and_unchanged_limit_is_not_refilled() -> None:
     tenants = Tenants()
     tenants.replace([Tenant(name="a", requests_per_minute=2)], [])
     member = next(m for m in tenants.members() if m.name == "a")
@@ -303,7 +315,7 @@ def test_a_changed_limit_holds_at_once_and_one_that_stays_is_not_filled_up_again
     assert member.limited(1, now) is None
 
 
-def test_what_a_request_costs_follows_what_the_tenants_answers_had() -> None:
+def test_expected_cost_follows_the_tenants_answers() -> None:
     member = Member(Tenant(name="a"))
     before = member.cost_tokens(400, None)
     for _ in range(100):
@@ -313,7 +325,7 @@ def test_what_a_request_costs_follows_what_the_tenants_answers_had() -> None:
     assert member.cost_tokens(400, 2) == 102
 
 
-# from the store, while it runs
+# changes in the store while it runs
 
 
 @pytest.fixture
@@ -321,55 +333,55 @@ def path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "store.sqlite"
 
 
-async def test_a_running_endpoint_sees_keys_that_come_go_and_change(path: Path) -> None:
-    async with serving(keeper=Keeper(path)) as house:
-        assert (await ask(house, "")).status == 200
+async def test_running_endpoint_detects_added_removed_and_changed_keys(path: Path) -> None:
+    async with start_gateway(keeper=Keeper(path)) as setup:
+        assert (await ask(setup, "")).status == 200
         _, key = add_key("alice", {"in_flight": 3}, path=path)
-        await until(lambda: house.gateway.needs_key, "the key to be seen")
-        assert (await ask(house, "")).status == 401
-        assert (await ask(house, key)).status == 200
+        await wait_until(lambda: setup.gateway.needs_key, "the key to be seen")
+        assert (await ask(setup, "")).status == 401
+        assert (await ask(setup, key)).status == 200
         change("alice", {"requests_per_minute": 1}, path)
-        found = house.gateway.tenants.find(key.encode())
+        found = setup.gateway.tenants.find(key.encode())
         assert found is not None
-        await until(lambda: found.member.requests is not None, "the limit to be seen")
-        assert [(await ask(house, key)).status for _ in range(2)] == [200, 429]
+        await wait_until(lambda: found.member.requests is not None, "the limit to be seen")
+        assert [(await ask(setup, key)).status for _ in range(2)] == [200, 429]
         revoke("alice", path)
-        await until(lambda: house.gateway.tenants.find(key.encode()) is None, "the key to be gone")
-        assert (await ask(house, key)).status == 401
+        await wait_until(lambda: setup.gateway.tenants.find(key.encode()) is None, "the key to be gone")
+        assert (await ask(setup, key)).status == 401
 
 
-async def test_several_tenants_bound_what_is_sent_to_the_engine_by_its_slots(path: Path) -> None:
+async def test_several_tenants_limit_requests_to_the_engines_slots(path: Path) -> None:
     _, alice = add_key("alice", {}, path=path)
     add_key("bob", {}, path=path)
-    async with serving(keeper=Keeper(path), slots=2) as house:
+    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
         gate = asyncio.Event()
-        house.engine.otherwise = (gate, plain(ANSWER))
-        asking = [asyncio.ensure_future(ask(house, alice)) for _ in range(5)]
-        await until(lambda: house.waiting() == 3, "three to wait")
-        await house.engine.request(1)
-        assert len(house.engine.seen) == 2
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
+        asking = [asyncio.ensure_future(ask(setup, alice)) for _ in range(5)]
+        await wait_until(lambda: setup.count_waiting() == 3, "three to wait")
+        await setup.engine.request(1)
+        assert len(setup.engine.seen) == 2
         gate.set()
-        assert [a.status for a in await within(asyncio.gather(*asking))] == [200] * 5
+        assert [a.status for a in await wait_within(asyncio.gather(*asking))] == [200] * 5
 
 
-async def test_one_tenant_alone_may_fill_the_engines_own_line(path: Path) -> None:
-    async with serving(keeper=Keeper(path), slots=2) as house:
+async def test_single_tenant_may_exceed_the_engines_slots(path: Path) -> None:
+    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
         gate = asyncio.Event()
-        house.engine.otherwise = (gate, plain(ANSWER))
-        asking = [asyncio.ensure_future(ask(house, "")) for _ in range(5)]
-        await house.engine.request(4)
+        setup.engine.otherwise = (gate, make_answer(ANSWER))
+        asking = [asyncio.ensure_future(ask(setup, "")) for _ in range(5)]
+        await setup.engine.request(4)
         gate.set()
-        await within(asyncio.gather(*asking))
+        await wait_within(asyncio.gather(*asking))
 
 
-def test_a_store_that_cannot_be_read_keeps_the_endpoint_shut(path: Path) -> None:
-    """Who may ask would not be known, and open is the wrong guess."""
+def test_unreadable_store_prevents_start(path: Path) -> None:
+    """The valid keys would be unknown, and the endpoint must not be open."""
     path.write_bytes(b"this is no database" * 100)
     with pytest.raises(OutsideFailed):
         Keeper(path)
 
 
-def test_only_hashes_are_kept(path: Path) -> None:
+def test_stores_only_hashes_of_keys(path: Path) -> None:
     _, key = add_key("alice", {}, path=path)
     files = [one.read_bytes() for one in path.parent.iterdir()]
     assert files and not any(key.encode() in one or key[3:].encode() in one for one in files)
@@ -377,21 +389,21 @@ def test_only_hashes_are_kept(path: Path) -> None:
     assert key_digest(key.encode(), store.salt(path)) in b"".join(files)
 
 
-async def test_keys_and_prompts_come_into_no_log_and_no_store(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_and_prompts_are_not_logged_or_stored(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     _, key = add_key("alice", {"requests_per_minute": 3}, path=path)
     secret = "the launch code is 0000"
-    async with serving(keeper=Keeper(path)) as house:
+    async with start_gateway(keeper=Keeper(path)) as setup:
         for sent in (key, key, key, key, "wrong-key"):
-            await ask(house, sent, messages=[{"role": "user", "content": secret}])
-        house.engine.answer(plain(b"no", "500 Oops", "text/plain"))
-        await ask(house, key)
+            await ask(setup, sent, messages=[{"role": "user", "content": secret}])
+        setup.engine.answer(make_answer(b"no", "500 Oops", "text/plain"))
+        await ask(setup, key)
     said = caplog.text.encode() + b"".join(one.read_bytes() for one in path.parent.iterdir())
     for word in (key, "wrong-key", secret, "launch"):
         assert word.encode() not in said
 
 
-async def test_a_gateway_with_a_keeper_has_its_tenants_from_the_first_request(path: Path) -> None:
+async def test_stored_tenants_apply_to_the_first_request(path: Path) -> None:
     _, key = add_key("alice", {}, path=path)
     gateway = Gateway([], keeper=Keeper(path))
     assert gateway.needs_key and gateway.tenants.find(key.encode()) is not None

@@ -1,4 +1,4 @@
-"""One public endpoint in front of an engine that may die, restart and change."""
+"""One public endpoint in front of engines that may fail, restart and be replaced."""
 
 from bedplate.run.gateway.backend import Backend, BackendState
 from bedplate.run.gateway.server import Gateway

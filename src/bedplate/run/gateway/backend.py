@@ -1,4 +1,4 @@
-"""What the gateway knows of the engine behind it. The supervisor writes it, the gateway reads it."""
+"""The state of an engine as the gateway sees it. The supervisor writes it, the gateway reads it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from time import monotonic
 from typing import Literal, NamedTuple
 
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
-SICK_AFTER = 3
-"""Failures in a row, after which an engine gets no more while others are well."""
-FIRST_REST_S = 1.0
-LONGEST_REST_S = 30.0
+EJECT_AFTER = 3
+"""After this many consecutive failures an engine gets no requests for a while, if other engines are healthy."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 
 
 class Ended(NamedTuple):
-    """One request that a backend was given, now that it is done with it there."""
+    """A request that has ended at one backend."""
 
     outcome: Literal["ok", "refused", "failed", "cancelled"]
-    """failed: here; another backend may have answered it all the same."""
+    """failed: at this backend; another one may have answered it."""
     begun: bool
-    """Whether its client had seen a part of the answer."""
+    """Whether the client had received a part of the answer."""
     ttft_s: float | None
-    """Of a stream: from the moment when the backend got it."""
+    """Of a stream: from the moment when it was sent to the backend."""
     duration_s: float
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -31,9 +31,9 @@ class Ended(NamedTuple):
 
 
 class Backend:
-    """One served model and the private address of one engine that serves it now.
+    """One engine of a served model, and its private address.
 
-    Several backends of one `model` share its requests: replicas, or an engine and its challenger.
+    Several backends of one `model` share its requests: replicas, or an incumbent and its challenger.
     """
 
     def __init__(
@@ -50,41 +50,41 @@ class Backend:
         self.engine = engine
         self.engine_version = engine_version
         self.group = group or f"{engine} {engine_version}"
-        """Backends of one group and share are replicas: any of them will do, the least loaded one best."""
+        """Backends with the same group and share are replicas: requests go to the least loaded one."""
         self.names = frozenset(name.lower() for name in (model, *aliases))
         self.changed: Callable[[Backend], None] | None = None
-        """Told of a new state or share; the gateway's own."""
+        """Called after each change of state or share; set by the gateway."""
         self.begun: Callable[[], None] | None = None
-        """Told in the very moment when it is given a request."""
+        """Called when a request is sent to it."""
         self.on_end: Callable[[Ended], None] | None = None
-        """Told of each request that it is done with, for those who compare engines."""
+        """Called when a request has ended here, to compare engines."""
         self._state: BackendState = "loading"
         self._share = share
         self.address: tuple[str, int] | None = None
         self.engine_key: str | None = None
-        """What the engine asks of us, so that its private port is of no use to anybody else on the machine."""
+        """The API key that the engine requires, so that other users of the machine cannot use its private port."""
         self.progress: float | None = None
-        """How much of the model is loaded, 0 to 1, when the engine says so."""
+        """How much of the model is loaded, 0 to 1, if the engine reports it."""
         self.reason: str | None = None
-        """Why the engine is not ready, in words."""
+        """Why the engine is not ready."""
         self.retry_after_s = 1
         self.restarts = 0
         self.worked = False
         """Whether the engine has answered anything since it was started."""
         self.max_connections: int | None = None
-        """Connections that the engine's HTTP server answers at once; further requests wait here, in order."""
+        """Concurrent connections that the engine's HTTP server accepts; further requests wait in the gateway."""
         self.slots: int | None = None
-        """Requests that the engine computes at once. Where several tenants share it, no more are sent to it, since
-        what waits inside of an engine waits in its order and not by whose turn it is."""
+        """Concurrent requests that the engine computes. Where several tenants share it, no more are sent to it, since
+        an engine's own queue does not know tenants."""
         self.context_tokens: int | None = None
         self.attempts = 1
-        """How often it may be given one request: more than once where several engines stand behind its address."""
+        """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False
-        """Whether requests must name the model by the very name that it is served under."""
+        """Whether requests must contain the served name of the model."""
         self.in_flight = 0
-        """Requests that it has been given and that have not ended."""
+        """Requests that were sent to it and have not ended."""
         self.last_used = monotonic()
-        """When it was last given one, or done with one; on the monotonic clock."""
+        """When a request was last sent to it, or ended there; on the monotonic clock."""
         self.health = Health()
 
     @property
@@ -100,25 +100,25 @@ class Backend:
 
     @property
     def share(self) -> float:
-        """Its part of the model's requests, beside those of the other backends; 0: it gets nothing new."""
+        """Its share of the model's requests, relative to the other backends; 0: it gets no new requests."""
         return self._share
 
     @share.setter
     def share(self, share: float) -> None:
         if not 0 <= share < float("inf"):
-            raise ValueError(f"a share is 0 or more, not {share}")
+            raise ValueError(f"a share must be 0 or more, not {share}")
         self._share = share
         self._tell()
 
     @property
     def takes_new(self) -> bool:
-        """Whether it may be given a request, however well it is."""
+        """Whether it accepts new requests, whatever its health."""
         return self._state == "ready" and self._share > 0
 
     def unavailable(self) -> str:
-        """Why a request cannot be taken now, in one sentence."""
+        """Why a request cannot be accepted now."""
         if self.state == "failed":
-            return f"{self.engine} could not be kept running: {self.reason or 'see its log'}"
+            return f"{self.engine} failed repeatedly and is not restarted: {self.reason or 'see its log'}"
         if self.state == "stopped":
             return "bedplate is shutting down"
         if self.state == "restarting":
@@ -132,42 +132,42 @@ class Backend:
 
 
 class Health:
-    """Whether an engine does what it is asked. One that fails again and again rests, longer each time, and is then
-    tried with one request."""
+    """Ejects an engine after consecutive failures. It gets no requests for a pause, then one trial request; each
+    failed trial doubles the pause."""
 
-    __slots__ = ("_failures", "_rest_s", "_rests_until", "_trying")
+    __slots__ = ("_failures", "_in_trial", "_pause_s", "_paused_until")
 
     def __init__(self) -> None:
         self._failures = 0
-        self._rest_s = FIRST_REST_S
-        self._rests_until: float | None = None
-        self._trying = False
+        self._pause_s = FIRST_PAUSE_S
+        self._paused_until: float | None = None
+        self._in_trial = False
 
     @property
     def is_well(self) -> bool:
-        return self._rests_until is None
+        return self._paused_until is None
 
     def may_try(self, now: float) -> bool:
-        if self._rests_until is None:
+        if self._paused_until is None:
             return True
-        return now >= self._rests_until and not self._trying
+        return now >= self._paused_until and not self._in_trial
 
     def sent(self) -> None:
-        """A request goes to it; to one that rests, as a trial."""
-        self._trying = self._rests_until is not None
+        """Records a request that is sent to the engine; to an ejected engine, it is the trial."""
+        self._in_trial = self._paused_until is not None
 
     def succeeded(self) -> None:
         if self._failures:
             self.__init__()  # type: ignore[misc]
 
     def ended_otherwise(self) -> None:
-        """A trial that says nothing: its client left."""
-        self._trying = False
+        """Records a trial without a result: its client disconnected."""
+        self._in_trial = False
 
     def failed(self, now: float) -> None:
         self._failures += 1
-        self._trying = False
-        if self._failures >= SICK_AFTER:
-            if self._rests_until is not None:
-                self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
-            self._rests_until = now + self._rest_s
+        self._in_trial = False
+        if self._failures >= EJECT_AFTER:
+            if self._paused_until is not None:
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._paused_until = now + self._pause_s

@@ -1,4 +1,4 @@
-"""The client's side of the hot path: HTTP/1.1 parsed at protocol level, one request at a time for each connection."""
+"""Client connections: HTTP/1.1 parsed at protocol level, one request at a time for each connection."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ REQUEST_TIMEOUT_S = 30.0
 """How long a client may pause in the middle of sending a request."""
 KEEP_ALIVE_S = 75.0
 STALLED_READER_S = 300.0
-"""How long a client may refuse to read its answer before its slot goes to somebody else."""
+"""How long a client may stop reading its answer before the connection is closed and its slot freed."""
 LINGER_S = 5.0
-"""How long a client whose request was turned away may pause in sending the rest of it."""
+"""How long a client whose request was rejected may pause in sending the rest of it."""
 MAX_LINGER_S = 60.0
 MAX_PIPELINED = 16
 MAX_ARRIVING_BYTES = 1_000_000_000
-"""Bodies that are being sent, by all clients together."""
+"""Limit of all incomplete request bodies together."""
 OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
-"""What can be seen without a key: that something runs here and how to call it, never an answer of the model."""
+"""Paths that need no key. They show that the endpoint runs and how to call it, never an answer of the model."""
 
 _IDLE, _IN_HEAD, _IN_BODY = range(3)
-"""How far the request that is arriving has come."""
+"""How much of the current request has arrived."""
 
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -51,13 +51,13 @@ class Request(msgspec.Struct, gc=False):
     body: bytes
     keep_alive: bool
     member: Member | None
-    """Whose key came with it."""
+    """The owner of the key that was sent with it."""
     chunked: bool
-    """Whether the client understands chunked answers (HTTP/1.1)."""
+    """Whether the client supports chunked transfer encoding (HTTP/1.1)."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client's connection. Requests that arrive while one is being answered wait for their turn."""
+    """One client's connection. Requests that arrive while another is being answered wait in order."""
 
     __slots__ = (
         "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_fed", "_gateway",
@@ -71,7 +71,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._current: Exchange | None = None
         self._key: Key | None = None
-        """The last one that came on this connection and was good."""
+        """The last valid key on this connection."""
         self._member: Member | None = None
         self._keep_alive = False
         self._chunked = True
@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
         self._closing = False
         self.deadline: float | None = None
 
-    # asyncio's side
+    # called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -127,12 +127,12 @@ class ClientConnection(asyncio.Protocol):
             self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
         if self._stage == _IN_HEAD:
             if was_in_head:
-                # The parser keeps a header to itself until it is whole, however long it grows.
+                # The parser reports a header only when it is complete, whatever its length.
                 self._head_pieces_bytes += len(data)
                 if self._head_pieces_bytes > MAX_HEAD_BYTES:
                     self._reject_head()
             else:
-                self._head_bytes = len(data)  # at the most: the end of another request may be in it
+                self._head_bytes = len(data)  # an upper bound: it may contain the end of another request
         if self._stage != _IDLE and self._current is None and not self._paused and not self._discarding:
             self._expect_within(REQUEST_TIMEOUT_S)
 
@@ -157,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
         elif not self._discarding:
             self._expect_within(KEEP_ALIVE_S)
 
-    # httptools' side
+    # called by httptools
 
     def on_message_begin(self) -> None:
         self._stage = _IN_HEAD
@@ -175,7 +175,7 @@ class ClientConnection(asyncio.Protocol):
         if self._stage == _IN_HEAD:
             self._headers.append((name.lower(), value))
             return
-        # It is a trailer: nobody here has use for one, and it is no header.
+        # A trailer: counted, and ignored.
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._reject_head()
@@ -184,7 +184,7 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding or self._parser.should_upgrade():
             return
         self._stage = _IN_BODY
-        if self._head_bytes + self._head_pieces_bytes + self._fed > MAX_HEAD_BYTES:  # else it cannot be larger
+        if self._head_bytes + self._head_pieces_bytes + self._fed > MAX_HEAD_BYTES:  # otherwise it cannot be too large
             self._head_bytes = len(self._target) + sum(len(name) + len(value) for name, value in self._headers)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._reject_head()
@@ -194,7 +194,7 @@ class ClientConnection(asyncio.Protocol):
         given = by_name = length = b""
         expects = False
         for name, value in self._headers:
-            if name == b"content-length":  # all digits, and only one of them: the parser sees to it
+            if name == b"content-length":  # the parser ensures that there is one, of digits only
                 length = value
             elif name == b"authorization":
                 if value[:7].lower() == b"bearer ":
@@ -206,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._gateway.tenants.is_open and not self._may_pass(given or by_name):
             self._reject(
                 401,
-                "a key is needed here, and none or a wrong one was given; send it as 'Authorization: Bearer KEY'",
+                "the API key is missing or invalid; send it as 'Authorization: Bearer KEY'",
                 "invalid_api_key",
                 kind="authentication_error",
                 extra=b"www-authenticate: Bearer\r\n",
@@ -233,7 +233,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._gateway.arriving_bytes > MAX_ARRIVING_BYTES:
             self._reject(
                 503,
-                "too much is being sent here at this moment",
+                f"the incomplete requests of all clients exceed {MAX_ARRIVING_BYTES:,} bytes; retry later",
                 "overloaded",
                 kind="server_error",
                 extra=b"retry-after: 5\r\n",
@@ -270,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
         ):
             self._transport.pause_reading()
 
-    # what an exchange says
+    # called by an exchange
 
     def respond(
         self,
@@ -281,7 +281,7 @@ class ClientConnection(asyncio.Protocol):
         extra: bytes = b"",
         to_head: bool = False,
     ) -> None:
-        """A whole answer; `to_head`: without its body."""
+        """Sends a complete response; `to_head`: without its body."""
         if self._transport is None:
             return
         if not self._keep_alive or self._closing:
@@ -316,10 +316,10 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"0\r\n\r\n")
         self._answered()
 
-    # the gateway's wish
+    # called by the gateway
 
     def close_when_idle(self) -> bool:
-        """Closes now if nothing is being answered; says whether it did."""
+        """Closes the connection if no request is being answered; returns whether it did."""
         self._closing = True
         if self._current is None:
             self._close()
@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def stop_at(self, backend: Backend, message: str) -> None:
-        """Ends what this backend is still answering."""
+        """Ends the current exchange if this backend answers it."""
         if self._current is not None and self._current.is_at(backend):
             self._current.stop(message)
 
@@ -346,20 +346,21 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if self._current is not None or self._transport.is_closing() or self._transport.get_write_buffer_size():
-            # It does not read, so an orderly end would wait for it for ever.
+            # The client does not read, so an orderly close would never complete.
             self._transport.abort()
             return
         if self._stage != _IDLE and not self._discarding:
-            self._reject(408, "the request did not arrive in time", "request_timeout")
+            message = f"the request is incomplete, and no data arrived for {REQUEST_TIMEOUT_S:g} s"
+            self._reject(408, message, "request_timeout")
         self._close()
 
-    # inside
+    # internals
 
-    def _answer(self, request: Request, *, in_turn: bool = False) -> None:
-        """`in_turn`: called by the event loop, and not by the parser with more requests to come."""
+    def _answer(self, request: Request, *, from_loop: bool = False) -> None:
+        """`from_loop`: called by the event loop, not by the parser, which may have more requests."""
         api = sse.APIS.get(request.path) if request.method == b"POST" else None
-        if api is None and not in_turn:
-            # A page is computed here and now: a client that pipelines many of them takes turns with the others.
+        if api is None and not from_loop:
+            # A page is built synchronously: through the loop, so that a client that pipelines many blocks no others.
             self._waiting.append(request)
             asyncio.get_running_loop().call_soon(self._answer_next)
             return
@@ -375,11 +376,12 @@ class ClientConnection(asyncio.Protocol):
         try:
             asked = sse.read_asked(request.body)
         except sse.UNREADABLE as error:
-            self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
+            message = f"the request body is not valid: {error}"
+            self.respond(400, sse.error_body(message, "invalid_request_error", "bad_body"))
             return
         route = self._gateway.route_for(asked.model)
         if route is None and self._gateway.starting:
-            message = "bedplate is starting, and not all of its models are known yet"
+            message = "bedplate is starting and has not registered all of its models yet"
             self.respond(503, sse.error_body(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
             return
         if route is None:
@@ -389,7 +391,7 @@ class ClientConnection(asyncio.Protocol):
             return
         member = request.member or self._gateway.tenants.default
         if route.allowed is not None and member.name not in route.allowed and not member.is_admin:
-            message = f"you may not use {route.model}"
+            message = f"this key may not use the model {route.model!r}"
             self.respond(403, sse.error_body(message, "permission_error", "model_not_allowed", "model"))
             return
         now = monotonic()
@@ -404,15 +406,15 @@ class ClientConnection(asyncio.Protocol):
         exchange.start()
 
     def _show_page(self, request: Request) -> None:
-        shown = show_page(self._gateway, request)
-        extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in shown.headers.items())
-        content_type, to_head = shown.content_type.encode(), request.method == b"HEAD"
-        self.respond(shown.status, shown.body, content_type=content_type, extra=extra, to_head=to_head)
+        response = show_page(self._gateway, request)
+        extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
+        content_type, to_head = response.content_type.encode(), request.method == b"HEAD"
+        self.respond(response.status, response.body, content_type=content_type, extra=extra, to_head=to_head)
 
     def _turn_away(
         self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, why: Unaccepted
     ) -> None:
-        """There is no place for the request; it is told when to come again."""
+        """Rejects a request with 429 or 503 and Retry-After."""
         kind = "rate_limit_error" if why.status == 429 else "server_error"
         self._gateway.turned_away(route, member, api, asked, num_bytes, why.status)
         extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.headers())
@@ -426,7 +428,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
         elif self._waiting:
             self._transport.resume_reading()
-            # Through the loop, so that a client which pipelines many requests cannot build up a deep stack.
+            # Through the loop, so that a client that pipelines many requests cannot cause a deep stack.
             asyncio.get_running_loop().call_soon(self._answer_next)
         elif self._rejection is not None:
             self._send_rejection()
@@ -439,17 +441,17 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_next(self) -> None:
         if self._transport is not None and self._current is None and self._waiting and not self._paused:
-            self._answer(self._waiting.popleft(), in_turn=True)
+            self._answer(self._waiting.popleft(), from_loop=True)
 
     def _is_free(self) -> bool:
-        """Whether an answer may begin now. One to a client that does not read the last one would pile up here."""
+        """Whether an answer may begin now. Not while the client has not read the last one: it would fill the memory."""
         return self._current is None and not self._waiting and not self._paused
 
     def _stays_open(self) -> bool:
         return self._keep_alive and not self._closing
 
     def _close(self) -> None:
-        """Closes when everything is written, or when the client has not read it for too long."""
+        """Closes after everything is written, or when the client has stopped reading for too long."""
         self._discarding = True
         self._forget_waiting()
         if self._transport is not None:
@@ -467,7 +469,7 @@ class ClientConnection(asyncio.Protocol):
         return self._target.partition(b"?")[0] in OPEN_PATHS
 
     def _take_up(self, num_bytes: int) -> None:
-        """Counts bodies that are here and not yet on their way."""
+        """Counts bodies that have arrived and were not sent to an engine yet."""
         self._arrived_bytes += num_bytes
         self._gateway.arriving_bytes += num_bytes
 
@@ -477,22 +479,23 @@ class ClientConnection(asyncio.Protocol):
         self._take_up(-self._arrived_bytes)
 
     def _reject_head(self) -> None:
-        self._reject(431, f"the request's head is larger than {MAX_HEAD_BYTES:,} bytes", "head_too_large")
+        message = f"the request line and headers are larger than {MAX_HEAD_BYTES:,} bytes"
+        self._reject(431, message, "head_too_large")
 
     def _reject_body(self) -> None:
         limit = self._gateway.max_body_bytes
         self._reject(
-            413, f"the request's body is larger than {limit:,} bytes (--max-body-mb sets it)", "body_too_large"
+            413, f"the request body is larger than {limit:,} bytes; --max-body-mb sets the limit", "body_too_large"
         )
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Reads a request that offers to speak something else, as `curl --http2` does, as if it had not.
+        """Handles a request that offers a protocol upgrade, as `curl --http2` does, as if it had no such header.
 
-        The parser takes what follows such a head for another protocol, so it gets the head once more without the offer.
+        The parser treats what follows such a head as another protocol, so it gets the head again without the header.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
-            self._reject(405, "this is no proxy", "method_not_allowed")
+            self._reject(405, "this server is not a proxy", "method_not_allowed")
             return
         headers = b"".join(b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade")
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (
@@ -503,20 +506,22 @@ class ClientConnection(asyncio.Protocol):
         self.data_received(head + rest)
 
     def _failed_inside(self, error: httptools.HttpParserCallbackError) -> None:
-        """A mistake of ours, met while a request was taken in. The client must not be left waiting for it."""
-        context = {"message": "a request could not be taken", "exception": error.__context__ or error, "protocol": self}
+        """Answers with 500 after a bug in a parser callback, so that the client does not wait forever."""
+        cause = error.__context__ or error
+        context = {"message": "internal error while reading a request", "exception": cause, "protocol": self}
         asyncio.get_running_loop().call_exception_handler(context)
         current, self._current = self._current, None
         if current is not None:
             current.client_gone()
         self._forget_waiting()
         self._discarding = False
-        self._reject(500, "bedplate itself failed on this request", "internal_error", kind="server_error")
+        message = "internal error in bedplate while reading this request"
+        self._reject(500, message, "internal_error", kind="server_error")
 
     def _reject(
         self, status: int, message: str, code: str, *, kind: str = "invalid_request_error", extra: bytes = b""
     ) -> None:
-        """Answers a request that will not be read to its end, after those that came before it."""
+        """Rejects a request that will not be read to its end, after the requests before it are answered."""
         if self._discarding:
             return
         self._discarding = True
@@ -531,9 +536,9 @@ class ClientConnection(asyncio.Protocol):
             self._send_rejection()
 
     def _send_rejection(self) -> None:
-        """Then takes in and forgets what is still under way.
+        """Sends the response, then reads and discards the rest of the request.
 
-        Closing at once would reset the connection, and the client would never see the answer.
+        Closing at once would reset the connection, and the client would never receive the response.
         """
         if self._transport is None or self._rejection is None:
             return
@@ -550,11 +555,11 @@ class ClientConnection(asyncio.Protocol):
 
 
 def _origin_form(target: bytes) -> bytes:
-    """`/path?query` of a target that names this server too, as clients write it when they think it a proxy."""
+    """Returns `/path?query` of a target in absolute form, which clients send to proxies."""
     scheme, mark, rest = target.partition(b"://")
     return b"/" + rest.partition(b"/")[2] if mark and scheme.lower() == b"http" else target
 
 
 def _status_line(status: int) -> bytes:
-    """Also for a status that only some engine knows."""
+    """The status line, also for a non-standard status of an engine."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\nserver: bedplate\r\n" % status

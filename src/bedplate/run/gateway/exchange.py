@@ -1,4 +1,4 @@
-"""One proxied request, from the client's last byte in to the answer's last byte out."""
+"""One proxied request, from the last byte of the request to the last byte of the answer."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: bedplate\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
-# What belongs to one hop, to the engine's own server, or is written anew here.
+# Headers of one hop, headers that the gateway writes itself, and credentials.
 _NOT_FORWARDED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
     b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
     b" content-type".split()
 )
 _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-"""The body was read as JSON; some engines refuse it under another name, as curl gives it one by itself."""
+"""The body was parsed as JSON. Some engines reject other content types, such as curl's default."""
 MAX_EVENT_BYTES = 16_000_000
 MAX_ANSWER_BYTES = 256_000_000
-"""What is held of an answer that comes in one piece."""
+"""Limit of an answer that is not streamed."""
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 
 
 _End = tuple[Outcome, str | None, float]
-"""How it ended, which engine had it, and when."""
+"""How the request ended, which engine had it, and when."""
 
 
 class Exchange:
-    """Owns one request, in callbacks of the two connections. It has no task, and holds back no more than an event that
-    has not arrived whole."""
+    """Owns one request. It runs in callbacks of the two connections, without a task, and buffers at most one
+    incomplete event of a stream."""
 
     __slots__ = (
         "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body", "_client",
-        "_connection", "_first", "_gateway", "_held", "_last_events", "_limits", "_meter", "_request", "_route",
-        "_sent_on", "_started", "_status", "_streaming", "_type", "_usage", "_way", "cost_tokens", "joined_at", "line",
-        "member", "num_bytes", "over", "reading", "sent_at", "streams", "tried", "tried_again",
+        "_connection", "_first", "_gateway", "_held", "_last_events", "_limits", "_link", "_meter", "_request",
+        "_route", "_sent_on", "_started", "_status", "_streaming", "_type", "_usage", "cost_tokens", "joined_at",
+        "line", "member", "num_bytes", "over", "prefilling", "sent_at", "streams", "tried", "tried_again",
     )  # fmt: skip
 
     def __init__(
@@ -74,23 +74,23 @@ class Exchange:
         self.member = member
         self.line = route.waiting.line(member.name, member.weight)
         self.cost_tokens = cost_tokens
-        """What it was charged with on its way in."""
+        """The expected cost that it was charged when it was accepted."""
         self.num_bytes = len(request.body)
         self.joined_at = self.sent_at = self._started = now
         self._limits = b""
-        self._meter = route.ways[0].meter if route.ways else route.meter_of_none()
-        self._way: Way | None = None
+        self._meter = route.links[0].meter if route.links else route.meter_of_none()
+        self._link: Way | None = None
         self._affinity: int | None = None
         self._connection: EngineConnection | None = None
         self._first: float | None = None
         self.tried_again = False
-        """Whether this is the second attempt, which does not trust to a connection that has been idle."""
+        """Whether this is the second attempt, which uses a new connection instead of an idle one."""
         self.tried: list[Backend] = []
-        """Backends that could not answer it."""
+        """Backends that failed to answer it."""
         self.over = False
         self.streams = bool(asked.stream)
-        self.reading = False
-        """Whether an engine has it and has not said a word yet."""
+        self.prefilling = False
+        """Whether an engine has it and has not sent the first token."""
         keeper = gateway.keeper
         has_readers = gateway.seen is not None or (keeper is not None and keeper.content is not None)
         self._sent_on: list[bytes] | None = [] if has_readers else None
@@ -123,32 +123,32 @@ class Exchange:
         if member.has_limits:  # while the engine works
             self._limits = member.headers()
 
-    # from its route
+    # called by its route
 
     @property
     def affinity(self) -> int | None:
-        """What requests of one conversation have in common: the key that the client gives, or how it begins."""
+        """The same number for all requests of a conversation."""
         if self._affinity is None:
             self._affinity = conversation_of(self._asked, self._gateway.tenants.salt)
         return self._affinity
 
-    def sent_to(self, way: Way, now: float) -> None:
-        self._way = way
+    def sent_to(self, link: Way, now: float) -> None:
+        self._link = link
         self.sent_at = now
-        if way.meter is not self._meter:
+        if link.meter is not self._meter:
             self._meter.in_flight -= 1
-            self._meter = way.meter
+            self._meter = link.meter
             self._meter.in_flight += 1
 
     def is_at(self, backend: Backend) -> bool:
-        return self._way is not None and self._way.backend is backend
+        return self._link is not None and self._link.backend is backend
 
     def not_served(self, message: str, code: str, retry_after_s: int) -> None:
-        """There is no engine for it, and there will be none soon enough."""
+        """Answers with 503: no engine can answer the request in time."""
         if not self.over:
             self._fail(message, code, status=503, retry_after_s=retry_after_s)
 
-    # from the client's connection
+    # called by the client's connection
 
     def client_gone(self) -> None:
         if not self.over:
@@ -157,7 +157,7 @@ class Exchange:
             self._keep_record(record)
 
     def pause(self) -> None:
-        """The client reads more slowly than the engine writes."""
+        """Called when the client reads more slowly than the engine writes."""
         if self._connection is not None:
             self._connection.pause()
 
@@ -166,12 +166,12 @@ class Exchange:
             self._connection.resume()
 
     def stop(self, message: str) -> None:
-        """Ends the exchange because the endpoint itself goes away."""
+        """Ends the exchange with an error because the gateway or the engine is being stopped."""
         if not self.over:
             self._let_go()
             self._fail(message, "shutting_down", status=503)
 
-    # from the engine's connection
+    # called by the engine's connection
 
     def engine_ready(self, connection: EngineConnection) -> None:
         self._connection = connection
@@ -195,8 +195,8 @@ class Exchange:
     def engine_head(self, status: int, content_type: bytes) -> None:
         self._status = status
         self._type = content_type
-        # The head waits for the first event: one packet instead of two, and an engine that dies before its first
-        # token can still be answered with a proper status.
+        # The head is sent with the first event: one packet instead of two, and when the engine dies before its first
+        # token the client still gets a proper status.
         self._streaming = status == 200 and content_type[:17].lower() == b"text/event-stream"
 
     def engine_body(self, data: bytes) -> None:
@@ -209,10 +209,10 @@ class Exchange:
         if self._held:
             data = self._held + data
             self._held = b""
-        whole = sse.whole_events(data)
-        if whole < len(data):
-            self._held = data[whole:]
-            data = data[:whole]
+        complete_bytes = sse.whole_events(data)
+        if complete_bytes < len(data):
+            self._held = data[complete_bytes:]
+            data = data[:complete_bytes]
             if len(self._held) > MAX_EVENT_BYTES:
                 self._too_much(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
                 return
@@ -240,7 +240,7 @@ class Exchange:
             self._answer_whole()
             return
         if self._held.strip():
-            # An event without its blank line is still an event for readers that are at the end of the stream.
+            # At the end of the stream, an event without its blank line is complete.
             held, self._held = self._held, b""
             self.engine_body(held + b"\n\n")
         backend = self._backend
@@ -258,8 +258,8 @@ class Exchange:
             return
         backend = self._backend
         if reused and not self.tried_again and self._status == 0:
-            # An idle connection can be closed by the engine in the very moment we write to it. Nothing of the answer
-            # has been seen, so the same request goes out once more on a connection of its own.
+            # The engine may close an idle connection at the moment when we write to it. No part of the answer has
+            # arrived, so the request is sent again on a new connection.
             self.tried_again = True
             self._leave()
             self._route.again(self)
@@ -267,13 +267,13 @@ class Exchange:
         self._failed_at(backend, f"{backend.engine} stopped before the answer was complete: {how}")
 
     def engine_away(self) -> None:
-        """There is nothing to connect to: the engine went away after the request was taken."""
+        """Called when the engine has no address any more: it stopped after the request was accepted."""
         backend = self._backend
         if not self.over and not self._tried_elsewhere(backend):
             self._fail(backend.unavailable(), f"engine_{backend.state}", status=503)
 
     def _too_much(self, what: str) -> None:
-        """An engine that never comes to an end must not fill our memory."""
+        """Ends an answer that exceeds a limit, so that it cannot fill the memory."""
         backend = self._backend
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -287,7 +287,7 @@ class Exchange:
             self._fail(message, "engine_stopped")
 
     def _tried_elsewhere(self, backend: Backend) -> bool:
-        """Gives the request to another backend, as long as the client has seen nothing of an answer."""
+        """Sends the request to another backend, unless the client has already received a part of the answer."""
         self.tried.append(backend)
         if self._first is not None or not self._route.another_than(self.tried):
             return False
@@ -301,22 +301,22 @@ class Exchange:
 
     @property
     def _backend(self) -> Backend:
-        if self._way is None:
-            raise RuntimeError("the request has not been given to an engine")
-        return self._way.backend
+        if self._link is None:
+            raise RuntimeError("the request has not been sent to an engine")
+        return self._link.backend
 
     def _let_go(self) -> None:
-        """The answer is not wanted any more."""
+        """Cancels the request: closes the engine's connection, or leaves the queue."""
         if self._connection is not None:
             self._connection.pool.abandon(self._connection)
         else:
             self._route.forget(self)
 
     def _leave(self) -> None:
-        """The engine is done with it; another will get it."""
-        way, self._way = self._way, None
-        if way is not None:
-            self._route.left(self, way)
+        """Frees the engine's slot, before the request is sent to another one."""
+        link, self._link = self._link, None
+        if link is not None:
+            self._route.left(self, link)
 
     def _ended(self, outcome: Outcome) -> Ended:
         usage, first = self._usage, self._first
@@ -332,11 +332,11 @@ class Exchange:
         )
 
     def _keep(self, data: bytes) -> None:
-        """For an operator who asked for contents."""
+        """Keeps what was sent to the client, for `--log-content` and shadow runs."""
         if self._sent_on is not None:
             self._sent_on.append(data)
 
-    # the end, one way or the other
+    # the end of the request
 
     def _answer_whole(self) -> None:
         backend = self._backend
@@ -364,7 +364,7 @@ class Exchange:
     def _fail(self, message: str, code: str, status: int = 502, retry_after_s: int | None = None) -> None:
         self._status = status
         if retry_after_s is None:
-            retry_after_s = self._way.backend.retry_after_s if self._way is not None else 1
+            retry_after_s = self._link.backend.retry_after_s if self._link is not None else 1
         record = self._finish("failed")
         if self._first is None:
             retry = b"retry-after: %d\r\n" % retry_after_s
@@ -375,25 +375,25 @@ class Exchange:
         self._keep_record(record)
 
     def _finish(self, outcome: Outcome) -> _End:
-        """Frees its place before the client can ask for more. What is kept of it is written down after the answer."""
+        """Frees the slot before the client can send its next request. The record is written after the answer."""
         self.over = True
         ended = monotonic()
         usage, member = self._usage, self.member
         used = None
         if usage.prompt_tokens is not None or usage.completion_tokens is not None:
             used = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-        elif self._way is None or outcome in ("failed", "refused") or self._api == "other":
+        elif self._link is None or outcome in ("failed", "refused") or self._api == "other":
             used = 0
         engine = None
-        way, self._way = self._way, None
-        if way is not None:
-            backend = way.backend
+        link, self._link = self._link, None
+        if link is not None:
+            backend = link.backend
             engine = backend.engine
             if outcome == "cancelled":
                 backend.health.ended_otherwise()
             if backend.on_end is not None:
                 backend.on_end(self._ended(outcome))
-            self._route.ended(self, way, used, ended)
+            self._route.ended(self, link, used, ended)
         member.ended(self.cost_tokens, used, usage.completion_tokens, ended)
         meter = self._meter
         meter.in_flight -= 1
@@ -405,8 +405,8 @@ class Exchange:
         return outcome, engine, ended
 
     def _keep_record(self, end: _End) -> None:
-        keeper, seen = self._gateway.keeper, self._gateway.seen
-        if keeper is None and seen is None:
+        keeper, observer = self._gateway.keeper, self._gateway.seen
+        if keeper is None and observer is None:
             return
         row = self._row(end)
         words = None
@@ -416,11 +416,11 @@ class Exchange:
             keeper.add(row)
             if keeper.content is not None and words is not None:
                 keeper.add_content(row, words)
-        if seen is not None and words is not None:
+        if observer is not None and words is not None:
             try:
-                seen(row, words)
-            except Exception as error:  # a mistake of whoever looks on is nothing to the client
-                context = {"message": "a request could not be looked at", "exception": error}
+                observer(row, words)
+            except Exception as error:  # a bug in the observer must not affect the client
+                context = {"message": "the observer of requests failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
 
     def _row(self, end: _End) -> ServedRequest:
@@ -451,6 +451,6 @@ class Exchange:
 
 
 def _without_named(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without those that `connection` says are for the next hop alone."""
+    """Removes the headers that `Connection` names, which are for one hop only."""
     named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in headers if name not in named and name != b"connection"]

@@ -1,4 +1,4 @@
-"""Whose request goes next: tenants that wait share an engine by tokens and weight, and keep the seats that they use."""
+"""Fair queueing: tenants share an engine by tokens and weight, and keep the slots that they used recently."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import heapq
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-SEAT_KEPT_S = 5.0
-"""A tenant's seats are kept for at least this long after it last used them, and at most twice as long."""
+SLOT_KEPT_S = 5.0
+"""A tenant's slots stay reserved for at least this long after it last used them, and at most twice as long."""
 FIRST_COST_TOKENS = 500.0
-"""What a request is taken to cost before any has ended."""
+"""Expected cost of a request before any has ended."""
 LEAD_REQUESTS = 4
-"""Requests for each of its seats that a tenant may be ahead of others and still keep its seats."""
-LEAD_READING = 2
-"""Requests that others may be ahead of a tenant that crowds, and it still waits until their prompts are read."""
-READ_AT_ONCE = 4
-"""Of the seats of a tenant that crowds, one in so many may be reading a prompt while somebody else uses its own."""
+"""A tenant keeps its slots while it is at most this many requests per slot ahead of the others."""
+LEAD_PREFILL_REQUESTS = 2
+"""A tenant above its share waits for others' prefills while it is at most this many requests behind them."""
+SLOTS_PER_PREFILL = 4
+"""A tenant above its share uses at most one in this many of its slots for prefill while others use theirs."""
 SMOOTHING = 0.1
 
 
 class Waiting(Protocol):
-    """What stands in a line."""
+    """A request in a queue."""
 
     @property
     def over(self) -> bool: ...
@@ -33,7 +33,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Line(Generic[W]):
-    """One tenant's requests for one model, first come first served."""
+    """One tenant's requests for one model, in order of arrival."""
 
     __slots__ = (
         "_before",
@@ -44,8 +44,8 @@ class Line(Generic[W]):
         "in_flight",
         "mean_cost",
         "name",
+        "prefilling",
         "queue",
-        "reading",
         "served",
         "weight",
     )
@@ -55,13 +55,13 @@ class Line(Generic[W]):
         self.weight = weight
         self.queue: deque[W] = deque()
         self.in_flight = 0
-        self.reading = 0
-        """Streams under way whose first token has not come: the engine reads their prompts."""
+        self.prefilling = 0
+        """Running streams without a first token."""
         self.served = 0.0
-        """Tokens that it was given, by its weight; who has the least goes next."""
+        """Tokens served, divided by the weight; the tenant with the fewest goes next."""
         self.mean_cost = FIRST_COST_TOKENS
         self.charged = 0.0
-        """What its last request was charged on its way to the engine."""
+        """What its last request was charged when it was sent."""
         self._entry: tuple[float, int] | None = None
         self._since = 0.0
         self._now = self._before = 0
@@ -71,32 +71,32 @@ class Line(Generic[W]):
         return not self.queue and not self.in_flight
 
     def wants(self, now: float) -> int:
-        """The most seats that it could have used lately."""
+        """The most slots that it could have used recently."""
         self.note(now)
         return max(self._now, self._before)
 
     def note(self, now: float) -> None:
         passed = now - self._since
-        if passed > SEAT_KEPT_S:
-            self._before = self._now if passed < 2 * SEAT_KEPT_S else 0
+        if passed > SLOT_KEPT_S:
+            self._before = self._now if passed < 2 * SLOT_KEPT_S else 0
             self._now = 0
             self._since = now
         self._now = max(self._now, self.in_flight + len(self.queue))
 
 
 class FairQueue(Generic[W]):
-    """The lines of all tenants for one model.
+    """The queues of all tenants for one model.
 
-    Each line has a counter of tokens served, divided by its weight. The one with the lowest goes next; it is charged
-    what the request will probably cost, and the difference when that is known. A tenant that was away starts level
-    with the others, neither with a debt nor with savings.
+    Each tenant has a counter of served tokens, divided by its weight. The tenant with the lowest counter goes next. It
+    is charged the expected cost of the request, and the difference when the request ends. A tenant that returns after a
+    pause starts level with the others, with neither debt nor credit.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, Line[W]] = {}
         self._heap: list[tuple[float, int, str]] = []
         self.count = 0
-        """Requests that wait."""
+        """Requests in all queues."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class FairQueue(Generic[W]):
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one tenant was here lately."""
+        """Whether more than one tenant has sent requests recently."""
         return len(self._lines) > 1
 
     def line(self, name: str, weight: float) -> Line[W]:
@@ -118,7 +118,7 @@ class FairQueue(Generic[W]):
         return list(self._lines.values())
 
     def join(self, line: Line[W], waiting: W, now: float, *, first: bool = False) -> None:
-        """Stands at the end of its line, or at its beginning when it has had its turn once."""
+        """Adds a request at the end of its tenant's queue; with `first`, at the beginning."""
         self.wake(line)
         (line.queue.appendleft if first else line.queue.append)(waiting)
         self.count += 1
@@ -127,14 +127,14 @@ class FairQueue(Generic[W]):
             self._enter(line)
 
     def wake(self, line: Line[W]) -> None:
-        """Puts a tenant that was away level with those that are here, or with the last that were."""
+        """Sets the counter of a tenant that returns to the level of the active ones, or of the last active ones."""
         if len(self._lines) > 1 and line.is_idle:
             others = [other.served for other in self._lines.values() if other is not line and not other.is_idle]
             level = min(others) if others else max(other.served for other in self._lines.values())
             line.served = max(line.served, level)
 
     def leave(self, line: Line[W], waiting: W) -> bool:
-        """Its client went away."""
+        """Removes a request; returns whether it was in the queue."""
         try:
             line.queue.remove(waiting)
         except ValueError:
@@ -144,12 +144,12 @@ class FairQueue(Generic[W]):
             line._entry = None
         return True
 
-    def take(self, free_seats: int | None, seats: int | None, now: float) -> tuple[Line[W], W] | None:
-        """The next request, if any of those that wait may have one of the free seats."""
-        aside: list[Line[W]] = []
-        parts = self._parts(seats, now) if seats is not None else {}
-        kept = self._kept(parts, now)
-        all_kept = sum(kept.values())
+    def take(self, free_slots: int | None, slots: int | None, now: float) -> tuple[Line[W], W] | None:
+        """Removes and returns the next request that may use one of the free slots."""
+        skipped: list[Line[W]] = []
+        parts = self._parts(slots, now) if slots is not None else {}
+        reserved = self._kept(parts, now)
+        all_kept = sum(reserved.values())
         found: tuple[Line[W], W] | None = None
         while self._heap and found is None:
             served, number, name = heapq.heappop(self._heap)
@@ -157,27 +157,28 @@ class FairQueue(Generic[W]):
             if line is None or line._entry != (served, number):
                 continue
             line._entry = None
-            if free_seats is not None and (
-                free_seats <= all_kept - kept.get(name, 0) or self._gives_way(line, parts, now)
+            if free_slots is not None and (
+                free_slots <= all_kept - reserved.get(name, 0) or self._gives_way(line, parts, now)
             ):
-                aside.append(line)
+                skipped.append(line)
                 continue
             found = line, line.queue.popleft()
             self.count -= 1
             if line.queue:
-                aside.append(line)
-        for line in aside:
+                skipped.append(line)
+        for line in skipped:
             self._enter(line)
         return found
 
-    def may_pass(self, line: Line[W], free_seats: int, seats: int, now: float) -> bool:
-        """Whether a tenant may have a free seat at once when nobody waits."""
-        parts = self._parts(seats, now)
-        kept = self._kept(parts, now)
-        return free_seats > sum(kept.values()) - kept.get(line.name, 0) and not self._gives_way(line, parts, now)
+    def may_pass(self, line: Line[W], free_slots: int, slots: int, now: float) -> bool:
+        """Whether a tenant may use a free slot at once when no requests wait."""
+        parts = self._parts(slots, now)
+        reserved = self._kept(parts, now)
+        reserved_for_others = sum(reserved.values()) - reserved.get(line.name, 0)
+        return free_slots > reserved_for_others and not self._gives_way(line, parts, now)
 
     def seated(self, line: Line[W], cost_tokens: float, now: float) -> None:
-        """A request is on its way to the engine, and is charged what it will probably cost."""
+        """Charges a request that is sent to the engine its expected cost."""
         if len(self._lines) > 1:
             self.wake(line)
             line.in_flight += 1
@@ -190,14 +191,14 @@ class FairQueue(Generic[W]):
             self._enter(line)
 
     def left(self, line: Line[W], refund_tokens: float = 0.0) -> None:
-        """A request has ended, or goes elsewhere; what it was charged too much is given back."""
+        """Frees the slot of a request that goes to another engine, and refunds its charge."""
         line.in_flight -= 1
         line.served -= refund_tokens / line.weight
         if line.queue:
             self._enter(line)
 
     def ended(self, line: Line[W], charged_tokens: float, cost_tokens: float | None) -> None:
-        """A request has ended for good; `cost_tokens` is what it did cost, where that is known."""
+        """Frees the slot of a request that has ended, and corrects its charge to `cost_tokens`, where known."""
         line.in_flight -= 1
         if cost_tokens is not None:
             line.mean_cost += SMOOTHING * (cost_tokens - line.mean_cost)
@@ -206,47 +207,47 @@ class FairQueue(Generic[W]):
             self._enter(line)
 
     def forget_idle(self, now: float) -> None:
-        """Lines of tenants that have not been here for a while."""
+        """Removes the queues of tenants that have sent nothing for a while."""
         for name, line in list(self._lines.items()):
             if line.is_idle and not line.wants(now):
                 del self._lines[name]
 
-    def _parts(self, seats: int, now: float) -> dict[str, int]:
-        """The fair part of the seats of each tenant that was here lately; nothing where there is only one."""
+    def _parts(self, slots: int, now: float) -> dict[str, int]:
+        """The fair share of the slots of each recently active tenant; empty where there is only one."""
         active = [line for line in self._lines.values() if line.wants(now)]
         if len(active) < 2:
             return {}
         weights = sum(line.weight for line in active)
-        return {line.name: int(seats * line.weight / weights) for line in active}
+        return {line.name: int(slots * line.weight / weights) for line in active}
 
     def _kept(self, parts: dict[str, int], now: float) -> dict[str, int]:
-        """Free seats that are kept for somebody: what each used lately, up to its fair part of all of them.
+        """Free slots that are reserved for each tenant: those that it used recently, up to its fair share.
 
-        Without them a tenant whose request comes a moment after another's took the seat would wait for the end of
-        that one. Whoever was served more than its part keeps none.
+        Without them, a tenant whose request arrives just after another tenant took the slot would wait until that
+        request ends. A tenant that was served more than its share keeps none.
         """
         if not parts:
             return {}
         lowest = min(self._lines[name].served for name in parts)
-        kept = {}
+        reserved = {}
         for name, part in parts.items():
             line = self._lines[name]
             unused = min(part, line.wants(now)) - line.in_flight
             if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _cost(line):
-                kept[name] = unused
-        return kept
+                reserved[name] = unused
+        return reserved
 
     def _gives_way(self, line: Line[W], parts: dict[str, int], now: float) -> bool:
-        """Whether a tenant that wants more than its part waits until another's prompts are read.
+        """Whether a tenant that wants more than its share waits for the prefill of other tenants' requests.
 
-        An engine reads prompts one after the other, or all of them at half the pace: beside a flood every first token
-        would wait for a prompt of the flood's, too. Those that stay within their parts go at once. Whoever falls
-        behind those that it waits for does not wait any longer: tokens are shared as before.
+        An engine prefills prompts one after the other, or all of them at half the speed: during a flood, each first
+        token would also wait for a prompt of the flood. Tenants within their shares go at once. A tenant that falls
+        behind those that it waits for stops waiting, so tokens are shared as before.
         """
         part = parts.get(line.name)
         if part is None or line.wants(now) <= part:
             return False
-        lead = LEAD_READING * _cost(line)
+        lead = LEAD_PREFILL_REQUESTS * _cost(line)
         within = [
             other
             for name, fair in parts.items()
@@ -254,10 +255,10 @@ class FairQueue(Generic[W]):
         ]
         if not within or max(other.served for other in within) > line.served + lead:
             return False
-        return line.reading >= max(1, part // READ_AT_ONCE) or any(other.reading for other in within)
+        return line.prefilling >= max(1, part // SLOTS_PER_PREFILL) or any(other.prefilling for other in within)
 
     def _enter(self, line: Line[W]) -> None:
-        if len(self._heap) > 64 + 4 * len(self._lines):  # mostly entries that no longer hold
+        if len(self._heap) > 64 + 4 * len(self._lines):  # most entries are outdated
             lines = self._lines
             self._heap = [one for one in self._heap if one[2] in lines and lines[one[2]]._entry == one[:2]]
             heapq.heapify(self._heap)
@@ -267,5 +268,5 @@ class FairQueue(Generic[W]):
 
 
 def _cost(line: Line[W]) -> float:
-    """What one of its requests costs, by weight; what is under way is charged by guess."""
+    """The expected cost of one of the tenant's requests, divided by its weight."""
     return max(line.mean_cost, line.charged) / line.weight

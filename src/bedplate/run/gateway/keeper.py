@@ -1,4 +1,4 @@
-"""What outlives a request: its shape goes to the store, and keys come from there, by a thread beside the hot path."""
+"""A thread that writes the shapes of requests to the store, and reads tenants and keys from it."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from bedplate.values.traffic import ServedRequest
 
 WRITE_EVERY_S = 0.5
 MOST_PENDING = 50_000
-"""Requests that wait to be written; what comes while there are so many is counted and not kept."""
+"""Limit of the requests that wait to be written; further ones are counted and not written."""
 KEEP_DAYS = 30
 KEEP_REQUESTS = 1_000_000
-"""Beyond either, only what each day used is kept."""
+"""Beyond either limit, only the totals of each day are kept."""
 FOLD_EVERY_S = 600.0
 CLOSE_LIMIT_S = 5.0
 MOST_CONTENT_BYTES = 64_000_000
-"""Contents that wait to be written."""
+"""Limit of the contents that wait to be written."""
 
 
 class Words(NamedTuple):
-    """What was asked and answered, for those who have a right to it."""
+    """The content of a request and its answer."""
 
     target: bytes
     asked: bytes
     answered: bytes
-    """The body, or all events of a stream, as they went to the client."""
+    """The body, or all events of a stream, as the client received them."""
 
 
 Changed = Callable[[tuple[Tenant, ...], tuple[KeyDigest, ...]], None]
 
 
 class Keeper:
-    """Writes requests to the store in batches, and sees when somebody changes the tenants there.
+    """Writes requests to the store in batches, and detects changes of the tenants in it.
 
-    A disk that is full or slow never holds up a request: what cannot be kept is counted in `lost`.
+    A full or slow disk never delays a request: requests that cannot be written are counted in `lost`.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Keeper:
         content: Path | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Raises when there is a store that cannot be read: who may ask here would not be known.
+        """Raises when the store exists and cannot be read, since the valid keys would be unknown.
 
-        With `content`, what is asked and answered goes to files in that folder, which only their owner can read.
+        With `content`, requests and answers are written to files in that folder, which only their owner can read.
         """
         self.path = path or store.store_path()
         self.content = content
@@ -70,7 +70,7 @@ class Keeper:
         """Requests that could not be written."""
         self.written = 0
         self.listeners: list[Callable[[ServedRequest], None]] = []
-        """Told of each request that has ended, in the gateway's loop; what they do delays the next one."""
+        """Called for each request that has ended, in the gateway's loop, so they must be fast."""
         self._note = note
         self._pending: deque[ServedRequest] = deque()
         self._contents: deque[tuple[ServedRequest, Words]] = deque()
@@ -87,7 +87,7 @@ class Keeper:
         if content is not None:
             _own_folder(content)
 
-    # from the gateway's loop
+    # called in the gateway's loop
 
     def start(self, changed: Changed) -> None:
         self._changed = changed
@@ -96,8 +96,8 @@ class Keeper:
         self._thread.start()
 
     def add(self, request: ServedRequest) -> None:
-        for heard in self.listeners:
-            heard(request)
+        for listener in self.listeners:
+            listener(request)
         if len(self._pending) >= MOST_PENDING:
             self.lost += 1
         else:
@@ -109,13 +109,13 @@ class Keeper:
             self._contents.append((request, words))
 
     async def stop(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining requests."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join, CLOSE_LIMIT_S)
 
-    # in its own thread
+    # called in its own thread
 
     def _work(self) -> None:
         fold_at = time.monotonic() + FOLD_EVERY_S / 10
@@ -139,11 +139,11 @@ class Keeper:
                 self.written += len(batch)
                 self._failing = False
             except OutsideFailed as error:
-                # The next attempt has them again, as far as there is room for them.
+                # The next attempt writes them again, as far as the limit permits.
                 room = max(0, MOST_PENDING - len(self._pending))
                 self.lost += max(0, len(batch) - room)
                 self._pending.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
-                self._say_once(f"requests cannot be logged: {error.message}: {error.cause}; serving goes on")
+                self._say_once(f"cannot log requests: {error.message}: {error.cause}; serving continues")
         self._write_contents()
 
     def _write_contents(self) -> None:
@@ -165,17 +165,17 @@ class Keeper:
             try:
                 _append(self.content / f"requests-{moment:%Y-%m-%d}.jsonl", line + b"\n")
             except OSError as error:
-                self._say_once(f"contents cannot be written: {error.strerror}; serving goes on")
+                self._say_once(f"cannot write to {self.content}: {error.strerror}; serving continues")
 
     def _look(self) -> None:
-        """Tells the gateway of changed tenants. While the store cannot be read, what was known holds."""
+        """Tells the gateway about changed tenants. While the store cannot be read, the last ones stay valid."""
         mark = self._mark()
         if mark == self._seen:
             return
         try:
             tenants, keys = self._read()
         except OutsideFailed as error:
-            self._say_once(f"changes of keys cannot be seen: {error.message}")
+            self._say_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
             return
         self._seen = mark
         if (tenants, keys) != (self.tenants, self.keys) and self._loop is not None:
@@ -184,7 +184,7 @@ class Keeper:
                 self._loop.call_soon_threadsafe(self._changed, tenants, keys)
 
     def _mark(self) -> object:
-        """Changes whenever anybody writes to the store."""
+        """A value that changes whenever a process writes to the store."""
         marks = []
         for name in (self.path, self.path.with_name(self.path.name + "-wal")):
             try:
@@ -195,13 +195,13 @@ class Keeper:
         return tuple(marks)
 
     def _read(self) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
-        both = store.tenants_and_digests(self.path)
+        rows = store.tenants_and_digests(self.path)
         keys = tuple(
             KeyDigest(digest, tenant.name, _seconds(key.expires_at))
-            for tenant, digests in both
+            for tenant, digests in rows
             for key, digest in zip(tenant.keys, digests, strict=True)
         )
-        return tuple(tenant for tenant, _ in both), keys
+        return tuple(tenant for tenant, _ in rows), keys
 
     def _salt(self) -> bytes:
         try:
@@ -209,7 +209,7 @@ class Keeper:
         except OutsideFailed as error:
             if self.keys:
                 raise
-            self._say_once(f"requests cannot be logged: {error.message}; serving goes on")
+            self._say_once(f"cannot log requests: {error.message}; serving continues")
             return secrets.token_bytes(store.SALT_BYTES)
 
     def _say_once(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Everything beside the streaming APIs: plain functions from a request to the page that the gateway writes."""
+"""Pages other than the streaming APIs: functions from a request to a response."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MODEL_PAGE = "/v1/models/{name}"
 
 
 class Visit(NamedTuple):
-    """Who looks at a page."""
+    """A request for a page, after its key was checked."""
 
     tenant: str | None
-    """Whose key came with it; nobody's at the paths that need none."""
+    """The owner of the key; `None` at paths that need no key."""
     sees_all: bool
-    """Whether it may see what others use: the operator, an admin, and everybody where no key is asked for."""
+    """Whether all tenants' figures are shown: to an admin, and to everybody where no key is required."""
     accept: str
     query: Mapping[str, str]
 
@@ -45,35 +45,35 @@ class Shown(NamedTuple):
 
 
 Page = Callable[[Visit], Shown | None]
-"""A page of somebody else; `None`: the gateway's own is shown in its place. Keys are checked before it is asked."""
+"""A registered page; where it returns `None`, the gateway's own page is shown. Keys are checked before the call."""
 
 
 def show_page(gateway: Gateway, request: Request) -> Shown:
-    """The page at the request's path, or an error in OpenAI's form."""
+    """Returns the page at the request's path, or an error in OpenAI's format."""
     path = _decoded(request.path)
     try:
         return _page_at(gateway, path, request)
     except Exception:
-        _log.exception("the page %s failed", path)
-        return _error(500, "bedplate itself failed on this page", "internal_error")
+        _log.exception("cannot build the page %s", path)
+        return _error(500, "internal error in bedplate while building this page", "internal_error")
 
 
 def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
-    own = _own_page(path)
+    own_page = _own_page(path)
     method = request.method.decode("latin-1")
     if method in ("GET", "HEAD"):
         visit = _visit(gateway, request)
-        handed = gateway.handed.get(path)
-        shown = handed(visit) if handed is not None else None
-        if shown is None and own is not None:
-            shown = own(gateway, visit)
-        if shown is not None:
-            return shown
-    elif own is not None:
+        registered = gateway.handed.get(path)
+        response = registered(visit) if registered is not None else None
+        if response is None and own_page is not None:
+            response = own_page(gateway, visit)
+        if response is not None:
+            return response
+    elif own_page is not None:
         return _not_allowed(path, method, "GET,HEAD")
     if path.encode() in sse.APIS:
         return _not_allowed(path, method, "POST")
-    return _error(404, f"there is nothing at {path}; see / for what there is", "not_found")
+    return _error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
 
 
 def _own_page(path: str) -> Callable[[Gateway, Visit], Shown] | None:
@@ -151,15 +151,15 @@ def _may_use(route: Route, visit: Visit) -> bool:
 
 
 def _state_of(route: Route) -> dict[str, object]:
-    """Of a model with several backends, that of the first one which answers, and then all of them."""
+    """The state of the first backend that accepts requests, and of each one where there are several."""
     backends = sorted(route.backends, key=lambda b: not b.takes_new)
     if not backends:
         return {"engine": None, "state": "loading" if route.wanted else "not loaded", "progress": None}
-    said: dict[str, object] = {
+    state: dict[str, object] = {
         "engine": backends[0].engine, "state": backends[0].state, "progress": backends[0].progress,
     }  # fmt: skip
     if len(backends) > 1:
-        said["backends"] = [
+        state["backends"] = [
             {
                 "engine": b.engine,
                 "state": b.state,
@@ -170,7 +170,7 @@ def _state_of(route: Route) -> dict[str, object]:
             }
             for b in route.backends
         ]
-    return said
+    return state
 
 
 def _row_of(route: Route) -> dict[str, object]:
@@ -187,7 +187,7 @@ def _row_of(route: Route) -> dict[str, object]:
 
 
 def curl(url: str, needs_key: bool) -> str:
-    """A command that works as it stands; short, since a small model on a slow machine may ramble to its last token."""
+    """A complete command; `max_tokens` is set since a small model may not end its answer by itself."""
     key = "-H 'authorization: Bearer YOUR-KEY' " if needs_key else ""
     return (
         f"curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n"
@@ -213,7 +213,7 @@ def _welcome_html(gateway: Gateway) -> str:
     first = html.escape(gateway.models[0] if gateway.models else "MODEL")
     key = "YOUR-KEY" if gateway.needs_key else "none"
     key_note = (
-        "<p>This endpoint asks for a key: send it as <code>Authorization: Bearer …</code>.</p>"
+        "<p>This endpoint requires an API key. Send it as <code>Authorization: Bearer KEY</code>.</p>"
         if gateway.needs_key
         else ""
     )
@@ -239,8 +239,8 @@ th {{ font-weight: normal; opacity: .6; }}
 </style></head><body>
 <h1>bedplate <small>{version}</small></h1>
 <table><tr><th>model<th>engine<th>state<th>context</tr>{rows}</table>{key_note}
-<h2>Ask it something</h2><pre>{curl}</pre>
-<h2>From Python</h2><pre>from openai import OpenAI
+<h2>Send a request</h2><pre>{curl}</pre>
+<h2>Use the Python client</h2><pre>from openai import OpenAI
 
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 answer = client.chat.completions.create(
@@ -248,10 +248,10 @@ answer = client.chat.completions.create(
     messages=[{{"role": "user", "content": "Why is the sky blue?"}}],
 )
 print(answer.choices[0].message.content)</pre>
-<h2>Also here</h2>
+<h2>Endpoints</h2>
 <p><a href="/v1/models">/v1/models</a> · <a href="/health">/health</a> · <a href="/metrics">/metrics</a> ·
 <code>/v1/chat/completions</code> <code>/v1/completions</code> <code>/v1/responses</code> <code>/v1/messages</code>
-<code>/v1/embeddings</code> <code>/tokenize</code>, where the engine has them</p>
+<code>/v1/embeddings</code> <code>/tokenize</code>, if the engine supports them</p>
 </body></html>
 """
 
@@ -266,4 +266,5 @@ def _error(status: int, message: str, code: str, headers: Mapping[str, str] | No
 
 
 def _not_allowed(path: str, method: str, allowed: str) -> Shown:
-    return _error(405, f"{path} does not take {method}, only {allowed}", "method_not_allowed", {"Allow": allowed})
+    message = f"{path} does not accept {method}; use {allowed.replace(',', ' or ')}"
+    return _error(405, message, "method_not_allowed", {"Allow": allowed})

@@ -1,4 +1,4 @@
-"""One served model: the engines that answer for it, which of them gets a request, and who waits for one."""
+"""The route of one model: its engines, which of them gets a request, and the queue of requests that wait."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.exchange import Exchange
 
 MUCH_MORE_LOADED = 4
-"""Requests that a conversation's own replica may have in flight beyond the least loaded one and still be chosen."""
+"""A conversation stays on its replica while that has at most this many more requests in flight than the least loaded
+one."""
 MOST_CREDIT = 8
-"""Requests that a backend without room may be owed for its share, to get them when it has room again."""
+"""Limit of the requests that a backend without a free slot is owed for its share and gets once it has one."""
 MAX_WAITING_BYTES = 1_000_000_000
-"""Bodies of requests that wait for an engine, in all."""
+"""Limit of the bodies of all requests that wait for an engine."""
 MOST_HELD = 256
 HELD_S = 300.0
-"""How many requests wait for an engine that is started on demand, and for how long."""
+"""Limits of the requests that wait for an engine that is loaded on demand: their number, and how long each waits."""
 RETRY_AFTER_S = 5
 LONGEST_RETRY_AFTER_S = 60
 
 
 class Hold(NamedTuple):
-    """While an engine is changed: how many requests wait, and for how long."""
+    """Requests are queued while an engine is replaced: at most `most`, each for at most `wait_s`."""
 
     most: int
     wait_s: float
     until_ready: bool
-    """Whether it ends by itself when there is an engine."""
+    """Whether it ends as soon as an engine is ready."""
 
 
 class Way:
-    """One backend with its connections and figures."""
+    """One backend of a route, with its connection pool and metrics."""
 
     __slots__ = ("backend", "drained", "meter", "number", "pool", "removed")
 
@@ -50,12 +51,12 @@ class Way:
         self.pool = EnginePool(backend)
         self.meter = meters.meter(backend.model, backend.engine)
         self.number = random.getrandbits(64)
-        """What its place among the replicas of a conversation is by; chance, and no secret."""
+        """Orders the replicas for a conversation (rendezvous hashing); random, not secret."""
         self.drained = asyncio.Event()
         self.removed = False
 
     def limit(self, by_slots: bool) -> int | None:
-        """Requests that may be in it at once."""
+        """The number of requests that may be sent to it concurrently; `None`: no limit."""
         limit, slots = self.backend.max_connections, self.backend.slots
         if not by_slots or slots is None:
             return limit
@@ -67,26 +68,26 @@ class Way:
 
 
 class Route:
-    """The way to one model. Whatever waits, waits here, and goes when there is room in an engine and it is its turn."""
+    """All requests for one model. They wait here until an engine has a free slot and the fair queue selects them."""
 
     def __init__(self, model: str, meters: Meters) -> None:
         self.model = model
-        self.ways: list[Way] = []
+        self.links: list[Way] = []
         self.is_ready = False
-        """Whether any backend takes new requests."""
+        """Whether any backend accepts new requests."""
         self.aliases: frozenset[str] = frozenset([model.lower()])
-        """What it is called, whether an engine is there or not."""
+        """Names of the model that do not depend on its backends."""
         self.names: frozenset[str] = self.aliases
         self.allowed: frozenset[str] | None = None
         """The tenants that may use it; `None`: all of them."""
         self.on_demand = False
-        """Whether an engine for it is started when somebody asks."""
+        """Whether a request for the model starts an engine."""
         self.wanted = False
-        """Whether somebody was told that it is needed."""
+        """Whether `want` has been called for the engine that requests wait for."""
         self.want: Callable[[], None] = lambda: None
         self.held: Hold | None = None
         self.by_slots = False
-        """Whether several tenants share the engines, so that nothing may wait inside of them."""
+        """Whether several tenants share the engines: an engine then gets no more requests than it has slots."""
         self.max_wait_s: float | None = None
         self._meters = meters
         self.waiting: FairQueue[Exchange] = FairQueue()
@@ -95,84 +96,84 @@ class Route:
         self._service_s: float | None = None
         self._draining = False
 
-    # who is there
+    # backends
 
     @property
     def backends(self) -> list[Backend]:
-        return [way.backend for way in self.ways]
+        return [link.backend for link in self.links]
 
     @property
     def in_flight(self) -> int:
-        return sum(way.backend.in_flight for way in self.ways)
+        return sum(link.backend.in_flight for link in self.links)
 
     def meter_of_none(self) -> Meter:
-        """For requests that come while no engine is there."""
+        """The meter for requests that arrive while the model has no engine."""
         return self._meters.meter(self.model, "none")
 
-    def add(self, way: Way) -> None:
-        self.ways.append(way)
-        self.names |= way.backend.names
-        way.backend.changed = self._changed
-        way.pool.freed = self.look
-        self._changed(way.backend)
+    def add(self, link: Way) -> None:
+        self.links.append(link)
+        self.names |= link.backend.names
+        link.backend.changed = self._changed
+        link.pool.freed = self.look
+        self._changed(link.backend)
 
-    def drop(self, way: Way) -> None:
-        self.ways.remove(way)
-        self.names = self.aliases.union(*(one.backend.names for one in self.ways))
-        way.backend.changed = None
-        self._changed(way.backend)
+    def drop(self, link: Way) -> None:
+        self.links.remove(link)
+        self.names = self.aliases.union(*(one.backend.names for one in self.links))
+        link.backend.changed = None
+        self._changed(link.backend)
 
     def _changed(self, backend: Backend) -> None:
         self._credits.clear()
-        self.is_ready = any(way.backend.takes_new for way in self.ways)
+        self.is_ready = any(link.backend.takes_new for link in self.links)
         if self.is_ready:
             self.wanted = False
             if self.held is not None and self.held.until_ready:
                 self.held = None
         self.look()
 
-    # what is asked of it
+    # requests
 
     def unaccepted(self, line: Line[Exchange], num_bytes: int) -> Unaccepted | None:
-        """Why a request cannot be taken now; nothing is lost of one that is."""
+        """Why a request cannot be accepted now; `None` where it can."""
         if not self.is_ready and self.on_demand and self.held is None:
             self.hold(MOST_HELD, HELD_S, until_ready=True)
         if self.held is not None or not self.is_ready:
             return self._unheld()
         if self.waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            message = f"too much waits for {self.model} already"
+            message = f"the requests that wait for {self.model} already hold {self.waiting_bytes:,} bytes"
             return Unaccepted(503, message, "overloaded", RETRY_AFTER_S)
         wait_s = self.expected_wait_s(line)
         if wait_s is not None and self.max_wait_s is not None and wait_s > self.max_wait_s:
             message = (
-                f"{self.model} is busy: a request would wait for about {wait_s:.0f} s, more than the "
-                f"{self.max_wait_s:g} s that are allowed"
+                f"{self.model} is overloaded: the expected wait is {wait_s:.0f} s, longer than the limit of "
+                f"{self.max_wait_s:g} s"
             )
             after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(wait_s - self.max_wait_s)))
             return Unaccepted(429, message, "overloaded", after_s)
         return None
 
     def _unheld(self) -> Unaccepted | None:
-        """Nothing when the request may be held until there is an engine."""
+        """Why a request cannot wait for an engine; `None` where it can."""
         if self.held is None:
-            if not self.ways:
+            if not self.links:
                 return Unaccepted(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
-            backend = self.ways[0].backend
+            backend = self.links[0].backend
             if backend.state == "ready":
                 return Unaccepted(503, f"{backend.engine} is being replaced", "engine_draining", RETRY_AFTER_S)
             return Unaccepted(503, backend.unavailable(), f"engine_{backend.state}", backend.retry_after_s)
         if len(self.waiting) >= self.held.most:
-            message = f"{self.model} has no engine at this moment, and {self.held.most} requests wait for one already"
+            message = f"no engine is ready for {self.model}, and {self.held.most} requests already wait for one"
             return Unaccepted(503, message, "held_full", RETRY_AFTER_S)
         return None
 
     @property
     def is_free(self) -> bool:
-        """Whether a request can be taken without a further look."""
+        """Whether a request can be accepted without further checks."""
         return self.is_ready and self.held is None and not self.waiting.count
 
     def expected_wait_s(self, line: Line[Exchange]) -> float | None:
-        """About how long a new request of this tenant would wait, from how long requests took lately."""
+        """The expected wait of a new request of this tenant, from the durations of recent requests."""
         if not self.waiting:
             return 0.0
         if not self._service_s:
@@ -183,59 +184,59 @@ class Route:
         return (len(line.queue) + 1) / per_s
 
     def take(self, exchange: Exchange) -> None:
-        """Sends it to an engine, now or when it is its turn."""
+        """Sends the request to an engine, now or after those before it."""
         waiting = self.waiting
-        # Seats are only kept where there is somebody else to keep them for.
+        # Slots are reserved only where several tenants share the engines.
         if (
             self.held is None
             and not waiting.count
             and (not (self.by_slots and waiting.is_shared) or self._may_pass(exchange.line))
         ):
-            way = self._choose(exchange)
-            if way is not None:
-                self._send(exchange, way, exchange.sent_at)
+            link = self._choose(exchange)
+            if link is not None:
+                self._send(exchange, link, exchange.sent_at)
                 return
         self._wait(exchange)
         if self.on_demand and not self.is_ready:
             self.await_engine()
 
     def again(self, exchange: Exchange) -> None:
-        """The same request once more, before all others of its tenant."""
-        way = self._choose(exchange) if self.held is None else None
-        if way is not None:
-            self._send(exchange, way, monotonic())
+        """Sends the request again, before all others of its tenant."""
+        link = self._choose(exchange) if self.held is None else None
+        if link is not None:
+            self._send(exchange, link, monotonic())
         elif self.held is not None or self.is_ready:
             self._wait(exchange, first=True)
         else:
             self._end(exchange)
 
     def another_than(self, tried: list[Backend]) -> bool:
-        """Whether there is a backend that has not been tried, or not often enough."""
-        return any(way.backend.takes_new and tried.count(way.backend) < way.backend.attempts for way in self.ways)
+        """Whether a backend has not been tried yet, or fewer times than its `attempts`."""
+        return any(link.backend.takes_new and tried.count(link.backend) < link.backend.attempts for link in self.links)
 
     def forget(self, exchange: Exchange) -> None:
-        """The client of a waiting request went away."""
+        """Removes a waiting request whose client disconnected."""
         if self.waiting.leave(exchange.line, exchange):
             self.waiting_bytes -= exchange.num_bytes
             self.look()
 
     def has_read(self, exchange: Exchange) -> None:
-        """Its first token is here, or none will come from the engine that it is at."""
-        if not exchange.reading:
+        """Counts the request's prefill as ended: its first token arrived, or none will come from this engine."""
+        if not exchange.prefilling:
             return
-        exchange.reading = False
-        exchange.line.reading -= 1
+        exchange.prefilling = False
+        exchange.line.prefilling -= 1
         if self.waiting.count:
             self.look()
 
-    def left(self, exchange: Exchange, way: Way) -> None:
-        """A request that was in an engine goes to another."""
+    def left(self, exchange: Exchange, link: Way) -> None:
+        """Frees the slot of a request that will be sent to another engine."""
         self.has_read(exchange)
         self.waiting.left(exchange.line, exchange.cost_tokens)
-        self._freed(way, monotonic())
+        self._freed(link, monotonic())
 
-    def ended(self, exchange: Exchange, way: Way, cost_tokens: float | None, now: float) -> None:
-        """A request that was in an engine is over; `cost_tokens` is what it did cost, where that is known."""
+    def ended(self, exchange: Exchange, link: Way, cost_tokens: float | None, now: float) -> None:
+        """Frees the slot of a request that has ended; `cost_tokens` is its actual cost, where known."""
         self.has_read(exchange)
         self.waiting.ended(exchange.line, exchange.cost_tokens, cost_tokens)
         if cost_tokens:
@@ -243,14 +244,14 @@ class Route:
             self._service_s = (
                 took_s if not self._service_s else self._service_s + SMOOTHING * (took_s - self._service_s)
             )
-        self._freed(way, now)
+        self._freed(link, now)
 
-    def _freed(self, way: Way, now: float) -> None:
-        backend = way.backend
+    def _freed(self, link: Way, now: float) -> None:
+        backend = link.backend
         backend.in_flight -= 1
         backend.last_used = now
-        if way.removed and not backend.in_flight:
-            way.drained.set()
+        if link.removed and not backend.in_flight:
+            link.drained.set()
         if self.waiting.count:
             self.look()
 
@@ -258,7 +259,7 @@ class Route:
         self.held = Hold(most, wait_s, until_ready)
 
     def await_engine(self) -> None:
-        """Requests wait for an engine that is started on demand, and somebody is told to start it."""
+        """Holds requests until the engine is ready, and has it started."""
         if self.held is None:
             self.hold(MOST_HELD, HELD_S, until_ready=True)
         if self.held is not None and self.held.until_ready and not self.wanted:
@@ -270,14 +271,14 @@ class Route:
         self.look()
 
     def give_up(self, message: str, code: str, retry_after_s: int) -> None:
-        """Answers everything that waits: there will be no engine for it."""
+        """Answers all waiting requests with 503, since no engine will start."""
         self.held = None
         self.wanted = False
         for exchange in self._all_waiting():
             exchange.not_served(message, code, retry_after_s)
 
     def tick(self, now: float) -> None:
-        """Once in a while: what waited for too long is told so, and whoever is gone is forgotten."""
+        """Rejects requests that waited too long, and forgets idle tenants. Called once a second."""
         if self.held is not None:
             for line in self.waiting.lines():
                 for exchange in [one for one in line.queue if now - one.joined_at > self.held.wait_s]:
@@ -288,10 +289,10 @@ class Route:
         self.waiting.forget_idle(now)
         self.look()
 
-    # whose turn it is
+    # the queue
 
     def look(self) -> None:
-        """Something may be able to go. Through the loop, so that what has just ended is counted as ended."""
+        """Schedules a pass over the queue. Through the loop, so that a request that just ended is counted as ended."""
         if self.waiting.count and not self._draining:
             self._draining = True
             asyncio.get_running_loop().call_soon(self._drain)
@@ -309,19 +310,19 @@ class Route:
             return
         now = monotonic()
         while self.waiting and self._has_room():
-            seats, free = self._seats()
-            found = self.waiting.take(free, seats, now)
+            slots, free = self._slots()
+            found = self.waiting.take(free, slots, now)
             if found is None:
                 return
             _, exchange = found
             self.waiting_bytes -= exchange.num_bytes
             if exchange.over:
                 continue
-            way = self._choose(exchange)
-            if way is not None:
-                self._send(exchange, way, now)
+            link = self._choose(exchange)
+            if link is not None:
+                self._send(exchange, link, now)
             elif self.another_than(exchange.tried):
-                self._join(exchange, first=True)  # until there is room in one that it has not tried
+                self._join(exchange, first=True)  # until a backend that it has not tried has a free slot
                 return
             else:
                 self._end(exchange)
@@ -345,100 +346,102 @@ class Route:
         return found
 
     def _end(self, exchange: Exchange) -> None:
-        """There is no engine for a request that was taken."""
+        """Answers an accepted request for which no engine runs."""
         why = self._unheld()
         if why is None:
             why = Unaccepted(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
         exchange.not_served(why.message, why.code, why.retry_after_s)
 
-    def _send(self, exchange: Exchange, way: Way, now: float) -> None:
-        backend = way.backend
+    def _send(self, exchange: Exchange, link: Way, now: float) -> None:
+        backend = link.backend
         if backend.begun is not None:
             backend.begun()
         backend.in_flight += 1
         backend.last_used = now
         backend.health.sent()
         self.waiting.seated(exchange.line, exchange.cost_tokens, now)
-        if exchange.streams:  # of others nobody knows when their prompts are read
-            exchange.reading = True
-            exchange.line.reading += 1
-        exchange.sent_to(way, now)
-        way.pool.take(exchange)
+        if exchange.streams:  # the end of an unstreamed request's prefill is not visible
+            exchange.prefilling = True
+            exchange.line.prefilling += 1
+        exchange.sent_to(link, now)
+        link.pool.take(exchange)
 
     def _has_room(self) -> bool:
-        return any(way.has_room(self.by_slots) for way in self._able(()))
+        return any(link.has_room(self.by_slots) for link in self._able(()))
 
     def _able(self, tried: Sequence[Backend]) -> list[Way]:
-        """Backends that take new requests and are well; when none is well, all are as good as each other."""
-        able = [way for way in self.ways if way.backend.takes_new and tried.count(way.backend) < way.backend.attempts]
-        if len(able) < 2:
-            return able
+        """Healthy backends that accept new requests; all that accept requests when none is healthy."""
+        usable = [
+            link for link in self.links if link.backend.takes_new and tried.count(link.backend) < link.backend.attempts
+        ]
+        if len(usable) < 2:
+            return usable
         now = monotonic()
-        return [way for way in able if way.backend.health.may_try(now)] or able
+        return [link for link in usable if link.backend.health.may_try(now)] or usable
 
-    def _seats(self) -> tuple[int | None, int | None]:
-        """Requests that the engines take at once, and how many more that are now; nothing where there is no bound."""
+    def _slots(self) -> tuple[int | None, int | None]:
+        """The slots of all engines, and how many are free; `None` where there is no limit."""
         if not self.by_slots:
             return None, None
-        seats = free = 0
-        for way in self.ways:
-            if way.backend.takes_new:
-                limit = way.limit(True)
+        slots = free = 0
+        for link in self.links:
+            if link.backend.takes_new:
+                limit = link.limit(True)
                 if limit is None:
                     return None, None
-                seats += limit
-                free += max(0, limit - way.pool.active)
-        return seats, free
+                slots += limit
+                free += max(0, limit - link.pool.active)
+        return slots, free
 
     def _may_pass(self, line: Line[Exchange]) -> bool:
-        seats, free = self._seats()
-        return seats is None or free is None or self.waiting.may_pass(line, free, seats, monotonic())
+        slots, free = self._slots()
+        return slots is None or free is None or self.waiting.may_pass(line, free, slots, monotonic())
 
-    # which engine
+    # choice of the engine
 
     def _choose(self, exchange: Exchange) -> Way | None:
-        """A backend with room that takes new requests, by share first, and among replicas by prefix and load."""
-        if len(self.ways) == 1 and not exchange.tried:
-            way = self.ways[0]
-            return way if self.is_ready and way.has_room(self.by_slots) else None
-        able = self._able(exchange.tried)
-        with_room = [way for way in able if way.has_room(self.by_slots)]
-        if len(able) < 2 or not with_room:
+        """Chooses a backend with a free slot: by share, then among replicas by prefix affinity and load."""
+        if len(self.links) == 1 and not exchange.tried:
+            link = self.links[0]
+            return link if self.is_ready and link.has_room(self.by_slots) else None
+        usable = self._able(exchange.tried)
+        with_room = [link for link in usable if link.has_room(self.by_slots)]
+        if len(usable) < 2 or not with_room:
             return with_room[0] if with_room else None
-        group = self._next_group(able, with_room)
-        return self._best([way for way in with_room if (way.backend.group, way.backend.share) == group], exchange)
+        group = self._next_group(usable, with_room)
+        return self._best([link for link in with_room if (link.backend.group, link.backend.share) == group], exchange)
 
-    def _next_group(self, able: list[Way], with_room: list[Way]) -> tuple[str, float]:
+    def _next_group(self, usable: list[Way], with_room: list[Way]) -> tuple[str, float]:
         """Smooth weighted round robin over groups of replicas: exact proportions, evenly spread."""
         weights: dict[tuple[str, float], float] = {}
-        for way in able:
-            key = (way.backend.group, way.backend.share)
-            weights[key] = weights.get(key, 0.0) + way.backend.share
+        for link in usable:
+            key = (link.backend.group, link.backend.share)
+            weights[key] = weights.get(key, 0.0) + link.backend.share
         if len(weights) == 1:
             return next(iter(weights))
-        whole = sum(weights.values())
+        total = sum(weights.values())
         for key, weight in weights.items():
-            self._credits[key] = min(self._credits.get(key, 0.0) + weight, MOST_CREDIT * whole)
-        open_keys = {(way.backend.group, way.backend.share) for way in with_room}
+            self._credits[key] = min(self._credits.get(key, 0.0) + weight, MOST_CREDIT * total)
+        open_keys = {(link.backend.group, link.backend.share) for link in with_room}
         chosen = max((key for key in weights if key in open_keys), key=self._credits.__getitem__)
-        self._credits[chosen] -= whole
+        self._credits[chosen] -= total
         return chosen
 
     @staticmethod
     def _best(replicas: list[Way], exchange: Exchange) -> Way:
-        """The replica that has seen this conversation, unless it has much more to do than the least loaded one."""
+        """The conversation's replica, unless it has many more requests in flight than the least loaded one."""
         if len(replicas) == 1:
             return replicas[0]
-        least = min(replicas, key=lambda way: way.backend.in_flight)
+        least = min(replicas, key=lambda link: link.backend.in_flight)
         prefix = exchange.affinity
         if prefix is None:
             return least
-        own = max(replicas, key=lambda way: _mixed(prefix ^ way.number))
-        return own if own.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
+        preferred = max(replicas, key=lambda link: _mixed(prefix ^ link.number))
+        return preferred if preferred.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
 
 
 def _mixed(number: int) -> int:
-    """A number of 64 bits, all of whose bits depend on all of the given ones: the last steps of SplitMix64."""
+    """Mixes all bits of a 64-bit number: the finalizer of SplitMix64."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ number >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return number ^ number >> 31

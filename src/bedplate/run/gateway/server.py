@@ -1,4 +1,4 @@
-"""The gateway: owns the public port, the connections behind it and the pages beside the APIs."""
+"""The gateway: owns the public port, its client connections and the routes to the engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
 _SWEEP_S = 1.0
 _FLUSH_S = 0.5
-"""How long the last words to a client may take when the endpoint goes away."""
+"""How long the gateway waits for clients to read their last bytes when it stops."""
 
 
 class Gateway:
@@ -43,9 +43,9 @@ class Gateway:
         max_wait_s: float | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        """`max_wait_s` turns requests away that would wait for longer than that.
+        """Requests whose expected wait is longer than `max_wait_s` are rejected.
 
-        `keeper` brings the tenants that the store knows, and keeps the shape of each request there.
+        `keeper` loads the tenants from the store and writes the shape of each request to it.
         """
         self.tenants = Tenants(api_key, keeper.salt if keeper is not None else None)
         self.keeper = keeper
@@ -54,21 +54,21 @@ class Gateway:
         self.max_body_bytes = max_body_bytes
         self.max_wait_s = max_wait_s
         self.seen: Callable[[ServedRequest, Words], None] | None = None
-        """Called after each request that was accepted, with its words: for those who try the same on another engine."""
+        """Called after each accepted request, with its content: a shadow run sends the same to another engine."""
         self.wanted: Callable[[str], None] | None = None
-        """Called when a request comes for a model that is known and has no engine: somebody should start one."""
+        """Called when a request arrives for a registered model that has no engine, so that one is started."""
         self.starting = False
-        """While models are still being made known: one that is not known yet may be so in a moment."""
+        """Whether models are still being registered; requests for unknown models then get 503 instead of 404."""
         self.connections: set[ClientConnection] = set()
         self.arriving_bytes = 0
-        """Of requests that are not whole yet, or wait behind another of the same connection."""
+        """Bodies of requests that are incomplete, or wait behind another request of the same connection."""
         self._left = asyncio.Event()
         self.meters = Meters()
         self.url = ""
         self.date = _date()
-        """The header that says what time it is, not older than two seconds."""
+        """The Date header, at most two seconds old."""
         self.handed: dict[str, Page] = {}
-        """Pages of others, by path: they go before the gateway's own."""
+        """Registered pages by path; they take precedence over the gateway's own."""
         self._routes: dict[str, Route] = {}
         self._by_name: dict[str, Route] = {}
         self._allowed: dict[str, frozenset[str] | None] = {}
@@ -81,7 +81,7 @@ class Gateway:
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
         if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
-            raise bind_failure(OSError(errno.EINVAL, "ports go from 0 to 65535"), host, port)
+            raise bind_failure(OSError(errno.EINVAL, "a port is a number from 0 to 65535"), host, port)
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
@@ -89,15 +89,15 @@ class Gateway:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{bound}"
+        shown_host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown_host}:{bound}"
         self._sweeper = loop.create_task(self._sweep())
         if self.keeper is not None:
             self.keeper.start(self._tenants_changed)
         return bound
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Takes no new connection, lets answers under way finish for `grace_s`, and ends the rest with an error."""
+        """Accepts no new connections, lets running answers finish for `grace_s`, and ends the others with an error."""
         if self._server is not None:
             self._server.close()
         busy = [c for c in list(self.connections) if not c.close_when_idle()]
@@ -113,8 +113,8 @@ class Gateway:
         for task in self._leaving:
             task.cancel()
         for route in self._routes.values():
-            for way in route.ways:
-                way.pool.close()
+            for link in route.links:
+                link.pool.close()
         if self.keeper is not None:
             await self.keeper.stop()
 
@@ -122,7 +122,7 @@ class Gateway:
 
     @property
     def backends(self) -> list[Backend]:
-        """All that are there, those of one model together."""
+        """All backends, grouped by model."""
         return [backend for route in self._routes.values() for backend in route.backends]
 
     @property
@@ -135,36 +135,36 @@ class Gateway:
 
     @property
     def models(self) -> list[str]:
-        """What can be asked for, whether an engine runs for it or not."""
+        """The models that requests may name, whether an engine runs for them or not."""
         return list(self._routes)
 
     def add(self, backend: Backend) -> None:
-        """From now on the backend gets its share of its model's requests, as soon as it is ready."""
-        way = Way(backend, self.meters)
+        """Adds a backend, which gets its share of its model's requests as soon as it is ready."""
+        link = Way(backend, self.meters)
         route = self._routes.get(backend.model)
         if route is None:
             route = self._new_route(backend.model)
-        route.add(way)
+        route.add(link)
         self._name_routes()
 
     def remove(self, backend: Backend, *, within_s: float = 300.0, cut: bool = False) -> Awaitable[bool]:
-        """From now on the backend gets nothing new. Ends when its last request has, or says False after `within_s`.
+        """Sends no new requests to the backend and removes it after its last one; returns False after `within_s`.
 
-        A backend that is not done in time is still there, without new requests; call it again to go on waiting, or with
-        `cut` to end with an error what is left of it then.
+        A backend that has not finished in time stays, without new requests. Call this again to continue to wait, or
+        with `cut` to end its remaining requests with an error.
         """
-        way = self._way(backend)
-        way.removed = True
+        link = self._link(backend)
+        link.removed = True
         backend.share = 0.0
-        task = asyncio.get_running_loop().create_task(self._drained(way, within_s, cut=cut))
+        task = asyncio.get_running_loop().create_task(self._drained(link, within_s, cut=cut))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         return task
 
     def known(self, *models: str, aliases: Iterable[str] = ()) -> None:
-        """Models that may be asked for though no engine runs for them: `wanted` is then called, and requests wait.
+        """Registers models that are loaded on demand: a request for one calls `wanted` and waits for the engine.
 
-        `aliases` are what else each of them is called, as a backend of it would be.
+        `aliases` are further names that requests may use for them.
         """
         names = frozenset(name.lower() for name in aliases)
         for model in models:
@@ -175,49 +175,49 @@ class Gateway:
         self._name_routes()
 
     def allow(self, model: str, tenants: Iterable[str]) -> None:
-        """Only these may use the model, and whoever may see everything; with none named, everybody may."""
+        """Restricts the model to these tenants and admins; with no tenants given, everybody may use it."""
         self._allowed[model] = frozenset(tenants) or None
         if (route := self._routes.get(model)) is not None:
             route.allowed = self._allowed[model]
 
     def unknown(self, model: str) -> None:
-        """The model is not started on demand any more; what waits for it is answered, unless it has a backend."""
+        """Ends loading on demand; requests that wait for the model get an error, unless it has a backend."""
         route = self._routes.get(model)
         if route is not None:
             route.on_demand = False
             self._dismiss(route)
 
     def hold(self, model: str, *, most: int = 256, wait_s: float = 300.0) -> None:
-        """New requests for the model wait, up to `most` and each for up to `wait_s`, until `release`.
+        """Queues new requests for the model until `release`: at most `most`, each for at most `wait_s`.
 
-        What is under way goes on. Whatever is too much is answered with 503 and Retry-After before it is accepted.
+        Running requests continue. Further requests get 503 with Retry-After before they are accepted.
         """
         self._route(model).hold(most, wait_s)
 
     def release(self, model: str) -> None:
-        """Requests go to the engines again, those that were held first."""
+        """Ends a hold: queued requests go to the engines first, then new ones."""
         self._route(model).release()
 
     def give_up(self, model: str, message: str, *, code: str = "not_running", retry_after_s: int = 5) -> None:
-        """Answers what waits for the model with 503 and `message`: there will be no engine for it."""
+        """Answers all requests that wait for the model with 503 and `message`, since no engine will start."""
         self._route(model).give_up(message, code, retry_after_s)
 
     def waiting(self, model: str) -> int:
-        """Requests that wait for an engine of the model."""
+        """The number of requests that wait for an engine of the model."""
         return len(self._route(model).waiting)
 
     def in_flight(self, model: str) -> int:
-        """Requests that engines of the model are working on."""
+        """The number of requests that the model's engines are processing."""
         return self._route(model).in_flight
 
     def route_for(self, model: str | None) -> Route | None:
-        """The way to `model`; with no name given, to the only one there is."""
+        """The route of `model`; with no name given, the only route."""
         if not model:
             return next(iter(self._routes.values())) if len(self._routes) == 1 else None
         return self._by_name.get(model.lower())
 
     def unaccepted(self, route: Route, member: Member, num_bytes: int) -> Unaccepted | None:
-        """Why the route cannot take a request of this tenant."""
+        """Why the route cannot accept a request of this tenant; `None` where it can."""
         if route.is_free:
             return None
         return route.unaccepted(route.waiting.line(member.name, member.weight), num_bytes)
@@ -225,8 +225,8 @@ class Gateway:
     def turned_away(
         self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, status: int
     ) -> None:
-        """A request that was not accepted is counted all the same."""
-        (route.ways[0].meter if route.ways else route.meter_of_none()).turned_away(api)
+        """Counts and stores a request that was not accepted."""
+        (route.links[0].meter if route.links else route.meter_of_none()).turned_away(api)
         self.meters.tenant(member.name).record("turned_away")
         if self.keeper is not None:
             self.keeper.add(
@@ -244,12 +244,12 @@ class Gateway:
                 )
             )
 
-    def _way(self, backend: Backend) -> Way:
+    def _link(self, backend: Backend) -> Way:
         for route in self._routes.values():
-            for way in route.ways:
-                if way.backend is backend:
-                    return way
-        raise KeyError(f"{backend.engine} is no backend of this gateway")
+            for link in route.links:
+                if link.backend is backend:
+                    return link
+        raise KeyError(f"{backend.engine} is not a backend of this gateway")
 
     def _route(self, model: str) -> Route:
         route = self.route_for(model)
@@ -266,7 +266,7 @@ class Gateway:
         return route
 
     def _name_routes(self) -> None:
-        """A model's own name goes before what is another's by the way."""
+        """Indexes routes by name. A model's own name takes precedence over another model's alias."""
         names = {model.lower(): route for model, route in self._routes.items()}
         for route in self._routes.values():
             for name in route.names:
@@ -274,37 +274,36 @@ class Gateway:
         self._by_name = names
 
     def _dismiss(self, route: Route) -> None:
-        if not route.ways and not route.on_demand:
-            route.give_up(f"{route.model} is not served here any more", "not_running", 5)
+        if not route.links and not route.on_demand:
+            route.give_up(f"the model {route.model!r} is no longer served", "not_running", 5)
             del self._routes[route.model]
             self._name_routes()
 
-    async def _drained(self, way: Way, within_s: float, *, cut: bool) -> bool:
-        backend = way.backend
+    async def _drained(self, link: Way, within_s: float, *, cut: bool) -> bool:
+        backend = link.backend
         if backend.in_flight:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await way.drained.wait()
+                    await link.drained.wait()
         if backend.in_flight and not cut:
             return False
         if backend.in_flight:
             for connection in list(self.connections):
                 connection.stop_at(backend, f"{backend.engine} was stopped")
         route = self._routes.get(backend.model)
-        if route is not None and way in route.ways:
-            way.pool.close()
-            route.drop(way)
+        if route is not None and link in route.links:
+            link.pool.close()
+            route.drop(link)
             self._name_routes()
             self._dismiss_if_last(route)
         return True
 
     def _dismiss_if_last(self, route: Route) -> None:
-        """A model without a backend is gone, unless one is to come: it is held, or started on demand."""
+        """Removes a route without a backend, unless a backend will follow: on hold, or loaded on demand."""
         if route.held is None:
             self._dismiss(route)
 
     def left(self, connection: ClientConnection) -> None:
-        """A client's connection is no more."""
         self.connections.discard(connection)
         self._left.set()
 
@@ -316,7 +315,7 @@ class Gateway:
                     await self._left.wait()
 
     async def _sweep(self) -> None:
-        """One timer for all connections: a timer for each would cost more than the requests."""
+        """One timer for all connections: a timer per connection would cost more than the requests."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.date = _date()
@@ -330,7 +329,7 @@ class Gateway:
         self.tick()
 
     def tick(self) -> None:
-        """What is looked at now and then, and not for each request."""
+        """Does what is done once a second instead of for each request."""
         now = monotonic()
         for route in list(self._routes.values()):
             route.by_slots = self.tenants.several
@@ -342,14 +341,14 @@ def _date() -> bytes:
 
 
 def bind_failure(error: OSError, host: str, port: int) -> OutsideFailed | BadQuestion:
-    """Why nothing can listen there, and what to do."""
+    """The error for a port that cannot be bound: why, and what to do."""
     if error.errno == errno.EADDRINUSE:
         return OutsideFailed(
             f"port {port} on {host} is in use",
-            hint=f"stop what listens there (ss -ltnp | grep :{port}), or choose another: --port {port + 1}",
+            hint=f"stop the process that listens there (ss -ltnp | grep :{port}), or use --port {port + 1}",
         )
     if error.errno == errno.EACCES:
-        hint = "choose one above 1023: --port 8080"
-        return OutsideFailed(f"port {port} may not be opened", cause=error.strerror, hint=hint)
+        hint = "use a port above 1023, for example --port 8080"
+        return OutsideFailed(f"no permission to listen on port {port}", cause=error.strerror, hint=hint)
     cause = error.strerror or str(error)
     return BadQuestion(f"cannot listen on {host}:{port}", cause=cause, hint="try --host 127.0.0.1 --port 8080")

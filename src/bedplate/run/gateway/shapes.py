@@ -1,4 +1,4 @@
-"""How prompts begin, as salted hashes: enough to see that two begin alike, and nothing of what they say. Pure."""
+"""Salted hashes of the beginnings of prompts: they show that two prompts share a prefix, not its content. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.values.traffic import PREFIX_BLOCK_BYTES
 
 MAX_BLOCKS = 128
 PREFIX_BYTES = PREFIX_BLOCK_BYTES * MAX_BLOCKS
-"""Of a text, what is looked at."""
+"""Only this much of a prompt is hashed."""
 CONVERSATION_BYTES = 2048
 
 
@@ -25,9 +25,9 @@ _decode_speaker = msgspec.json.Decoder(_Speaker).decode
 
 
 def prefix_hashes(text: bytes, salt: bytes) -> tuple[int, ...]:
-    """One number of 63 bits for each block of the text's beginning, each standing for all of it up to there."""
+    """One 63-bit hash for each block of the text's beginning; each covers the text up to the end of its block."""
     blake2b, key = hashlib.blake2b, salt[:64]
-    if len(text) <= PREFIX_BLOCK_BYTES:  # most of them
+    if len(text) <= PREFIX_BLOCK_BYTES:  # most prompts
         return (int.from_bytes(blake2b(text, key=key, digest_size=8).digest(), "big") >> 1,) if text else ()
     hashes = []
     before = b""
@@ -38,10 +38,9 @@ def prefix_hashes(text: bytes, salt: bytes) -> tuple[int, ...]:
 
 
 def conversation_of(asked: sse.Asked, salt: bytes) -> int | None:
-    """A number that all requests of a conversation share, from the client's own key for it or from how it begins.
+    """The same number for all requests of a conversation: from `prompt_cache_key`, or from its beginning.
 
-    The system prompt alone would send everybody's conversations to one replica, so that the first words of the user
-    count, too.
+    The beginning includes the first user message: the system prompt alone would send all conversations to one replica.
     """
     if isinstance(asked.prompt_cache_key, str) and asked.prompt_cache_key:
         return _number(asked.prompt_cache_key.encode("utf-8", "replace"), salt)
@@ -56,7 +55,7 @@ def conversation_of(asked: sse.Asked, salt: bytes) -> int | None:
 
 
 def _opening(messages: list[msgspec.Raw]) -> bytes:
-    """All up to and with the first words of the user."""
+    """All messages up to and including the first user message."""
     opening = b""
     for message in messages[:8]:
         opening += memoryview(message)

@@ -1,4 +1,4 @@
-"""The little that the gateway must understand of requests and event streams. Pure; bytes in, bytes out."""
+"""What the gateway parses of requests and event streams. Pure functions on bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ APIS: dict[bytes, Api] = {
     b"/detokenize": "other",
 }
 
-# Each API has its own way of saying that a stream is whole; without it the stream was cut, however politely.
-# Beside these types, `data: [DONE]` ends a stream of any API, and so does an error.
+# Each API marks the end of a complete stream; a stream without the mark was truncated, even if it was closed properly.
+# In addition to these types, `data: [DONE]` and an error end a stream of any API.
 _LAST_TYPES: dict[Api, frozenset[str]] = {
     "chat": frozenset(),
     "completions": frozenset(),
@@ -43,12 +43,12 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class Asked(msgspec.Struct):
-    """The fields of a request body that decide how it is handled; all others pass through untouched."""
+    """The fields of a request body that decide how it is handled; all others pass through unchanged."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # What follows is only looked at. Whether it makes sense is for the engine to say.
+    # The following are read but not validated; the engine does that.
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
@@ -62,7 +62,7 @@ class Asked(msgspec.Struct):
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be."""
+        """The maximum length of the answer."""
         if self.max_completion_tokens is None and self.max_output_tokens is None and self.max_tokens is None:
             return None
         for asked in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
@@ -71,18 +71,17 @@ class Asked(msgspec.Struct):
         return None
 
     def _has_messages_alone(self) -> bool:
-        """As most of them have."""
         return self.tools is self.system is self.instructions is self.prompt is self.input is _NOTHING
 
     def text(self, most_bytes: int) -> tuple[bytes, int]:
-        """The beginning of what the model reads, as JSON in the order in which templates put it, and all its length."""
+        """The beginning of the prompt, as JSON in the order of chat templates, and the length of all of it."""
         length = len(self.messages)
         if length <= most_bytes and self._has_messages_alone():
             return bytes(self.messages), length
         parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
         views = [memoryview(part) for part in parts if part is not _NOTHING]
         length = sum(map(len, views))
-        # A long one is not copied for the sake of its beginning.
+        # A long prompt is not copied as a whole.
         return b"".join(views if length <= most_bytes else [view[:most_bytes] for view in views])[:most_bytes], length
 
 
@@ -100,11 +99,11 @@ class _Counts(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        for said in (self.prompt_tokens_details, self.input_tokens_details):
-            if isinstance(said, dict) and type(said.get("cached_tokens")) is int:
-                return max(0, int(said["cached_tokens"]))
-        said = self.cache_read_input_tokens
-        return max(0, said) if type(said) is int else None
+        for details in (self.prompt_tokens_details, self.input_tokens_details):
+            if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
+                return max(0, int(details["cached_tokens"]))
+        cached = self.cache_read_input_tokens
+        return max(0, cached) if type(cached) is int else None
 
 
 class _Nested(msgspec.Struct):
@@ -154,20 +153,20 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_last = msgspec.json.Decoder(_Last).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not the JSON that was hoped for."""
+"""Raised by decoding for bytes that are not the expected JSON."""
 
 
 def read_asked(body: bytes) -> Asked:
-    """Raises one of `UNREADABLE` when the body is not what the API takes."""
+    """Raises one of `UNREADABLE` for a body that does not have the API's format."""
     if not body.isascii():
-        body.decode()  # fields that are passed over are not decoded, and engines trip over broken UTF-8
+        body.decode()  # fields that are skipped are not decoded, and engines fail on invalid UTF-8
     return _decode_asked(body)
 
 
 def with_usage_asked(body: bytes, asked: Asked) -> bytes:
-    """The body with `stream_options.include_usage` set, so that the engine tells its token counts."""
+    """Sets `stream_options.include_usage`, so that the engine reports its token counts."""
     if asked.stream_options is None and b'"stream_options"' not in body:
-        # Splicing keeps the client's own bytes, and costs nothing for long prompts.
+        # Inserting the field keeps the client's bytes, and is cheap for long prompts.
         brace = body.index(b"{") + 1
         joint = b"" if body[brace:].lstrip()[:1] == b"}" else b","
         return body[:brace] + b'"stream_options":{"include_usage":true}' + joint + body[brace:]
@@ -179,17 +178,17 @@ def with_usage_asked(body: bytes, asked: Asked) -> bytes:
 
 
 def with_model(body: bytes, name: str) -> bytes:
-    """The body with this model named in it, for whoever knows no other name of it and takes no request without one."""
-    said = msgspec.json.encode(name)
+    """Sets the model's name, for backends that require the served name."""
+    encoded = msgspec.json.encode(name)
     if b'"model"' not in body:
         brace = body.index(b"{") + 1
         joint = b"" if body[brace:].lstrip()[:1] == b"}" else b","
-        return b'%s"model":%s%s%s' % (body[:brace], said, joint, body[brace:])
-    return msgspec.json.encode({**_decode_fields(body), "model": msgspec.Raw(said)})
+        return b'%s"model":%s%s%s' % (body[:brace], encoded, joint, body[brace:])
+    return msgspec.json.encode({**_decode_fields(body), "model": msgspec.Raw(encoded)})
 
 
 def whole_events(data: bytes) -> int:
-    """How many bytes of `data` are whole events; what follows must wait for its end."""
+    """How many bytes of `data` are complete events; the rest must wait for more data."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
         return len(data)
     plain, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
@@ -197,17 +196,17 @@ def whole_events(data: bytes) -> int:
 
 
 def may_have_usage(events: bytes) -> bool:
-    # Inside of a JSON string the quotes are escaped, so text that a model writes cannot look like this.
+    # In a JSON string quotes are escaped, so the model's text cannot match.
     at = events.find(b'"usage":')
     while at >= 0:
         if events[at + 8 : at + 12].lstrip()[:1] == b"{":
             return True
-        at = events.find(b'"usage":', at + 8)  # some engines say `"usage":null` in every event but the last
+        at = events.find(b'"usage":', at + 8)  # some engines send `"usage":null` in every event but the last
     return False
 
 
 def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
-    """Takes token counts out of whole events; with `drop`, leaves out those that exist only to carry the counts."""
+    """Reads token counts from complete events; with `drop`, removes events that contain nothing else."""
     separator = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     kept = []
     for event in events.split(separator):
@@ -224,7 +223,7 @@ def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
 
 
 def read_body_usage(body: bytes, usage: Usage) -> None:
-    """Token counts of an answer that came in one piece."""
+    """Reads the token counts of an answer that is not streamed."""
     if b'"usage"' in body:
         try:
             usage.take(_decode_event(body))
@@ -233,19 +232,19 @@ def read_body_usage(body: bytes, usage: Usage) -> None:
 
 
 def finish_reason(*events: bytes) -> str | None:
-    """Why the answer ended, as the last of these events that says so has it."""
+    """Why the answer ended, from the last of these events that contains a reason."""
     for data in reversed(events):
-        # From its end, since it stands there, and answers may be long.
+        # From the end, where the reason is, since answers may be long.
         at = data.rfind(b'_reason"')
         while at >= 0:
-            if said := _FINISH.match(data, max(0, at - 7)) or _FINISH.match(data, max(0, at - 5)):
-                return str(said[1].decode())
+            if match := _FINISH.match(data, max(0, at - 7)) or _FINISH.match(data, max(0, at - 5)):
+                return str(match[1].decode())
             at = data.rfind(b'_reason"', 0, at)
     return None
 
 
 def is_whole(api: Api, last_events: bytes) -> bool:
-    """Whether a stream that ended with these events said that it was complete, or that it failed."""
+    """Whether a stream that ended with these events was complete, or reported an error."""
     last_types = _LAST_TYPES.get(api)
     return last_types is None or any(_is_last(line, last_types) for line in reversed(last_events.splitlines()))
 
@@ -257,19 +256,18 @@ def _is_last(line: bytes, last_types: frozenset[str]) -> bool:
     if data == b"[DONE]":
         return True
     try:
-        said = _decode_last(data)
+        event = _decode_last(data)
     except UNREADABLE:
         return False
-    return said.error is not None or said.type in last_types
+    return event.error is not None or event.type in last_types
 
 
 def error_body(message: str, kind: str, code: str | None, param: str | None = None) -> bytes:
-    """An OpenAI error object."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def error_event(api: Api, message: str, kind: str, code: str, after: bytes = b"") -> bytes:
-    """The last event of a stream that could not be finished, as clients of each API expect it, `after` these events."""
+    """The last event of a stream that failed, in the format of its API; `after` are the events before it."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     if api == "messages":
         body = {"type": "error", "error": {"type": "api_error", "message": message}}
@@ -282,13 +280,14 @@ def error_event(api: Api, message: str, kind: str, code: str, after: bytes = b""
 
 
 def as_openai_error(status: int, body: bytes) -> bytes:
-    """Whatever an engine says about a failure, as an OpenAI error object."""
+    """Converts an engine's error response of any format to an OpenAI error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     try:
-        said = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except UNREADABLE:
-        return error_body(body[:2000].decode("utf-8", "replace").strip() or f"the engine answered {status}", kind, None)
-    error = said.get("error", said) if isinstance(said, dict) else said
+        text = body[:2000].decode("utf-8", "replace").strip()
+        return error_body(text or f"the engine answered with status {status}", kind, None)
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
     if isinstance(error, dict):
         message = error.get("message") or error.get("detail") or msgspec.json.encode(error).decode()
         code = error.get("code")

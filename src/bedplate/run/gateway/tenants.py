@@ -1,4 +1,4 @@
-"""Who asks: keys, and what each tenant may have. Changed while requests come; nothing here touches the disk."""
+"""Tenants with their keys and limits. They may change while requests are served; nothing here accesses the disk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.watch import TenantMeter
 
 BYTES_PER_TOKEN = 4
-"""Of a body, for what is charged before the engine has counted."""
+"""Estimates the tokens of a body, to charge a request before the engine has counted them."""
 FIRST_OUTPUT_TOKENS = 256.0
-"""What an answer is taken to have before any has ended."""
-_TOLD = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%dms\r\n"
+"""Expected tokens of an answer before any has ended."""
+_LIMIT_HEADERS = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%dms\r\n"
 
 
 class KeyDigest(NamedTuple):
-    """One key that opens the endpoint."""
+    """The digest of one valid key."""
 
     digest: bytes
     tenant: str
@@ -33,7 +33,7 @@ class KeyDigest(NamedTuple):
 
 
 class Unaccepted(NamedTuple):
-    """Why a request is not taken, as its answer says it."""
+    """Why a request is not accepted, and the response that says so."""
 
     status: int
     message: str
@@ -42,7 +42,7 @@ class Unaccepted(NamedTuple):
 
 
 class Bucket:
-    """So much a minute, all of it at once if need be. May be overdrawn by what turns out later."""
+    """A token bucket: `per_minute` units a minute, also in one burst. A later correction may overdraw it."""
 
     __slots__ = ("_at", "_level", "_per_s", "per_minute")
 
@@ -57,11 +57,11 @@ class Bucket:
         return self._level
 
     def has(self, amount: float) -> bool:
-        """Whether so much can be taken for sure, without a look at the clock: since then it has only grown."""
+        """Whether `amount` is certainly available. Needs no clock: the level has only risen since the last update."""
         return amount <= self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """How long until so much can be taken; more than fits is let through when it is full."""
+        """How long until `amount` is available; an amount larger than the bucket needs a full bucket."""
         missing = min(amount, self.per_minute) - self.level(now)
         return missing * 60 / self.per_minute if missing > 0 else 0.0
 
@@ -75,23 +75,23 @@ class Bucket:
         self._level = level - amount
 
     def left(self) -> tuple[int, int]:
-        """As it was when last taken from: what could be had at once, and in how many milliseconds all of it."""
+        """The available amount at the last update, and the milliseconds until the bucket is full."""
         level = self._level
         return int(level) if level > 0 else 0, int((self.per_minute - level) * 1000 / self._per_s) + 1
 
 
 class Member:
-    """One tenant as the gateway sees it now."""
+    """The current limits and usage of one tenant."""
 
     __slots__ = (
-        "_told", "has_limits", "in_flight", "is_admin", "is_limited", "max_in_flight", "mean_output", "meter", "name",
-        "requests", "tokens", "weight",
+        "_limit_headers", "has_limits", "in_flight", "is_admin", "is_limited", "max_in_flight", "mean_output", "meter",
+        "name", "requests", "tokens", "weight",
     )  # fmt: skip
 
     def __init__(self, tenant: Tenant) -> None:
         self.name = tenant.name
         self.meter: TenantMeter | None = None
-        """Its series, once there are any."""
+        """Set when its first request has ended."""
         self.in_flight = 0
         self.mean_output = FIRST_OUTPUT_TOKENS
         self.requests: Bucket | None = None
@@ -103,34 +103,36 @@ class Member:
         self.max_in_flight = tenant.in_flight
         self.requests = _bucket(self.requests, tenant.requests_per_minute)
         self.tokens = _bucket(self.tokens, tenant.tokens_per_minute)
-        self._told = b"".join(
-            _TOLD % (name, limit, name, name)
+        self._limit_headers = b"".join(
+            _LIMIT_HEADERS % (name, limit, name, name)
             for name, limit in ((b"requests", tenant.requests_per_minute), (b"tokens", tenant.tokens_per_minute))
             if limit is not None
         )
         self.has_limits = self.requests is not None or self.tokens is not None
-        """Of those that its answers tell."""
+        """Whether responses carry `x-ratelimit` headers."""
         self.is_limited = self.has_limits or self.max_in_flight is not None
         self.is_admin = tenant.admin or tenant.name == DEFAULT_TENANT
-        """Whether it may see what others use."""
+        """Whether it may see other tenants' figures."""
 
     def cost_tokens(self, body_bytes: int, max_tokens: int | None) -> float:
-        """What a request will probably cost, from its length, what it asks for and what this tenant's others got."""
+        """The expected cost of a request, from its length, its `max_tokens` and this tenant's earlier answers."""
         output = self.mean_output if max_tokens is None else min(float(max_tokens), 4 * self.mean_output)
         return body_bytes / BYTES_PER_TOKEN + output
 
     def limited(self, cost_tokens: float, now: float) -> Unaccepted | None:
-        """Why it may not have one more request now."""
+        """Why a limit forbids one more request now; `None` where none does."""
         if self.max_in_flight is not None and self.in_flight >= self.max_in_flight:
-            return Unaccepted(
-                429, f"{self.in_flight} requests are under way, as many as you may have", "too_many_in_flight", 1
-            )
+            message = f"the limit of {self.max_in_flight} concurrent requests is reached"
+            return Unaccepted(429, message, "too_many_in_flight", 1)
         requests, tokens = self.requests, self.tokens
         if requests is not None and not requests.has(1) and (wait_s := requests.wait_s(1, now)):
-            message = f"you may send {requests.per_minute:,} requests a minute"
+            message = f"the limit of {requests.per_minute:,} requests per minute is reached"
             return Unaccepted(429, message, "requests_per_minute", max(1, math.ceil(wait_s)))
         if tokens is not None and not tokens.has(cost_tokens) and (wait_s := tokens.wait_s(cost_tokens, now)):
-            message = f"you may use {tokens.per_minute:,} tokens a minute, and this takes about {cost_tokens:,.0f}"
+            message = (
+                f"the limit of {tokens.per_minute:,} tokens per minute is reached: "
+                f"this request needs about {cost_tokens:,.0f}"
+            )
             return Unaccepted(429, message, "tokens_per_minute", max(1, math.ceil(wait_s)))
         return None
 
@@ -139,14 +141,14 @@ class Member:
         self.charge(cost_tokens, now)
 
     def charge(self, cost_tokens: float, now: float) -> None:
-        """For one more request; where nothing is limited by the minute, there is nothing to charge."""
+        """Charges one more request to the limits per minute."""
         if self.requests is not None:
             self.requests.take(1, now)
         if self.tokens is not None:
             self.tokens.take(cost_tokens, now)
 
     def ended(self, charged_tokens: float, used_tokens: float | None, output_tokens: int | None, now: float) -> None:
-        """A request is over; what it used is charged in the place of what was expected, where it is known."""
+        """Records the end of a request, and corrects its charge to `used_tokens`, where known."""
         self.in_flight -= 1
         if used_tokens is not None and self.tokens is not None:
             self.tokens.take(used_tokens - charged_tokens, now)
@@ -154,16 +156,16 @@ class Member:
             self.mean_output += SMOOTHING * (output_tokens - self.mean_output)
 
     def headers(self) -> bytes:
-        """What is left of its limits, in the words of OpenAI's API."""
+        """The remaining limits as the headers of OpenAI's API."""
         requests, tokens = self.requests, self.tokens
         if requests is not None and tokens is not None:
-            return self._told % (*requests.left(), *tokens.left())
+            return self._limit_headers % (*requests.left(), *tokens.left())
         only = requests or tokens
-        return self._told % only.left() if only is not None else b""
+        return self._limit_headers % only.left() if only is not None else b""
 
 
 class Tenants:
-    """All who may ask here. Without any key the endpoint is open, and everybody is the one default tenant."""
+    """All tenants and keys. Without keys the endpoint is open, and all requests belong to the default tenant."""
 
     def __init__(self, api_key: str | None = None, salt: bytes | None = None) -> None:
         self.salt = salt or secrets.token_bytes(32)
@@ -173,14 +175,14 @@ class Tenants:
         self._declared: dict[str, Declared] = {}
         self._stored: tuple[Tenant, ...] = ()
         self.turn = object()
-        """Another one whenever somebody may have come, gone or changed: who knew a key before has to look again."""
+        """A token that changes whenever tenants or keys may have changed; cached keys are then looked up again."""
         self.is_open = True
-        """Once it asked for a key it always does: taking the last one back is no invitation to everybody."""
+        """Whether no key is required. It never becomes true again: revoking the last key must not open the endpoint."""
         self.replace((), ())
 
     @property
     def several(self) -> bool:
-        """Whether more than one tenant could be here."""
+        """Whether more than one tenant has a key."""
         return len({key.tenant for key in self._keys.values()}) > 1
 
     def member(self, name: str) -> Member | None:
@@ -190,7 +192,7 @@ class Tenants:
         return list(self._members.values())
 
     def replace(self, tenants: Iterable[Tenant], keys: Iterable[KeyDigest]) -> None:
-        """Takes over what is true from now on; whoever stays keeps what it has used."""
+        """Replaces the stored tenants and keys; the usage of tenants that stay is kept."""
         self._stored = tuple(tenants)
         self._keys = {key.digest: key for key in keys}
         if self._own is not None:
@@ -198,9 +200,9 @@ class Tenants:
         self._know()
 
     def declare(self, declared: Iterable[Declared]) -> None:
-        """Tenants that whoever started this endpoint named: what is said of them goes before what the store has.
+        """Sets the tenants of the intent file. Their limits take precedence over those in the store.
 
-        An endpoint that is meant for certain tenants is not open to everybody, also while none of them has a key.
+        An endpoint with declared tenants requires a key, even while none of them has one.
         """
         self._declared = {one.name: one for one in declared}
         self._know()
@@ -219,7 +221,7 @@ class Tenants:
         self.is_open = self.is_open and not self._keys and not self._declared
 
     def find(self, given: bytes) -> Key | None:
-        """Whose key this is; nobody's when it is unknown or no longer valid."""
+        """Returns the key's owner; `None` for a key that is unknown or has expired."""
         digest = key_digest(given, self.salt)
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest):
@@ -229,7 +231,7 @@ class Tenants:
 
 
 class Key:
-    """One key that was found to be good, so that the next request that brings it need not be looked up."""
+    """A valid key, cached so that the next request on the connection needs no lookup."""
 
     __slots__ = ("_given", "_turn", "expires_s", "member")
 
@@ -244,16 +246,16 @@ class Key:
         return self.expires_s is not None and time.time() >= self.expires_s
 
     def is_still(self, given: bytes, turn: object) -> bool:
-        """Whether this is the same key, and still good."""
+        """Whether this is the same key, and still valid."""
         return turn is self._turn and hmac.compare_digest(given, self._given) and not self.has_expired
 
 
 def overlaid(stored: Tenant, declared: Declared | None) -> Tenant:
-    """What a tenant may have where both the store and whoever started the endpoint say something of it."""
+    """The stored tenant with the declared limits, which take precedence."""
     if declared is None:
         return stored
-    said = {name: value for name in LIMITS if (value := getattr(declared, name)) is not None}
-    return replaced(stored, **said)
+    limits = {name: value for name in LIMITS if (value := getattr(declared, name)) is not None}
+    return replaced(stored, **limits)
 
 
 def _named(name: str) -> Tenant:

@@ -1,4 +1,4 @@
-"""The engine's side of the hot path: pooled connections, read at protocol level."""
+"""Engine connections: pooled, and parsed at protocol level."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineConnection(asyncio.Protocol):
         self._type = b""
         self._status = 0
         self._has_end = False
-        """Whether the answer says where it ends."""
+        """Whether the answer has a Content-Length or is chunked."""
         self._ends_at_close = False
         self._paused = False
 
@@ -54,12 +54,12 @@ class EngineConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop(self) -> None:
-        """Hangs up, which is how an engine learns that nobody wants the rest of the answer."""
+        """Closes the connection, so that the engine cancels the request."""
         self.exchange = None
         if self.transport is not None:
             self.transport.abort()
 
-    # asyncio's side
+    # called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
         if exchange is None:
-            self.drop()  # an engine that speaks without being asked is out of step
+            self.drop()  # data without a request: the connection is out of sync
             return
         try:
             self._parser.feed_data(data)
@@ -86,7 +86,7 @@ class EngineConnection(asyncio.Protocol):
         else:
             exchange.engine_lost("it closed the connection", reused)
 
-    # httptools' side
+    # called by httptools
 
     def on_message_begin(self) -> None:
         self._type = b""
@@ -102,7 +102,7 @@ class EngineConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._status = status = self._parser.get_status_code()
         if status < 200:
-            return  # "100 Continue" and its like announce an answer, and are none
+            return  # an interim response such as "100 Continue"
         self._ends_at_close = not self._has_end
         if self.exchange is not None:
             self.exchange.engine_head(status, self._type)
@@ -118,13 +118,13 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_done()
 
     def _broke(self, exchange: Exchange, error: Exception) -> None:
-        how = f"it answered with broken HTTP ({error})"
+        how = f"its answer is not valid HTTP ({error})"
         if isinstance(error, httptools.HttpParserCallbackError):
-            how = "bedplate itself failed on the answer"
-            context = {"message": "an answer could not be passed on", "exception": error.__context__ or error}
+            how = "internal error in bedplate while forwarding the answer"
+            context = {"message": "internal error while forwarding an answer", "exception": error.__context__ or error}
             asyncio.get_running_loop().call_exception_handler(context)
         reused = self.used
-        # The broken part may come after a whole answer, when the connection already carries the next exchange.
+        # The invalid data may follow a complete answer, when the connection already carries the next exchange.
         following = self._let_go(reusable=False)
         exchange.engine_lost(how, reused)
         if following is not None and following is not exchange:
@@ -144,14 +144,14 @@ class EnginePool:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.freed: Callable[[], None] = lambda: None
-        """Told when one more exchange could have a connection."""
+        """Called when a connection has become free."""
         self._idle: list[EngineConnection] = []
         self.active = 0
-        """Connections that carry an exchange, or are being made for one."""
+        """Connections that carry an exchange, or are being opened for one."""
         self._connecting: set[asyncio.Task[None]] = set()
 
     def take(self, exchange: Exchange) -> None:
-        """Finds a connection and hands it to the exchange, now or as soon as there is one."""
+        """Gives the exchange an idle connection, or opens one."""
         fresh = exchange.tried_again
         self.active += 1
         address = self.backend.address
@@ -167,7 +167,7 @@ class EnginePool:
 
     def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
         if reusable and connection.transport is not None and not connection.transport.is_closing():
-            # The last bytes of an answer may have been too much for a slow client; the next one is not to wait for it.
+            # Reading may be paused for a slow client of the last answer; the next exchange must not wait for that.
             connection.resume()
             self._idle.append(connection)
         else:
@@ -179,7 +179,7 @@ class EnginePool:
             self._freed()
 
     def abandon(self, connection: EngineConnection) -> None:
-        """Ends an exchange from the client's side; the engine sees the connection close."""
+        """Ends an exchange whose answer is no longer needed; the engine sees the connection close."""
         connection.drop()
         self._freed()
 

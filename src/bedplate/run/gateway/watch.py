@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. Touched once a request, never once a chunk."""
+"""The gateway's Prometheus metrics. Updated once per request, never per chunk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 
 
 class Meters:
-    """All series of one gateway.
+    """All metrics of one gateway.
 
-    All is kept in plain numbers, which cost a tenth of the library's own, and read when asked for.
+    They are plain numbers, which cost a tenth of the client library's counters, and are collected when scraped.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Meters:
         self.registry.register(self)
 
     def meter(self, model: str, engine: str) -> Meter:
-        """Backends of one model and engine share their series."""
+        """The meter of a model and engine; their replicas share it."""
         meter = self._meters.get((model, engine))
         if meter is None:
             meter = self._meters[model, engine] = Meter()
@@ -56,13 +56,13 @@ class Meters:
         return generate_latest(self.registry)
 
     def text_of(self, tenant: str) -> bytes:
-        """What one tenant may see: its own series, and nothing from which another's could be told."""
+        """The metrics that one tenant may see: its own, and nothing that reveals those of others."""
         own = CollectorRegistry()
         own.register(_Collected(list(self._collect_tenants({tenant: self.tenant(tenant)}))))
         return generate_latest(own)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry: every number as it is now."""
+        """Called by the registry at each scrape."""
         requests = CounterMetricFamily("bedplate_requests", "Requests that ended", labels=(*_LABELS, "api", "outcome"))
         in_flight = GaugeMetricFamily("bedplate_requests_in_flight", "Requests that are being answered", labels=_LABELS)
         tokens = CounterMetricFamily("bedplate_tokens", "Tokens as the engine counted them", labels=(*_LABELS, "kind"))
@@ -112,11 +112,9 @@ class Meters:
         yield from (requests, tokens)
 
     def _collect_routes(self) -> Iterator[Metric]:
-        """Several backends of one engine add up."""
-        up = GaugeMetricFamily("bedplate_engine_up", "Engines that answer, 1 for each", labels=_LABELS)
-        restarts = GaugeMetricFamily(
-            "bedplate_engine_restarts", "Times that the engine was started again", labels=_LABELS
-        )
+        """Replicas of one engine are summed."""
+        up = GaugeMetricFamily("bedplate_engine_up", "Number of engines that are ready", labels=_LABELS)
+        restarts = GaugeMetricFamily("bedplate_engine_restarts", "Number of engine restarts", labels=_LABELS)
         waiting = GaugeMetricFamily("bedplate_requests_waiting", "Requests that wait for an engine", labels=("model",))
         for route in self._routes:
             waiting.add_metric((route.model,), len(route.waiting))
@@ -127,13 +125,13 @@ class Meters:
                 up.add_metric((route.model, engine), sum(one.state == "ready" for one in backends))
                 restarts.add_metric((route.model, engine), sum(one.restarts for one in backends))
         unlogged = GaugeMetricFamily(
-            "bedplate_requests_unlogged", "Requests that could not be kept in the store", value=self._unlogged
+            "bedplate_requests_unlogged", "Requests that could not be written to the store", value=self._unlogged
         )
         yield from (up, restarts, waiting, unlogged)
 
 
 class _Collected:
-    """Metrics that are there already, as a registry takes them."""
+    """A collector of given metrics."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -143,7 +141,7 @@ class _Collected:
 
 
 class TenantMeter:
-    """The series of one tenant."""
+    """The metrics of one tenant."""
 
     __slots__ = ("completion_tokens", "ended", "prompt_tokens")
 
@@ -159,7 +157,7 @@ class TenantMeter:
 
 
 class Times:
-    """A histogram as Prometheus has them: how many took at most so long."""
+    """A Prometheus histogram of durations."""
 
     __slots__ = ("_bounds_s", "_counts", "sum_s")
 
@@ -178,7 +176,7 @@ class Times:
 
 
 class Meter:
-    """The series of one model and engine, looked up once."""
+    """The metrics of one model and engine."""
 
     __slots__ = ("completion_tokens", "duration", "ended", "in_flight", "prompt_tokens", "token_time", "ttft")
 
