@@ -14,10 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PHRASES = ROOT / "tests" / "phrases.txt"
 
-NOT_YET = {}
-"""Still to be reworded: files, folders, and `PAGE#examples` for the output in the fenced blocks of a page.
-
-Remove an entry when its phrases are gone; add none."""
 STORED = {"own defaults", "made of the same weights"}
 """Values in files that earlier versions wrote. They are compared, so they cannot be reworded."""
 
@@ -73,23 +69,11 @@ def find_all_phrases() -> dict[str, list[str]]:
     return {path: those for path, text in list_texts() if (those := find_phrases(text))}
 
 
-def is_under(path: str, entry: str) -> bool:
-    return path == entry or path.startswith(f"{entry}/")
-
-
 # tests
 
 
 def test_no_listed_phrase_is_used() -> None:
-    new = {
-        path: those for path, those in find_all_phrases().items() if not any(is_under(path, entry) for entry in NOT_YET)
-    }
-    assert not new, "tests/phrases.txt says what to write instead"
-
-
-def test_every_exception_still_has_a_listed_phrase() -> None:
-    done = {entry for entry in NOT_YET if not any(is_under(path, entry) for path in find_all_phrases())}
-    assert not done, "these are reworded: remove them from NOT_YET"
+    assert not find_all_phrases(), "tests/phrases.txt says what to write instead"
 
 
 @pytest.mark.parametrize("text", ["The engine's own defaults.", "Its OWN\n  Defaults", "own defaults:"])

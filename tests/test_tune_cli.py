@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke
-from tests.decide.test_tuned import tuned_for
+from tests.decide.test_tuned import make_tuning
 
 from bedplate import store
 from bedplate.facts.hardware import probe
@@ -23,7 +23,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_tuning(**changes: object) -> Tuned:
     machine = store.fingerprint(probe())
-    tuned = replaced(tuned_for(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
+    tuned = replaced(make_tuning(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
     store.add_tuning(tuned)
     return tuned
 
@@ -89,7 +89,7 @@ def test_plan_uses_tuned_settings_unless_untuned() -> None:
 
     machine = probe()
     before = plan(decide(machine, MODEL, WORK, "llama.cpp"), MODEL, WORK)
-    made = tuned_for(ubatch="256")
+    made = make_tuning(ubatch="256")
     sides = (
         replaced(made.sides[0], settings=before.settings, weights=before.weights),
         replaced(made.sides[1], settings=replaced(before.settings, turned=made.sides[1].settings.turned)),

@@ -17,7 +17,7 @@ import pytest
 from tests.commands import invoke
 from tests.commands import run as command
 from tests.conftest import HANG_S, gone, wait_for
-from tests.decide.test_tuned import MACHINE, tuned_for
+from tests.decide.test_tuned import MACHINE, make_tuning
 
 from bedplate import store
 from bedplate.engines import engine
@@ -296,7 +296,7 @@ def test_does_not_start_a_failed_engine_again(home: Path, monkeypatch: pytest.Mo
 def test_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bedplate.measure import bench as module
 
-    store.add_tuning(replaced(tuned_for(ubatch="256"), machine=store.fingerprint(MACHINE)))
+    store.add_tuning(replaced(make_tuning(ubatch="256"), machine=store.fingerprint(MACHINE)))
     planned: list[Decided] = []
     facts = replaced(builtin_facts(), files=())
     monkeypatch.setattr(module, "probe", lambda: MACHINE)

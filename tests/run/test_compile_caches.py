@@ -59,8 +59,8 @@ def test_bytecode_is_kept_where_the_user_forbids_to_write_it_beside_the_source(
     monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    assert "PYTHONPYCACHEPREFIX" not in given("vllm")
+    assert "PYTHONPYCACHEPREFIX" not in build_variables("vllm")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    found = given("vllm")
+    found = build_variables("vllm")
     assert "PYTHONDONTWRITEBYTECODE" not in found
     assert Path(found["PYTHONPYCACHEPREFIX"]).is_relative_to(own_home / "engines" / "vllm")

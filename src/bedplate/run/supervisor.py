@@ -485,7 +485,7 @@ def surroundings(
     compiled = compiled_dir(engine.id, environment.version)
     given = {**{name: str(compiled / name.lower()) for name in engine.compile_caches}, **given}
     if given.pop("PYTHONDONTWRITEBYTECODE", None):
-        # Without bytecode, PyTorch alone is compiled anew in each of an engine's processes at each start.
+        # Without bytecode, PyTorch alone is compiled again in each of an engine's processes at each start.
         given.setdefault("PYTHONPYCACHEPREFIX", str(compiled / "bytecode"))
     return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **additional})
 
