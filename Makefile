@@ -76,7 +76,7 @@ score: $(READY)
 	$(BIN)/python benchmarks/score/speed.py $(ARGS)
 
 docs: $(READY)
-	$(BIN)/python -c "import sys; from bedplate.show.rules import rules_page; sys.stdout.write(rules_page())" > docs/rules.md
+	$(BIN)/python -c "import sys; from bedplate.show.rules import write_rules_page; sys.stdout.write(write_rules_page())" > docs/rules.md
 	$(BIN)/python -m bedplate.cli.schema_files
 
 format: $(READY_DEV)

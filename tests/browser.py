@@ -23,7 +23,7 @@ OPTIONS = (
 START_LIMIT_S = 240
 
 
-def browser() -> str | None:
+def find_browser() -> str | None:
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
@@ -35,7 +35,7 @@ class Page:
         self.complaints: list[str] = []
         """Script errors and actions that the browser blocked."""
 
-    async def do(self, method: str, **given: Any) -> Any:
+    async def call(self, method: str, **given: Any) -> Any:
         number = next(self.numbers)
         await self.socket.send_json({"id": number, "method": method, "params": given})
         while True:
@@ -53,25 +53,25 @@ class Page:
     async def open(self, page: Path | str, width: int, theme: str) -> None:
         """Open a file or a URL."""
         for part in ("Network", "Runtime", "Log"):
-            await self.do(f"{part}.enable")
-        await self.do(
+            await self.call(f"{part}.enable")
+        await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        await self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-        await self.do("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
-        await self.value("new Promise(done => document.readyState == 'complete' ? done(1) : onload = () => done(1))")
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        await self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
+        await self.evaluate("new Promise(done => document.readyState == 'complete' ? done(1) : onload = () => done(1))")
 
-    async def value(self, expression: str) -> Any:
-        found = await self.do("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+    async def evaluate(self, expression: str) -> Any:
+        found = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str, limit_s: float = 240) -> Any:
+    async def wait_until(self, expression: str, limit_s: float = 240) -> Any:
         """Wait until the expression is true, and return its value."""
         found = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while not (found := await self.value(expression)):
+                while not (found := await self.evaluate(expression)):
                     await asyncio.sleep(0.05)
         assert found, f"{expression} was {found!r} after {limit_s} s; {self.complaints}"
         return found
@@ -81,23 +81,23 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             down = {"text": text} if kind == "keyDown" and text else {}
             code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}.get(key, 0)
-            await self.do("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down)
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down)
 
     async def write(self, text: str) -> None:
-        await self.do("Input.insertText", text=text)
+        await self.call("Input.insertText", text=text)
 
-    async def picture(self, file: Path, *, whole: bool = True) -> None:
-        found = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    async def save_picture(self, file: Path, *, whole: bool = True) -> None:
+        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(found["data"]))
 
-    async def pdf_pages(self) -> int:
-        found = await self.do("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
+    async def count_pdf_pages(self) -> int:
+        found = await self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
         return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(found["data"])))
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path) -> AsyncIterator[Page]:
-    program = browser()
+async def open_browser(folder: Path) -> AsyncIterator[Page]:
+    program = find_browser()
     assert program is not None
     process = subprocess.Popen(
         [program, f"--user-data-dir={folder}", *OPTIONS], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True

@@ -18,7 +18,7 @@ from typing import TypeVar
 import hypothesis
 import psutil
 import pytest
-from tests.browser import browser
+from tests.browser import find_browser
 from tests.measuring import (
     pytest_addoption,
     pytest_report_teststatus,
@@ -30,9 +30,9 @@ from tests.measuring import (
     skip_beside_others,
 )
 
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, make_environment
+from bedplate.run.environments import EngineEnvironment, make_environment
 
 __all__ = [
     "pytest_addoption", "pytest_report_teststatus", "pytest_runtest_makereport", "pytest_runtest_setup",
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if ENGINE_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.engine)
-        if item.get_closest_marker("browser") and browser() is None:
+        if item.get_closest_marker("browser") and find_browser() is None:
             item.add_marker(pytest.mark.skip(reason="no Chromium or Chrome is installed here"))
         if item.get_closest_marker("measures"):
             skip_beside_others(item)
@@ -91,7 +91,7 @@ def builtin_gguf(bedplate_home: Path) -> Path:
 
 
 @contextlib.contextmanager
-def on_one_core() -> Iterator[None]:
+def pin_to_one_core() -> Iterator[None]:
     """Pins this process to one core: spinning engine threads are very slow while other processes use the cores."""
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -105,14 +105,14 @@ def on_one_core() -> Iterator[None]:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    with on_one_core():
+    with pin_to_one_core():
         yield
 
 
 @pytest.fixture(scope="session")
-def llama_environment(bedplate_home: Path) -> Environment:
+def llama_environment(bedplate_home: Path) -> EngineEnvironment:
     """The real llama.cpp environment, installed from the package index."""
-    return make_environment(engine("llama.cpp"))
+    return make_environment(get_engine("llama.cpp"))
 
 
 @dataclass
@@ -132,18 +132,18 @@ class Served:
     def root(self) -> str:
         return self.url.removesuffix("/v1")
 
-    def descendants(self) -> list[psutil.Process]:
+    def list_descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
-    def engine(self) -> psutil.Process:
+    def find_engine(self) -> psutil.Process:
         """The engine's process, a child of the warden."""
         return wait_for(self._engine, "an engine process")
 
     def _engine(self) -> psutil.Process | None:
-        for process in self.descendants():
-            words = " ".join(_command(process))
+        for process in self.list_descendants():
+            words = " ".join(_read_command(process))
             if "llama-server" in words and "warden.py" not in words:
                 return process
         return None
@@ -159,7 +159,7 @@ class Served:
         return code
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _read_command(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
@@ -174,21 +174,21 @@ def wait_for(look: Callable[[], T | None], what: str) -> T:
     return seen
 
 
-def gone(processes: Iterable[psutil.Process]) -> bool:
+def have_ended(processes: Iterable[psutil.Process]) -> bool:
     """Whether they have ended. A signal takes effect later: use this with `wait_for`, do not assert it."""
-    return not any(_lives(process) for process in processes)
+    return not any(_is_running(process) for process in processes)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def no_new_children(before: Iterable[psutil.Process]) -> bool:
+def has_no_new_children(before: Iterable[psutil.Process]) -> bool:
     """Whether this process has no running descendants other than these."""
-    return gone(set(psutil.Process().children(recursive=True)) - set(before))
+    return have_ended(set(psutil.Process().children(recursive=True)) - set(before))
 
 
 def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
@@ -212,7 +212,7 @@ def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
 
 
 @pytest.fixture
-def serve(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Callable[..., Served]]:
+def serve(builtin_gguf: Path, llama_environment: EngineEnvironment) -> Iterator[Callable[..., Served]]:
     """Start servers. They are stopped when the test ends, and no process of them may remain."""
     running: list[Served] = []
 
@@ -224,20 +224,20 @@ def serve(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Callab
 
     yield start
     for served in running:
-        below = served.descendants()
+        below = served.list_descendants()
         served.stop()
-        wait_for(lambda below=below: gone(below), "the engine's processes to end")  # type: ignore[misc]
+        wait_for(lambda below=below: have_ended(below), "the engine's processes to end")  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
-def served(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Served]:
+def served(builtin_gguf: Path, llama_environment: EngineEnvironment) -> Iterator[Served]:
     """One endpoint for all tests of a module that only send requests to it."""
     one = start_serve()
     assert one.endpoint, "".join(one.stderr)
     yield one
-    below = one.descendants()
+    below = one.list_descendants()
     assert one.stop() == 0
-    wait_for(lambda: gone(below), "the engine's processes to end")
+    wait_for(lambda: have_ended(below), "the engine's processes to end")
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     result = yield
     for _ in range(ATTEMPTS - 1):
-        again = undecided(session)
+        again = list_undecided(session)
         if not again:
             break
         wait_until_quiet()
@@ -124,15 +124,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     return result
 
 
-def undecided(session: pytest.Session) -> list[pytest.Item]:
+def list_undecided(session: pytest.Session) -> list[pytest.Item]:
     return [item for item in session.items if item.stash.get(DISTURBED, "")]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if undecided(session) and session.config.getoption("--fail-undecided"):
+    if list_undecided(session) and session.config.getoption("--fail-undecided"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    session.config.stash[UNDECIDED] = [(item.nodeid, item.stash[DISTURBED]) for item in undecided(session)]
+    session.config.stash[UNDECIDED] = [(item.nodeid, item.stash[DISTURBED]) for item in list_undecided(session)]
 
 
 UNDECIDED = pytest.StashKey[list[tuple[str, str]]]()

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 from bedplate.values import Settings
 from bedplate.values.run import (
+    BenchMatrix,
     Cell,
-    Client,
-    Environment,
+    ClientAccuracy,
     Flag,
     Load,
-    Matrix,
     Quality,
     Repeat,
+    ResourceUse,
     Run,
+    RunEnvironment,
     Sample,
     Subject,
-    Use,
 )
 
 MODEL = "SmolLM2-135M-Instruct"
 
 
-def made_cell(
+def make_cell(
     engine: str,
     concurrency: int,
     tok_s: float,
@@ -53,8 +53,8 @@ def made_cell(
                 seconds=10.0,
                 samples=tuple(samples),
                 delivered_tokens=10 * tok_s * (1 + 0.005 * (repeat - (repeats - 1) / 2)),
-                client=Client(error_p50_ms=0.1, error_p99_ms=0.5),
-                use=Use(peak_memory_bytes=peak_memory_bytes),
+                client=ClientAccuracy(error_p50_ms=0.1, error_p99_ms=0.5),
+                use=ResourceUse(peak_memory_bytes=peak_memory_bytes),
             )
         )
     return Cell(
@@ -77,11 +77,11 @@ def made_cell(
     )
 
 
-def made_run(cells: Sequence[Cell], engines: Sequence[str] = (), loads: Sequence[int] = (1, 4, 8, 16)) -> Run:
+def make_run(cells: Sequence[Cell], engines: Sequence[str] = (), loads: Sequence[int] = (1, 4, 8, 16)) -> Run:
     return Run(
         id="made",
         at="2026-11-15T09:00:00Z",
-        environment=Environment(
+        environment=RunEnvironment(
             bedplate="0.0",
             python="3.11",
             system="Linux",
@@ -92,6 +92,6 @@ def made_run(cells: Sequence[Cell], engines: Sequence[str] = (), loads: Sequence
             operations_s=4e11,
         ),
         cells=tuple(cells),
-        matrix=Matrix(engines=tuple(engines), loads=tuple(Load(concurrency=one) for one in loads)),
+        matrix=BenchMatrix(engines=tuple(engines), loads=tuple(Load(concurrency=one) for one in loads)),
         finished=True,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 SERVER = SOURCE / "engines" / "shipped" / "openai_server"
@@ -270,7 +270,7 @@ SHARED_WORDS = frozenset(["exl2", "exl3", "onnx", "torch", "transformers", "ggml
 
 def list_engine_words() -> frozenset[str]:
     """Ids, names and spellings of all engines, in lower case without punctuation."""
-    own = [one for one in all_engines().values() if type(one).__module__.startswith("bedplate.")]
+    own = [one for one in load_engines().values() if type(one).__module__.startswith("bedplate.")]
     words = {re.sub(r"[^a-z0-9]", "", word.lower()) for one in own for word in (one.id, one.name, *one.spellings)}
     return frozenset(words - SHARED_WORDS)
 

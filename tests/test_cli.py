@@ -12,7 +12,7 @@ import pytest
 from tests.commands import invoke
 
 import bedplate
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 from bedplate.values import Decision, Hardware, Model, from_json
 
 
@@ -145,7 +145,9 @@ def list_environments(printed: str) -> list[str]:
     return [there["engine"] for engine in json.loads(printed)["engines"] for there in engine["installed"]]
 
 
-def test_engines_lists_installed_environments_and_removes_them(llama_environment: Environment, tmp_path: Path) -> None:
+def test_engines_lists_installed_environments_and_removes_them(
+    llama_environment: EngineEnvironment, tmp_path: Path
+) -> None:
     assert list_environments(run("engines", "--json").stdout) == ["llama.cpp"]
     assert "installed" in run("engines").stdout
     elsewhere = {"BEDPLATE_HOME": str(tmp_path)}

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from tests.commands import invoke
 from tests.commands import run as command
-from tests.runs import made_cell, made_run
+from tests.runs import make_cell, make_run
 
-from bedplate.cli.options import price_from
-from bedplate.errors import BadQuestion
-from bedplate.measure.exchange import written
+from bedplate.cli.options import read_price
+from bedplate.errors import UsageError
+from bedplate.measure.exchange import write_run
 from bedplate.measure.load import serve_null
-from bedplate.measure.summary import row, spent
+from bedplate.measure.summary import compute_spent, make_row
 from bedplate.show.bench import LineView, render_run
-from bedplate.values import Parallelism, replaced, to_json
+from bedplate.values import Parallelism, replace_fields, to_json
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Run
 
@@ -28,13 +28,15 @@ PRICE = Price(price_per_hour=3.6, watts=100, electricity_price=0.5)
 
 
 def add_energy(cell: Cell, joules: float) -> Cell:
-    repeats = [replaced(one, use=replaced(one.use, energy_j=joules, energy_source="rapl")) for one in cell.repeats]
-    return replaced(cell, repeats=tuple(repeats))
+    repeats = [
+        replace_fields(one, use=replace_fields(one.use, energy_j=joules, energy_source="rapl")) for one in cell.repeats
+    ]
+    return replace_fields(cell, repeats=tuple(repeats))
 
 
 def make_priced_run(price: Price | None, *cells: Cell) -> Run:
-    run = made_run(cells or [made_cell("llama.cpp", 4, 100), made_cell("pytorch", 4, 40)])
-    return replaced(run, environment=replaced(run.environment, price=price))
+    run = make_run(cells or [make_cell("llama.cpp", 4, 100), make_cell("pytorch", 4, 40)])
+    return replace_fields(run, environment=replace_fields(run.environment, price=price))
 
 
 def render_page(run: Run) -> str:
@@ -57,33 +59,35 @@ def test_bench_table_shows_cost_only_with_a_price() -> None:
 def test_log_lines_have_the_same_columns() -> None:
     run, out = make_priced_run(PRICE), Console(file=io.StringIO(), width=220)
     teller = LineView(out, lambda run: {})
-    teller.begun(run, [cell.subject for cell in run.cells], 1.0)
-    teller.done(replaced(run.cells[0], halt="narrow"))
+    teller.report_start(run, [cell.subject for cell in run.cells], 1.0)
+    teller.report_cell(replace_fields(run.cells[0], halt="narrow"))
     head, line = out.file.getvalue().splitlines()[1:3]  # type: ignore[attr-defined]
     assert head.index("cost per M") + len("cost per M") == line.index("10.1") + len("10.1")
 
 
 def test_measured_energy_takes_precedence() -> None:
-    cell = add_energy(made_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
-    found = spent(cell, PRICE)
+    cell = add_energy(make_cell("vllm", 4, 100), 10 * 100 * 36.0)  # 36 J a token
+    found = compute_spent(cell, PRICE)
     assert found.kwh_per_million_tokens == pytest.approx(10.0, rel=0.01)
     assert found.cost_per_million_tokens == pytest.approx(10.0 + 5.0, rel=0.01)
-    assert spent(cell, None).kwh_per_million_tokens == pytest.approx(10.0, rel=0.01)
-    assert spent(cell, None).cost_per_million_tokens is None
+    assert compute_spent(cell, None).kwh_per_million_tokens == pytest.approx(10.0, rel=0.01)
+    assert compute_spent(cell, None).cost_per_million_tokens is None
 
 
 def test_the_price_is_multiplied_by_the_cards() -> None:
-    cell = made_cell("vllm", 4, 100)
-    on_four = replaced(cell, subject=replaced(cell.subject, device="cuda", parallelism=Parallelism(tensor=2, data=2)))
-    one, four = (row(each, price=Price(price_per_hour=3.6)).cost_per_million_tokens for each in (cell, on_four))
+    cell = make_cell("vllm", 4, 100)
+    on_four = replace_fields(
+        cell, subject=replace_fields(cell.subject, device="cuda", parallelism=Parallelism(tensor=2, data=2))
+    )
+    one, four = (make_row(each, price=Price(price_per_hour=3.6)).cost_per_million_tokens for each in (cell, on_four))
     assert one is not None and four == pytest.approx(4 * one)
 
 
 def test_csv_rows_have_cost_and_energy() -> None:
-    rows = list(csv.DictReader(io.StringIO(written(make_priced_run(PRICE), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(write_run(make_priced_run(PRICE), "csv"))))
     assert float(rows[0]["cost_per_million_tokens"]) == pytest.approx(10.139, rel=0.01)
     assert float(rows[0]["kwh_per_million_tokens"]) == pytest.approx(0.2778, rel=0.01)
-    bare = list(csv.DictReader(io.StringIO(written(make_priced_run(None), "csv"))))
+    bare = list(csv.DictReader(io.StringIO(write_run(make_priced_run(None), "csv"))))
     assert bare[0]["cost_per_million_tokens"] == ""
 
 
@@ -103,7 +107,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     made = []
     for engine, rate in (("llama.cpp", 100), ("pytorch", 40)):
         path = tmp_path / f"{engine}.json"
-        path.write_text(to_json(make_priced_run(PRICE, made_cell(engine, 4, rate))))
+        path.write_text(to_json(make_priced_run(PRICE, make_cell(engine, 4, rate))))
         made.append(str(path))
     return made[0], made[1]
 
@@ -139,11 +143,11 @@ def test_report_has_columns_only_for_known_costs(files: tuple[str, str], tmp_pat
 def test_price_options_take_precedence_over_the_intent(tmp_path: Path) -> None:
     file = tmp_path / "bedplate.yaml"
     file.write_text("operations: {price_per_hour: 2.5, watts: 700, electricity_price: 0.3}\n")
-    assert price_from(file, None, None) == Price(price_per_hour=2.5, watts=700, electricity_price=0.3)
-    assert price_from(file, 9.0, None) == Price(price_per_hour=9.0, watts=700, electricity_price=0.3)
-    assert price_from(None, None, None) is None
-    with pytest.raises(BadQuestion, match="--electricity-price"):
-        price_from(None, None, 0.0)
+    assert read_price(file, None, None) == Price(price_per_hour=2.5, watts=700, electricity_price=0.3)
+    assert read_price(file, 9.0, None) == Price(price_per_hour=9.0, watts=700, electricity_price=0.3)
+    assert read_price(None, None, None) is None
+    with pytest.raises(UsageError, match="--electricity-price"):
+        read_price(None, None, 0.0)
     assert invoke("bench", "--price-per-hour", "-1").code == 2
 
 

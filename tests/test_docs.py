@@ -18,8 +18,8 @@ from bedplate.errors import BedplateError
 from bedplate.run.gateway import BackendState
 from bedplate.run.gateway.pages import MODEL_PAGE, OWN_PAGES
 from bedplate.run.gateway.sse import APIS
-from bedplate.run.gateway.watch import Meters
-from bedplate.show.rules import rules_page
+from bedplate.run.gateway.watch import GatewayMetrics
+from bedplate.show.rules import write_rules_page
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bedplate"
@@ -214,7 +214,7 @@ def read_sources(*packages: str) -> Iterator[str]:
 
 
 def test_the_rules_page_is_generated_from_the_rules() -> None:
-    assert (DOCS / "rules.md").read_text(encoding="utf-8") == rules_page(), "run `make docs`"
+    assert (DOCS / "rules.md").read_text(encoding="utf-8") == write_rules_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,9 @@ def test_serve_page_lists_the_paths_of_the_gateway() -> None:
 
 def test_serve_page_lists_the_metrics_of_the_gateway() -> None:
     listed = read_first_codes(read_rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Metrics"))
-    there = {family.name + ("_total" if family.type == "counter" else "") for family in Meters().registry.collect()}
+    there = {
+        family.name + ("_total" if family.type == "counter" else "") for family in GatewayMetrics().registry.collect()
+    }
     assert sorted(listed) == sorted(there)
 
 

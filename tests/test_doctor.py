@@ -18,23 +18,23 @@ from tests.conftest import HANG_S
 
 from bedplate.facts import doctor
 from bedplate.facts.doctor import (
+    DoctorProblem,
+    DoctorReport,
     EngineCheck,
     FoundModel,
-    Problem,
-    Report,
-    anonymous,
-    examine,
-    harmless,
+    anonymize,
+    find_problems,
+    hide_secrets,
+    is_port_free,
     is_writable,
-    log_tails,
-    port_is_free,
-    problems,
-    redacted,
-    settings,
-    swap_used,
+    list_settings,
+    make_report,
+    read_log_tails,
+    read_swap_used,
+    redact,
 )
 from bedplate.show.doctor import render_report
-from bedplate.values import Accelerator, Cpu, Disk, GpuProcess, Hardware, Memory, from_json, replaced, to_json
+from bedplate.values import Accelerator, Cpu, Disk, GpuProcess, Hardware, Memory, from_json, replace_fields, to_json
 
 GIB = 1 << 30
 MACHINE = Hardware(
@@ -46,7 +46,7 @@ MACHINE = Hardware(
     memory=Memory(total_bytes=24 * GIB, available_bytes=20 * GIB),
     disk=Disk(path="/home/ann/.cache/bedplate", total_bytes=10**12, free_bytes=5 * 10**11),
 )
-HEALTHY = Report(
+HEALTHY = DoctorReport(
     bedplate="0.1.0",
     python="CPython 3.12.1",
     uv="0.9.0",
@@ -58,18 +58,18 @@ HEALTHY = Report(
 )
 
 
-def find_problems_after(**changes: Any) -> list[Problem]:
-    return list(problems(replaced(HEALTHY, **changes)))
+def find_problems_after(**changes: Any) -> list[DoctorProblem]:
+    return list(find_problems(replace_fields(HEALTHY, **changes)))
 
 
 def make_hardware(**changes: Any) -> dict[str, Any]:
-    return {"hardware": replaced(MACHINE, **changes)}
+    return {"hardware": replace_fields(MACHINE, **changes)}
 
 
 class TestProblems:
     def test_a_healthy_machine_has_no_problems(self) -> None:
         assert find_problems_after() == []
-        assert HEALTHY.healthy
+        assert HEALTHY.is_healthy
 
     @pytest.mark.parametrize(
         ("changes", "says", "hint"),
@@ -92,7 +92,7 @@ class TestProblems:
                 "only 512 MiB",
                 "smaller model",
             ),
-            (make_hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
+            (make_hardware(cpu=replace_fields(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
             (
                 make_hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
                 "library is missing",
@@ -110,7 +110,7 @@ class TestProblems:
         assert problem.kind == "problem"
         assert says in problem.what
         assert problem.hint is None if hint is None else hint in (problem.hint or "")
-        assert not replaced(HEALTHY, problems=(problem,)).healthy
+        assert not replace_fields(HEALTHY, problems=(problem,)).is_healthy
 
     @pytest.mark.parametrize(
         ("changes", "says"),
@@ -126,7 +126,7 @@ class TestProblems:
     def test_possibly_intended_settings_are_remarks(self, changes: dict[str, Any], says: str) -> None:
         (remark,) = find_problems_after(**changes)
         assert (remark.kind, says in remark.what) == ("remark", True)
-        assert replaced(HEALTHY, problems=(remark,)).healthy
+        assert replace_fields(HEALTHY, problems=(remark,)).is_healthy
 
 
 class TestSecrets:
@@ -157,7 +157,7 @@ class TestSecrets:
         ],
     )
     def test_values_are_shown_without_secrets(self, name: str, value: str, shown: str) -> None:
-        assert harmless(name, value) == shown
+        assert hide_secrets(name, value) == shown
 
     def test_only_relevant_settings_are_listed(self) -> None:
         environment = {
@@ -166,22 +166,22 @@ class TestSecrets:
             "AWS_SECRET_ACCESS_KEY": "x",
             "https_proxy": "http://p.example",
         }
-        assert [one.name for one in settings(environment)] == ["UV_OFFLINE", "https_proxy"]
+        assert [one.name for one in list_settings(environment)] == ["UV_OFFLINE", "https_proxy"]
 
     @given(st.sampled_from(["user", "u", ""]), st.from_regex(r"[A-Za-z0-9_@:!/,?#-]{3,30}", fullmatch=True))
     def test_passwords_are_removed_from_urls(self, user: str, password: str) -> None:
-        shown = harmless("UV_DEFAULT_INDEX", f"https://{user}:{password}@host.example/simple/")
+        shown = hide_secrets("UV_DEFAULT_INDEX", f"https://{user}:{password}@host.example/simple/")
         assert shown == "https://…@host.example/…"
 
     @given(st.text())
     def test_any_text_is_redacted_without_error(self, text: str) -> None:
-        redacted(text)
-        harmless("HF_HOME", text)
+        redact(text)
+        hide_secrets("HF_HOME", text)
 
     def test_paths_contain_no_user_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
-        assert harmless("HF_HOME", "/home/ann/models") == "~/models"
-        assert anonymous(MACHINE).disk == replaced(MACHINE.disk, path="~/.cache/bedplate")  # type: ignore[type-var]
+        assert hide_secrets("HF_HOME", "/home/ann/models") == "~/models"
+        assert anonymize(MACHINE).disk == replace_fields(MACHINE.disk, path="~/.cache/bedplate")  # type: ignore[type-var]
 
     def test_cards_are_shown_without_ids_and_processes(self) -> None:
         card = Accelerator(
@@ -191,7 +191,7 @@ class TestSecrets:
             pci_address="0000:00:06.0",
             processes=(GpuProcess(pid=1, name="secret-project"),),
         )
-        (shown,) = anonymous(replaced(MACHINE, accelerators=(card,))).accelerators
+        (shown,) = anonymize(replace_fields(MACHINE, accelerators=(card,))).accelerators
         assert (shown.name, shown.uuid, shown.pci_address, shown.processes) == ("NVIDIA H200", None, None, ())
 
 
@@ -208,7 +208,7 @@ class TestLogs:
                 "authorization: bearer abcdef\n"
             )
             os.utime(tmp_path / name, (1000 - age, 1000 - age))
-        first, second = log_tails(tmp_path)
+        first, second = read_log_tails(tmp_path)
         assert (first.name, second.name) == ("new.log", "old.log")
         assert first.lines == (
             "new.log begins",
@@ -219,29 +219,29 @@ class TestLogs:
 
     def test_only_the_end_of_a_large_log_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "a.log").write_text("x" * 300 + "\n" + "\n".join(f"line {number}" for number in range(100_000)))
-        (tail,) = log_tails(tmp_path)
+        (tail,) = read_log_tails(tmp_path)
         assert tail.lines[-1] == "line 99999"
         assert len(tail.lines) == doctor.LOG_LINES
 
     def test_a_missing_folder_has_no_logs(self, tmp_path: Path) -> None:
-        assert list(log_tails(tmp_path / "nowhere")) == []
+        assert list(read_log_tails(tmp_path / "nowhere")) == []
 
 
 class TestReading:
     def test_used_swap_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\nSwapFree:        5242876 kB\n")
-        assert swap_used(tmp_path) == 3145728 * 1024
+        assert read_swap_used(tmp_path) == 3145728 * 1024
         (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\n")
-        assert swap_used(tmp_path) is None
+        assert read_swap_used(tmp_path) is None
 
     def test_a_port_with_a_listener_is_not_free(self) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             port = listener.getsockname()[1]
-            assert not port_is_free(port)
-        assert port_is_free(port)
+            assert not is_port_free(port)
+        assert is_port_free(port)
 
     def test_a_home_that_can_be_created_is_writable(self, tmp_path: Path) -> None:
         assert is_writable(tmp_path / "not/yet")
@@ -250,15 +250,17 @@ class TestReading:
         assert not is_writable(tmp_path / "file/below")
 
     def test_the_report_round_trips_and_can_be_shown(self, tmp_path: Path) -> None:
-        report = examine(
-            replaced(MACHINE, accelerators=(Accelerator(name="NVIDIA H200", vendor="nvidia", driver_version="580"),)),
+        report = make_report(
+            replace_fields(
+                MACHINE, accelerators=(Accelerator(name="NVIDIA H200", vendor="nvidia", driver_version="580"),)
+            ),
             home=tmp_path,
             uv="0.9.0",
             engines=[EngineCheck(engine="llama.cpp", version="1", python="3.12", disk_bytes=10**8)],
             models=[FoundModel(name=f"model-{number}", origin="a file", bytes=10**9) for number in range(20)],
             environment={"HF_TOKEN": "hf_secretsecretsecret"},
         )
-        assert from_json(Report, to_json(report)) == report
+        assert from_json(DoctorReport, to_json(report)) == report
         assert "secretsecret" not in to_json(report)
         console = Console(width=120, color_system=None)
         with console.capture() as captured:
@@ -282,8 +284,8 @@ class TestCommand:
 
     def test_prints_a_report_as_json(self, tmp_path: Path) -> None:
         done = self.run(tmp_path, "--json")
-        report = from_json(Report, done.stdout)
-        assert done.returncode == (0 if report.healthy else 1)
+        report = from_json(DoctorReport, done.stdout)
+        assert done.returncode == (0 if report.is_healthy else 1)
         assert report.uv is not None and report.bedplate
         assert report.engines == ()
         assert "hunter2" not in done.stdout and "secretsecret" not in done.stdout

@@ -13,26 +13,26 @@ from syrupy.assertion import SnapshotAssertion
 from tests.commands import invoke
 
 from bedplate import store
-from bedplate.decide.case import Case
+from bedplate.decide.case import DecisionCase
 from bedplate.decide.engine_map import (
     CHEAT_SHEET,
-    Here,
-    Row,
+    EngineRow,
+    EngineSupport,
     RuleLine,
-    cheat_sheet,
-    measured_alike,
-    row,
-    rules_of,
+    build_row,
+    find_common_results,
+    list_rules,
+    mark_cheat_sheet,
 )
-from bedplate.decide.intent import read_intent, resolved_hardware
+from bedplate.decide.intent import read_intent, resolve_hardware
 from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS
-from bedplate.engines import Features, all_engines
+from bedplate.engines import Features, load_engines
 from bedplate.engines.names import ORCHESTRATORS
 from bedplate.facts.hardware import probe
-from bedplate.facts.simulated import simulated
-from bedplate.run.environments import Environment
-from bedplate.run.models import intended_model
-from bedplate.show.columns import Column, Columns
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.models import find_intended_model
+from bedplate.show.columns import Column, SplitTable
 from bedplate.show.engines import PROVERB, render_engine, render_map
 from bedplate.values import Hardware
 from bedplate.values.result import Result
@@ -48,7 +48,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
 
 
 def read_machine(name: str) -> Hardware:
-    return simulated(EVERYWHERE[name])
+    return make_simulated_hardware(EVERYWHERE[name])
 
 
 def make_result(engine: str, **fields: Any) -> Result:
@@ -65,7 +65,7 @@ def make_result(engine: str, **fields: Any) -> Result:
 
 def test_the_cheat_sheet_names_every_engine_and_existing_rules() -> None:
     named = {engine for line in CHEAT_SHEET for engine in line.engines}
-    assert named == {*all_engines(), *ORCHESTRATORS}
+    assert named == {*load_engines(), *ORCHESTRATORS}
     there = {rule.id for rules in (PICKS, ORCHESTRATION) for rule in rules}
     assert {rule for line in CHEAT_SHEET for rule in line.rules} <= there
 
@@ -81,7 +81,7 @@ def test_the_cheat_sheet_names_every_engine_and_existing_rules() -> None:
     ],
 )
 def test_the_line_for_this_machine_is_marked(name: str, one: str, many: str) -> None:
-    marked = {who: line.engines for line in cheat_sheet(read_machine(name)) for who in line.here}
+    marked = {who: line.engines for line in mark_cheat_sheet(read_machine(name)) for who in line.here}
     assert one in marked["one user"] and many in marked["many users"]
 
 
@@ -90,22 +90,22 @@ def test_the_line_for_this_machine_is_marked(name: str, one: str, many: str) -> 
 
 def test_every_engine_says_whether_it_runs_here() -> None:
     for name in EVERYWHERE:
-        for engine in all_engines().values():
-            said = row(engine, read_machine(name), None).here
+        for engine in load_engines().values():
+            said = build_row(engine, read_machine(name), None).here
             assert said.runs == (said.device is not None) == (said.why is None)
 
 
 def test_refusals_and_doubts_are_distinguished() -> None:
-    said = row(all_engines()["exllamav3"], read_machine("amd"), None).here
+    said = build_row(load_engines()["exllamav3"], read_machine("amd"), None).here
     assert not said.runs and said.why == "needs an NVIDIA GPU"
-    few = row(all_engines()["vllm"], read_machine("cpu"), None).here
+    few = build_row(load_engines()["vllm"], read_machine("cpu"), None).here
     assert few.doubt and few.doubt_for_many is None
-    crowd = row(all_engines()["llama.cpp"], read_machine("rtx"), None).here
+    crowd = build_row(load_engines()["llama.cpp"], read_machine("rtx"), None).here
     assert crowd.doubt is None and crowd.doubt_for_many
 
 
 def test_every_engine_is_described_with_a_source() -> None:
-    for engine in all_engines().values():
+    for engine in load_engines().values():
         assert engine.features is not None, engine.id
         assert all(len(getattr(engine.features, name)) > 1 for name in Features.__struct_fields__), engine.id
 
@@ -117,14 +117,16 @@ def test_every_rule_about_one_engine_is_on_its_page() -> None:
     about = [(rule.engines[0], rule.id) for rule in DOUBTS]
     about += [(rule.engines[0], rule.id) for rule in CHALLENGES]
     for engine, rule in about:
-        assert rule in {line.rule for line in rules_of(engine)}
+        assert rule in {line.rule for line in list_rules(engine)}
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_a_pick_names_only_engines_whose_page_has_the_rule(path: Path) -> None:
     try:
         intent = read_intent(path)
-        case = Case(resolved_hardware(intent), intended_model(intent.model), intent.workload, intent.operations)
+        case = DecisionCase(
+            resolve_hardware(intent), find_intended_model(intent.model), intent.workload, intent.operations
+        )
     except Exception as error:  # wrong questions have no picks
         assert type(error).__name__ == "BadQuestion"
         return
@@ -144,9 +146,9 @@ def test_results_are_shown_for_the_most_common_workload() -> None:
         make_result("vllm"),
         make_result("llama.cpp", output_tok_s=1.0, at="2026-11-14T10:00:00Z"),
     ]
-    found = measured_alike([alone, *shared])
+    found = find_common_results([alone, *shared])
     assert found == {"llama.cpp": shared[0], "vllm": shared[1]}
-    assert measured_alike([]) == {}
+    assert find_common_results([]) == {}
 
 
 @pytest.fixture
@@ -157,9 +159,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) -> None:
     before = invoke("engines")
-    assert before.code == 0 and before.out.count("TBD") >= 4 * len(all_engines()) and PROVERB in before.out
-    store.add(make_result("llama.cpp", machine=store.fingerprint(probe())))
-    store.add(make_result("vllm", machine="another machine", output_tok_s=99999.0))
+    assert before.code == 0 and before.out.count("TBD") >= 4 * len(load_engines()) and PROVERB in before.out
+    store.add_result(make_result("llama.cpp", machine=store.compute_fingerprint(probe())))
+    store.add_result(make_result("vllm", machine="another machine", output_tok_s=99999.0))
     after = invoke("engines").out
     for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 in flight, 512 + 128 tokens"):
         assert figure in after
@@ -174,16 +176,16 @@ def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) ->
 
 def test_json_has_the_whole_map(own_home: Path) -> None:
     printed = json.loads(invoke("engines", "--json", "--hardware", "2x RTX 3090").out)
-    assert printed["schema"] == "engines/1" and [one["engine"] for one in printed["engines"]] == list(all_engines())
+    assert printed["schema"] == "engines/1" and [one["engine"] for one in printed["engines"]] == list(load_engines())
     assert any(line["here"] for line in printed["cheat_sheet"])
     mlx = next(one for one in printed["engines"] if one["engine"] == "mlx")
     assert mlx["installed"] == [] and set(mlx["features"]) == set(Features.__struct_fields__)
 
 
-@pytest.mark.parametrize("engine", sorted(all_engines()))
+@pytest.mark.parametrize("engine", sorted(load_engines()))
 def test_one_engine_has_a_page(engine: str) -> None:
     page = invoke("engines", "show", engine, "--hardware", "RTX 4090")
-    one = all_engines()[engine]
+    one = load_engines()[engine]
     assert page.code == 0 and one.name in page.out and "Rules that name this engine" in page.out and PROVERB in page.out
     printed = json.loads(invoke("engines", "show", engine, "--hardware", "RTX 4090", "--json").out)
     assert printed["schema"] == "engine/1" and printed["engine"] == engine
@@ -254,28 +256,29 @@ RULES = (
 )
 
 
-def made(engine: str, **fields: Any) -> Row:
+def made(engine: str, **fields: Any) -> EngineRow:
     given: dict[str, Any] = {
         "engine": engine, "name": engine.title(), "version": "1.2.3", "strength": "many users over an API", "effort": 3,
         "formats": ("safetensors",), "converts": ("gguf",), "vendors": ("nvidia",), "cpu": False, "systems": ("linux",),
         "tasks": ("generate",), "ways": ("tensor",), "features": FEATURES, "packages": ("one==1.2.3",),
-        "download_bytes": 34_000_000, "disk_bytes": 127_000_000, "here": Here(runs=False, why="needs an NVIDIA GPU"),
+        "download_bytes": 34_000_000, "disk_bytes": 127_000_000, "here": EngineSupport(runs=False, why="needs "
+        "an NVIDIA GPU"),
         "measured": None, "rules": RULES,
     }  # fmt: skip
-    return Row(**{**given, **fields})
+    return EngineRow(**{**given, **fields})
 
 
 ROWS = (
-    made("alpha", here=Here(runs=True, device="cpu"), measured=make_result("alpha")),
+    made("alpha", here=EngineSupport(runs=True, device="cpu"), measured=make_result("alpha")),
     made("tensor-beta", features=None, packages=(), download_bytes=None, disk_bytes=None),
-    made("gamma", here=Here(runs=True, device="cuda", doubt="not built for one", doubt_for_many=None)),
+    made("gamma", here=EngineSupport(runs=True, device="cuda", doubt="not built for one", doubt_for_many=None)),
 )
 THERE = [
-    Environment(
+    EngineEnvironment(
         engine="alpha", version="1.2.3", path="engines/alpha/1.2.3", packages=(), python="3.11", made_at="2026-11-15",
         disk_bytes=106_000_000,
     ),
-    Environment(
+    EngineEnvironment(
         engine="gamma", version="1.0", path="engines/gamma/1.0", packages=(), python="3.11", made_at="2026-11-15",
         disk_bytes=1_000_000,
     ),
@@ -310,7 +313,7 @@ def test_engines_without_a_native_build_are_rejected() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 250])
 def test_map_page(width: int, snapshot: SnapshotAssertion) -> None:
-    page = render_text(render_map(read_machine("cpu"), cheat_sheet(read_machine("cpu")), ROWS, THERE), width)
+    page = render_text(render_map(read_machine("cpu"), mark_cheat_sheet(read_machine("cpu")), ROWS, THERE), width)
     assert max(map(len, page.splitlines())) <= width
     assert page == snapshot
 
@@ -324,10 +327,11 @@ def test_engine_page(width: int, snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
 def test_columns_that_do_not_fit_continue_below(width: int) -> None:
-    columns = Columns(
-        Column.of("id", ["a", "b"]), tuple(Column.of(f"column {n}", ["word " * n, "x"]) for n in range(1, 8))
+    columns = SplitTable(
+        Column.from_cells("id", ["a", "b"]),
+        tuple(Column.from_cells(f"column {n}", ["word " * n, "x"]) for n in range(1, 8)),
     )
-    parts = list(columns.parts(width))
+    parts = list(columns.split(width))
     assert [column.name for part in parts for column in part] == [f"column {n}" for n in range(1, 8)]
     if width >= 200:
         assert len(parts) == 1

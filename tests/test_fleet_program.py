@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import gone, wait_for
+from tests.conftest import have_ended, wait_for
 from tests.fleet import __main__ as program
 from tests.fleet import checks
 from tests.fleet.checks import Endpoint, NearTie, OutOfTime, Wrong
@@ -36,12 +36,12 @@ from tests.fleet.table import (
 )
 from tests.measure.samples_of_agreement import make_plan
 
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 from bedplate.facts.hardware import probe
-from bedplate.facts.simulated import simulated
-from bedplate.measure.agreement import tells
-from bedplate.measure.reference import shipped_references
-from bedplate.run.prepare import prepared_dir
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.measure.agreement import is_position_sensitive
+from bedplate.measure.reference import read_shipped_references
+from bedplate.run.prepare import get_prepared_dir
 
 OK = Mark(state="ok")
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ class TestOrder:
         assert sort_engines(names) == [*ORDER[:-2], "another", "somebody's", *ORDER[-2:]]
 
     def test_every_ordered_engine_exists_and_has_an_expected_time(self) -> None:
-        assert set(ORDER) == set(EXPECTED_S) and set(ORDER) <= set(all_engines())
+        assert set(ORDER) == set(EXPECTED_S) and set(ORDER) <= set(load_engines())
 
 
 class TestBudget:
@@ -159,11 +159,11 @@ class TestExitCode:
 class TestCandidates:
     def test_every_engine_runs_or_has_a_reason(self) -> None:
         able, unable = program.list_candidates(probe(), None)
-        assert set(able) | set(unable) == set(all_engines()) and not set(able) & set(unable)
+        assert set(able) | set(unable) == set(load_engines()) and not set(able) & set(unable)
         assert "llama.cpp" in able and all(unable.values())
 
     def test_a_machine_without_a_gpu_runs_cpu_engines(self) -> None:
-        bare = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
+        bare = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
         able, unable = program.list_candidates(bare, None)
         assert {"llama.cpp", "mistral.rs", "mlx", "pytorch", "onnxruntime", "vllm"} <= set(able)
         assert unable["exllamav3"] == "needs an NVIDIA GPU" and "tensorrt-llm" in unable
@@ -221,7 +221,7 @@ class TestDisk:
         return tmp_path
 
     def make_prepared(self, name: str, program: str) -> Path:
-        folder = prepared_dir() / name
+        folder = get_prepared_dir() / name
         folder.mkdir(parents=True)
         (folder / "bedplate.json").write_text(json.dumps({"argv": [program], "seconds": 1.5, "disk_bytes": 7}))
         return folder
@@ -267,11 +267,11 @@ class Scripted(Endpoint):
 
 
 def test_the_first_prefixes_are_distinctive_and_short() -> None:
-    (reference,) = shipped_references()
+    (reference,) = read_shipped_references()
     pairs = checks.choose_prefixes(reference)
     assert len(set(pairs)) == len(pairs) == len(reference.answers) > 1000
-    telling = [known for _, known in pairs if tells(known)]
-    assert len(telling) >= 10 and all(tells(known) for _, known in pairs[: len(telling)])
+    telling = [known for _, known in pairs if is_position_sensitive(known)]
+    assert len(telling) >= 10 and all(is_position_sensitive(known) for _, known in pairs[: len(telling)])
     assert sum(known.tokens for _, known in pairs[: program.LEAST_PREFIXES]) < 3500
 
 
@@ -352,7 +352,7 @@ class TestStopping:
         with pytest.raises(Wrong, match="left processes behind"):
             stub.stop()
         assert below
-        wait_for(lambda: gone(below), "what was left to be ended")
+        wait_for(lambda: have_ended(below), "what was left to be ended")
 
 
 def test_make_fleet_runs_this_program() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bedplate.measure.summary import rows
+from bedplate.measure.summary import make_rows
 from bedplate.values.record import from_json
 from bedplate.values.run import Run
 
@@ -61,7 +61,7 @@ def test_start_times() -> None:
 @pytest.mark.parametrize(("engine", "name"), [("vLLM", "vllm-8b"), ("SGLang", "sglang-8b")])
 def test_speed(engine: str, name: str) -> None:
     run = from_json(Run, read_files(FIRST)[f"{name}/run.json"].encode())
-    measured = {row.concurrency: row for row in rows(run)}
+    measured = {row.concurrency: row for row in make_rows(run)}
     lines = PAGE[PAGE.index(f"| {engine} | 1 |") :].splitlines()[:4]
     for level, line in zip((1, 16, 64, 256), lines, strict=True):
         told = [cell.strip() for cell in line.strip("|").split("|")]

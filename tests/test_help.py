@@ -10,7 +10,7 @@ import pytest
 import typer
 from tests.commands import all_commands
 
-from bedplate.cli.app import PANELS, VERBS, app, app_for, name_of
+from bedplate.cli.app import PANELS, VERBS, app, build_app_for, get_verb_name
 
 COMMANDS = {" ".join(path) or "bedplate": command for path, command in all_commands()}
 every_command = pytest.mark.parametrize("name", COMMANDS)
@@ -66,7 +66,7 @@ def test_help_groups_the_verbs() -> None:
     found = re.findall(r"^([A-Z][a-z ]+):\n((?:  \S.*\n)+)", shown, re.MULTILINE)
     listed = {title: [line.split()[0] for line in body.splitlines()] for title, body in found}
     assert [title for title in listed if title in titles] == titles
-    assert all(listed[title] == [name_of(verb) for verb in verbs] for title, verbs in PANELS.items())
+    assert all(listed[title] == [get_verb_name(verb) for verb in verbs] for title, verbs in PANELS.items())
     group = COMMANDS["bedplate"]
     assert isinstance(group, click.Group)
     assert sorted(group.commands) == sorted(verb for title in titles for verb in listed[title])
@@ -78,10 +78,10 @@ def test_every_summary_of_the_overview_fits_on_its_line() -> None:
 
 def test_a_named_verb_is_built_alone_and_with_the_same_help() -> None:
     """typer builds every option of every verb that is there, which takes longer than `plan`."""
-    for name in map(name_of, VERBS):
-        alone = typer.main.get_command(app_for([name, "--help"]))
+    for name in map(get_verb_name, VERBS):
+        alone = typer.main.get_command(build_app_for([name, "--help"]))
         assert isinstance(alone, click.Group) and list(alone.commands) == [name]
         shown = alone.commands[name].get_help(click.Context(alone.commands[name], info_name=name, terminal_width=80))
         assert shown == read_help(name)
     for words in ([], ["--help"], ["plann"], ["--version", "plan"]):
-        assert app_for(words) is app
+        assert build_app_for(words) is app

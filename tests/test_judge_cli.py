@@ -12,9 +12,9 @@ from tests.judge.made_engine import MadeEngine
 
 from bedplate import store
 from bedplate.facts.hardware import probe
-from bedplate.values import from_json, replaced, to_json
+from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.diagnosis import Diagnosis
-from bedplate.values.run import Cell, Environment, Quality, Run
+from bedplate.values.run import Cell, Quality, Run, RunEnvironment
 from bedplate.values.verdict import Verdict
 
 
@@ -24,11 +24,11 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(*cells: Cell, id: str = "made", bandwidth: float | None = None) -> Run:
-    machine = store.fingerprint(probe())
-    environment = Environment(
+    machine = store.compute_fingerprint(probe())
+    environment = RunEnvironment(
         bedplate="0", python="3", system="linux", hardware="two cores", machine=machine, bandwidth_bytes_s=bandwidth
     )
-    kept = tuple(replaced(cell, machine=machine, run=id) for cell in cells)
+    kept = tuple(replace_fields(cell, machine=machine, run=id) for cell in cells)
     return Run(id=id, at="2026-11-15T09:00:00Z", environment=environment, cells=kept, finished=True)
 
 
@@ -39,7 +39,9 @@ def make_sides(gain: float, engines: tuple[str, str] = ("llama.cpp", "vllm")) ->
 
 
 def rename_engine(engine: str, cell: Cell) -> Cell:
-    return replaced(cell, id=f"{engine}-{cell.load.concurrency}", subject=replaced(cell.subject, engine=engine))
+    return replace_fields(
+        cell, id=f"{engine}-{cell.load.concurrency}", subject=replace_fields(cell.subject, engine=engine)
+    )
 
 
 def store_run(run: Run) -> Run:
@@ -67,9 +69,9 @@ class TestCompare:
         run = store_run(make_run(*one, *other))
         invoke("compare", "vllm", "llama.cpp")
         invoke("compare", "llama.cpp", "vllm")
-        found = store.last_verdict(run.environment.machine, run.cells[0].subject.model)
+        found = store.read_last_verdict(run.environment.machine, run.cells[0].subject.model)
         assert found is not None and (found[1].answer, found[1].b.engine) == ("migrate", "vllm")
-        assert store.last_verdict("elsewhere", run.cells[0].subject.model) is None
+        assert store.read_last_verdict("elsewhere", run.cells[0].subject.model) is None
 
     def test_run_files_are_compared_as_json(self, tmp_path: Path) -> None:
         one, other = make_sides(1.3)
@@ -79,7 +81,7 @@ class TestCompare:
 
     def test_not_proven_exits_with_20(self, tmp_path: Path) -> None:
         one, other = make_sides(1.3)
-        unchecked = [replaced(cell, quality=Quality()) for cell in other]
+        unchecked = [replace_fields(cell, quality=Quality()) for cell in other]
         answer = invoke(
             "compare", write_run_file(tmp_path / "a.json", *one), write_run_file(tmp_path / "b.json", *unchecked)
         )
@@ -110,7 +112,11 @@ class TestCompare:
 
     def test_the_newest_common_model_is_compared(self) -> None:
         one, other = make_sides(1.3)
-        newer = [replaced(one[0], id="x", at="2026-11-16T09:00:00Z", subject=replaced(one[0].subject, model="another"))]
+        newer = [
+            replace_fields(
+                one[0], id="x", at="2026-11-16T09:00:00Z", subject=replace_fields(one[0].subject, model="another")
+            )
+        ]
         store_run(make_run(*one, *other))
         store_run(make_run(*newer, id="later"))
         assert invoke("compare", "llama.cpp", "vllm").code == 10
@@ -147,7 +153,7 @@ class TestDiagnose:
 
     def test_an_engine_name_selects_its_newest_run(self) -> None:
         store_run(make_run(*MadeEngine(slots=1, token_ms=0.05).cells(8), id="old"))
-        new = [replaced(cell, id="new", at="2026-11-16T09:00:00Z") for cell in MadeEngine(prompt=1024).cells(1)]
+        new = [replace_fields(cell, id="new", at="2026-11-16T09:00:00Z") for cell in MadeEngine(prompt=1024).cells(1)]
         store_run(make_run(*new, id="new"))
         found = from_json(Diagnosis, invoke("diagnose", "llama.cpp", "--json").out)
         assert found.runs == ("new",) and found.bottlenecks[0].limit == "compute"
@@ -164,9 +170,10 @@ class TestDiagnose:
 class TestVersions:
     def test_two_versions_of_one_engine_are_compared(self) -> None:
         one, other = make_sides(1.3, ("vllm", "vllm"))
-        older = [replaced(cell, id=f"old-{cell.id}", subject=replaced(cell.subject, engine_version="0.26.0"))
+        older = [replace_fields(cell, id=f"old-{cell.id}", subject=replace_fields(cell.subject,
+        engine_version="0.26.0"))
                  for cell in one]  # fmt: skip
-        newer = [replaced(cell, subject=replaced(cell.subject, engine_version="0.32.0")) for cell in other]
+        newer = [replace_fields(cell, subject=replace_fields(cell.subject, engine_version="0.32.0")) for cell in other]
         store_run(make_run(*older, *newer))
         answer = invoke("compare", "vllm@0.26.0", "vLLM@0.32.0")
         assert answer.code == 10 and "vllm 0.26.0" in answer.out and "vllm 0.32.0" in answer.out

@@ -14,7 +14,7 @@ from tests.commands import invoke
 from bedplate import store
 from bedplate.run.gateway.tenants import Tenants
 from bedplate.values import from_json
-from bedplate.values.tenant import key_digest
+from bedplate.values.tenant import digest_key
 from bedplate.values.traffic import ServedRequest, UsageReport
 
 
@@ -26,18 +26,18 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_empty_list_creates_no_store() -> None:
     assert "no keys" in invoke("keys").out
     assert json.loads(invoke("keys", "list", "--json").out) == {"schema": "tenants/1", "tenants": []}
-    assert not store.store_path().exists()
+    assert not store.get_store_path().exists()
 
 
 def test_a_key_is_printed_once_and_only_its_hash_is_stored() -> None:
     added = invoke("keys", "add", "alice", "--weight", "2", "--requests-per-minute", "60", "--expires", "30d")
     key = added.out.strip()
     assert added.code == 0 and key.startswith("bp-") and len(key) > 40
-    (tenant,) = store.tenants()
+    (tenant,) = store.read_tenants()
     assert (tenant.name, tenant.weight, tenant.requests_per_minute) == ("alice", 2.0, 60)
     assert tenant.keys[0].expires_at is not None
-    ((_, digests),) = store.tenants_and_digests()
-    assert digests == (key_digest(key.encode(), store.salt()),)
+    ((_, digests),) = store.read_tenants_and_digests()
+    assert digests == (digest_key(key.encode(), store.get_salt()),)
     for page in (invoke("keys").out, invoke("keys", "--json").out, added.err):
         assert key not in page and key[3:] not in page
     assert "alice" in invoke("keys").out and "until" in invoke("keys").out
@@ -48,34 +48,34 @@ def test_each_key_of_a_tenant_can_be_revoked() -> None:
     ids = [json.loads(one)["tenant"]["keys"][-1]["id"] for one in (first, second)]
     assert json.loads(first)["key"] != json.loads(second)["key"]
     assert invoke("keys", "revoke", ids[0]).out.strip() == f"revoked: {ids[0]}"
-    assert [key.id for key in store.tenants()[0].keys] == [ids[1]]
+    assert [key.id for key in store.read_tenants()[0].keys] == [ids[1]]
     assert invoke("keys", "revoke", "alice").code == 0
-    assert store.tenants() == ()
+    assert store.read_tenants() == ()
 
 
 def test_limits_can_be_changed_and_removed() -> None:
     invoke("keys", "add", "alice", "--in-flight", "4", "--tokens-per-minute", "100,000")
-    assert store.tenants()[0].tokens_per_minute == 100_000
+    assert store.read_tenants()[0].tokens_per_minute == 100_000
     page = invoke("keys", "set", "alice", "--in-flight", "none", "--weight", "0.5").out
     assert "100,000" in page
-    (tenant,) = store.tenants()
+    (tenant,) = store.read_tenants()
     assert (tenant.in_flight, tenant.weight, tenant.tokens_per_minute) == (None, 0.5, 100_000)
     assert len(tenant.keys) == 1
 
 
 def test_admin_rights_can_be_granted_and_removed() -> None:
     assert invoke("keys", "add", "ops", "--admin").code == 0
-    assert store.tenants()[0].admin and "ops (admin)" in invoke("keys").out
+    assert store.read_tenants()[0].admin and "ops (admin)" in invoke("keys").out
     invoke("keys", "set", "ops", "--weight", "2")
-    assert store.tenants()[0].admin, "what is not named stays"
+    assert store.read_tenants()[0].admin, "what is not named stays"
     invoke("keys", "set", "ops", "--no-admin")
-    assert not store.tenants()[0].admin and "(admin)" not in invoke("keys").out
+    assert not store.read_tenants()[0].admin and "(admin)" not in invoke("keys").out
 
 
 def test_the_default_tenant_can_be_limited_without_a_key() -> None:
     assert invoke("keys", "set", "default", "--in-flight", "2").code == 0
     tenants = Tenants("sk-own")
-    tenants.replace(store.tenants(), ())
+    tenants.replace(store.read_tenants(), ())
     assert tenants.default.max_in_flight == 2
 
 
@@ -99,7 +99,7 @@ def test_the_default_tenant_can_be_limited_without_a_key() -> None:
 def test_a_usage_error_changes_nothing(words: tuple[str, ...], said: str) -> None:
     answer = invoke("keys", *words)
     assert answer.code == 2 and said in answer.err
-    assert store.tenants() == ()
+    assert store.read_tenants() == ()
 
 
 # usage

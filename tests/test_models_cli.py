@@ -13,10 +13,10 @@ from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 from tests.commands import invoke, run
 
-from bedplate.decide.catalogue import Catalogue, Entry
-from bedplate.facts.simulated import simulated
-from bedplate.show.models import context, parameters, render_models
-from bedplate.values import Figure, Hardware, Offload, Workload, from_json, replaced
+from bedplate.decide.catalogue import Catalogue, CatalogueEntry
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.show.models import format_context, format_parameters, render_models
+from bedplate.values import Figure, Hardware, Offload, Workload, from_json, replace_fields
 
 
 def list_models(*options: str) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def test_this_machine_is_the_default(tmp_path: Path) -> None:
 # pages, from fixed values
 
 
-def make_entry(name: str, **fields: object) -> Entry:
-    plain = Entry(
+def make_entry(name: str, **fields: object) -> CatalogueEntry:
+    plain = CatalogueEntry(
         name=name,
         task="generate",
         parameters=8_000_000_000,
@@ -120,7 +120,7 @@ def make_entry(name: str, **fields: object) -> Entry:
         max_concurrency=4,
         pace="comfortable",
     )
-    return replaced(plain, **fields)
+    return replace_fields(plain, **fields)
 
 
 ENTRIES = (
@@ -140,11 +140,11 @@ ENTRIES = (
         "maker/Giant-671B", fits=False, pace=None, parameters=671_000_000_000, why="needs 300 GiB, and may take 20 GiB"
     ),
 )
-MACHINE = simulated({"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32, "os": "linux"})
+MACHINE = make_simulated_hardware({"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32, "os": "linux"})
 
 
 def render_page(
-    width: int, entries: Sequence[Entry] = ENTRIES, limit: int | None = None, hardware: Hardware = MACHINE
+    width: int, entries: Sequence[CatalogueEntry] = ENTRIES, limit: int | None = None, hardware: Hardware = MACHINE
 ) -> str:
     out = io.StringIO()
     found = Catalogue(known=9, fitting=sum(entry.fits for entry in entries), models=tuple(entries))
@@ -168,11 +168,11 @@ def test_no_figure_is_truncated(width: int) -> None:
 
 
 def test_without_a_bandwidth_the_page_suggests_probe_measure() -> None:
-    bare = replaced(MACHINE, memory=replaced(MACHINE.memory, bandwidth_bytes_s=None))
+    bare = replace_fields(MACHINE, memory=replace_fields(MACHINE.memory, bandwidth_bytes_s=None))
     assert "bedplate probe --measure" in render_page(80, ENTRIES[2:3], hardware=bare)
     assert "bedplate probe --measure" not in render_page(80, ENTRIES[:2], hardware=bare)
     timed = Figure(value=1e11, low=1e11, high=1e11, basis="measured")
-    known = replaced(MACHINE, memory=replaced(MACHINE.memory, bandwidth_bytes_s=timed))
+    known = replace_fields(MACHINE, memory=replace_fields(MACHINE.memory, bandwidth_bytes_s=timed))
     assert "bedplate probe --measure" not in render_page(80, ENTRIES[2:3], hardware=known)
 
 
@@ -181,8 +181,8 @@ def test_the_page_counts_models_beyond_the_limit() -> None:
 
 
 def test_figures_are_formatted() -> None:
-    assert parameters(make_entry("a", parameters=135_000_000)) == "135M"
-    assert parameters(make_entry("a", active_parameters=7_900_000_000)) == "8B"
-    assert context(make_entry("a", longest_context=1 << 20, max_context=1 << 20)) == "1M"
-    assert context(make_entry("a", longest_context=None)) == "–"
-    assert context(make_entry("a", longest_context=512, max_context=512)) == "512"
+    assert format_parameters(make_entry("a", parameters=135_000_000)) == "135M"
+    assert format_parameters(make_entry("a", active_parameters=7_900_000_000)) == "8B"
+    assert format_context(make_entry("a", longest_context=1 << 20, max_context=1 << 20)) == "1M"
+    assert format_context(make_entry("a", longest_context=None)) == "–"
+    assert format_context(make_entry("a", longest_context=512, max_context=512)) == "512"

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import invoke, run
 
 from bedplate.decide import questions
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 from bedplate.facts.chips import find_chip
 from bedplate.values import Decision, from_json
 
@@ -67,7 +67,7 @@ class TestEngine:
 
 class TestWhyNot:
     def test_every_engine_has_a_reason(self) -> None:
-        for name in all_engines():
+        for name in load_engines():
             answer = invoke(*SERVERS, "--why-not", name)
             assert answer.code == 0 and name in answer.out and len(answer.out.strip()) > 30
 
@@ -139,7 +139,7 @@ class TestProcure:
     @pytest.fixture(autouse=True)
     def few_chips(self, monkeypatch: pytest.MonkeyPatch) -> None:
         chips = tuple(find_chip(name).chip for name in self.CHIPS)
-        monkeypatch.setattr(questions, "purchasable", lambda: chips)
+        monkeypatch.setattr(questions, "list_purchasable", lambda: chips)
 
     def test_machines_that_meet_the_workload_are_listed(self) -> None:
         asked = ("plan", "Qwen/Qwen3-32B", "--concurrency", "8", "--procure")
@@ -169,7 +169,7 @@ class TestProcure:
 
 
 class TestEmit:
-    @pytest.mark.parametrize("name", sorted(all_engines()))
+    @pytest.mark.parametrize("name", sorted(load_engines()))
     def test_the_script_of_every_engine_is_valid_bash(self, name: str, tmp_path: Path) -> None:
         hardware = "Apple M3 Max 40-core" if name == "mlx" else "RTX 4090"
         arguments = [

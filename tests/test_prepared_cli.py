@@ -10,8 +10,8 @@ import pytest
 from tests.commands import invoke
 from tests.run.test_kept import put
 
-from bedplate.run.prepare import hold, prepared_dir
-from bedplate.show.prepared import ago
+from bedplate.run.prepare import get_prepared_dir, hold
+from bedplate.show.prepared import describe_age
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def test_remove_prints_the_freed_bytes() -> None:
     put("b" * 20)
     answer = invoke("prepared", "remove", "aaaa")
     assert answer.code == 0 and answer.out.startswith("removed 1: 5")
-    assert [path.name for path in prepared_dir().iterdir() if path.is_dir()] == ["b" * 20]
+    assert [path.name for path in get_prepared_dir().iterdir() if path.is_dir()] == ["b" * 20]
     assert invoke("prepared", "remove", "--stale").code == 0
-    assert not [path for path in prepared_dir().iterdir() if path.is_dir()]
+    assert not [path for path in get_prepared_dir().iterdir() if path.is_dir()]
 
 
 def test_weights_in_use_are_kept_and_remove_exits_with_1() -> None:
@@ -49,7 +49,7 @@ def test_weights_in_use_are_kept_and_remove_exits_with_1() -> None:
     assert (
         answer.code == 1
         and "since a running bedplate uses them" in answer.err
-        and (prepared_dir() / ("a" * 20)).is_dir()
+        and (get_prepared_dir() / ("a" * 20)).is_dir()
     )
 
 
@@ -65,5 +65,5 @@ def test_remove_without_a_valid_id_is_a_usage_error(words: tuple[str, ...]) -> N
 )
 def test_ages_are_formatted(seconds: int, words: str) -> None:
     now = dt.datetime(2026, 11, 15, 12, tzinfo=dt.UTC)
-    assert ago((now - dt.timedelta(seconds=seconds)).isoformat(), now) == words
-    assert ago(None, now) == "never"
+    assert describe_age((now - dt.timedelta(seconds=seconds)).isoformat(), now) == words
+    assert describe_age(None, now) == "never"

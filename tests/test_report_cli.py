@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 from tests.commands import invoke, run
-from tests.runs import made_cell, made_run
+from tests.runs import make_cell, make_run
 
 from bedplate.values import to_json
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    cells = [made_cell("llama.cpp", 4, 100), made_cell("pytorch", 4, 40, label="BF16")]
+    cells = [make_cell("llama.cpp", 4, 100), make_cell("pytorch", 4, 40, label="BF16")]
     file = tmp_path / "run.json"
-    file.write_text(to_json(made_run(cells, engines=["llama.cpp", "pytorch", "vllm"], loads=[4])))
+    file.write_text(to_json(make_run(cells, engines=["llama.cpp", "pytorch", "vllm"], loads=[4])))
     return file
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.commands import invoke
 
-from bedplate.cli.terminal import console
+from bedplate.cli.terminal import make_console
 from bedplate.hosting import records
-from bedplate.show.services import lasting, render_list, render_status
+from bedplate.show.services import format_duration, render_list, render_status
 from bedplate.values import Workload
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
 
@@ -51,7 +51,7 @@ STATUS = HostStatus(
 
 
 def render_text(what: object) -> str:
-    out = console()
+    out = make_console()
     with out.capture() as captured:
         out.print(what)
     return captured.get()
@@ -72,7 +72,7 @@ def test_commands_without_a_running_service() -> None:
 
 def test_a_starting_service_is_listed() -> None:
     """Its process runs and does not listen yet."""
-    records.claimed("chat", "unused")
+    records.claim_name("chat", "unused")
     listed = invoke("ps")
     assert "chat" in listed.out and "starting" in listed.out and str(os.getpid()) in listed.out
     assert json.loads(invoke("ps", "--json").out)[0]["status"] is None
@@ -81,7 +81,7 @@ def test_a_starting_service_is_listed() -> None:
 
 
 def test_ps_page() -> None:
-    record = records.claimed("chat", "unused")
+    record = records.claim_name("chat", "unused")
     shown = render_text(render_list([(record, STATUS), (record, None)]))
     for word in ("http://127.0.0.1:8080/v1", "small, other", "llama.cpp", "256 MiB", "2 h 5 min", "starting"):
         assert word in shown, shown
@@ -102,7 +102,7 @@ def test_status_page() -> None:
     ("seconds", "words"), [(5, "5 s"), (600, "10 min"), (3600, "1 h"), (3700, "1 h 1 min"), (200_000, "2 d 7 h")]
 )
 def test_durations_are_formatted(seconds: float, words: str) -> None:
-    assert lasting(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_logs_of_an_ended_service(own_home: Path) -> None:
@@ -122,6 +122,6 @@ def test_serve_rejects_invalid_options() -> None:
     ):
         answer = invoke("serve", "--port", "0", *arguments)
         assert answer.code == 2 and word in answer.err
-    records.claimed("chat", "unused")
+    records.claim_name("chat", "unused")
     answer = invoke("serve", "--port", "0", "--name", "chat")
     assert answer.code == 2 and "already running" in answer.err

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import HANG_S
 
 from bedplate import store
-from bedplate.errors import OutsideFailed
-from bedplate.facts.simulated import simulated
-from bedplate.values import replaced
+from bedplate.errors import ExternalFailure
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import replace_fields
 from bedplate.values.result import Result
 
 
@@ -34,37 +34,37 @@ def path(tmp_path: Path) -> Path:
 
 def test_results_are_returned_newest_first(path: Path) -> None:
     older, newer = make_result(at="2026-11-01T10:00:00Z"), make_result("sglang", at="2026-11-02T10:00:00Z")
-    store.add(newer, path)
-    store.add(older, path)
-    assert store.results("m1", path=path) == (newer, older)
+    store.add_result(newer, path)
+    store.add_result(older, path)
+    assert store.read_results("m1", path=path) == (newer, older)
 
 
 def test_results_are_filtered_by_machine_and_model(path: Path) -> None:
     mine, other = make_result(), make_result(machine="m2")
     third = make_result(model="another model")
     for one in (mine, other, third):
-        store.add(one, path)
-    assert store.results("m2", path=path) == (other,)
-    assert store.results("m1", "a model", path) == (mine,)
-    assert store.results("m1", "nobody's", path) == ()
+        store.add_result(one, path)
+    assert store.read_results("m2", path=path) == (other,)
+    assert store.read_results("m1", "a model", path) == (mine,)
+    assert store.read_results("m1", "nobody's", path) == ()
 
 
 def test_reading_creates_no_file(path: Path) -> None:
-    assert store.results("m1", path=path) == ()
+    assert store.read_results("m1", path=path) == ()
     assert not path.parent.exists()
 
 
 def test_the_store_is_under_bedplate_home(bedplate_home: Path) -> None:
-    assert store.store_path().parent == bedplate_home
+    assert store.get_store_path().parent == bedplate_home
 
 
 def test_a_store_of_a_newer_bedplate_is_rejected_unchanged(path: Path) -> None:
-    store.add(make_result(), path)
+    store.add_result(make_result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version={store.VERSION + 1}")
     connection.close()
-    for use in (lambda: store.results("m1", path=path), lambda: store.add(make_result(), path)):
-        with pytest.raises(OutsideFailed, match="newer bedplate") as refused:
+    for use in (lambda: store.read_results("m1", path=path), lambda: store.add_result(make_result(), path)):
+        with pytest.raises(ExternalFailure, match="newer bedplate") as refused:
             use()
         assert refused.value.hint and refused.value.exit_code == 3
     with sqlite3.connect(path) as connection:
@@ -76,8 +76,8 @@ def test_a_store_of_a_newer_bedplate_is_rejected_unchanged(path: Path) -> None:
 def test_a_corrupt_file_is_reported(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
-    for use in (lambda: store.results("m1", path=path), lambda: store.add(make_result(), path)):
-        with pytest.raises(OutsideFailed) as failed:
+    for use in (lambda: store.read_results("m1", path=path), lambda: store.add_result(make_result(), path)):
+        with pytest.raises(ExternalFailure) as failed:
             use()
         assert str(path) in failed.value.message and failed.value.cause and failed.value.hint
     assert path.read_bytes() == content
@@ -85,36 +85,36 @@ def test_a_corrupt_file_is_reported(path: Path, content: bytes) -> None:
 
 def test_a_truncated_file_is_reported(path: Path) -> None:
     for number in range(20):
-        store.add(make_result(at=f"2026-11-01T10:00:{number:02}Z", model="a long name " * 500), path)
+        store.add_result(make_result(at=f"2026-11-01T10:00:{number:02}Z", model="a long name " * 500), path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OutsideFailed):
-        store.results("m1", path=path)
+    with pytest.raises(ExternalFailure):
+        store.read_results("m1", path=path)
 
 
 def test_an_unreadable_row_raises_an_external_failure(path: Path) -> None:
-    store.add(make_result(), path)
+    store.add_result(make_result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute('UPDATE results SET body = \'{"schema": "result/99"}\'')
     connection.close()
-    with pytest.raises(OutsideFailed) as failed:
-        store.results("m1", path=path)
+    with pytest.raises(ExternalFailure) as failed:
+        store.read_results("m1", path=path)
     assert failed.value.hint
 
 
 def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
-    with pytest.raises(OutsideFailed):
-        store.add(make_result(), blocker / "store.sqlite")
+    with pytest.raises(ExternalFailure):
+        store.add_result(make_result(), blocker / "store.sqlite")
 
 
 @pytest.mark.parametrize("attempt", range(8))
 def test_several_threads_create_a_store_and_write_concurrently(path: Path, attempt: int) -> None:
     """A race to create the tables failed once in a few dozen runs."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: store.add(make_result(model=f"model {number}"), path), range(40)))
-    assert {one.model for one in store.results("m1", path=path)} == {f"model {number}" for number in range(40)}
+        list(pool.map(lambda number: store.add_result(make_result(model=f"model {number}"), path), range(40)))
+    assert {one.model for one in store.read_results("m1", path=path)} == {f"model {number}" for number in range(40)}
 
 
 def test_several_processes_write_concurrently(path: Path) -> None:
@@ -126,7 +126,7 @@ def test_several_processes_write_concurrently(path: Path) -> None:
     )
     children = [subprocess.Popen([sys.executable, "-c", program, str(path), str(number)]) for number in range(1, 5)]
     assert [child.wait(HANG_S) for child in children] == [0] * 4
-    assert len(store.results("m1", path=path)) == 40
+    assert len(store.read_results("m1", path=path)) == 40
 
 
 class TestFingerprint:
@@ -140,14 +140,18 @@ class TestFingerprint:
             {"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16},
             {"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16, "os": "windows"},
         ]
-        assert len({store.fingerprint(simulated(described)) for described in machines}) == len(machines)
+        assert len({store.compute_fingerprint(make_simulated_hardware(described)) for described in machines}) == len(
+            machines
+        )
 
     def test_free_memory_and_similar_do_not_change_the_fingerprint(self) -> None:
-        machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512})
-        busy = replaced(
+        machine = make_simulated_hardware({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512})
+        busy = replace_fields(
             machine,
-            memory=replaced(machine.memory, available_bytes=machine.memory.available_bytes // 3),
-            accelerators=tuple(replaced(card, free_bytes=1, driver_version="999") for card in machine.accelerators),
+            memory=replace_fields(machine.memory, available_bytes=machine.memory.available_bytes // 3),
+            accelerators=tuple(
+                replace_fields(card, free_bytes=1, driver_version="999") for card in machine.accelerators
+            ),
             notes=("a note",),
         )
-        assert store.fingerprint(busy) == store.fingerprint(machine)
+        assert store.compute_fingerprint(busy) == store.compute_fingerprint(machine)

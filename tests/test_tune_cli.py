@@ -12,8 +12,8 @@ from tests.decide.test_tuned import make_tuning
 from bedplate import store
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import fetch_builtin
-from bedplate.values import from_json, replaced
-from bedplate.values.tuning import Refused, Trial, Tuned, Turn
+from bedplate.values import from_json, replace_fields
+from bedplate.values.tuning import RefusedSetting, SettingChange, Trial, TuningRun
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-def store_tuning(**changes: object) -> Tuned:
-    machine = store.fingerprint(probe())
-    tuned = replaced(make_tuning(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
+def store_tuning(**changes: object) -> TuningRun:
+    machine = store.compute_fingerprint(probe())
+    tuned = replace_fields(make_tuning(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
     store.add_tuning(tuned)
     return tuned
 
@@ -40,17 +40,17 @@ def test_export_omits_trials_and_import_restores_the_settings(tmp_path: Path) ->
     tuned = store_tuning()
     file = tmp_path / "tuned.json"
     assert invoke("tune", "--export", str(file)).code == 0
-    written = from_json(Tuned, file.read_bytes())
-    assert written == replaced(tuned, trials=())
+    written = from_json(TuningRun, file.read_bytes())
+    assert written == replace_fields(tuned, trials=())
     assert invoke("tune", "--import", str(file)).code == 0
-    assert store.tunings(tuned.machine)[0].source == "tuned.json"
+    assert store.read_tunings(tuned.machine)[0].source == "tuned.json"
 
 
 def test_a_damaged_file_is_a_usage_error(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     file.write_text('{"schema": "tuning/1", "engine": 3}')
     found = invoke("tune", "--import", str(file))
-    assert found.code == 2 and f"not a valid {Tuned.__name__}" in found.err
+    assert found.code == 2 and f"not a valid {TuningRun.__name__}" in found.err
     assert invoke("tune", "--import", str(tmp_path / "none.json")).code == 2
 
 
@@ -91,10 +91,10 @@ def test_plan_uses_tuned_settings_unless_untuned() -> None:
     before = plan(decide(machine, MODEL, WORK, "llama.cpp"), MODEL, WORK)
     made = make_tuning(ubatch="256")
     sides = (
-        replaced(made.sides[0], settings=before.settings, weights=before.weights),
-        replaced(made.sides[1], settings=replaced(before.settings, turned=made.sides[1].settings.turned)),
+        replace_fields(made.sides[0], settings=before.settings, weights=before.weights),
+        replace_fields(made.sides[1], settings=replace_fields(before.settings, turned=made.sides[1].settings.turned)),
     )
-    store.add_tuning(replaced(made, machine=store.fingerprint(machine), sides=sides))
+    store.add_tuning(replace_fields(made, machine=store.compute_fingerprint(machine), sides=sides))
     asked = ("plan", "--engine", "llama.cpp", "--concurrency", "4", "--output-tokens", "128", "--json")
     found = json.loads(invoke(*asked).out)
     assert "tuned.measured" in [reason["rule"] for reason in found["reasons"]]
@@ -105,12 +105,15 @@ def test_plan_uses_tuned_settings_unless_untuned() -> None:
 
 def test_the_store_keeps_the_latest_tuning_and_all_refusals() -> None:
     first = store_tuning(finished=False)
-    store.add_tuning(replaced(first, measurements=7))
-    assert [one.measurements for one in store.tunings(first.machine)] == [7]
-    assert store.tunings("elsewhere") == () and len(store.tunings(None)) == 1
-    refused = Refused(
+    store.add_tuning(replace_fields(first, measurements=7))
+    assert [one.measurements for one in store.read_tunings(first.machine)] == [7]
+    assert store.read_tunings("elsewhere") == () and len(store.read_tunings(None)) == 1
+    refused = RefusedSetting(
         at="2026-11-15T10:00:00Z", machine="m", engine="llama.cpp", engine_version="1", model="a",
-        turn=Turn(knob="weights", value="Q4_0"), turned=(), kind="answers", why="30 of 48", evidence=("after …",),
+        turn=SettingChange(knob="weights", value="Q4_0"), turned=(), kind="answers", why="30 of "
+        "48", evidence=("after …",),
     )  # fmt: skip
     store.add_refused(refused)
-    assert store.refused_settings("m", "llama.cpp") == (refused,) and store.refused_settings("m", "vllm") == ()
+    assert (
+        store.read_refused_settings("m", "llama.cpp") == (refused,) and store.read_refused_settings("m", "vllm") == ()
+    )

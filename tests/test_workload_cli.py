@@ -11,10 +11,18 @@ import pytest
 from tests.commands import Answer, invoke
 
 from bedplate.decide.intent import read_intent
-from bedplate.facts.workload import summarise, to_workload
-from bedplate.show.workload import bars, burst_words, prefix_words, sparkline
+from bedplate.facts.workload import summarize_trace, to_workload
+from bedplate.show.workload import describe_bursts, describe_prefixes, draw_sparkline, make_bars
 from bedplate.values import from_json
-from bedplate.values.workload import Arrivals, CacheSize, LengthBin, Lengths, PrefixReuse, Spread, TraceSummary
+from bedplate.values.workload import (
+    Arrivals,
+    CacheSize,
+    LengthBin,
+    LengthDistribution,
+    PrefixReuse,
+    Spread,
+    TraceSummary,
+)
 
 CAPTURES = Path(__file__).parent / "captures" / "traces"
 
@@ -36,7 +44,7 @@ def test_the_page_shows_the_summary() -> None:
 
 def test_json_is_a_summary() -> None:
     summary = from_json(TraceSummary, run(CAPTURES / "azure-2023-conv.csv", "--json").out)
-    assert summary == summarise(CAPTURES / "azure-2023-conv.csv")
+    assert summary == summarize_trace(CAPTURES / "azure-2023-conv.csv")
 
 
 def test_assumed_latencies_can_be_specified() -> None:
@@ -49,7 +57,7 @@ def test_the_intent_is_written_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     done = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
     assert done.code == 0 and f"written: {path}" in done.out
-    assert read_intent(path).workload == to_workload(summarise(CAPTURES / "azure-2023-conv.csv"))
+    assert read_intent(path).workload == to_workload(summarize_trace(CAPTURES / "azure-2023-conv.csv"))
     again = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
     assert again.code == 2 and "already exists" in again.err
     assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").code == 3
@@ -81,20 +89,20 @@ def test_help_has_examples() -> None:
 
 def test_small_outer_bins_are_merged() -> None:
     bins = [(1, 1), (2, 0), (4, 500), (8, 400), (16, 99), (32, 1)]
-    lengths = Lengths(
+    lengths = LengthDistribution(
         spread=Spread(mean=1, p50=1, p90=1, p99=1, max=1), total_tokens=1, basis="reported",
         bins=tuple(LengthBin(from_tokens=low, to_tokens=2 * low - 1, requests=count) for low, count in bins),
     )  # fmt: skip
-    assert [(label, share) for label, _, share in bars(lengths)] == [
+    assert [(label, share) for label, _, share in make_bars(lengths)] == [
         ("1–7", "50.0%"),
         ("8–15", "40.0%"),
         ("16–63", "10.0%"),
     ]
-    assert bars(lengths)[0][1] == "█" * 18
+    assert make_bars(lengths)[0][1] == "█" * 18
 
 
 def test_sparklines_of_zeros_are_flat() -> None:
-    assert sparkline((0.0, 1.0, 8.0)) == " ▂█" and sparkline((0.0, 0.0)) == "▁▁" and sparkline(()) == ""
+    assert draw_sparkline((0.0, 1.0, 8.0)) == " ▂█" and draw_sparkline((0.0, 0.0)) == "▁▁" and draw_sparkline(()) == ""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_bursts_are_described(gap_cv: float | None, words: str) -> None:
         span_s=100, requests_per_s=1, gap_cv=gap_cv, peak_to_mean_1s=3, peak_to_mean_10s=2, peak_to_mean_60s=None,
         same_moment=0, series=(),
     )  # fmt: skip
-    told = burst_words(arrivals)
+    told = describe_bursts(arrivals)
     assert (
         told.startswith(words) and "3 × the mean in the busiest second, 2 × the mean in the busiest 10 seconds" in told
     )
@@ -134,5 +142,5 @@ def test_prefix_sharing_is_described(ever: float, near: float, words: str) -> No
         saved_share=ever, by_cache=(CacheSize(tokens=10**6, saved_share=near),), sharing_requests=0.5,
         typical_tokens=512, saved_tokens_per_request=9, basis="measured", how="hashes",
     )  # fmt: skip
-    lines = prefix_words(reuse)
+    lines = describe_prefixes(reuse)
     assert lines[0].startswith(f"an unlimited prefix cache would save about {ever:.0%}") and words in lines[-1]

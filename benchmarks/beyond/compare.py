@@ -33,9 +33,9 @@ import aiohttp
 import psutil
 
 from bedplate.errors import BedplateError
-from bedplate.measure.load import Target, measure_apart, output_tok_s, prepare, run
+from bedplate.measure.load import LoadTarget, compute_delivered_tok_s, measure_apart, prepare, run
 from bedplate.values.run import Load
-from bedplate.values.statistics import quantile
+from bedplate.values.statistics import compute_quantile
 
 REPLICAS = 2
 CONTEXT_TOKENS = 2048
@@ -250,7 +250,7 @@ def engine_of(endpoint: Mapping[str, Any]) -> str:
 
 
 def layer(visit: Visit, endpoint: Mapping[str, Any], settings: Settings, concurrency: int, count: int) -> Case:
-    target = Target.of(endpoint["url"])
+    target = LoadTarget.from_url(endpoint["url"])
     load = Load(concurrency=concurrency, prompt_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens)
     repeat = measure_apart(
         target, load, prepared=run(prepare(target, load)), seconds=1.0, least_requests=count,
@@ -265,7 +265,7 @@ def layer(visit: Visit, endpoint: Mapping[str, Any], settings: Settings, concurr
         at=now(),
         ttft_ms=tuple(sample.ttft_ms for sample in good if sample.ttft_ms is not None),
         tpot_ms=tuple(sample.tpot_ms for sample in good if sample.tpot_ms is not None),
-        tokens=(output_tok_s(repeat) or 0.0) * repeat.seconds,
+        tokens=(compute_delivered_tok_s(repeat) or 0.0) * repeat.seconds,
         seconds=repeat.seconds,
         requests=len(repeat.samples),
         failed=len(repeat.samples) - len(good),
@@ -406,7 +406,7 @@ def named(words: Sequence[str]) -> list[Visit]:
 
 
 def p50(values: Sequence[float], digits: int = 0) -> str:
-    return f"{quantile(sorted(values), 0.5):.{digits}f}" if values else "-"
+    return f"{compute_quantile(sorted(values), 0.5):.{digits}f}" if values else "-"
 
 
 def p95(values: Sequence[float]) -> str:
@@ -414,7 +414,7 @@ def p95(values: Sequence[float]) -> str:
     if not values:
         return "-"
     few = len(values) < FEWEST_FOR_P95
-    return f"< {max(values):.0f}" if few else f"{quantile(sorted(values), 0.95):.0f}"
+    return f"< {max(values):.0f}" if few else f"{compute_quantile(sorted(values), 0.95):.0f}"
 
 
 def joined(cases: Sequence[Case]) -> Case:

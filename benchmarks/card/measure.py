@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bedplate.values.units import parsed_seconds
+from bedplate.values.units import parse_duration
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -259,7 +259,7 @@ def end(process: subprocess.Popen[bytes], gently: bool = True) -> None:
 def home() -> Path:
     if (given := os.environ.get("BEDPLATE_HOME")) is not None:
         return Path(given)
-    from bedplate.home import home as found
+    from bedplate.home import get_home as found
 
     return found()
 
@@ -595,7 +595,7 @@ def chosen_steps(text: str) -> list[Step]:
 
 
 def take_all(given: argparse.Namespace) -> int:
-    deadline = time.monotonic() + parsed_seconds(given.budget)
+    deadline = time.monotonic() + parse_duration(given.budget)
     state, bad, late = State(given.out), 0, 0
     pending = [step for step in chosen_steps(given.steps) if given.again or not state.is_done(step.name)]
     with sampled_gpu(given):
@@ -693,7 +693,7 @@ def detach(given: argparse.Namespace) -> None:
 
 def wait(given: argparse.Namespace) -> None:
     """Shows what the background process writes, until it ends or the time is over."""
-    until = time.monotonic() + parsed_seconds(given.wait)
+    until = time.monotonic() + parse_duration(given.wait)
     pid, log = int((given.out / "measure.pid").read_text()), given.out / "measure.log"
     shown = max(0, log.stat().st_size - 4000)
     while True:

@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from bedplate.engines import Engine
-from bedplate.engines.knobs import merged, with_own_defaults
+from bedplate.engines.knobs import merge_options, with_engine_defaults
 from bedplate.errors import BedplateError
 from bedplate.facts.hardware import probe
 from bedplate.judge.compare import compare
-from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, REQUEST_LIMIT_S, environment_of
-from bedplate.measure.load import OwnError, Prepared, Target, measure_apart, prepare
+from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, REQUEST_LIMIT_S, describe_environment
+from bedplate.measure.load import ClientErrorFigures, LoadTarget, PreparedEndpoint, measure_apart, prepare
 from bedplate.measure.load import run as run_loop
-from bedplate.measure.moments import new_run_id, now_text
-from bedplate.measure.watch import Meters, Watcher, meters_of
-from bedplate.progress import Silent
-from bedplate.run.prepare import content_id
-from bedplate.run.ready import fetch_facts, plan_engine, readied
-from bedplate.run.starting import Started, running
-from bedplate.values import Hardware, Launch, Model, Plan, Workload, replaced, to_json
-from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Subject
-from bedplate.values.service import Wanted
+from bedplate.measure.moments import format_now, make_run_id
+from bedplate.measure.watch import EngineMeters, Watcher, make_meters
+from bedplate.progress import SilentProgress
+from bedplate.run.prepare import hash_model_content
+from bedplate.run.ready import fetch_facts, plan_engine, prepare_model
+from bedplate.run.starting import RunningEngine, run_engine
+from bedplate.values import Hardware, Launch, Model, Plan, Workload, replace_fields, to_json
+from bedplate.values.run import Cell, Load, Quality, Repeat, Run, RunEnvironment, Subject
+from bedplate.values.service import ModelOrder
 
 DEFAULTS = "defaults"
 SHARE_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
@@ -48,7 +48,7 @@ NOT_CHECKED = Quality(note="random weights: answers are not compared")
 LEAST_GAIN = 1.03
 
 
-class Progress(Silent):
+class Progress(SilentProgress):
     def note(self, text: str) -> None:
         say(text)
 
@@ -68,7 +68,7 @@ def sharing(engine: Engine, share: float | None) -> Engine:
             launch: Launch = super().launch(plan, port)
             if plan.settings.device == "cpu":
                 return launch
-            return replaced(launch, argv=merged(launch.argv, (option, f"{share:g}")))
+            return replace_fields(launch, argv=merge_options(launch.argv, (option, f"{share:g}")))
 
     one: Engine = Sharing.__new__(Sharing)
     one.__dict__.update(engine.__dict__)
@@ -79,10 +79,10 @@ def sharing(engine: Engine, share: float | None) -> Engine:
 class Side:
     name: str
     subject: Subject
-    target: Target
-    meters: Meters
-    started: Started
-    prepared: Prepared | None = None
+    target: LoadTarget
+    meters: EngineMeters
+    started: RunningEngine
+    prepared: PreparedEndpoint | None = None
     repeats: dict[Load, list[Repeat]] = field(default_factory=dict)
 
 
@@ -108,20 +108,22 @@ def work_of(loads: Sequence[Load], facts: Model) -> Workload:
 
 def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: float | None, stack: ExitStack) -> Side:
     engine_id, _, how = name.partition(":")
-    wanted = Wanted(model=facts.name, workload=work, engine=engine_id, untuned=True)
+    wanted = ModelOrder(model=facts.name, workload=work, engine=engine_id, untuned=True)
     chosen = plan_engine(wanted, facts, hardware, Progress())
     if how == DEFAULTS:
-        chosen = replace(chosen, plan=with_own_defaults(chosen.plan))
-    ready = readied(chosen, Progress(), to_measure=True)
+        chosen = replace(chosen, plan=with_engine_defaults(chosen.plan))
+    ready = prepare_model(chosen, Progress(), to_measure=True)
     say(f"starting {name}")
-    started = stack.enter_context(running(replace(ready.start(), launched=sharing(chosen.engine, share)), Progress()))
+    started = stack.enter_context(
+        run_engine(replace(ready.build_start(), launched=sharing(chosen.engine, share)), Progress())
+    )
     say(f"{name} is ready after {started.start_s:.1f} s: {' '.join(started.argv)}")
     subject = Subject(
         engine=engine_id,
         engine_version=ready.plan.engine_version,
         model=facts.name,
         quantization=chosen.decision.quantization,
-        weights_id=content_id(facts)[:12] if facts.files else None,
+        weights_id=hash_model_content(facts)[:12] if facts.files else None,
         device=ready.plan.settings.device,
         parallelism=ready.plan.parallelism,
         settings=ready.plan.settings,
@@ -129,11 +131,13 @@ def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: fl
         argv=started.argv,
         start_s=started.start_s,
     )
-    target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
-    return Side(name, subject, target, meters_of(started), started)
+    target = LoadTarget.from_url(started.url, key=started.key, model=ready.plan.model.served_name)
+    return Side(name, subject, target, make_meters(started), started)
 
 
-def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, OwnError]) -> None:
+def measure_once(
+    side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, ClientErrorFigures]
+) -> None:
     """One round of one side. `own` has the client's own error by the number of streams, measured once each."""
     streams = load.concurrency or 1
     side.prepared = run_loop(prepare(side.target, load, known=side.prepared))
@@ -144,13 +148,15 @@ def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: fl
         )  # fmt: skip
     client = repeat.client
     if client.error_p50_ms is not None and client.error_p99_ms is not None:
-        found = OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+        found = ClientErrorFigures(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
         own.setdefault(streams, found)
-    use, engine = watcher.seen()
-    side.repeats.setdefault(load, []).append(replaced(repeat, at=repeat.at or now_text(), use=use, engine=engine))
+    use, engine = watcher.summarize_readings()
+    side.repeats.setdefault(load, []).append(
+        replace_fields(repeat, at=repeat.at or format_now(), use=use, engine=engine)
+    )
     speed = (repeat.delivered_tokens or 0.0) / repeat.seconds
     say(f"{words(load)}, round {number % 1000 + 1}, {side.name}: {speed:.0f} tok/s")
-    if side.started.died:
+    if side.started.has_died:
         raise SystemExit(f"{side.name} died under this load")
 
 
@@ -171,11 +177,13 @@ def cells_of(side: Side, run: str, machine: str) -> tuple[Cell, ...]:
     )  # fmt: skip
 
 
-def write(sides: Sequence[Side], out: Path, environment: Environment, run: str, facts: Model, finished: bool) -> None:
+def write(
+    sides: Sequence[Side], out: Path, environment: RunEnvironment, run: str, facts: Model, finished: bool
+) -> None:
     for side in sides:
         cells = cells_of(side, run, environment.machine)
-        told = replaced(facts, files=(), chat_template=None)
-        one = Run(id=run, at=now_text(), environment=environment, cells=cells, finished=finished, models=(told,))
+        told = replace_fields(facts, files=(), chat_template=None)
+        one = Run(id=run, at=format_now(), environment=environment, cells=cells, finished=finished, models=(told,))
         (out / f"{side.name.replace(':', '-')}.json").write_text(to_json(one))
     verdicts: list[dict[str, Any]] = []
     for a, b in itertools.combinations(sides, 2):
@@ -214,8 +222,8 @@ def main() -> None:
     names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
     hardware = probe()
     facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
-    work, environment, run = work_of(loads, facts), environment_of(hardware, sys.argv), new_run_id()
-    own: dict[int, OwnError] = {}
+    work, environment, run = work_of(loads, facts), describe_environment(hardware, sys.argv), make_run_id()
+    own: dict[int, ClientErrorFigures] = {}
     share = given.share or round(0.88 / len(names), 2)
     try:
         with ExitStack() as stack:

@@ -12,25 +12,25 @@ from urllib.parse import urlsplit
 import uvloop
 
 from bedplate import store
-from bedplate.run.gateway import Backend, Gateway
-from bedplate.run.gateway.keeper import Keeper
-from bedplate.values.tenant import Tenant, TenantKey, key_digest
+from bedplate.run.gateway import Gateway, GatewayBackend
+from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.values.tenant import Tenant, TenantKey, digest_key
 
 
 def two_tenants(path: Path, key: str) -> None:
     """A tenant with this key and limits that are never reached, and a second tenant that shares the engine."""
     for name, own in (("one", key), ("other", key[::-1])):
         store.put_tenant(Tenant(name=name, requests_per_minute=10**9, tokens_per_minute=10**12, in_flight=10**6), path)
-        store.add_key(name, TenantKey(id=name, created_at=""), key_digest(own.encode(), store.salt(path)), path)
+        store.add_key(name, TenantKey(id=name, created_at=""), digest_key(own.encode(), store.get_salt(path)), path)
 
 
 async def serve(upstream: str, port: int, path: Path | None) -> None:
     address = urlsplit(upstream)
-    backend = Backend("null", "null", aliases=("null-model",))
+    backend = GatewayBackend("null", "null", aliases=("null-model",))
     backend.address = (address.hostname or "127.0.0.1", address.port or 80)
     backend.state = "ready"
     backend.slots = 4096
-    gateway = Gateway([backend], keeper=Keeper(path) if path is not None else None, max_wait_s=120.0)
+    gateway = Gateway([backend], keeper=RequestRecorder(path) if path is not None else None, max_wait_s=120.0)
     await gateway.start("127.0.0.1", port)
     gc.collect()
     gc.freeze()

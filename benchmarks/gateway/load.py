@@ -15,7 +15,7 @@ import httptools
 import uvloop
 
 from bedplate.measure.load.deadlines import Deadlines
-from bedplate.values.statistics import quantile
+from bedplate.values.statistics import compute_quantile
 
 TOKEN = re.compile(rb'"\s?w(\d+)[a-g]*"')
 MODEL = "null-model"
@@ -52,8 +52,8 @@ def typical_p99(rounds: Sequence[Sequence[float]]) -> float:
     Pooled, one such pause determines the p99 of a whole run; this way it affects one round.
     """
     if all(len(each) >= ENOUGH_FOR_P99 for each in rounds):
-        return statistics.median(quantile(sorted(each), 0.99) for each in rounds)
-    return quantile(sorted(value for each in rounds for value in each), 0.99)
+        return statistics.median(compute_quantile(sorted(each), 0.99) for each in rounds)
+    return compute_quantile(sorted(value for each in rounds for value in each), 0.99)
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,11 @@ class StreamRun:
         times = [time_ns for each in rounds for time_ns in each]
         report.samples = len(times)
         if times:
-            report.ttft_p50_ms = quantile(sorted(times), 0.50) / 1e6
-            report.ttft_p99_pooled_ms = quantile(sorted(times), 0.99) / 1e6
+            report.ttft_p50_ms = compute_quantile(sorted(times), 0.50) / 1e6
+            report.ttft_p99_pooled_ms = compute_quantile(sorted(times), 0.99) / 1e6
             report.ttft_p99_ms = typical_p99(rounds) / 1e6
         if self.gap_ns:
-            report.gap_p99_ms = quantile(sorted(self.gap_ns), 0.99) / 1e6
+            report.gap_p99_ms = compute_quantile(sorted(self.gap_ns), 0.99) / 1e6
         return report
 
     def count_error(self, reason: str) -> None:

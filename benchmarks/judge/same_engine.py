@@ -20,15 +20,15 @@ from pathlib import Path
 from bedplate._version import __version__
 from bedplate.facts.hardware import probe
 from bedplate.judge.compare import compare
-from bedplate.judge.effect import effect
-from bedplate.measure.load import Target, measure_apart
-from bedplate.progress import Silent
-from bedplate.run.ready import fetch_facts, plan_engine, readied
-from bedplate.run.starting import running
-from bedplate.store import fingerprint
-from bedplate.values import Workload, from_json, replaced, to_json
-from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Sample, Subject
-from bedplate.values.service import Wanted
+from bedplate.judge.effect import estimate_effect
+from bedplate.measure.load import LoadTarget, measure_apart
+from bedplate.progress import SilentProgress
+from bedplate.run.ready import fetch_facts, plan_engine, prepare_model
+from bedplate.run.starting import run_engine
+from bedplate.store import compute_fingerprint
+from bedplate.values import Workload, from_json, replace_fields, to_json
+from bedplate.values.run import Cell, Load, Quality, Repeat, Run, RunEnvironment, Sample, Subject
+from bedplate.values.service import ModelOrder
 
 GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="assumed here")
 
@@ -37,20 +37,20 @@ def measured(engine: str, load: Load, turns: int, seconds: float) -> Run:
     """Two processes in the order A B B A …; each repeat has new prompts, the same for both."""
     hardware = probe()
     work = Workload(concurrency=load.concurrency, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
-    wanted = Wanted(workload=work, engine=engine, untuned=True)
-    chosen = plan_engine(wanted, fetch_facts(None, hardware, Silent()), hardware, Silent())
-    ready = readied(chosen, Silent(), to_measure=True)
+    wanted = ModelOrder(workload=work, engine=engine, untuned=True)
+    chosen = plan_engine(wanted, fetch_facts(None, hardware, SilentProgress()), hardware, SilentProgress())
+    ready = prepare_model(chosen, SilentProgress(), to_measure=True)
     found: tuple[list[Repeat], list[Repeat]] = ([], [])
     with ExitStack() as stack:
-        started = [stack.enter_context(running(ready.start(), Silent())) for _ in found]
+        started = [stack.enter_context(run_engine(ready.build_start(), SilentProgress())) for _ in found]
         name = ready.plan.model.served_name
-        targets = [Target.of(one.url, key=one.key, model=name) for one in started]
+        targets = [LoadTarget.from_url(one.url, key=one.key, model=name) for one in started]
         for turn in range(turns):
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 repeat = measure_apart(targets[side], load, seconds=seconds, warmup_s=1.0, round=turn, check=False)
                 found[side].append(repeat)
                 print(f"turn {turn + 1} of {turns}, {'AB'[side]}: {rate(repeat):.1f} tok/s", flush=True)
-    machine = fingerprint(hardware)
+    machine = compute_fingerprint(hardware)
     cells = tuple(
         Cell(
             id=f"{engine}-{'AB'[side]}", run="same", at=repeats[0].at or "", machine=machine, load=load, quality=GOOD,
@@ -59,7 +59,9 @@ def measured(engine: str, load: Load, turns: int, seconds: float) -> Run:
         )
         for side, repeats in enumerate(found)
     )  # fmt: skip
-    environment = Environment(bedplate=__version__, python="", system="", hardware=hardware.cpu.name, machine=machine)
+    environment = RunEnvironment(
+        bedplate=__version__, python="", system="", hardware=hardware.cpu.name, machine=machine
+    )
     return Run(id="same", at=cells[0].at, environment=environment, cells=cells, finished=True)
 
 
@@ -73,11 +75,11 @@ def faster(repeat: Repeat, gain: float) -> Repeat:
         return repeat
     samples = tuple(_faster(sample, gain) for sample in repeat.samples)
     made = repeat.delivered_tokens
-    return replaced(repeat, samples=samples, delivered_tokens=None if made is None else made * gain)
+    return replace_fields(repeat, samples=samples, delivered_tokens=None if made is None else made * gain)
 
 
 def _faster(sample: Sample, gain: float) -> Sample:
-    return replaced(
+    return replace_fields(
         sample,
         ttft_ms=None if sample.ttft_ms is None else sample.ttft_ms / gain,
         duration_ms=sample.duration_ms / gain,
@@ -92,8 +94,8 @@ def drawn(a: Cell, b: Cell, repeats: int, gain: float, dice: random.Random) -> t
     chosen = slice(first, first + repeats)
     quicker = tuple(faster(repeat, gain) for repeat in other.repeats[chosen])
     return (
-        replaced(one, id="A", quality=GOOD, repeats=one.repeats[chosen]),
-        replaced(other, id="B", quality=GOOD, repeats=quicker),
+        replace_fields(one, id="A", quality=GOOD, repeats=one.repeats[chosen]),
+        replace_fields(other, id="B", quality=GOOD, repeats=quicker),
     )
 
 
@@ -124,7 +126,7 @@ def main() -> None:
     if asked.keep is not None:
         asked.keep.write_text(to_json(run, indent=0))
     a, b = run.cells
-    whole = effect(a, b, "output_tok_s", 0.95)
+    whole = estimate_effect(a, b, "output_tok_s", 0.95)
     rates = [rate(repeat) for cell in (a, b) for repeat in cell.repeats]
     print(
         f"{statistics.fmean(rates):.1f} tok/s; repeats vary by {statistics.stdev(rates) / statistics.fmean(rates):.1%}"

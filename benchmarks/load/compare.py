@@ -25,7 +25,7 @@ from peers import Unavailable, install  # noqa: E402
 from processes import child_environment, end_on_sigterm, end_tree, tail_of  # noqa: E402
 
 from bedplate.measure.load.null_server import MODEL  # noqa: E402
-from bedplate.values.statistics import quantile  # noqa: E402
+from bedplate.values.statistics import compute_quantile  # noqa: E402
 
 FIRST_MS = 50.0
 INTERVAL_MS = 20.0
@@ -296,8 +296,8 @@ def run_one(generator: Generator, env: Path, settings: Settings, job: Job) -> Re
         start_s=(min(times)[0] - begin_ns) / 1e9,
         delivered=delivered(times, job.streams),
         requests=len(times),
-        server_p50_ms=quantile(held, 0.5),
-        server_p99_ms=quantile(held, 0.99),
+        server_p50_ms=compute_quantile(held, 0.5),
+        server_p99_ms=compute_quantile(held, 0.99),
         more=told.more,
     )
 

@@ -5,9 +5,9 @@ import json
 
 from bedplate.measure.load.generator import measure
 from bedplate.measure.load.loops import run
-from bedplate.measure.load.target import Target
+from bedplate.measure.load.target import LoadTarget
 from bedplate.values.run import Load
-from bedplate.values.statistics import quantile
+from bedplate.values.statistics import compute_quantile
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     )  # fmt: skip
     repeat = run(
         measure(
-            Target.of(options.url),
+            LoadTarget.from_url(options.url),
             load,
             seconds=options.seconds,
             warmup_s=options.warmup,
@@ -39,8 +39,8 @@ def main() -> None:
     client = repeat.client
     report = {
         "ttft_ms": ttft,
-        "p50_ms": quantile(ttft, 0.5),
-        "p99_ms": quantile(ttft, 0.99),
+        "p50_ms": compute_quantile(ttft, 0.5),
+        "p99_ms": compute_quantile(ttft, 0.99),
         "failed": failed,
         "loop_lag_p99_ms": client.loop_lag_p99_ms,
         "send_lag_p99_ms": client.send_lag_p99_ms,

@@ -22,12 +22,12 @@ import psutil
 
 from bedplate.decide import decide, plan
 from bedplate.decide.memory import fit
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.facts.hardware import probe
-from bedplate.run.builtin import builtin_facts, fetch_builtin
-from bedplate.run.environments import command, make_environment, variables
-from bedplate.run.supervisor import free_port
-from bedplate.values import Settings, Workload, replaced
+from bedplate.run.builtin import fetch_builtin, read_builtin_facts
+from bedplate.run.environments import add_library_path, build_command, make_environment
+from bedplate.run.supervisor import find_free_port
+from bedplate.values import Settings, Workload, replace_fields
 
 CASES = [(512, 1), (2048, 1), (8192, 1), (2048, 4), (8192, 4), (8192, 8), (1024, 32), (4096, 16)]
 
@@ -62,19 +62,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    hardware, llama = probe(), engine("llama.cpp")
+    hardware, llama = probe(), get_engine("llama.cpp")
     fetch_builtin()
-    model, workload = builtin_facts(), Workload()
+    model, workload = read_builtin_facts(), Workload()
     base = plan(decide(hardware, model, workload, installable=True), model, workload)
     environment = make_environment(llama)
-    env = variables(Path(environment.path), os.environ)
+    env = add_library_path(Path(environment.path), os.environ)
     rows = []
     for context, slots in CASES:
         print(f"{slots} slots of {context} tokens", file=sys.stderr)
         settings = Settings(slots=slots, context_tokens=context, threads=base.settings.threads, gpu_layers=0)
-        port = free_port()
-        argv = command(environment, llama.launch(replaced(base, settings=settings), port))
-        (need,) = fit(hardware, model, replaced(workload, concurrency=slots), llama, settings=settings).devices
+        port = find_free_port()
+        argv = build_command(environment, llama.launch(replace_fields(base, settings=settings), port))
+        (need,) = fit(hardware, model, replace_fields(workload, concurrency=slots), llama, settings=settings).devices
         rows.append((context, slots, need, measure(argv, env, port, slots, context)))
     errors = [abs(need.total_bytes - seen) / seen for _, _, need, seen in rows]
     if options.json:

@@ -50,11 +50,11 @@ def measure() -> list[dict[str, object]]:
 def predict(rows: list[dict[str, int]]) -> None:
     from bedplate.decide.memory import fit
     from bedplate.facts.known_models import find_model
-    from bedplate.facts.simulated import simulated
+    from bedplate.facts.simulated import make_simulated_hardware
     from bedplate.values import Workload
 
     model = find_model("meta-llama/Meta-Llama-3.1-8B")
-    hardware = simulated({"accelerator": "H200 SXM", "count": 1, "ram_gb": 128, "os": "linux"})
+    hardware = make_simulated_hardware({"accelerator": "H200 SXM", "count": 1, "ram_gb": 128, "os": "linux"})
     print("| batch | prompt | predicted GB | measured GB | error |\n| ---: | ---: | ---: | ---: | ---: |")
     errors = []
     for row in rows:

@@ -16,7 +16,7 @@ import time
 
 from bedplate.decide import decide
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Workload
 from bedplate.values.intent import Operations
 
@@ -33,7 +33,7 @@ CASES: tuple[tuple[str, int, str, int], ...] = (
 
 
 def decided_ms(chip: str, count: int, model: str, concurrency: int, repeats: int) -> list[float]:
-    machine = simulated({"accelerator": chip, "count": count, "ram_gb": 2048})
+    machine = make_simulated_hardware({"accelerator": chip, "count": count, "ram_gb": 2048})
     work = Workload(concurrency=concurrency, prompt_tokens=2048, output_tokens=512)
     facts, operations = find_model(model), Operations(machinery="cluster")
     times = []

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.engines import traits_of
-from bedplate.decide.estimate.local import Profile, Question, Work
+from bedplate.decide.estimate.engines import get_traits
+from bedplate.decide.estimate.local import LocalEstimator, PassWork, Profile
 from bedplate.published import one_stream
-from bedplate.published.one_stream import Asked
-from bedplate.published.rows import Case, Refused, resolve
+from bedplate.published.one_stream import StreamMetric
+from bedplate.published.rows import PredictionRefusal, PublishedCase, resolve
 
 DATA = Path(local.__file__).parent / "data" / "local.json"
 METRICS = {"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "output_tok_s_total"}
@@ -76,10 +76,10 @@ MORE_WEIGHT = 0.4
 
 class Row(NamedTuple):
     source: str
-    case: Case
+    case: PublishedCase
     truth: float
-    question: Question
-    asked: Asked
+    question: LocalEstimator
+    asked: StreamMetric
     weight: float
     scored: bool
     """Whether the row counts in the reported errors, and not only in the fit."""
@@ -102,7 +102,7 @@ def spread_of(name: str) -> float:
 
 def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
     """Rows that this path predicts; the rows of one group share the weight of one row."""
-    found: list[tuple[str, Case, float, bool]] = []
+    found: list[tuple[str, PublishedCase, float, bool]] = []
     for number, folder in enumerate(folders):
         for path in sorted(folder.glob("*.csv")) if folder.is_dir() else [folder]:
             with path.open(newline="") as file:
@@ -110,21 +110,21 @@ def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
                     if raw.get("metric") not in METRICS:
                         continue
                     case = resolve(raw)
-                    if isinstance(case, Refused) or _left_out(path.stem, case):
+                    if isinstance(case, PredictionRefusal) or _left_out(path.stem, case):
                         continue
                     found.append((path.stem, case, float(raw["value"]), number < scored))
     sizes = Counter(_group(source, case) for source, case, _, _ in found)
     rows = []
     for source, case, truth, is_scored in found:
-        question = one_stream.question_of(case)
-        asked = one_stream.asked(question, case)
-        if not isinstance(asked, Refused):
+        question = one_stream.make_case_estimator(case)
+        asked = one_stream.find_metric(question, case)
+        if not isinstance(asked, PredictionRefusal):
             weight = sizes[_group(source, case)] ** -0.6 * (1.0 if is_scored else MORE_WEIGHT)
             rows.append(Row(source, case, truth, question, asked, weight, is_scored))
     return rows
 
 
-def _left_out(source: str, case: Case) -> bool:
+def _left_out(source: str, case: PublishedCase) -> bool:
     """Rows to skip: rows under load (another fit covers them), without lengths, or marked as odd in the notes."""
     if case.metric == "total_tok_s_incl_prompt" and case.prompt_tokens is None:
         return True
@@ -132,17 +132,17 @@ def _left_out(source: str, case: Case) -> bool:
         chip, four = case.chip.name, case.devices == 4
         if "A100 SXM" in chip or "L40S" in chip or ("RTX 5000 Ada" in chip and four):
             return True
-    return case.metric == "output_tok_s_total" and traits_of(case.engine).kernels == "serving"
+    return case.metric == "output_tok_s_total" and get_traits(case.engine).kernels == "serving"
 
 
-def _group(source: str, case: Case) -> tuple[object, ...]:
+def _group(source: str, case: PublishedCase) -> tuple[object, ...]:
     metric = "prefill" if case.metric == "prefill_tok_s" else "decode"
     return (source, case.chip.name, case.texts["model"], case.texts["quantization"], case.engine, case.backend, metric)
 
 
 def effects_of(row: Row) -> tuple[str, ...]:
     case = row.case
-    return local.effects_of(case.engine, case.backend, case.machine, one_stream.is_current(case))
+    return local.list_effects(case.engine, case.backend, case.machine, one_stream.is_current(case))
 
 
 def key_of(row: Row) -> str:
@@ -154,7 +154,7 @@ class Columns(NamedTuple):
     """Rows as columns: all passes in one array, with the row that each belongs to."""
 
     rows: list[Row]
-    work: Work
+    work: PassWork
     owner: Any
     times: Any
     floor: Any
@@ -169,7 +169,7 @@ class Columns(NamedTuple):
 
 def columns(rows: list[Row]) -> Columns:
     parts = [(i, part) for i, row in enumerate(rows) for part in row.asked.parts]
-    fields: list[Any] = [np.array([getattr(part.work, name) for _, part in parts]) * 1.0 for name in Work._fields]
+    fields: list[Any] = [np.array([getattr(part.work, name) for _, part in parts]) * 1.0 for name in PassWork._fields]
     names = sorted(
         {name for row in rows for name in effects_of(row)}, key=lambda name: (name not in ("gpu", "cpu"), name)
     )
@@ -178,7 +178,7 @@ def columns(rows: list[Row]) -> Columns:
         by_effects[effects_of(row)].append(i)
     return Columns(
         rows=rows,
-        work=Work(*fields),
+        work=PassWork(*fields),
         owner=np.array([i for i, _ in parts]),
         times=np.array([part.times for _, part in parts]),
         floor=np.array([part.floor_s for _, part in parts]),

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from bedplate.decide.estimate.batching import Efficiencies, Waits, Work, weight_type
-from bedplate.decide.estimate.serving import Question, answer
-from bedplate.published.rows import Case, Refused, resolve
-from bedplate.published.under_load import asked
+from bedplate.decide.estimate.batching import Efficiencies, RankWork, Waits, classify_weights
+from bedplate.decide.estimate.serving import ServingLoad, compute_times
+from bedplate.published.rows import PredictionRefusal, PublishedCase, resolve
+from bedplate.published.under_load import find_load
 
 ROOT = Path(__file__).resolve().parents[2]
 TRUTH = ROOT.parent / "shared" / "truth"
@@ -140,7 +140,7 @@ class Row(NamedTuple):
     way: str
     replicas: float
     trust: float
-    question: Question
+    question: ServingLoad
 
     @property
     def pair(self) -> str:
@@ -156,11 +156,11 @@ def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str,
                 if record["metric"] not in METRICS:
                     continue
                 case = resolve(record)
-                found = case if isinstance(case, Refused) else asked(case)
-                if isinstance(found, Refused):
+                found = case if isinstance(case, PredictionRefusal) else find_load(case)
+                if isinstance(found, PredictionRefusal):
                     refused.append((source, record["metric"], found.why))
                     continue
-                assert not isinstance(case, Refused)
+                assert not isinstance(case, PredictionRefusal)
                 rows.append(
                     Row(
                         source,
@@ -168,7 +168,7 @@ def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str,
                         float(record["value"]),
                         case.engine,
                         found.machine.family,
-                        weight_type(case.shape),
+                        classify_weights(case.shape),
                         case.chip.name,
                         architecture(case.texts["model"]),
                         found.question.way,
@@ -180,7 +180,7 @@ def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str,
     return rows, refused
 
 
-def trust(case: Case) -> float:
+def trust(case: PublishedCase) -> float:
     """Lower weight for a campaign whose TTFT falls as concurrency rises: it timed something else."""
     odd = case.engine == "tensorrt-llm" and case.metric == "ttft_ms" and re.search(r"attn_dp( |$)", case.parallelism)
     return 0.15 if odd else 1.0
@@ -284,7 +284,7 @@ class Columns:
         first = chosen[0].question
         questions = [rows[i].question for i in self.unique]
         plain = {name: np.array([float(getattr(q, name)) for q in questions]) for name in QUESTION_COLUMNS}
-        self.question = Question(
+        self.question = ServingLoad(
             way=first.way,
             work=_columns([q.work for q in questions]),
             spread=_columns([q.spread for q in questions]),
@@ -310,9 +310,9 @@ class Columns:
             setattr(part, name, getattr(self, name)[kept])
         q = self.question
         part.question = q._replace(
-            work=Work(*(column[places] for column in q.work)),
-            spread=Work(*(column[places] for column in q.spread)),
-            prompts=Work(*(column[places] for column in q.prompts)),
+            work=RankWork(*(column[places] for column in q.work)),
+            spread=RankWork(*(column[places] for column in q.spread)),
+            prompts=RankWork(*(column[places] for column in q.prompts)),
             waits=Waits(*(column[places] for column in q.waits)),
             **{name: getattr(q, name)[places] for name in QUESTION_COLUMNS},
         )
@@ -320,7 +320,7 @@ class Columns:
 
     def figures(self, e: Any) -> tuple[Any, Any, Any]:
         """In the order of `METRICS`, without factors that do not depend on a parameter."""
-        got = answer(self.question, e)
+        got = compute_times(self.question, e)
         return got.first_s, got.token_s, got.tok_s
 
     def logs(self, figures: tuple[Any, Any, Any]) -> Array:
@@ -334,9 +334,9 @@ class Columns:
 QUESTION_COLUMNS = ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing")
 
 
-def _columns(works: list[Work]) -> Work:
+def _columns(works: list[RankWork]) -> RankWork:
     columns: list[Array] = [np.array(column, dtype=float) for column in zip(*works, strict=True)]
-    return Work(*columns)
+    return RankWork(*columns)
 
 
 class Fit:

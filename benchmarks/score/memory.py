@@ -17,7 +17,7 @@ from bedplate.decide.memory import fit
 from bedplate.errors import BedplateError
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Model, Parallelism, Workload
 
 ENGINES = {"hf transformers": "pytorch", "mlx (mlx-lm)": "mlx", "vllm": "vllm", "llama.cpp": "llama.cpp"}
@@ -37,7 +37,9 @@ def unit_of(table: list[dict[str, str]]) -> str:
 
     def least(row: dict[str, str]) -> float:
         model = model_of(row)
-        return model.weight_bytes + model.kv_bytes(int(row["prompt_tokens"] or 0) + int(row["output_tokens"] or 0))
+        return model.weight_bytes + model.compute_kv_bytes(
+            int(row["prompt_tokens"] or 0) + int(row["output_tokens"] or 0)
+        )
 
     def misfit(unit: str) -> float:
         shares = [float(row["value"]) * UNITS[unit] / least(row) for row in table]
@@ -55,10 +57,10 @@ def model_of(row: dict[str, str]) -> Model:
 def hardware_of(row: dict[str, str], count: int) -> Hardware:
     if row["hardware"].startswith("Apple"):
         name, _, memory = row["hardware"].rpartition(" ")
-        return simulated({"accelerator": name, "ram_gb": float(memory.removesuffix("GB")), "os": "macos"})
+        return make_simulated_hardware({"accelerator": name, "ram_gb": float(memory.removesuffix("GB")), "os": "macos"})
     # Tables say "A100 80GB" without the form factor, which makes no difference to memory.
     chip = find_chip(row["hardware"], guess=True).chip
-    return simulated({"accelerator": chip.name, "count": count, "ram_gb": 512, "os": "linux"})
+    return make_simulated_hardware({"accelerator": chip.name, "count": count, "ram_gb": 512, "os": "linux"})
 
 
 def predicted_bytes(row: dict[str, str]) -> float:

@@ -121,7 +121,7 @@ Found = dict[str, dict[Point, tuple[int, int]]]
 def recipes(checkout: str, settings: Workers) -> tuple[Found, Found]:
     """Recipes of disaggregated workers and of servers, by model, weights, chip, engine and lengths.
 
-    Points are those of `recipes.Recipe` and `recipes.Server`, in their order, with the first and the last day.
+    Points are those of `recipes.WorkerRecipe` and `recipes.Server`, in their order, with the first and the last day.
     """
     workers: Found = defaultdict(dict)
     servers: Found = defaultdict(dict)

@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.calibration import load_table
 from bedplate.published.predict import predict
-from bedplate.published.rows import Prediction, Refused
-from bedplate.values.units import seconds
+from bedplate.published.rows import PredictionRefusal, RowPrediction
+from bedplate.values.units import format_seconds
 
 
 class Scored(NamedTuple):
@@ -34,7 +34,7 @@ MEMORY_UNITS = (1.0, 1e3, 1e3 / 1.048576, 1 / 1.073741824)
 def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple[str, str], Counter[str]]]:
     scored: dict[tuple[str, str], list[Scored]] = defaultdict(list)
     refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    pairs: dict[tuple[str, str], list[tuple[Prediction, float]]] = defaultdict(list)
+    pairs: dict[tuple[str, str], list[tuple[RowPrediction, float]]] = defaultdict(list)
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
@@ -42,7 +42,7 @@ def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple
                     continue
                 group = (path.stem, row["metric"])
                 found = predict(row)
-                if isinstance(found, Refused):
+                if isinstance(found, PredictionRefusal):
                     refused[group][found.why] += 1
                 else:
                     pairs[group].append((found, float(row["value"])))
@@ -53,7 +53,7 @@ def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple
     return scored, refused
 
 
-def unit_of(members: list[tuple[Prediction, float]]) -> float:
+def unit_of(members: list[tuple[RowPrediction, float]]) -> float:
     """The unit in which predictions are nearest to a table."""
     return min(
         MEMORY_UNITS,
@@ -87,7 +87,7 @@ def validation() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for name in ("local", "serving"):
         try:
-            lines += table(name).get("cross_validation", [])
+            lines += load_table(name).get("cross_validation", [])
         except FileNotFoundError:
             continue
     return lines
@@ -104,7 +104,7 @@ def main() -> None:
     scored, refused = score(options.truth)
     printed(scored, refused, options.why)
     rows = sum(map(len, scored.values())) + sum(counts.total() for counts in refused.values())
-    print(f"\n{rows:,} rows in {seconds(time.monotonic() - began)}")
+    print(f"\n{rows:,} rows in {format_seconds(time.monotonic() - began)}")
     if lines := validation():
         print("\nWhole groups left out, predicted from a fit on the others:\n")
         print("| left out by | metric | rows | median error | groups | median of the groups' medians |")

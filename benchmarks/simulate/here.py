@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate.decide.simulate import Book, Fleet, Limits, Steps, simulate
-from bedplate.decide.simulate.times import faster
+from bedplate.decide.simulate import Book, Fleet, ReplicaLimits, Steps, simulate
+from bedplate.decide.simulate.times import speed_up
 from bedplate.values import from_json
 from bedplate.values.run import Cell, Run
 
@@ -140,9 +140,9 @@ def measured(cell: Cell) -> Seen | None:
     return Seen(statistics.mean(firsts), statistics.mean(each), tok_s, share_of(firsts, 0.95), len(samples), gap)
 
 
-def foretold(steps: Steps, limits: Limits, asked: Asked, spread: float) -> Seen:
+def foretold(steps: Steps, limits: ReplicaLimits, asked: Asked, spread: float) -> Seen:
     """Merge the loops at all speeds of the machine."""
-    loops = [looped(faster(steps, 1 / factor), limits, asked) for factor in speeds(spread)]
+    loops = [looped(speed_up(steps, 1 / factor), limits, asked) for factor in speeds(spread)]
     firsts = sorted(first for loop in loops for first in loop.firsts)
     each = statistics.fmean(loop.tpot for loop in loops)
     # The speeds are those of requests: slow requests take more of the time.
@@ -150,7 +150,7 @@ def foretold(steps: Steps, limits: Limits, asked: Asked, spread: float) -> Seen:
     return Seen(statistics.fmean(firsts), each, rate, share_of(firsts, 0.95), len(firsts))
 
 
-def looped(steps: Steps, limits: Limits, asked: Asked) -> Seen:
+def looped(steps: Steps, limits: ReplicaLimits, asked: Asked) -> Seen:
     """A closed loop as in `bedplate bench`: spread first requests, a warm-up, then the repeats."""
     concurrency, output = asked.concurrency, asked.output
     firsts: list[float] = []
@@ -191,7 +191,7 @@ def asked_of(cell: Cell, lone: Seen | None) -> Asked:
     return Asked(load.prompt_tokens, load.output_tokens, concurrency, seconds, spread_s, 3 * sent + 4 * concurrency)
 
 
-def calibrated(seen: dict[int, Seen], asked: dict[int, Asked], limits: Limits) -> Guess:
+def calibrated(seen: dict[int, Seen], asked: dict[int, Asked], limits: ReplicaLimits) -> Guess:
     """The parameters whose loops are nearest to the measurements, by ratios."""
     least = seen[min(seen)]
 
@@ -260,12 +260,12 @@ def loops_of(run: Run) -> dict[tuple[str, int, int], dict[int, Cell]]:
     return found
 
 
-def limits_of(cell: Cell, longest: int, most: int) -> Limits:
+def limits_of(cell: Cell, longest: int, most: int) -> ReplicaLimits:
     """Limits of the started engine; what the plan does not set is the engine default."""
     settings = cell.subject.settings
     slots = settings.slots if settings is not None else most
     batch = (settings.batch_tokens if settings is not None else None) or BATCH_TOKENS.get(cell.subject.engine, 8192)
-    return Limits(slots, max(batch, slots + 1), slots * (-(-longest // 16) + 1), reserves=True)
+    return ReplicaLimits(slots, max(batch, slots + 1), slots * (-(-longest // 16) + 1), reserves=True)
 
 
 class Line(NamedTuple):

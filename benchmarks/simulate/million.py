@@ -13,9 +13,9 @@ import time
 from typing import Any, cast
 
 from bedplate.decide import decide
-from bedplate.decide.simulate import Lengths, deployed, outcome, simulate, synthetic
-from bedplate.facts.known_models import lookup
-from bedplate.facts.simulated import simulated
+from bedplate.decide.simulate import MeanLengths, compute_outcome, make_deployment, make_synthetic, simulate
+from bedplate.facts.known_models import look_up_model
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import LatencyTarget, Workload
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--shared", type=int, default=0, help="tokens of a shared prefix; there are 1,000 prefixes")
     options = parser.parse_args()
-    model = lookup("meta-llama/Llama-3.1-8B-Instruct")
+    model = look_up_model("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
     work = Workload(
         concurrency=64,
@@ -39,17 +39,19 @@ def main() -> None:
         shared_prefix_tokens=options.shared,
         context_tokens=32768,
     )
-    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 512})
-    lengths = Lengths(options.prompt, options.output)
-    deployment = deployed(machine, model, decide(machine, model, work), work, lengths)
+    machine = make_simulated_hardware({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 512})
+    lengths = MeanLengths(options.prompt, options.output)
+    deployment = make_deployment(machine, model, decide(machine, model, work), work, lengths)
     rate = options.rate_each * options.replicas
     began = time.process_time()
-    stream = synthetic(work, options.requests, rate, seed=1, spread=0.5, prefixes=1000)
+    stream = make_synthetic(work, options.requests, rate, seed=1, spread=0.5, prefixes=1000)
     made = time.process_time()
-    fleet = deployment.fleet(options.replicas, router=cast("Any", options.router), prefills=options.prefills, seed=1)
-    ran = simulate(fleet, stream.book())
+    fleet = deployment.make_fleet(
+        options.replicas, router=cast("Any", options.router), prefills=options.prefills, seed=1
+    )
+    ran = simulate(fleet, stream.make_book())
     simulated_at = time.process_time()
-    found = outcome(fleet, ran, deployment.cards, LatencyTarget(ttft_ms=500, tpot_ms=50), deployment.paid)
+    found = compute_outcome(fleet, ran, deployment.cards, LatencyTarget(ttft_ms=500, tpot_ms=50), deployment.paid)
     done = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

@@ -18,15 +18,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate.decide.estimate.batching import efficiencies, guessed, weight_type
-from bedplate.decide.estimate.engines import traits_of
-from bedplate.decide.estimate.serving import answer
-from bedplate.decide.simulate import Book, Fleet, Lengths, Limits, Paid, outcome, simulate
+from bedplate.decide.estimate.batching import classify_weights, compute_speculation, get_efficiencies
+from bedplate.decide.estimate.engines import get_traits
+from bedplate.decide.estimate.serving import compute_times
+from bedplate.decide.simulate import Book, CardPrice, Fleet, MeanLengths, ReplicaLimits, compute_outcome, simulate
 from bedplate.decide.simulate.replica import BLOCK_TOKENS
-from bedplate.decide.simulate.times import batched
+from bedplate.decide.simulate.times import make_batched_steps
 from bedplate.published import recipes
-from bedplate.published.rows import Case, Refused, resolve
-from bedplate.published.under_load import MOST_SEQUENCES, Asked, asked
+from bedplate.published.rows import PredictionRefusal, PublishedCase, resolve
+from bedplate.published.under_load import MOST_SEQUENCES, RowLoad, find_load
 from bedplate.values.simulation import Outcome
 
 SOURCES = ("aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf_overview", "lmdeploy_a100")
@@ -43,8 +43,8 @@ class Load(NamedTuple):
     """One configuration with all its measurements."""
 
     source: str
-    case: Case
-    asked: Asked
+    case: PublishedCase
+    asked: RowLoad
     measured: dict[str, float]
 
 
@@ -62,8 +62,12 @@ def read(folder: Path, every: int) -> list[Load]:
                     groups[key].append(row)
         for rows in list(groups.values())[::every]:
             case = resolve(rows[0])
-            question = case if isinstance(case, Refused) else asked(case)
-            if isinstance(case, Refused) or isinstance(question, Refused) or question.question.way not in WAYS:
+            question = case if isinstance(case, PredictionRefusal) else find_load(case)
+            if (
+                isinstance(case, PredictionRefusal)
+                or isinstance(question, PredictionRefusal)
+                or question.question.way not in WAYS
+            ):
                 continue
             found.append(Load(source, case, question, {row["metric"]: float(row["value"]) for row in rows}))
     return found
@@ -81,14 +85,14 @@ def simulated(load: Load) -> Outcome | None:
         return None
     slots = int(min(streams, question.slots * work.pipeline, MOST_SEQUENCES * work.groups))
     batch = BATCH_TOKENS * int(work.groups)
-    e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
-    steps = batched(
-        found.machine, case.shape, e, found.layout._replace(replicas=1), Lengths(prompt, output), slots=slots,
+    e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
+    steps = make_batched_steps(
+        found.machine, case.shape, e, found.layout._replace(replicas=1), MeanLengths(prompt, output), slots=slots,
         batch_tokens=max(batch, slots + 1), kv_bits=found.kv_bits,
     )  # fmt: skip
     if question.guessing:
         # With speculative decoding, the share of a pass per generated token.
-        slower, accepted = guessed(e, question.guessing)
+        slower, accepted = compute_speculation(e, question.guessing)
         steps = steps._replace(
             decode_s=tuple(one * slower / accepted for one in steps.decode_s),
             context_s=tuple(one * slower / accepted for one in steps.context_s),
@@ -101,15 +105,15 @@ def simulated(load: Load) -> Outcome | None:
             prompt_s=tuple(one * e.wave_slower for one in steps.prompt_s),
             pair_s=steps.pair_s * e.wave_slower,
         )
-    limits = Limits(slots, max(batch, slots + 1), resident, reserves=traits_of(case.engine).reserves_answer)
+    limits = ReplicaLimits(slots, max(batch, slots + 1), resident, reserves=get_traits(case.engine).reserves_answer)
     fleet = Fleet(steps, limits, 1)
     count = streams if question.way == "wave" else WAVES * streams
     prompts, outputs = drawn(case, prompt, count, 1), drawn(case, output, count, 2)
     ran = simulate(fleet, Book(prompts, outputs), concurrency=streams, apart_s=APART_S)
-    return outcome(fleet, ran, 1, None, Paid())
+    return compute_outcome(fleet, ran, 1, None, CardPrice())
 
 
-def drawn(case: Case, mean: int, count: int, seed: int) -> list[int]:
+def drawn(case: PublishedCase, mean: int, count: int, seed: int) -> list[int]:
     """Lengths as InferenceX draws them, uniformly from 0.8 to 1.0 of the stated length; elsewhere constant."""
     if not recipes.is_result(case):
         return [mean] * count
@@ -118,8 +122,8 @@ def drawn(case: Case, mean: int, count: int, seed: int) -> list[int]:
 
 
 def closed_form(load: Load) -> dict[str, float]:
-    e = efficiencies(load.case.engine, load.asked.machine.family, weight_type(load.case.shape))
-    got = answer(load.asked.question, e)
+    e = get_efficiencies(load.case.engine, load.asked.machine.family, classify_weights(load.case.shape))
+    got = compute_times(load.asked.question, e)
     return {
         "ttft_ms": float(got.first_s) * 1000,
         "tpot_ms": float(got.token_s) * 1000,

@@ -19,12 +19,12 @@ import urllib.request
 from pathlib import Path
 
 from bedplate.decide import decide, plan
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.facts.hardware import probe
-from bedplate.run.builtin import builtin_facts, fetch_builtin
-from bedplate.run.environments import Environment, command, make_environment, variables
-from bedplate.run.supervisor import free_port
-from bedplate.values import Plan, Workload, replaced
+from bedplate.run.builtin import fetch_builtin, read_builtin_facts
+from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, make_environment
+from bedplate.run.supervisor import find_free_port
+from bedplate.values import Plan, Workload, replace_fields
 
 PROMPT = "The sea is wide and the wind is cold. " * 50
 """About 500 tokens."""
@@ -48,17 +48,17 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     sys.exit("the engine did not start")
 
 
-def measure(base: Plan, environment: Environment, threads: int, tokens: int) -> dict[str, float]:
+def measure(base: Plan, environment: EngineEnvironment, threads: int, tokens: int) -> dict[str, float]:
     """Prompt and generation speed of one request, and generation speed of four concurrent requests."""
-    chosen = replaced(base, settings=replaced(base.settings, threads=threads))
-    port = free_port()
-    argv = command(environment, engine(base.engine).launch(chosen, port))
+    chosen = replace_fields(base, settings=replace_fields(base.settings, threads=threads))
+    port = find_free_port()
+    argv = build_command(environment, get_engine(base.engine).launch(chosen, port))
     process = subprocess.Popen(
         argv,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         stdin=subprocess.PIPE,
-        env=variables(Path(environment.path), os.environ),
+        env=add_library_path(Path(environment.path), os.environ),
     )
     try:
         wait_until_ready(port, process)
@@ -87,9 +87,9 @@ def main() -> None:
     options = parser.parse_args()
     hardware = probe()
     fetch_builtin()
-    model, workload = builtin_facts(), Workload()
+    model, workload = read_builtin_facts(), Workload()
     base = plan(decide(hardware, model, workload), model, workload)
-    environment = make_environment(engine(base.engine))
+    environment = make_environment(get_engine(base.engine))
     default = base.settings.threads or 1
     counts = [int(n) for n in options.threads.split(",")] if options.threads else list(range(1, 2 * default + 1))
     rows: dict[int, list[dict[str, float]]] = {count: [] for count in counts}

@@ -23,19 +23,19 @@ from typing import Any
 
 import msgspec
 
-from bedplate.cli.terminal import console
+from bedplate.cli.terminal import make_console
 from bedplate.facts.hardware import probe
-from bedplate.progress import Silent
-from bedplate.run.ready import fetch_facts, readied
-from bedplate.show.tune import teller_for
-from bedplate.store import fingerprint
-from bedplate.tuning.points import words_at
-from bedplate.tuning.search import Point, Teller
+from bedplate.progress import SilentProgress
+from bedplate.run.ready import fetch_facts, prepare_model
+from bedplate.show.tune import make_view
+from bedplate.store import compute_fingerprint
+from bedplate.tuning.points import describe_point
+from bedplate.tuning.search import Point, TuningListener
 from bedplate.tuning.state import TuningState
-from bedplate.tuning.tune import Tuner, chosen_plan
-from bedplate.values import replaced
+from bedplate.tuning.tune import Tuner, choose_plan
+from bedplate.values import replace_fields
 from bedplate.values.run import Load
-from bedplate.values.tuning import Knob, Tuned
+from bedplate.values.tuning import TunableSetting, TuningRun
 
 SPACE = {
     "weights": ("Q4_1", "Q8_0", "F16"),
@@ -70,57 +70,58 @@ def main() -> None:
         print("\n".join(report(knobs, kept)))
 
 
-def space() -> tuple[Knob, ...]:
+def space() -> tuple[TunableSetting, ...]:
     hardware = probe()
-    chosen = chosen_plan("llama.cpp", hardware, fetch_facts(None, hardware, Silent()), LOAD, None)
+    chosen = choose_plan("llama.cpp", hardware, fetch_facts(None, hardware, SilentProgress()), LOAD, None)
     found = []
     for knob in chosen.engine.knobs(hardware, chosen.plan):
         if knob.name in SPACE:
             choices = tuple(one for one in knob.choices if one.value in SPACE[knob.name])
-            found.append(replaced(knob, choices=choices))
+            found.append(replace_fields(knob, choices=choices))
     return tuple(found)
 
 
-def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
+def tuner(knobs: tuple[TunableSetting, ...], budget_s: float, teller: TuningListener) -> Tuner:
     hardware = probe()
-    facts = fetch_facts(None, hardware, Silent())
-    chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
-    kept = Tuned(
-        id=f"sweep-{time.time_ns()}", at=f"{time.time():.0f}", machine=fingerprint(hardware), hardware="", bedplate="",
+    facts = fetch_facts(None, hardware, SilentProgress())
+    chosen = choose_plan("llama.cpp", hardware, facts, LOAD, None)
+    kept = TuningRun(
+        id=f"sweep-{time.time_ns()}", at=f"{time.time():.0f}", machine=compute_fingerprint(hardware), hardware="",
+        bedplate="",
         engine="llama.cpp", engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
         workload=chosen.plan.workload, budget_s=budget_s,
     )  # fmt: skip
     # A separate store: earlier tunings have no influence, and later ones are not influenced.
     path = Path(tempfile.mkdtemp()) / "store.sqlite"
-    return Tuner(TuningState(hardware, facts, chosen, knobs, kept, Silent(), teller, path))
+    return Tuner(TuningState(hardware, facts, chosen, knobs, kept, SilentProgress(), teller, path))
 
 
-def tuned(knobs: tuple[Knob, ...], budget_s: float) -> dict[str, object]:
-    teller = teller_for(console(sys.stderr))
+def tuned(knobs: tuple[TunableSetting, ...], budget_s: float) -> dict[str, object]:
+    teller = make_view(make_console(sys.stderr))
     with teller:
         found = tuner(knobs, budget_s, teller).run()
-    best = found.side("tuned")
+    best = found.find_side("tuned")
     point = [[one.knob, one.value] for one in best.turned] if best is not None else []
     own = sum(len(trial.taken) for trial in found.trials if trial.own_defaults)
     return {"point": point, "measurements": found.measurements - own, "seconds": found.spent_s,
             "record": msgspec.to_builtins(found)}  # fmt: skip
 
 
-def points(knobs: tuple[Knob, ...]) -> list[Point]:
+def points(knobs: tuple[TunableSetting, ...]) -> list[Point]:
     """All combinations; settings that keep their present value are left out."""
     every = itertools.product(*([(knob.name, one.value) for one in knob.choices] for knob in knobs))
     now = {knob.name: knob.now for knob in knobs}
     return [tuple(sorted((name, value) for name, value in one if now[name] != value)) for one in every]
 
 
-def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
-    one = tuner(knobs, ENDLESS_S, Teller())
+def sweep(knobs: tuple[TunableSetting, ...], kept: dict[str, Any], out: Path) -> None:
+    one = tuner(knobs, ENDLESS_S, TuningListener())
     state = one.state
-    state.ready = readied(state.chosen, Silent(), to_measure=True)
+    state.ready = prepare_model(state.chosen, SilentProgress(), to_measure=True)
     every, began = points(knobs), time.monotonic()
     try:
         for number, point in enumerate(every, 1):
-            name = words_at(point)
+            name = describe_point(point)
             if name in kept["sweep"]:
                 continue
             one.pool.close()  # each setting is started afresh, with no other engine loaded
@@ -140,16 +141,16 @@ def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
         one.pool.close()
 
 
-def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
-    by_name = {words_at(point): point for point in points(knobs)}
+def report(knobs: tuple[TunableSetting, ...], kept: dict[str, Any]) -> list[str]:
+    by_name = {describe_point(point): point for point in points(knobs)}
     swept = {name: found for name, found in kept["sweep"].items() if found not in (None, SLOW)}
     slow = sum(found == SLOW for found in kept["sweep"].values())
     pick = tuple(sorted((knob, value) for knob, value in kept["tuned"]["point"]))
     top = sorted(swept, key=lambda name: -swept[name][0])[:CONTENDERS]
-    names = list(dict.fromkeys([*top, words_at(pick), words_at(())]))
-    one = tuner(knobs, ENDLESS_S, Teller())
+    names = list(dict.fromkeys([*top, describe_point(pick), describe_point(())]))
+    one = tuner(knobs, ENDLESS_S, TuningListener())
     state = one.state
-    state.ready = readied(state.chosen, Silent(), to_measure=True)
+    state.ready = prepare_model(state.chosen, SilentProgress(), to_measure=True)
     one.pool.most = len(names)
     try:
         for turn in range(TURNS):
@@ -159,7 +160,7 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
         one.pool.close()
     taken = {name: state.trials[by_name.get(name, pick)].taken for name in names}
     middle = {name: statistics.median(each.score for each in found) for name, found in taken.items()}
-    best, mine = max(middle, key=lambda name: middle[name]), words_at(pick)
+    best, mine = max(middle, key=lambda name: middle[name]), describe_point(pick)
     behind = [b.score - a.score for a, b in zip(taken[best], taken[mine], strict=True)]
     spread = statistics.stdev(behind) / math.sqrt(len(behind)) if best != mine else 0.0
     lines = [

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from bedplate.cli.terminal import console
+from bedplate.cli.terminal import make_console
 from bedplate.errors import BedplateError
-from bedplate.show.tune import teller_for
+from bedplate.show.tune import make_view
 from bedplate.tuning.tune import tune
 from bedplate.values.record import Figure
 from bedplate.values.run import Load
-from bedplate.values.tuning import Side, Tuned, words_of
-from bedplate.values.units import figure, parsed_seconds, seconds
+from bedplate.values.tuning import ComparedSettings, TuningRun, describe_changes
+from bedplate.values.units import format_figure, format_seconds, parse_duration
 
 HEAD = "| engine | settings | weights | tok/s | TTFT ms | TPOT ms | peak GB | agreement | tok/s ratio | TTFT ratio |"
 LINE = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -43,15 +43,15 @@ def main() -> None:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
     )
-    found: list[Tuned] = []
+    found: list[TuningRun] = []
     for engine in options.engines.split(","):
-        teller = teller_for(console(sys.stderr))
+        teller = make_view(make_console(sys.stderr))
         with teller:
             try:
                 found.append(
                     tune(
                         options.model, engine=engine, load=load,
-                        budget_s=parsed_seconds(options.budget, "--budget", positive=True),
+                        budget_s=parse_duration(options.budget, "--budget", positive=True),
                         native=options.build == "native", progress=teller, teller=teller,
                     )
                 )  # fmt: skip
@@ -62,30 +62,30 @@ def main() -> None:
     print("\n".join(table(found)))
 
 
-def table(found: list[Tuned]) -> list[str]:
+def table(found: list[TuningRun]) -> list[str]:
     lines = [HEAD, LINE]
     for tuned in found:
         lines += [row(tuned, side) for side in tuned.sides]
     lines.append("")
     for tuned in found:
-        best = tuned.side("tuned")
-        turned = words_of(best.turned) if best is not None else "nothing was better than the plan"
+        best = tuned.find_side("tuned")
+        turned = describe_changes(best.turned) if best is not None else "nothing was better than the plan"
         lines.append(
-            f"- {tuned.engine} {tuned.engine_version}: {turned}; {'proven' if tuned.proven else 'not proven'}, in "
-            f"{seconds(tuned.spent_s)} with {tuned.measurements} short measurements. Bottleneck of the plan: "
+            f"- {tuned.engine} {tuned.engine_version}: {turned}; {'proven' if tuned.is_proven else 'not proven'}, in "
+            f"{format_seconds(tuned.spent_s)} with {tuned.measurements} short measurements. Bottleneck of the plan: "
             f"{tuned.limit or 'unknown'}."
         )
         lines += [f"  - {step.turn.knob} {step.turn.value}: {times(step.gain)}" for step in tuned.steps]
         lines += [f"  - {side.name}, by round: {turns(side)}" for side in tuned.sides]
         lines += [f"  - against {one.against}: {one.answer}. {one.text}" for one in tuned.proofs]
-        lines += [f"  - refused: {words_of((one.turn,))}: {one.why}" for one in tuned.refused]
+        lines += [f"  - refused: {describe_changes((one.turn,))}: {one.why}" for one in tuned.refused]
         lines += [f"  - {note}" for note in tuned.notes]
     return lines
 
 
-def row(tuned: Tuned, side: Side) -> str:
-    own = tuned.side("own defaults")
-    proof = tuned.proof("own defaults") if side.name == "tuned" else None
+def row(tuned: TuningRun, side: ComparedSettings) -> str:
+    own = tuned.find_side("own defaults")
+    proof = tuned.find_proof("own defaults") if side.name == "tuned" else None
     speed = first = ""
     if proof is not None and proof.output_tok_s is not None and proof.ttft_ms is not None:
         speed = times(proof.output_tok_s)
@@ -103,12 +103,12 @@ def row(tuned: Tuned, side: Side) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def turns(side: Side) -> str:
+def turns(side: ComparedSettings) -> str:
     return ", ".join(f"{one.output_tok_s or 0:.1f} tok/s and {one.ttft_ms or 0:.0f} ms" for one in side.taken)
 
 
 def spread(found: Figure | None) -> str:
-    return "TBD" if found is None else f"{figure(found.value)} ± {figure((found.high - found.low) / 2)}"
+    return "TBD" if found is None else f"{format_figure(found.value)} ± {format_figure((found.high - found.low) / 2)}"
 
 
 def times(gain: Figure) -> str:

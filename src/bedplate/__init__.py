@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bedplate.decide.planning import plan as plan
     from bedplate.facts.hardware import probe as probe
     from bedplate.measure.bench import bench as bench
-    from bedplate.run.models import known_model as inspect
+    from bedplate.run.models import find_known_model as inspect
     from bedplate.serving.serve import serve as serve
     from bedplate.tuning.tune import tune as tune
 

@@ -20,19 +20,19 @@ class BedplateError(Exception):
         return f"{self.message}: {self.cause}" if self.cause else self.message
 
 
-class AnswerIsNo(BedplateError):
+class NotPossible(BedplateError):
     """The request is valid, but what it asks for is not possible: the model does not fit, or a check failed."""
 
     exit_code = 1
 
 
-class BadQuestion(BedplateError):
+class UsageError(BedplateError):
     """Usage error: a bad option, an unknown chip, an unreadable file."""
 
     exit_code = 2
 
 
-class OutsideFailed(BedplateError):
+class ExternalFailure(BedplateError):
     """External failure: the network, the disk or an engine."""
 
     exit_code = 3

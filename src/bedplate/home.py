@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 
 
-def home() -> Path:
+def get_home() -> Path:
     """`BEDPLATE_HOME` if it is set, else the platform's cache folder of the user."""
     if chosen := os.environ.get("BEDPLATE_HOME"):
         return Path(chosen).expanduser().absolute()
@@ -21,19 +21,19 @@ def home() -> Path:
     return Path(platformdirs.user_cache_dir("bedplate", appauthor=False))
 
 
-def models_dir() -> Path:
-    return home() / "models"
+def get_models_dir() -> Path:
+    return get_home() / "models"
 
 
-def engines_dir() -> Path:
-    return home() / "engines"
+def get_engines_dir() -> Path:
+    return get_home() / "engines"
 
 
-def logs_dir() -> Path:
-    return home() / "logs"
+def get_logs_dir() -> Path:
+    return get_home() / "logs"
 
 
-def writable(folder: Path) -> Path:
+def ensure_writable(folder: Path) -> Path:
     """Create `folder` if needed and check that a file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,33 +43,34 @@ def writable(folder: Path) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise disk_failure(error, folder) from error
+        raise make_disk_failure(error, folder) from error
     return folder
 
 
-def need_free(folder: Path, wanted_bytes: int, what: str) -> None:
+def check_free_space(folder: Path, wanted_bytes: int, what: str) -> None:
     """Raise before a download or an install starts if the disk has less than `wanted_bytes` free."""
-    from bedplate.values.units import size
+    from bedplate.values.units import format_size
 
     free = shutil.disk_usage(folder).free
     if free < wanted_bytes:
-        raise OutsideFailed(
-            f"not enough disk space for {what}: {size(wanted_bytes)} needed, {size(free)} free in {folder}",
+        raise ExternalFailure(
+            f"not enough disk space for {what}: {format_size(wanted_bytes)} needed, {format_size(free)} free in "
+            f"{folder}",
             hint="free some space (bedplate engines remove ID, bedplate prepared remove --unused), "
             "or point BEDPLATE_HOME at a larger disk",
         )
 
 
-def disk_failure(error: OSError, path: Path) -> OutsideFailed:
+def make_disk_failure(error: OSError, path: Path) -> ExternalFailure:
     """Turn an operating-system error on `path` into an error with a hint."""
     hint = "point BEDPLATE_HOME at a folder that you may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free some space, or point BEDPLATE_HOME at a larger disk"
-    return OutsideFailed(f"cannot write to {path}", cause=error.strerror or str(error), hint=hint)
+    return ExternalFailure(f"cannot write to {path}", cause=error.strerror or str(error), hint=hint)
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, waiting: object = None) -> Iterator[None]:
+def hold_lock(path: Path, what: str, waiting: object = None) -> Iterator[None]:
     """Hold the file lock `path`.lock, so that only one bedplate process does the work and others wait for it."""
     from filelock import FileLock, Timeout
 

@@ -1,4 +1,4 @@
-"""The progress interface of long operations. `show` draws it; Python callers may pass `Silent`."""
+"""The progress interface of long operations. `show` draws it; Python callers may pass `SilentProgress`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Progress(Protocol):
         """Open a step. Call the context's value with the part of `total` that is done."""
 
 
-class Silent:
+class SilentProgress:
     """Reports nothing."""
 
     def note(self, text: str) -> None:

@@ -15,16 +15,16 @@ from typing import TypeVar
 
 import msgspec
 
-from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.home import disk_failure, home
+from bedplate.errors import ExternalFailure, UsageError
+from bedplate.home import get_home, make_disk_failure
 from bedplate.values.agreement import Agreement
 from bedplate.values.hardware import Hardware
-from bedplate.values.record import Record, from_json, replaced, to_json
+from bedplate.values.record import Record, from_json, replace_fields, to_json
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Run
 from bedplate.values.tenant import Tenant, TenantKey
 from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
-from bedplate.values.tuning import Refused, Tuned
+from bedplate.values.tuning import RefusedSetting, TuningRun
 from bedplate.values.verdict import Verdict
 
 VERSION = 6
@@ -152,11 +152,11 @@ SALT_BYTES = 32
 R = TypeVar("R", bound=Record)
 
 
-def store_path() -> Path:
-    return home() / "store.sqlite"
+def get_store_path() -> Path:
+    return get_home() / "store.sqlite"
 
 
-def fingerprint(hardware: Hardware) -> str:
+def compute_fingerprint(hardware: Hardware) -> str:
     """An id of the hardware. Measurements are comparable only between machines with the same id.
 
     It covers the operating system, the CPU and its allowed cores, the memory size, and the accelerators with their
@@ -174,12 +174,12 @@ def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, timeout=10)
     except (OSError, sqlite3.Error) as error:
-        raise _failure(error, path) from error
+        raise _make_failure(error, path) from error
     try:
         with connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
-                raise OutsideFailed(
+                raise ExternalFailure(
                     f"{path} was written by a newer bedplate (store version {version}; this one reads {VERSION})",
                     hint="update bedplate, or point BEDPLATE_HOME at another folder",
                 )
@@ -187,7 +187,7 @@ def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
                 _create_missing_tables(connection, path)
             yield connection
     except sqlite3.Error as error:
-        raise _failure(error, path) from error
+        raise _make_failure(error, path) from error
     finally:
         connection.close()
 
@@ -205,20 +205,20 @@ def _create_missing_tables(connection: sqlite3.Connection, path: Path) -> None:
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version={VERSION}")
     except OSError as error:
-        raise _failure(error, path) from error
+        raise _make_failure(error, path) from error
 
 
-def _failure(error: Exception, path: Path) -> OutsideFailed:
+def _make_failure(error: Exception, path: Path) -> ExternalFailure:
     if isinstance(error, OSError):
-        return disk_failure(error, path)
-    return OutsideFailed(
+        return make_disk_failure(error, path)
+    return ExternalFailure(
         f"cannot use the store {path}",
         cause=getattr(error, "cause", None) or str(error),
         hint="move the file away; bedplate then creates an empty one, without the earlier measurements",
     )
 
 
-def add(result: Result, path: Path | None = None) -> None:
+def add_result(result: Result, path: Path | None = None) -> None:
     _insert("INSERT INTO results (at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?)", result, path)
 
 
@@ -226,13 +226,13 @@ def add_agreement(agreement: Agreement, path: Path | None = None) -> None:
     _insert("INSERT INTO agreements (at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?)", agreement, path)
 
 
-def results(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Result, ...]:
+def read_results(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Result, ...]:
     """The results measured on this machine, newest first. Empty if there is no store; none is created."""
     query = "SELECT body FROM results WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
     return _select(query, Result, machine, model, path)
 
 
-def agreements(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Agreement, ...]:
+def read_agreements(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Agreement, ...]:
     """The agreement checks run on this machine, newest first."""
     query = (
         "SELECT body FROM agreements WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
@@ -242,31 +242,31 @@ def agreements(machine: str, model: str | None = None, path: Path | None = None)
 
 def add_run(run: Run, path: Path | None = None) -> None:
     """Store a run without its cells, or replace it. `add_cell` stores the cells."""
-    _put(
+    _write(
         "INSERT INTO runs (id, at, machine, body) VALUES (?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-        (run.id, run.at, run.environment.machine, _line(replaced(run, cells=()))),
+        (run.id, run.at, run.environment.machine, _to_line(replace_fields(run, cells=()))),
         path,
     )
 
 
 def add_cell(cell: Cell, path: Path | None = None) -> None:
     """Store a cell, or replace it, for example after another repeat."""
-    _put(
+    _write(
         "INSERT INTO cells (id, run, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-        (cell.id, cell.run, cell.at, cell.machine, cell.subject.engine, cell.subject.model, _line(cell)),
+        (cell.id, cell.run, cell.at, cell.machine, cell.subject.engine, cell.subject.model, _to_line(cell)),
         path,
     )
 
 
-def runs(machine: str | None = None, path: Path | None = None) -> tuple[Run, ...]:
+def read_runs(machine: str | None = None, path: Path | None = None) -> tuple[Run, ...]:
     """The stored runs without their cells, newest first."""
     query = "SELECT body FROM runs WHERE (? IS NULL OR machine = ?) ORDER BY at DESC, number DESC LIMIT ?"
     return _read(query, Run, (machine, machine, MOST_READ), path)
 
 
-def cells(
+def read_cells(
     run: str | None = None,
     *,
     machine: str | None = None,
@@ -283,9 +283,9 @@ def cells(
     return newest if run is None else newest[::-1]
 
 
-def run(named: str | None = None, path: Path | None = None) -> Run:
+def find_run(named: str | None = None, path: Path | None = None) -> Run:
     """One run with its cells, by its id or an unambiguous beginning of it; without a name, the newest."""
-    kept = runs(path=path)
+    kept = read_runs(path=path)
     found = [one for one in kept if named is None or one.id.startswith(named)]
     if named is None or any(one.id == named for one in found):
         found = [one for one in found if named is None or one.id == named][:1]
@@ -294,22 +294,22 @@ def run(named: str | None = None, path: Path | None = None) -> Run:
         if len(found) > 1:
             what = f"{len(found)} run ids begin with {named}"
         newest = ", ".join(one.id for one in (found or kept)[:5])
-        raise BadQuestion(what, hint=f"stored runs: {newest}" if newest else "run bedplate bench first")
-    return replaced(found[0], cells=cells(found[0].id, path=path))
+        raise UsageError(what, hint=f"stored runs: {newest}" if newest else "run bedplate bench first")
+    return replace_fields(found[0], cells=read_cells(found[0].id, path=path))
 
 
 def add_verdict(verdict: Verdict, at: str, path: Path | None = None) -> None:
     """`at`: when the verdict was reached, ISO 8601 in UTC."""
-    _put(
+    _write(
         "INSERT INTO verdicts (at, machine, model, body) VALUES (?, ?, ?, ?)",
-        (at, verdict.machine, verdict.model, _line(verdict)),
+        (at, verdict.machine, verdict.model, _to_line(verdict)),
         path,
     )
 
 
-def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[str, Verdict] | None:
+def read_last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[str, Verdict] | None:
     """The newest verdict for a model on this machine, and when it was reached."""
-    where = path or store_path()
+    where = path or get_store_path()
     if not where.exists():
         return None
     query = "SELECT at, body FROM verdicts WHERE machine = ? AND model = ? ORDER BY at DESC, id DESC LIMIT 1"
@@ -319,52 +319,52 @@ def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[st
         return None
     try:
         return found[0], from_json(Verdict, found[1], origin=str(where))
-    except BadQuestion as error:
-        raise _failure(error, where) from error
+    except UsageError as error:
+        raise _make_failure(error, where) from error
 
 
-def verdicts(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Verdict, ...]:
+def read_verdicts(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Verdict, ...]:
     """The verdicts reached on this machine, newest first."""
     query = "SELECT body FROM verdicts WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
     return _select(query, Verdict, machine, model, path)
 
 
-def add_tuning(tuned: Tuned, path: Path | None = None) -> None:
+def add_tuning(tuned: TuningRun, path: Path | None = None) -> None:
     """Store a tuning, or replace it."""
-    _put(
+    _write(
         "INSERT INTO tunings (id, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-        (tuned.id, tuned.at, tuned.machine, tuned.engine, tuned.model, _line(tuned)),
+        (tuned.id, tuned.at, tuned.machine, tuned.engine, tuned.model, _to_line(tuned)),
         path,
     )
 
 
-def tunings(machine: str | None, model: str | None = None, path: Path | None = None) -> tuple[Tuned, ...]:
+def read_tunings(machine: str | None, model: str | None = None, path: Path | None = None) -> tuple[TuningRun, ...]:
     """The tunings of this machine, or of every machine if `machine` is None, newest first."""
     query = (
         "SELECT body FROM tunings WHERE (? IS NULL OR machine = ?) AND (? IS NULL OR model = ?) "
         "ORDER BY at DESC, number DESC LIMIT ?"
     )
-    return _read(query, Tuned, (machine, machine, model, model, MOST_READ), path)
+    return _read(query, TuningRun, (machine, machine, model, model, MOST_READ), path)
 
 
-def add_refused(refused: Refused, path: Path | None = None) -> None:
-    _put(
+def add_refused(refused: RefusedSetting, path: Path | None = None) -> None:
+    _write(
         "INSERT INTO refused_settings (at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?)",
-        (refused.at, refused.machine, refused.engine, refused.model, _line(refused)),
+        (refused.at, refused.machine, refused.engine, refused.model, _to_line(refused)),
         path,
     )
 
 
-def refused_settings(machine: str, engine: str, path: Path | None = None) -> tuple[Refused, ...]:
+def read_refused_settings(machine: str, engine: str, path: Path | None = None) -> tuple[RefusedSetting, ...]:
     """The settings that `tune` must not propose again on this machine, newest first."""
     query = "SELECT body FROM refused_settings WHERE machine = ? AND engine = ? ORDER BY at DESC, id DESC LIMIT ?"
-    return _read(query, Refused, (machine, engine, MOST_READ), path)
+    return _read(query, RefusedSetting, (machine, engine, MOST_READ), path)
 
 
-def salt(path: Path | None = None) -> bytes:
+def get_salt(path: Path | None = None) -> bytes:
     """A secret of this installation, created on first use. Hashes made with it cannot be compared elsewhere."""
-    where = path or store_path()
+    where = path or get_store_path()
     with _open_store(where) as connection:
         (found,) = connection.execute("SELECT COUNT(*) FROM install WHERE name = 'salt'").fetchone()
         if not found:
@@ -379,36 +379,38 @@ def salt(path: Path | None = None) -> bytes:
 
 def put_tenant(tenant: Tenant, path: Path | None = None) -> None:
     """Store a tenant's limits. `add_key` stores its keys."""
-    _put(
+    _write(
         "INSERT INTO tenants (name, body) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET body = excluded.body",
-        (tenant.name, _line(replaced(tenant, keys=()))),
+        (tenant.name, _to_line(replace_fields(tenant, keys=()))),
         path,
     )
 
 
 def add_key(tenant: str, key: TenantKey, digest: bytes, path: Path | None = None) -> None:
-    _put("INSERT INTO keys (id, tenant, digest, body) VALUES (?, ?, ?, ?)", (key.id, tenant, digest, _line(key)), path)
+    _write(
+        "INSERT INTO keys (id, tenant, digest, body) VALUES (?, ?, ?, ?)", (key.id, tenant, digest, _to_line(key)), path
+    )
 
 
 def remove_key(id_: str, path: Path | None = None) -> None:
-    _put("DELETE FROM keys WHERE id = ?", (id_,), path)
+    _write("DELETE FROM keys WHERE id = ?", (id_,), path)
 
 
 def remove_tenant(name: str, path: Path | None = None) -> None:
     """Remove a tenant and its keys. Its usage records stay."""
-    with _open_store(path or store_path()) as connection:
+    with _open_store(path or get_store_path()) as connection:
         connection.execute("DELETE FROM keys WHERE tenant = ?", (name,))
         connection.execute("DELETE FROM tenants WHERE name = ?", (name,))
 
 
-def tenants(path: Path | None = None) -> tuple[Tenant, ...]:
+def read_tenants(path: Path | None = None) -> tuple[Tenant, ...]:
     """All tenants with their keys, ordered by name."""
-    return tuple(tenant for tenant, _ in tenants_and_digests(path))
+    return tuple(tenant for tenant, _ in read_tenants_and_digests(path))
 
 
-def tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
+def read_tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
     """All tenants, each with the digests of its keys in the order of `keys`."""
-    where = path or store_path()
+    where = path or get_store_path()
     if not where.is_file():
         return ()
     with _open_store(where) as connection:
@@ -419,11 +421,11 @@ def tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[b
         for name, body in bodies:
             own = [(bytes(digest), key) for tenant, digest, key in rows if tenant == name]
             keys = tuple(from_json(TenantKey, key, origin=str(where)) for _, key in own)
-            tenant = replaced(from_json(Tenant, body, origin=str(where)), keys=keys)
+            tenant = replace_fields(from_json(Tenant, body, origin=str(where)), keys=keys)
             found.append((tenant, tuple(digest for digest, _ in own)))
         return tuple(found)
-    except BadQuestion as error:
-        raise _failure(error, where) from error
+    except UsageError as error:
+        raise _make_failure(error, where) from error
 
 
 def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:
@@ -431,7 +433,7 @@ def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) ->
 
     They survive a killed process. After a power failure the last ones may be missing.
     """
-    with _open_store(path or store_path()) as connection:
+    with _open_store(path or get_store_path()) as connection:
         connection.execute("PRAGMA synchronous=NORMAL")
         # Insert a hundred rows in one statement. SQLite releases the GIL once per statement, and handing it to the
         # gateway's thread and back for every row takes longer than the insert. A hundred rows take less than a
@@ -442,7 +444,7 @@ def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) ->
             for one in some:
                 values += (
                     one.at_s, one.tenant, one.model, one.engine, one.outcome,
-                    one.prompt_tokens, one.cached_tokens, one.completion_tokens, _line(one),
+                    one.prompt_tokens, one.cached_tokens, one.completion_tokens, _to_line(one),
                 )  # fmt: skip
             places = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
             connection.execute(
@@ -452,14 +454,14 @@ def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) ->
             )
 
 
-def requests(
+def read_requests(
     since_s: float = 0.0,
     *,
     model: str | None = None,
     path: Path | None = None,
 ) -> Iterator[ServedRequest]:
     """The requests from `since_s` on, in the order they ended. They are read one page at a time."""
-    where = path or store_path()
+    where = path or get_store_path()
     if not where.is_file():
         return
     query = "SELECT id, body FROM requests WHERE id > ? AND at_s >= ? AND (? IS NULL OR model = ?) ORDER BY id LIMIT ?"
@@ -472,8 +474,8 @@ def requests(
             last = number
             try:
                 yield from_json(ServedRequest, body, origin=str(where))
-            except BadQuestion as error:
-                raise _failure(error, where) from error
+            except UsageError as error:
+                raise _make_failure(error, where) from error
         if len(page) < PAGE:
             return
 
@@ -483,7 +485,7 @@ def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
 
     Returns the number of requests removed.
     """
-    with _open_store(path or store_path()) as connection:
+    with _open_store(path or get_store_path()) as connection:
         (last,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM requests").fetchone()
         old = (before_s, last - most)
         connection.execute(
@@ -500,11 +502,11 @@ def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
         return connection.execute("DELETE FROM requests WHERE at_s < ? OR id <= ?", old).rowcount
 
 
-def usage(
+def read_usage(
     by: UsageBy, since_s: float = 0.0, *, tenant: str | None = None, path: Path | None = None
 ) -> tuple[UsageRow, ...]:
     """Usage since `since_s`. Requests that are kept only as daily sums count from the beginning of that day."""
-    where = path or store_path()
+    where = path or get_store_path()
     if not where.is_file():
         return ()
     query = (
@@ -525,29 +527,29 @@ def usage(
     )  # fmt: skip
 
 
-def _line(record: Record) -> str:
+def _to_line(record: Record) -> str:
     return msgspec.json.encode(record).decode()
 
 
-def _put(statement: str, values: Sequence[object], path: Path | None) -> None:
-    with _open_store(path or store_path()) as connection:
+def _write(statement: str, values: Sequence[object], path: Path | None) -> None:
+    with _open_store(path or get_store_path()) as connection:
         connection.execute(statement, values)
 
 
 def _read(query: str, kind: type[R], values: Sequence[object], path: Path | None) -> tuple[R, ...]:
-    where = path or store_path()
+    where = path or get_store_path()
     if not where.is_file():
         return ()
     with _open_store(where) as connection:
         found = connection.execute(query, values).fetchall()
     try:
         return tuple(from_json(kind, body, origin=str(where)) for (body,) in found)
-    except BadQuestion as error:
-        raise _failure(error, where) from error
+    except UsageError as error:
+        raise _make_failure(error, where) from error
 
 
 def _insert(statement: str, record: Result | Agreement, path: Path | None) -> None:
-    _put(statement, (record.at, record.machine, record.engine, record.model, to_json(record, indent=0)), path)
+    _write(statement, (record.at, record.machine, record.engine, record.model, to_json(record, indent=0)), path)
 
 
 def _select(query: str, kind: type[R], machine: str, model: str | None, path: Path | None) -> tuple[R, ...]:

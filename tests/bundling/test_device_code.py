@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.bundling.device_code import ELF, MAGIC, PTX, DeviceCode, clear_unused, fat_binaries, unused_on
+from bedplate.bundling.device_code import ELF, MAGIC, PTX, DeviceCode, clear_unused, find_fat_binaries, find_unused
 
 CODE = b"machine code of one architecture"
 
@@ -27,7 +27,7 @@ def write_fat_binary(*entries: bytes) -> bytes:
 
 def find_kept(*entries: tuple[int, int], on: int) -> list[tuple[int, int]]:
     found = [DeviceCode(kind, architecture, 0, 0) for kind, architecture in entries]
-    unused = unused_on(found, on)
+    unused = find_unused(found, on)
     return [(one.kind, one.architecture) for one in found if one not in unused]
 
 
@@ -79,6 +79,6 @@ def test_library_without_device_code_is_not_rewritten(tmp_path: Path) -> None:
 @given(before=st.binary(max_size=40), rest=st.binary(max_size=200), cut=st.integers(0, 300))
 def test_skips_fat_binaries_of_unknown_format(before: bytes, rest: bytes, cut: int) -> None:
     data = (before + MAGIC + rest + write_fat_binary(write_entry(ELF, 80)))[:cut]
-    for entries in fat_binaries(data):
+    for entries in find_fat_binaries(data):
         for one in entries:
             assert 0 <= one.start <= one.start + one.size_bytes <= len(data)

@@ -12,18 +12,18 @@ from tests.commands import invoke
 
 from bedplate.bundling.for_target import (
     TargetRequest,
-    _Download,
-    _engine_contents,
+    _find_engine_contents,
     _Overlay,
-    _Pieces,
+    _PackageDownloader,
+    _PieceWriter,
     _remove,
     _remove_other_pythons,
     make_target_bundle,
     parse_target,
 )
-from bedplate.engines import all_engines, engine
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
-from bedplate.progress import Silent
+from bedplate.engines import get_engine, load_engines
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.progress import SilentProgress
 
 
 def test_target_name_determines_the_requirements() -> None:
@@ -44,25 +44,25 @@ def test_target_name_determines_the_requirements() -> None:
     ],
 )
 def test_rejects_invalid_targets(name: str, python: str, capability: str | None, words: str) -> None:
-    with pytest.raises(BadQuestion) as caught:
+    with pytest.raises(UsageError) as caught:
         parse_target(name, python, capability)
     assert words in caught.value.message and caught.value.hint
 
 
 def test_overlay_excludes_packages_of_pytorch_and_kernels_for_other_gpus() -> None:
     target = parse_target("linux-x86_64-cuda13", "3.12", "9.0")
-    found = _engine_contents(engine("vllm"), "0.26.0", _Overlay.parse("torch==2.11.0+cu130"), target)
+    found = _find_engine_contents(get_engine("vllm"), "0.26.0", _Overlay.parse("torch==2.11.0+cu130"), target)
     assert found.version == "0.26.0" and found.packages == ("vllm==0.26.0",)
     assert {"torch", "triton", "nvidia-cublas"} <= set(found.left_out)
     assert "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so" in found.unused_files
     assert ("VLLM_USE_FLASHINFER_SAMPLER", "0") in found.environment
-    complete = _engine_contents(engine("vllm"), "0.26.0", None, target)
+    complete = _find_engine_contents(get_engine("vllm"), "0.26.0", None, target)
     assert complete.left_out == () and complete.environment == found.environment
 
 
 def test_overlay_without_version_chooses_the_one_that_fits_pytorch() -> None:
     target = parse_target("linux-x86_64-cuda13", "3.12")
-    found = _engine_contents(engine("sglang"), None, _Overlay.parse("torch==2.11.0"), target)
+    found = _find_engine_contents(get_engine("sglang"), None, _Overlay.parse("torch==2.11.0"), target)
     assert found.version == "0.5.15" and "sgl_kernel/sm100" not in found.unused_files
 
 
@@ -78,13 +78,13 @@ def test_overlay_without_version_chooses_the_one_that_fits_pytorch() -> None:
 )
 def test_refusal_without_recipe_lists_known_combinations(version: str, overlay: str | None, name: str) -> None:
     given = _Overlay.parse(overlay) if overlay else None
-    with pytest.raises(AnswerIsNo) as caught:
-        _engine_contents(engine("vllm"), version, given, parse_target(name, "3.12"))
+    with pytest.raises(NotPossible) as caught:
+        _find_engine_contents(get_engine("vllm"), version, given, parse_target(name, "3.12"))
     assert "vllm@0.26.0 over torch 2.11.0 and CUDA 13" in (caught.value.hint or "")
 
 
 def test_every_overlay_has_a_source_and_a_check() -> None:
-    overlays = [one for each in all_engines().values() for one in each.overlays]
+    overlays = [one for each in load_engines().values() for one in each.overlays]
     assert {one.packages[0] for one in overlays} >= {"vllm==0.26.0", "sglang==0.5.15"}
     for one in overlays:
         assert one.source and one.check and one.as_of and "torch" in one.provided
@@ -98,9 +98,9 @@ def test_overlay_reads_a_requirements_file(tmp_path: Path) -> None:
     assert overlay.torch == "2.11.0" and overlay.constraints == ["torch==2.11.0", "NumPy==2.3.5"]
     assert overlay.has("numpy==2.3.5") and not overlay.has("numpy==2.3.4") and not overlay.has("torchvision==0.26.0")
     file.write_text("numpy==2.3.5\n")
-    with pytest.raises(BadQuestion, match=r"has no torch==VERSION"):
+    with pytest.raises(UsageError, match=r"has no torch==VERSION"):
         _Overlay.parse(str(file))
-    with pytest.raises(BadQuestion, match=r"neither torch==VERSION nor a file"):
+    with pytest.raises(UsageError, match=r"neither torch==VERSION nor a file"):
         _Overlay.parse("torch>=2.11")
 
 
@@ -109,7 +109,7 @@ def test_joined_pieces_equal_the_stream(
     parts: list[bytes], most: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")
-    pieces = _Pieces(folder, most)
+    pieces = _PieceWriter(folder, most)
     for part in parts:
         assert pieces.write(part) == len(part)
     pieces.close()
@@ -145,16 +145,16 @@ def test_packages_are_resolved_as_of_the_date_of_the_recipe_if_possible(
     def compile_pins(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
         calls.append(arguments)
         if set(refused) & set(arguments):
-            raise OutsideFailed(what, cause="requirements are unsatisfiable")
+            raise ExternalFailure(what, cause="requirements are unsatisfiable")
         Path(arguments[arguments.index("--output-file") + 1]).write_text("one==1.0\ntwo==2.0\n")
 
-    class Notes(Silent):
+    class Notes(SilentProgress):
         def note(self, text: str) -> None:
             noted.append(text)
 
     noted: list[str] = []
     monkeypatch.setattr("bedplate.bundling.for_target.run_uv", compile_pins)
-    download = _Download(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
+    download = _PackageDownloader(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
     assert download.resolve("one", ["one"], (), "2026-11-17T11:00:00Z") == ["one==1.0", "two==2.0"]
     assert len(noted) == notes and "--exclude-newer" in calls[0]
     assert "x86_64-manylinux_2_35" in calls[-1] and "3.12" in calls[-1]
@@ -162,11 +162,11 @@ def test_packages_are_resolved_as_of_the_date_of_the_recipe_if_possible(
 
 def test_hint_names_the_target_if_packages_cannot_be_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
-        raise OutsideFailed(what, cause="requirements are unsatisfiable", hint="of this machine")
+        raise ExternalFailure(what, cause="requirements are unsatisfiable", hint="of this machine")
 
     monkeypatch.setattr("bedplate.bundling.for_target.run_uv", refuse)
-    with pytest.raises(OutsideFailed) as caught:
-        _Download(parse_target("linux-x86_64-cpu", "3.12"), tmp_path, Silent()).resolve("one", ["one"])
+    with pytest.raises(ExternalFailure) as caught:
+        _PackageDownloader(parse_target("linux-x86_64-cpu", "3.12"), tmp_path, SilentProgress()).resolve("one", ["one"])
     assert "Python 3.12 on linux-x86_64-cpu" in (caught.value.hint or "")
 
 
@@ -187,5 +187,5 @@ def test_reports_usage_errors(options: list[str], words: str) -> None:
 
 
 def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(BadQuestion, match="already exists"):
+    with pytest.raises(UsageError, match="already exists"):
         make_target_bundle(TargetRequest("linux-x86_64-cpu", "3.12", output=tmp_path))

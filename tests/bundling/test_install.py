@@ -207,7 +207,7 @@ def test_overlay_imports_its_own_packages_before_those_of_the_target(
 
 def test_printed_commands_are_quoted_for_a_shell() -> None:
     manifest = {"model_place": "models/bundled/one/a b.gguf", "engines": [{"engine": "vllm"}]}
-    (command,) = install.serve_commands(manifest, Path("/a home"))
+    (command,) = install.list_serve_commands(manifest, Path("/a home"))
     place = "'/a home/models/bundled/one/a b.gguf'"
     assert command == f"BEDPLATE_HOME='/a home' '/a home/bin/bedplate' serve {place} --engine vllm"
 

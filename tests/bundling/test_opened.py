@@ -16,20 +16,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.commands import invoke
 
-from bedplate.bundling.make import _chain_of, make_bundle
-from bedplate.bundling.opened import Opened, check_files, check_site, checked, differences, opened, read_bundle
+from bedplate.bundling.make import _find_linked_folders, make_bundle
+from bedplate.bundling.opened import (
+    OpenBundle,
+    check_bundle,
+    check_files,
+    check_site,
+    describe_differences,
+    open_bundle,
+    read_bundle,
+)
 from bedplate.decide import decide, plan
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.progress import Silent
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.prepare import prepared_dir
-from bedplate.run.ready import Decided, decided
-from bedplate.run.uv import pinned_packages, run_uv
-from bedplate.values import replaced, to_json
-from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Site
+from bedplate.progress import SilentProgress
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.prepare import get_prepared_dir
+from bedplate.run.ready import ModelDecision, decide_engines
+from bedplate.run.uv import list_pinned_packages, run_uv
+from bedplate.values import replace_fields, to_json
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, SiteRequirements
 from bedplate.values.intent import Intent
-from bedplate.values.service import Wanted
+from bedplate.values.service import ModelOrder
 from bedplate.values.workload import Workload
 
 CONTENT = {"wheels/a.whl": b"not a real wheel", "model/tiny.gguf": b"weights " * 40, "README.txt": b"read me\n"}
@@ -38,15 +46,15 @@ CONTENT = {"wheels/a.whl": b"not a real wheel", "model/tiny.gguf": b"weights " *
 @pytest.fixture(scope="module")
 def manifest() -> Bundle:
     """The manifest of a bundle of the built-in model, with three small files instead of its own."""
-    hardware, facts = probe(), builtin_facts()
+    hardware, facts = probe(), read_builtin_facts()
     chosen = plan(decide(hardware, facts, Workload(origin="default"), "llama.cpp"), facts, Workload(origin="default"))
     return Bundle(
         bedplate="0.1.0",
         made_at="2026-11-15T12:00:00+00:00",
         site=_describe_this_site(),
-        wanted=Wanted(engine="llama.cpp"),
+        wanted=ModelOrder(engine="llama.cpp"),
         hardware=hardware,
-        plan=replaced(chosen, model=replaced(facts, files=("model/tiny.gguf",))),
+        plan=replace_fields(chosen, model=replace_fields(facts, files=("model/tiny.gguf",))),
         recipe=("xllamacpp==2026.10.11549",),
         files=tuple(
             BundledFile(path=path, size_bytes=len(data), sha256=sha256(data).hexdigest())
@@ -55,12 +63,12 @@ def manifest() -> Bundle:
     )
 
 
-def _describe_this_site() -> Site:
+def _describe_this_site() -> SiteRequirements:
     import platform
     import sysconfig
 
     python = ".".join(platform.python_version_tuple()[:2])
-    return Site(python=python, platform=sysconfig.get_platform(), glibc="2.5")
+    return SiteRequirements(python=python, platform=sysconfig.get_platform(), glibc="2.5")
 
 
 def write_folder(root: Path, bundle: Bundle) -> Path:
@@ -82,7 +90,7 @@ def write_archive(path: Path, bundle: Bundle) -> Path:
 
 @pytest.mark.parametrize("make", [write_folder, write_archive], ids=["folder", "archive"])
 def test_complete_bundle_passes_the_check(make: Callable[..., Path], manifest: Bundle, tmp_path: Path) -> None:
-    assert checked(make(tmp_path / "one", manifest)) == manifest
+    assert check_bundle(make(tmp_path / "one", manifest)) == manifest
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_error_names_the_damaged_file(
     root = write_folder(tmp_path / "one", manifest)
     check_files(manifest, root)
     happens(root)
-    with pytest.raises(OutsideFailed, match="damaged: 1 of 3 files") as raised, opened(root):
+    with pytest.raises(ExternalFailure, match="damaged: 1 of 3 files") as raised, open_bundle(root):
         pass
     assert words in str(raised.value.cause) and "copy it" in str(raised.value.hint)
 
@@ -122,7 +130,7 @@ def test_corrupt_archive_raises_an_error_or_has_the_same_files(
         data[at] ^= 1 << bit
     (tmp_path / "bad.tar").write_bytes(data)
     try:
-        found = checked(tmp_path / "bad.tar")
+        found = check_bundle(tmp_path / "bad.tar")
     except BedplateError as error:
         assert error.message
     else:
@@ -135,17 +143,17 @@ def test_corrupt_archive_raises_an_error_or_has_the_same_files(
 )
 def test_rejects_invalid_manifest(text: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(BadQuestion, match="is not a valid Bundle"):
+    with pytest.raises(UsageError, match="is not a valid Bundle"):
         read_bundle(tmp_path)
 
 
 def test_rejects_paths_that_are_not_bundles(tmp_path: Path) -> None:
-    with pytest.raises(BadQuestion, match="no bundle"):
+    with pytest.raises(UsageError, match="no bundle"):
         read_bundle(tmp_path / "nowhere")
-    with pytest.raises(OutsideFailed, match="is not a bedplate bundle"):
+    with pytest.raises(ExternalFailure, match="is not a bedplate bundle"):
         read_bundle(tmp_path)
     (tmp_path / "text.tar").write_text("hello")
-    with pytest.raises(OutsideFailed, match="is not a bedplate bundle"):
+    with pytest.raises(ExternalFailure, match="is not a bedplate bundle"):
         read_bundle(tmp_path / "text.tar")
 
 
@@ -166,10 +174,10 @@ def test_rejects_paths_and_links_that_lead_out_of_the_bundle(
     path: str, link: str | None, inside: bool, manifest: Bundle, tmp_path: Path
 ) -> None:
     file = BundledFile(path=path, link=link)
-    assert file.inside == inside
-    root = write_folder(tmp_path / "one", replaced(manifest, files=(file,)))
+    assert file.is_inside == inside
+    root = write_folder(tmp_path / "one", replace_fields(manifest, files=(file,)))
     if not inside:
-        with pytest.raises(OutsideFailed, match="leads out of it"):
+        with pytest.raises(ExternalFailure, match="leads out of it"):
             read_bundle(root)
 
 
@@ -187,55 +195,59 @@ def test_refuses_unsuitable_machine_before_unpacking(
     monkeypatch.delenv("UV_PYTHON", raising=False)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
-    other = replaced(manifest, site=replaced(_describe_this_site(), **site))
-    with pytest.raises(AnswerIsNo, match=words) as raised, opened(write_archive(tmp_path / "one.tar", other)):
+    other = replace_fields(manifest, site=replace_fields(_describe_this_site(), **site))
+    with pytest.raises(NotPossible, match=words) as raised, open_bundle(write_archive(tmp_path / "one.tar", other)):
         pass
     assert raised.value.hint and not (tmp_path / "home").exists()
 
 
 def test_refuses_engine_that_runs_from_an_image(manifest: Bundle) -> None:
-    with pytest.raises(AnswerIsNo, match="container image: nvcr"):
-        check_site(replaced(manifest, image="nvcr.io/nvidia/tensorrt-llm/release:1.2"))
+    with pytest.raises(NotPossible, match="container image: nvcr"):
+        check_site(replace_fields(manifest, image="nvcr.io/nvidia/tensorrt-llm/release:1.2"))
 
 
-def _decide_builtin(model: str) -> Decided:
-    (found,) = decided([Wanted(engine="llama.cpp")], probe(), Silent(), models=[builtin_facts()])
+def _decide_builtin(model: str) -> ModelDecision:
+    (found,) = decide_engines(
+        [ModelOrder(engine="llama.cpp")], probe(), SilentProgress(), models=[read_builtin_facts()]
+    )
     return found
 
 
 def test_explains_a_changed_plan_and_nothing_else(manifest: Bundle, tmp_path: Path) -> None:
     found = _decide_builtin("llama.cpp")
-    same = differences(found.hardware, found.hardware, found.plan, found.plan)
+    same = describe_differences(found.hardware, found.hardware, found.plan, found.plan)
     assert same == []
-    fewer = replaced(found.plan, settings=replaced(found.plan.settings, slots=found.plan.settings.slots + 3))
-    (line,) = differences(found.hardware, found.hardware, fewer, found.plan)
+    fewer = replace_fields(
+        found.plan, settings=replace_fields(found.plan.settings, slots=found.plan.settings.slots + 3)
+    )
+    (line,) = describe_differences(found.hardware, found.hardware, fewer, found.plan)
     assert "slots" in line and line.startswith("fewer resources are free on this machine: planned again")
-    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, other_workload=True)
+    (line,) = describe_differences(found.hardware, found.hardware, fewer, found.plan, other_workload=True)
     assert line.startswith("the workload differs")
-    elsewhere = replaced(found.hardware, cpu=replaced(found.hardware.cpu, name="Another CPU"))
-    (line,) = differences(elsewhere, found.hardware, found.plan, found.plan)
+    elsewhere = replace_fields(found.hardware, cpu=replace_fields(found.hardware.cpu, name="Another CPU"))
+    (line,) = describe_differences(elsewhere, found.hardware, found.plan, found.plan)
     assert "planned for Another CPU" in line and "with the same settings" in line
 
 
 def test_refuses_packages_for_another_device_or_version(manifest: Bundle, tmp_path: Path) -> None:
     found = _decide_builtin("llama.cpp")
-    for_cuda = replaced(manifest.plan, settings=replaced(manifest.plan.settings, device="cuda"))
-    with pytest.raises(AnswerIsNo, match=r"has llama\.cpp for cuda"):
-        Opened(replaced(manifest, plan=for_cuda), tmp_path).agreed(found, Silent())
-    with pytest.raises(AnswerIsNo, match="do not match this version of bedplate"):
-        Opened(replaced(manifest, recipe=("xllamacpp==1",)), tmp_path).agreed(found, Silent())
+    for_cuda = replace_fields(manifest.plan, settings=replace_fields(manifest.plan.settings, device="cuda"))
+    with pytest.raises(NotPossible, match=r"has llama\.cpp for cuda"):
+        OpenBundle(replace_fields(manifest, plan=for_cuda), tmp_path).check_plan(found, SilentProgress())
+    with pytest.raises(NotPossible, match="do not match this version of bedplate"):
+        OpenBundle(replace_fields(manifest, recipe=("xllamacpp==1",)), tmp_path).check_plan(found, SilentProgress())
 
 
 def test_open_bundle_is_the_only_source_of_packages(manifest: Bundle, tmp_path: Path) -> None:
     root = write_folder(tmp_path / "one", manifest)
-    assert pinned_packages("llama.cpp") is None
-    with opened(root):
-        assert "--require-hashes" in (pinned_packages("llama.cpp") or [])
-        with pytest.raises(OutsideFailed, match="no packages for vllm"):
-            pinned_packages("vllm")
-        with pytest.raises(OutsideFailed, match="installing six failed"):
+    assert list_pinned_packages("llama.cpp") is None
+    with open_bundle(root):
+        assert "--require-hashes" in (list_pinned_packages("llama.cpp") or [])
+        with pytest.raises(ExternalFailure, match="no packages for vllm"):
+            list_pinned_packages("vllm")
+        with pytest.raises(ExternalFailure, match="installing six failed"):
             run_uv(["pip", "install", "--target", str(tmp_path / "six"), "six"], "installing six", tmp_path)
-    assert pinned_packages("llama.cpp") is None
+    assert list_pinned_packages("llama.cpp") is None
 
 
 def test_serve_rejects_model_and_engine_with_a_bundle(manifest: Bundle, tmp_path: Path) -> None:
@@ -253,21 +265,23 @@ def test_serve_rejects_model_and_engine_with_a_bundle(manifest: Bundle, tmp_path
 )
 def test_rejects_existing_output_and_missing_folder(intent: Intent, output: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    with pytest.raises(BadQuestion, match=words):
+    with pytest.raises(UsageError, match=words):
         make_bundle(intent, output=tmp_path / output)
 
 
 def test_rejects_several_services(tmp_path: Path) -> None:
     from bedplate.values.intent import Service
 
-    with pytest.raises(BadQuestion, match="a bundle serves one model"):
+    with pytest.raises(UsageError, match="a bundle serves one model"):
         make_bundle(Intent(services=(Service(model="a"), Service(model="b"))), output=tmp_path / "one.tar")
 
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack one small package instead of bedplate's own; tests/e2e/test_bundle.py packs them all."""
-    monkeypatch.setattr("bedplate.run.wheels.needed_by", lambda name: [importlib.metadata.distribution("filelock")])
+    monkeypatch.setattr(
+        "bedplate.run.wheels.list_dependencies", lambda name: [importlib.metadata.distribution("filelock")]
+    )
 
 
 def test_bundle_for_hypothetical_hardware_names_the_image(builtin_gguf: Path, tmp_path: Path, light: None) -> None:
@@ -278,8 +292,8 @@ def test_bundle_for_hypothetical_hardware_names_the_image(builtin_gguf: Path, tm
     assert (root / "images.txt").read_text().strip() == packed.bundle.image
     assert any((root / "compose").iterdir()) and not (root / "serve").exists()
     assert "docker save" in (root / "README.txt").read_text()
-    assert checked(root) == packed.bundle
-    with pytest.raises(AnswerIsNo, match="cannot be bundled"):
+    assert check_bundle(root) == packed.bundle
+    with pytest.raises(NotPossible, match="cannot be bundled"):
         make_bundle(intent, "pytorch", tmp_path / "two")
     assert not (tmp_path / "two").exists() and not list(tmp_path.glob(".making*"))
 
@@ -299,23 +313,23 @@ def test_converted_weights_are_linked_from_the_bundle(
 ) -> None:
     """Two conversion steps; the second links to the result of the first, as `prepare` stores them."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "maker"))
-    first = write_conversion(prepared_dir(), "aaaa", "folder")
-    last = write_conversion(prepared_dir(), "bbbb", "model-fp8", ("folder", "../aaaa/folder"))
-    assert _chain_of(last) == [last, first]
+    first = write_conversion(get_prepared_dir(), "aaaa", "folder")
+    last = write_conversion(get_prepared_dir(), "bbbb", "model-fp8", ("folder", "../aaaa/folder"))
+    assert _find_linked_folders(last) == [last, first]
 
-    root = write_folder(tmp_path / "bundle", replaced(manifest, prepared=("bbbb", "aaaa")))
-    shutil.copytree(prepared_dir(), root / "prepared", symlinks=True)
+    root = write_folder(tmp_path / "bundle", replace_fields(manifest, prepared=("bbbb", "aaaa")))
+    shutil.copytree(get_prepared_dir(), root / "prepared", symlinks=True)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "site"))
     for _ in range(2):  # a second start finds the links
-        with opened(root):
+        with open_bundle(root):
             pass
-    there = prepared_dir() / "bbbb"
+    there = get_prepared_dir() / "bbbb"
     assert (there / "bedplate.json").is_file() and not (there / "bedplate.json").is_symlink()
     assert (there / "model-fp8").is_symlink() and (there / "model-fp8").read_text() == "weights of bbbb"
     assert (there / "folder").read_text() == "weights of aaaa"
 
     moved = (tmp_path / "bundle").rename(tmp_path / "elsewhere")
-    with opened(moved):
+    with open_bundle(moved):
         assert (there / "model-fp8").read_text() == "weights of bbbb", "links follow a bundle that was moved"
 
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from tests.hosting.stub_hosts import HANDLER, LISTEN, make_stub_environment, make_stub_readied
 
-from bedplate.changing.migrate import Migrate, Migrating
+from bedplate.changing.migrate import MigrationRequest, MigrationRun
 from bedplate.hosting.host import Host
-from bedplate.run.ready import Readied
-from bedplate.values import replaced
+from bedplate.run.ready import PreparedModel
+from bedplate.values import replace_fields
 
 WRITES = """
     asked_for = 0
@@ -59,18 +59,22 @@ def word(prompt, number=0):
 """
 
 
-def make_engine(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
+def make_engine(
+    folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0
+) -> PreparedModel:
     """An engine for the model `alpha`. Engines of the same seed give the same answers."""
     settings = f"SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}"
     script = f"{HANDLER}{WRITES}{settings}{LISTEN}"
     environment = msgspec.structs.replace(make_stub_environment(folder / name, script), version=name)
     ready = make_stub_readied("alpha", environment)
-    return dataclasses.replace(ready, plan=replaced(ready.plan, engine_version=name))
+    return dataclasses.replace(ready, plan=replace_fields(ready.plan, engine_version=name))
 
 
-def offer_engines(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
+def offer_engines(monkeypatch: pytest.MonkeyPatch, **engines: PreparedModel) -> None:
     """Replace deciding and installing, which have their own tests, by these engines."""
-    monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress, hardware=None: engines[self.asked.engine])
+    monkeypatch.setattr(
+        MigrationRun, "_prepare_in_thread", lambda self, progress, hardware=None: engines[self.asked.engine]
+    )
 
 
 async def send_requests(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:
@@ -107,5 +111,5 @@ class Load:
             self.statuses.append(status)
 
 
-def make_quick_request(engine: str, **more: Any) -> Migrate:
-    return Migrate(engine=engine, **{"least_step_s": 0.2, "most_step_s": 3.0, **more})
+def make_quick_request(engine: str, **more: Any) -> MigrationRequest:
+    return MigrationRequest(engine=engine, **{"least_step_s": 0.2, "most_step_s": 3.0, **more})

@@ -12,18 +12,18 @@ from bedplate.changing.episodes import (
     MOST_EPISODES,
     MOST_REQUESTS,
     MOST_SPAN_S,
-    assumed,
-    cell_of,
-    episodes,
-    load_of,
-    recorded,
-    results_of,
+    build_assumed_shapes,
+    derive_results,
+    make_cell,
+    select_shapes,
+    split_episodes,
+    summarize_load,
 )
-from bedplate.cli.questions import read_share
-from bedplate.errors import BadQuestion
+from bedplate.cli.questions import parse_share
+from bedplate.errors import UsageError
 from bedplate.values import Workload
 from bedplate.values.run import Quality
-from bedplate.values.units import YEAR_S, parsed_seconds
+from bedplate.values.units import YEAR_S, parse_duration
 from bedplate.values.workload import RequestShape
 
 
@@ -34,17 +34,17 @@ def test_only_completed_generation_requests_are_replayed_in_order() -> None:
         make_request(2.0, outcome="failed"),
         make_request(3.0, api="embeddings"),
     ]
-    found = recorded(rows, 4096)
+    found = select_shapes(rows, 4096)
     assert [shape.started_s for shape in found.shapes] == [1.0, 5.0] and not found.too_long
 
 
 def test_too_long_requests_are_skipped_and_counted() -> None:
-    found = recorded([make_request(1.0), make_request(2.0, prompt_tokens=4000)], 1024)
+    found = select_shapes([make_request(1.0), make_request(2.0, prompt_tokens=4000)], 1024)
     assert len(found.shapes) == 1 and found.too_long == 1
 
 
 def test_shared_prefixes_are_kept() -> None:
-    found = recorded([make_request(1.0, prompt_tokens=256, text_bytes=1024, prefix_hashes=(1, 2))], 4096)
+    found = select_shapes([make_request(1.0, prompt_tokens=256, text_bytes=1024, prefix_hashes=(1, 2))], 4096)
     assert found.shapes[0].prefix_hashes == (1, 2) and found.shapes[0].prefix_block_tokens == 128
 
 
@@ -54,7 +54,7 @@ def make_shapes(moments: list[float], output_tokens: int = 20) -> list[RequestSh
 
 @given(st.lists(st.floats(0, 1e5), min_size=1, max_size=200), st.floats(0.01, 1))
 def test_episodes_are_short_and_start_at_zero(moments: list[float], share: float) -> None:
-    chosen = episodes(make_shapes(moments), share)
+    chosen = split_episodes(make_shapes(moments), share)
     assert LEAST_EPISODES <= len(chosen) <= MOST_EPISODES
     for episode in chosen:
         assert 1 <= len(episode) <= MOST_REQUESTS and episode[0].started_s == 0.0
@@ -62,58 +62,61 @@ def test_episodes_are_short_and_start_at_zero(moments: list[float], share: float
 
 
 def test_episodes_are_spread_over_the_whole_time() -> None:
-    chosen = episodes(make_shapes([100.0 * number for number in range(100)]), 0.1)
+    chosen = split_episodes(make_shapes([100.0 * number for number in range(100)]), 0.1)
     assert len(chosen) == 10
-    assert len(episodes(make_shapes([1.0]), 0.1)) == LEAST_EPISODES, "the same request repeated"
+    assert len(split_episodes(make_shapes([1.0]), 0.1)) == LEAST_EPISODES, "the same request repeated"
 
 
 def test_long_responses_make_short_episodes() -> None:
-    assert max(map(len, episodes(make_shapes([0, 1, 2, 3], output_tokens=256), 1.0))) == 2
+    assert max(map(len, split_episodes(make_shapes([0, 1, 2, 3], output_tokens=256), 1.0))) == 2
 
 
 def test_without_records_the_assumed_workload_is_replayed() -> None:
-    found = assumed(Workload(concurrency=3, prompt_tokens=100, output_tokens=50))
+    found = build_assumed_shapes(Workload(concurrency=3, prompt_tokens=100, output_tokens=50))
     assert len(found.shapes) == 3 and found.shapes[0].output_tokens == 50
-    assert len(assumed(Workload(concurrency=64, output_tokens=256)).shapes) == 2
+    assert len(build_assumed_shapes(Workload(concurrency=64, output_tokens=256)).shapes) == 2
 
 
 def test_different_episodes_have_different_loads() -> None:
-    one, other = load_of(episodes(make_shapes([1, 2]), 1), "a"), load_of(episodes(make_shapes([1, 2], 30), 1), "a")
+    one, other = (
+        summarize_load(split_episodes(make_shapes([1, 2]), 1), "a"),
+        summarize_load(split_episodes(make_shapes([1, 2], 30), 1), "a"),
+    )
     assert one.arrivals == "replay" and one.trace != other.trace and one.output_tokens == 20
 
 
 def test_results_use_the_same_concurrency_for_both_engines() -> None:
-    load = load_of(episodes(make_shapes([0, 0, 0]), 1), "a")
+    load = summarize_load(split_episodes(make_shapes([0, 0, 0]), 1), "a")
     fast, slow = (
         [make_repeat(number, duration_ms=duration, requests=3) for number in range(3)] for duration in (400, 800)
     )
     quality = Quality(verdict="ok", agreement=1.0)
-    a = cell_of("r", "2026-01-01T00:00:00Z", "m", make_subject("slow"), load, slow, quality, "")
-    b = cell_of("r", "2026-01-01T00:00:00Z", "m", make_subject("fast"), load, fast, quality, "")
+    a = make_cell("r", "2026-01-01T00:00:00Z", "m", make_subject("slow"), load, slow, quality, "")
+    b = make_cell("r", "2026-01-01T00:00:00Z", "m", make_subject("fast"), load, fast, quality, "")
     assert a.id != b.id
-    mine, theirs = results_of(a, b)
-    assert mine.concurrency == theirs.concurrency == 3 and mine.comparable(theirs)
+    mine, theirs = derive_results(a, b)
+    assert mine.concurrency == theirs.concurrency == 3 and mine.is_comparable_to(theirs)
     assert mine.output_tok_s == pytest.approx(3 * 20 / 0.8) and theirs.output_tok_s == pytest.approx(3 * 20 / 0.4)
     assert theirs.quality == 1.0
 
 
 @pytest.mark.parametrize(("text", "value"), [("10%", 0.1), ("0.1", 0.1), ("10", 0.1), ("100 %", 1.0), ("1", 1.0)])
 def test_parses_shares(text: str, value: float) -> None:
-    assert read_share(text) == pytest.approx(value)
+    assert parse_share(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-5", "a tenth", "nan"])
 def test_rejects_invalid_shares(text: str) -> None:
-    with pytest.raises(BadQuestion, match="no share"):
-        read_share(text)
+    with pytest.raises(UsageError, match="no share"):
+        parse_share(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("90s", 90), ("10m", 600), ("1h", 3600), ("7d", 604800), ("5", 5)])
 def test_parses_durations(text: str, value: float) -> None:
-    assert parsed_seconds(text, "--for", positive=True, most_s=YEAR_S) == value
+    assert parse_duration(text, "--for", positive=True, most_s=YEAR_S) == value
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-1m", "ten", "5y", "999999d"])
 def test_rejects_invalid_durations(text: str) -> None:
-    with pytest.raises(BadQuestion, match="--for"):
-        parsed_seconds(text, "--for", positive=True, most_s=YEAR_S)
+    with pytest.raises(UsageError, match="--for"):
+        parse_duration(text, "--for", positive=True, most_s=YEAR_S)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.changing.traffic import make_request
-from tests.conftest import on_one_core, wait_for
+from tests.conftest import pin_to_one_core, wait_for
 from tests.soak.kills import (
     TOKEN,
     Answer,
@@ -32,17 +32,17 @@ from tests.soak.kills import (
 )
 from tests.soak.shadows import Timed, table
 
-from bedplate.run.environments import Environment
-from bedplate.values.record import replaced
+from bedplate.run.environments import EngineEnvironment
+from bedplate.values.record import replace_fields
 
 
 @pytest.mark.nightly
 def test_ten_kills_lose_nothing(
-    builtin_gguf: Path, llama_environment: Environment, own_home: Path, tmp_path: Path
+    builtin_gguf: Path, llama_environment: EngineEnvironment, own_home: Path, tmp_path: Path
 ) -> None:
     options = options_of(["--minutes", "0.4", "--kills", "10", "--seed", "3", "--streams", "2"])
     said: list[str] = []
-    with (tmp_path / "serve.log").open("wb") as log, on_one_core():
+    with (tmp_path / "serve.log").open("wb") as log, pin_to_one_core():
         outcome = asyncio.run(soaked(options, log, said.append))
     assert outcome.violations() == [], outcome.table()
     assert len(outcome.kills) == 10 and len({one.kind for one in outcome.kills}) >= 3
@@ -108,7 +108,7 @@ def make_answer(at_s: float, outcome: str = "whole", body_bytes: int = 700) -> A
 
 
 class TestRecords:
-    kept = replaced(make_request(99.1, completion_tokens=5), prompt_tokens=9, body_bytes=700)
+    kept = replace_fields(make_request(99.1, completion_tokens=5), prompt_tokens=9, body_bytes=700)
 
     def test_each_complete_response_has_a_record(self) -> None:
         found = compared([make_answer(100)], [self.kept], [])
@@ -123,7 +123,7 @@ class TestRecords:
 
     def test_duplicate_or_different_record_is_a_violation(self) -> None:
         assert "2 times" in compared([make_answer(100)], [self.kept, self.kept], []).wrong[0]
-        other = replaced(self.kept, completion_tokens=4)
+        other = replace_fields(self.kept, completion_tokens=4)
         assert "other tokens" in compared([make_answer(100)], [other], []).wrong[0]
 
     def test_undelivered_response_does_not_count(self) -> None:
@@ -131,7 +131,7 @@ class TestRecords:
         assert compared([make_answer(100, "closed")], [self.kept], [99.9]).wrong == []
 
     def test_equal_body_length_is_not_the_same_request(self) -> None:
-        assert compared([make_answer(100)], [replaced(self.kept, at_s=9.0)], []).found == 0
+        assert compared([make_answer(100)], [replace_fields(self.kept, at_s=9.0)], []).found == 0
 
 
 def test_closed_connection_without_reason_is_a_violation() -> None:

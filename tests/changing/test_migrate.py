@@ -23,13 +23,13 @@ from tests.hosting.stub_hosts import (
 )
 from tests.run.test_supervisor import until
 
-from bedplate.changing.migrate import Migrating, as_planned, migrate, read_steps
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.changing.migrate import MigrationRun, migrate, read_steps, replace_decision
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
-from bedplate.run.ready import Readied
+from bedplate.run.ready import PreparedModel
 from bedplate.values import Hardware
 from bedplate.values.migration import Migration
-from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.record import from_json, replace_fields, to_json
 
 
 class Told:
@@ -64,11 +64,11 @@ class TestSideBySide:
             assert all(step.challenger.requests >= 6 and not step.challenger.failed for step in done.steps)
             (engine,) = host.engines
             assert engine.plan.engine_version == "two" and engine.backend.share == 1.0
-            assert host.service().readied is second and engine.backend.on_end is None
+            assert host.get_service().readied is second and engine.backend.on_end is None
             assert [one.against for one in done.checks] == ["the engine in service"] * 2
             assert {one.verdict for one in done.checks} == {"ok"}
             assert "sending 10 % of the requests to llama.cpp two (Q4_1)" in told.lines
-            assert host.service().doing is None
+            assert host.get_service().current_operation is None
             assert from_json(Migration, to_json(done)) == done and done.exit_code == 0
 
         with_host(then, tmp_path)
@@ -144,10 +144,10 @@ class TestSideBySide:
         offer_engines(monkeypatch, **{"llama.cpp": second})
 
         async def then(host: Host) -> None:
-            await host.add_service(replaced(first.decided.wanted, ttl_s=600.0), first)
+            await host.add_service(replace_fields(first.decided.wanted, ttl_s=600.0), first)
             assert not host.engines
             moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp"), Told()))
-            await until(lambda: host.service().busy, "the migration to begin")
+            await until(lambda: host.get_service().busy, "the migration to begin")
             ((status, _),) = await send_requests(host, 1)
             done = await moving
             assert status == 200 and done.outcome == "migrated"
@@ -200,7 +200,7 @@ class TestIncumbentDies:
             assert done.outcome == "rolled back" and done.stage == "traffic", done
             (engine,) = host.engines
             assert (engine.plan.engine_version, engine.state, engine.backend.share) == ("one", "ready", 1.0)
-            assert ((await send_requests(host, 1))[0])[0] == 200 and host.service().doing is None
+            assert ((await send_requests(host, 1))[0])[0] == 200 and host.get_service().current_operation is None
 
         with_host(then, tmp_path)
 
@@ -218,7 +218,7 @@ class TestIncumbentDies:
             assert "times as long" in (done.reason or "") and "no other engine is left" in (done.reason or "")
             (engine,) = host.engines
             assert engine.plan.engine_version == "slow" and engine.backend.share == 1.0
-            assert host.service().readied is slow and host.service().failure is None
+            assert host.get_service().readied is slow and host.get_service().failure is None
             assert ((await send_requests(host, 1))[0])[0] == 200
 
         with_host(then, tmp_path)
@@ -226,20 +226,20 @@ class TestIncumbentDies:
     def test_challenger_with_wrong_answers_never_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "other", seed="other")})
         # The answers are compared after the incumbent has died.
-        real = Migrating._examine
+        real = MigrationRun._check_challengers
 
-        async def later(self: Migrating, ready: Any, basis: Any) -> None:
+        async def later(self: MigrationRun, ready: Any, basis: Any) -> None:
             TestIncumbentDies().kill_incumbent(self.host, tmp_path)
             await until(lambda: self.host.engines[0].state != "ready", "the death to be seen")
             await real(self, ready, basis)
 
-        monkeypatch.setattr(Migrating, "_examine", later)
+        monkeypatch.setattr(MigrationRun, "_check_challengers", later)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
-            with pytest.raises(OutsideFailed, match="could not be started again"):
+            with pytest.raises(ExternalFailure, match="could not be started again"):
                 await migrate(host, make_quick_request("llama.cpp"), Told())
-            assert not host.engines and host.service().state == "failed"
+            assert not host.engines and host.get_service().state == "failed"
 
         with_host(then, tmp_path)
 
@@ -258,15 +258,15 @@ class TestBothOnOneGpu:
         two = make_engine(tmp_path, "two")
         second, smaller = with_slots(two, 64, whole), with_slots(two, slots, {"card 0": 8 * 2**30})
         free = 11 * 2**30
-        now = replaced(hardware, accelerators=(replaced(card, free_bytes=free),))
+        now = replace_fields(hardware, accelerators=(replace_fields(card, free_bytes=free),))
         monkeypatch.setattr("bedplate.changing.migrate.probe", lambda *, recall: now)
         planned: list[int | None] = []
 
-        def prepare(self: Migrating, progress: object, hardware: Hardware | None = None) -> Readied:
+        def prepare(self: MigrationRun, progress: object, hardware: Hardware | None = None) -> PreparedModel:
             planned.append(hardware.accelerators[0].free_bytes if hardware is not None else None)
             return second if hardware is None else smaller
 
-        monkeypatch.setattr(Migrating, "_made_ready", prepare)
+        monkeypatch.setattr(MigrationRun, "_prepare_in_thread", prepare)
 
         async def then(host: Host) -> None:
             await add(host, first)
@@ -277,9 +277,9 @@ class TestBothOnOneGpu:
         with_host(then, tmp_path, hardware=hardware)
 
 
-def with_slots(ready: Readied, slots: int, need: dict[str, int]) -> Readied:
+def with_slots(ready: PreparedModel, slots: int, need: dict[str, int]) -> PreparedModel:
     """The same engine for this many requests, with this need of memory."""
-    plan = replaced(ready.plan, settings=replaced(ready.plan.settings, slots=slots))
+    plan = replace_fields(ready.plan, settings=replace_fields(ready.plan.settings, slots=slots))
     part = dataclasses.replace(ready.decided.part, needs=(need,))
     return dataclasses.replace(ready, plan=plan, decided=dataclasses.replace(ready.decided, part=part))
 
@@ -315,7 +315,7 @@ class TestSwap:
                 done = await migrate(host, make_quick_request("llama.cpp", most_step_s=30.0), Told())
             assert (done.outcome, done.stage, done.side_by_side) == ("rolled back", stage, False), done.reason
             assert set(load.statuses) == {200} and host.engines[0].plan.engine_version == "one"
-            assert host.service().readied is first
+            assert host.get_service().readied is first
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(first)))
 
@@ -326,7 +326,7 @@ class TestSwap:
         async def then(host: Host) -> None:
             await add(host, first)
             slow = asyncio.create_task(send_requests(host, 1, tokens=100))
-            await until(lambda: host.service().in_flight, "a request to be in flight")
+            await until(lambda: host.get_service().in_flight, "a request to be in flight")
             moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", hold_most=2), Told()))
             await until(lambda: host.engines[0].leaving, "the first engine to be drained")
             answers = await send_requests(host, 5)
@@ -345,9 +345,9 @@ class TestArguments:
 
         async def then(host: Host) -> None:
             await add(host, first)
-            with pytest.raises(BadQuestion, match="already serves alpha"):
+            with pytest.raises(UsageError, match="already serves alpha"):
                 await migrate(host, make_quick_request("llama.cpp"), Told())
-            assert host.service().busy is None
+            assert host.get_service().busy is None
 
         with_host(then, tmp_path)
 
@@ -357,8 +357,8 @@ class TestArguments:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
             moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", steps=(50.0,)), Told()))
-            await until(lambda: host.service().busy, "the first to begin")
-            with pytest.raises(AnswerIsNo, match="cannot be migrated now") as caught:
+            await until(lambda: host.get_service().busy, "the first to begin")
+            with pytest.raises(NotPossible, match="cannot be migrated now") as caught:
                 await migrate(host, make_quick_request("llama.cpp"), Told())
             assert "migrating to llama.cpp" in str(caught.value.cause)
             done = await moving
@@ -380,11 +380,11 @@ class TestArguments:
 
     def test_rejects_plan_of_another_model_or_engine(self, tmp_path: Path) -> None:
         one = make_engine(tmp_path, "one").decided
-        assert as_planned(one, one.decision).plan == one.plan
-        with pytest.raises(BadQuestion, match="plan is for beta"):
-            as_planned(one, replaced(one.decision, model="beta"))
-        with pytest.raises(BadQuestion, match="plan is for vllm"):
-            as_planned(one, replaced(one.decision, engine="vllm"))
+        assert replace_decision(one, one.decision).plan == one.plan
+        with pytest.raises(UsageError, match="plan is for beta"):
+            replace_decision(one, replace_fields(one.decision, model="beta"))
+        with pytest.raises(UsageError, match="plan is for vllm"):
+            replace_decision(one, replace_fields(one.decision, engine="vllm"))
 
     @pytest.mark.parametrize(
         ("text", "steps"), [("10,50,100", (10, 50, 100)), (" 5% , 100% ", (5, 100)), ("100", (100,))]
@@ -394,7 +394,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("text", ["", "0,100", "50,10", "10,10", "101", "ten", "-5", "nan"])
     def test_rejects_invalid_steps(self, text: str) -> None:
-        with pytest.raises(BadQuestion, match="increasing percentages"):
+        with pytest.raises(UsageError, match="increasing percentages"):
             read_steps(text)
 
 
@@ -412,7 +412,7 @@ def test_plan_is_made_for_the_requested_engine(tmp_path: Path, monkeypatch: pyte
 
     async def then(host: Host) -> None:
         await add(host, first)
-        ready = Migrating(host, host.service(), make_quick_request("vllm"), Told())._made_ready(None)  # type: ignore[arg-type]
+        ready = MigrationRun(host, host.get_service(), make_quick_request("vllm"), Told())._prepare_in_thread(None)  # type: ignore[arg-type]
         assert ready is first and seen["engine"] == "vllm"
         assert seen["workload"] == first.decided.wanted.workload and seen["budget_bytes"] == host.room.budget_bytes
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Served, gone, on_one_core, start_serve, wait_for
+from tests.conftest import Served, have_ended, pin_to_one_core, start_serve, wait_for
 from tests.contract.documents import check_document
 from tests.soak.challengers import installed
 from tests.soak.streams import Counts, Streams, looked_at
 
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 
 STREAMS, TOKENS, THINK_S = 2, 5, 0.4
 STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "8")
@@ -32,15 +32,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(site: Path, builtin_gguf: Path, llama_environment: Environment) -> Iterator[Served]:
+def served(site: Path, builtin_gguf: Path, llama_environment: EngineEnvironment) -> Iterator[Served]:
     words = ("--name", "moving", "--engine", "llama.cpp", "--concurrency", "6", "--context", "512")
-    with on_one_core():
+    with pin_to_one_core():
         one = start_serve(*words, env={"PYTHONPATH": str(site)})
     assert one.endpoint, "".join(one.stderr)
     yield one
-    below = one.descendants()
+    below = one.list_descendants()
     assert one.stop() == 0
-    wait_for(lambda: gone(below), "the engines' processes to end")
+    wait_for(lambda: have_ended(below), "the engines' processes to end")
 
 
 def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, Any], str, Counts]:
@@ -84,14 +84,14 @@ def test_good_challenger_takes_over_without_broken_streams(served: Served, site:
     words = ("plan", "--engine", "llama.cpp", "--concurrency", "8", "--context", "512", "--json")
     planned = subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=env)
     (tmp_path / "plan.json").write_text(planned.stdout)
-    before = served.engine().pid
+    before = served.find_engine().pid
     code, done, said, counts = under_load(served, site, "llama.cpp", "--plan", str(tmp_path / "plan.json"), *PATIENT)
     assert code == 0, said
     assert done["outcome"] == "migrated" and done["side_by_side"] and done["cut"] == 0
     assert [step["percent"] for step in done["steps"]] == [50, 100]
     assert {check["verdict"] for check in done["checks"]} == {"ok"}
     assert (counts.failed, counts.truncated, counts.duplicated) == ([], [], []) and counts.whole > 8
-    assert served.engine().pid != before
+    assert served.find_engine().pid != before
 
 
 def chunk(text: str, **more: Any) -> str:

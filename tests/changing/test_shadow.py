@@ -27,29 +27,29 @@ from tests.run.test_supervisor import until
 
 from bedplate import store
 from bedplate.changing import shadow as shadowing
-from bedplate.changing.episodes import load_of
+from bedplate.changing.episodes import summarize_load
 from bedplate.changing.shadow import (
-    Shadow,
-    Shadowing,
-    cards_in,
-    computes_on,
-    quality_of,
-    shadow,
+    ShadowRequest,
+    ShadowRun,
+    list_cards,
+    list_devices,
+    run_shadow,
+    summarize_checks,
 )
-from bedplate.changing.shadow_elsewhere import told
-from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, as_long, stretches_of, usage_in
+from bedplate.changing.shadow_elsewhere import parse_engine
+from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, fix_length, parse_usage, split_windows
 from bedplate.decide.together import Need
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
-from bedplate.measure.load import Target
-from bedplate.measure.load.preparing import Prepared
-from bedplate.run.ready import Readied, show_cards
+from bedplate.measure.load import LoadTarget
+from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.run.ready import PreparedModel, select_accelerators
 from bedplate.run.starting import EngineStart
-from bedplate.run.supervisor import free_port
-from bedplate.values.migration import Checked
-from bedplate.values.record import from_json, replaced, to_json
+from bedplate.run.supervisor import find_free_port
+from bedplate.values.migration import AnswerCheck
+from bedplate.values.record import from_json, replace_fields, to_json
 from bedplate.values.run import Repeat, Sample
-from bedplate.values.shadow import Shadowed
+from bedplate.values.shadow import ShadowResult
 from bedplate.values.workload import RequestShape
 
 JUNK = st.recursive(st.none() | st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
@@ -63,11 +63,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
 
 
-def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> None:
-    def ready(self: Shadowing, progress: object) -> tuple[Readied, Any, dict[str, str], bool]:
-        return one, self.host.need_of(one.plan), {}, live
+def offered(monkeypatch: pytest.MonkeyPatch, one: PreparedModel, *, live: bool) -> None:
+    def ready(self: ShadowRun, progress: object) -> tuple[PreparedModel, Any, dict[str, str], bool]:
+        return one, self.host.compute_need(one.plan), {}, live
 
-    monkeypatch.setattr(Shadowing, "_made_ready", ready)
+    monkeypatch.setattr(ShadowRun, "_prepare_challenger", ready)
 
 
 def record_some(count: int = 5) -> None:
@@ -86,13 +86,13 @@ def is_still(pid: int | None) -> bool:
 def collect_addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The URLs that rounds are replayed against."""
     found: set[str] = set()
-    apart = shadowing._apart
+    apart = shadowing._run_generator
 
     async def noted(call: Any) -> Any:
         found.add(call.target.url)
         return await apart(call)
 
-    monkeypatch.setattr(shadowing, "_apart", noted)
+    monkeypatch.setattr(shadowing, "_run_generator", noted)
     return found
 
 
@@ -106,15 +106,15 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.12))
-            done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell)
+            done = await run_shadow(host, ShadowRequest(engine="llama.cpp", share=1.0, for_s=50), tell)
             assert done.how == "replay" and done.turns >= 3 and done.requests == done.turns
             assert done.verdict.answer == "migrate", done.verdict.text
             assert done.verdict.effects[0].paired and done.verdict.effects[0].gain.value > 1.5
             assert len(host.engines) == 1 and host.engines[0].plan.engine_version == "slow"
-            assert from_json(Shadowed, to_json(done)) == done and done.exit_code == 10
-            kept = store.run(done.run)
+            assert from_json(ShadowResult, to_json(done)) == done and done.exit_code == 10
+            kept = store.find_run(done.run)
             assert len(kept.cells) == 2 and kept.finished
-            learnt = store.results(kept.environment.machine)
+            learnt = store.read_results(kept.environment.machine)
             assert {one.engine_version for one in learnt} == {"slow", "fast"}
 
         with_host(then, tmp_path)
@@ -126,7 +126,7 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.004))
-            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            done = await run_shadow(host, ShadowRequest(engine="llama.cpp", for_s=50), tell)
             assert done.verdict.answer in ("stay", "not proven")
             assert any("the plan assumed" in note for note in done.notes)
 
@@ -139,17 +139,17 @@ class TestReplay:
         record_some(3)
 
         begun: list[float] = []
-        apart = shadowing._apart
+        apart = shadowing._run_generator
 
         async def watched(call: Any) -> Any:
             begun.append(time.monotonic())
             return await apart(call)
 
-        monkeypatch.setattr(shadowing, "_apart", watched)
+        monkeypatch.setattr(shadowing, "_run_generator", watched)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.05))
-            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            trying = asyncio.create_task(run_shadow(host, ShadowRequest(engine="llama.cpp", share=1.0, for_s=50), tell))
             await until(lambda: len(begun) == 3, "a round to be running", 30)
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 3, "real answers", 20)
@@ -168,7 +168,7 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.05))
-            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            trying = asyncio.create_task(run_shadow(host, ShadowRequest(engine="llama.cpp", share=1.0, for_s=50), tell))
             await until(lambda: sum(one.state == "ready" for one in host.engines) == 3, "both to be there", 30)
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 2, "real answers", 20)
@@ -185,13 +185,15 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.02))
-            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            trying = asyncio.create_task(run_shadow(host, ShadowRequest(engine="llama.cpp", share=1.0, for_s=50), tell))
             await until(lambda: len(host.engines) == 2 and host.engines[1].pid is not None, "its process")
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 2, "real answers", 20)
                 assert is_still(host.engines[1].pid)
             done = await trying
-            challenger = next(one.subject for one in store.run(done.run).cells if one.subject.engine_version == "two")
+            challenger = next(
+                one.subject for one in store.find_run(done.run).cells if one.subject.engine_version == "two"
+            )
             assert challenger.start_s is None, "it would include the pause"
 
         with_host(then, tmp_path)
@@ -202,7 +204,7 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.001))
-            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            done = await run_shadow(host, ShadowRequest(engine="llama.cpp", for_s=50), tell)
             assert len(asked) == 2 and host.engines[0].url not in asked
             assert not any("itself" in note for note in done.notes)
 
@@ -213,12 +215,12 @@ class TestReplay:
     ) -> None:
         offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.001), live=False)
         asked = collect_addresses(monkeypatch)
-        monkeypatch.setattr(Host, "check_room", lambda self, need, what: None)
-        monkeypatch.setattr(Host, "has_room", lambda self, need: False)
+        monkeypatch.setattr(Host, "check_memory", lambda self, need, what: None)
+        monkeypatch.setattr(Host, "has_memory_for", lambda self, need: False)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.001))
-            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            done = await run_shadow(host, ShadowRequest(engine="llama.cpp", for_s=50), tell)
             assert len(asked) == 2 and host.engines[0].url in asked
             assert any("not enough memory for a second copy" in note and "itself" in note for note in done.notes)
 
@@ -235,8 +237,8 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.02))
-            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp", for_s=50), tell)
-            working = asyncio.create_task(one._carried_on(work(), False))
+            one = ShadowRun(host, host.get_service(), ShadowRequest(engine="llama.cpp", for_s=50), tell)
+            working = asyncio.create_task(one._run_untimed(work(), False))
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 2, "real answers", 20)
                 assert one._still.is_still
@@ -248,38 +250,38 @@ class TestReplay:
         shapes = tuple(RequestShape(started_s=float(n), prompt_tokens=9, output_tokens=9) for n in range(7))
         lengths: list[int] = []
 
-        async def guarded(self: Shadowing, work: Any, most: int | None = None) -> Repeat:
+        async def guarded(self: ShadowRun, work: Any, most: int | None = None) -> Repeat:
             (call,) = [cell.cell_contents for cell in work.__closure__ or ()] or work.__defaults__
             lengths.append(len(call.shapes))
             if most is not None and len(call.shapes) > 2:
-                raise shadowing.Interrupted
+                raise shadowing.RoundInterrupted
             return make_repeat(0, duration_ms=9.0)
 
-        monkeypatch.setattr(Shadowing, "_guarded", guarded)
+        monkeypatch.setattr(ShadowRun, "_run_in_idle_time", guarded)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
-            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp"), tell)
-            target, prepared = Target.of("http://127.0.0.1:9"), Prepared(model="m", api="chat")
-            both, load = (target, target), load_of([shapes], "alpha")
-            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
+            one = ShadowRun(host, host.get_service(), ShadowRequest(engine="llama.cpp"), tell)
+            target, prepared = LoadTarget.from_url("http://127.0.0.1:9"), PreparedEndpoint(model="m", api="chat")
+            both, load = (target, target), summarize_load([shapes], "alpha")
+            assert await one._measure_pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
             assert lengths == [7, 3, 1, 1], "the same number for both sides"
-            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
+            assert await one._measure_pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
             assert lengths[4:] == [1, 1], "later rounds start at that size"
 
         with_host(then, tmp_path)
 
     def test_busy_endpoint_gives_no_verdict(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offered(monkeypatch, make_engine(tmp_path, "two"), live=False)
-        monkeypatch.setattr(Shadowing, "_started", _start_at_once)
+        monkeypatch.setattr(ShadowRun, "_start_engine", _start_at_once)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 3):
-                with pytest.raises(AnswerIsNo, match="could not be compared") as told:
-                    await shadow(host, Shadow(engine="llama.cpp", for_s=1), tell)
+                with pytest.raises(NotPossible, match="could not be compared") as told:
+                    await run_shadow(host, ShadowRequest(engine="llama.cpp", for_s=1), tell)
                 assert "idle" in (told.value.cause or "")
-            assert len(host.engines) == 1 and host.service().busy is None
+            assert len(host.engines) == 1 and host.get_service().busy is None
 
         with_host(then, tmp_path)
 
@@ -288,7 +290,7 @@ class TestReplay:
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.2))
-            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", for_s=50), tell))
+            trying = asyncio.create_task(run_shadow(host, ShadowRequest(engine="llama.cpp", for_s=50), tell))
             await until(lambda: len(host.engines) >= 2 and host.engines[1].state == "ready", "the challenger")
             trying.cancel()
             await asyncio.gather(trying, return_exceptions=True)
@@ -297,7 +299,7 @@ class TestReplay:
         with_host(then, tmp_path)
 
 
-async def _start_at_once(self: Shadowing, start: EngineStart, need: Need, live: bool, ours: list[Any]) -> Any:
+async def _start_at_once(self: ShadowRun, start: EngineStart, need: Need, live: bool, ours: list[Any]) -> Any:
     started = await self.host.add_engine(start, service=self.service.name, share=0.0, need=need)
     ours.append(started)
     return started
@@ -312,7 +314,7 @@ class TestLive:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             (first,) = host.engines
             async with Streams(host, 4):
-                done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=3), tell)
+                done = await run_shadow(host, ShadowRequest(engine="llama.cpp", share=1.0, for_s=3), tell)
             assert done.how == "live" and done.requests > 10
             (main,) = [one for one in done.verdict.effects if one.metric == "e2e_ms"]
             assert main.gain.value > 1.5, "each token takes a quarter of the time"
@@ -326,7 +328,7 @@ class TestLive:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             async with Streams(host, 4):
-                done = await shadow(host, Shadow(engine="llama.cpp", share=0.5, for_s=3), tell)
+                done = await run_shadow(host, ShadowRequest(engine="llama.cpp", share=0.5, for_s=3), tell)
             assert done.verdict.answer != "migrate"
             assert any(one.what == "requests" for one in done.verdict.differences)
 
@@ -348,11 +350,11 @@ class TestWindows:
         ],
     )
     def test_short_last_window_is_merged(self, moments: tuple[float, ...], lengths: list[int]) -> None:
-        assert [len(one) for one in stretches_of(make_pairs(moments), 1.0)] == lengths
+        assert [len(one) for one in split_windows(make_pairs(moments), 1.0)] == lengths
 
     @given(st.lists(st.floats(0, 100)), st.floats(0.1, 20))
     def test_windows_keep_all_pairs_in_order(self, moments: list[float], window_s: float) -> None:
-        found = stretches_of(make_pairs(moments), window_s)
+        found = split_windows(make_pairs(moments), window_s)
         assert [at_s for stretch in found for at_s, _, _ in stretch] == sorted(moments)
         assert len(found) < 2 or min(map(len, found)) >= LEAST_IN_WINDOW
 
@@ -369,9 +371,9 @@ class TestRemoteChallenger:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             (first,) = host.engines
             with start_elsewhere(make_engine(tmp_path, "fast", pause_s=0.005)) as url:
-                asked = Shadow(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
+                asked = ShadowRequest(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
                 async with Streams(host, 4):
-                    done = await shadow(host, asked, tell)
+                    done = await run_shadow(host, asked, tell)
             assert host.engines == (first,) and first.backend.on_end is None, "nothing is started here"
             assert done.how == "live" and done.turns >= 3 and done.requests > 10
             assert done.verdict.answer == "migrate", done.verdict.text
@@ -379,7 +381,9 @@ class TestRemoteChallenger:
             assert done.verdict.b.quality.verdict == "ok"
             assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
             machine = done.verdict.machine
-            assert store.results(machine) == () and store.verdicts(machine) == (), "plans use local results only"
+            assert store.read_results(machine) == () and store.read_verdicts(machine) == (), (
+                "plans use local results only"
+            )
 
         with_host(then, tmp_path)
 
@@ -387,9 +391,9 @@ class TestRemoteChallenger:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             with start_elsewhere(make_engine(tmp_path, "fast", seed="other", pause_s=0.005)) as url:
-                asked = Shadow(engine="vllm", share=1.0, for_s=2, url=url, served_model="alpha")
+                asked = ShadowRequest(engine="vllm", share=1.0, for_s=2, url=url, served_model="alpha")
                 async with Streams(host, 2):
-                    done = await shadow(host, asked, tell)
+                    done = await run_shadow(host, asked, tell)
             assert done.verdict.answer == "stay" and done.verdict.b.quality is not None
             assert done.verdict.b.quality.verdict == "broken"
 
@@ -398,24 +402,24 @@ class TestRemoteChallenger:
     def test_unreachable_challenger_is_an_external_failure(self, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
-            asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
-            with pytest.raises(OutsideFailed, match="cannot connect to"):
-                await shadow(host, asked, tell)
-            assert host.service().busy is None
+            asked = ShadowRequest(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
+            with pytest.raises(ExternalFailure, match="cannot connect to"):
+                await run_shadow(host, asked, tell)
+            assert host.get_service().busy is None
 
         with_host(then, tmp_path)
 
     def test_rejects_url_that_serves_another_engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def listed(target: Target) -> bytes:
+        async def listed(target: LoadTarget) -> bytes:
             return b'{"data": [{"id": "alpha", "engine": "sglang", "engine_version": "1"}]}'
 
-        monkeypatch.setattr("bedplate.changing.shadow_elsewhere._listed", listed)
+        monkeypatch.setattr("bedplate.changing.shadow_elsewhere._read_model_list", listed)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
-            refused = pytest.raises(BadQuestion, match=r"at .* is served by sglang, not by vllm")
+            refused = pytest.raises(UsageError, match=r"at .* is served by sglang, not by vllm")
             with start_elsewhere(make_engine(tmp_path, "fast", pause_s=0.001)) as url, refused:
-                await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
+                await run_shadow(host, ShadowRequest(engine="vllm", url=url, served_model="alpha"), tell)
 
         with_host(then, tmp_path)
 
@@ -436,18 +440,18 @@ class TestRemoteChallenger:
     def test_parses_engine_from_model_list(self) -> None:
         rows = [{"id": "a", "engine": "vllm", "engine_version": "0.31"}, {"id": "b", "owned_by": "x"}, {"id": "c"}]
         listed = json.dumps({"data": rows}).encode()
-        assert told(listed, "a") == ("vllm", "0.31")
-        assert told(listed, "b") == told(listed, "c") == told(listed, "d") == (None, None)
+        assert parse_engine(listed, "a") == ("vllm", "0.31")
+        assert parse_engine(listed, "b") == parse_engine(listed, "c") == parse_engine(listed, "d") == (None, None)
 
     @given(st.binary() | JUNK.map(lambda value: json.dumps({"data": value}).encode()))
     def test_any_model_list_is_accepted(self, listed: bytes) -> None:
-        assert told(listed, "a") == (None, None)
+        assert parse_engine(listed, "a") == (None, None)
 
 
 @contextmanager
-def start_elsewhere(one: Readied) -> Iterator[str]:
+def start_elsewhere(one: PreparedModel) -> Iterator[str]:
     """Start the engine outside of bedplate and yield its URL."""
-    port = free_port()
+    port = find_free_port()
     words = [sys.executable, f"{one.environment.path}/bin/llama-server", "--port", str(port)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
         try:
@@ -487,40 +491,40 @@ class Streams:
 
 class TestParts:
     def test_host_memory_is_not_an_exclusive_device(self) -> None:
-        assert computes_on("cuda", {"host": 1, "card 0": 5}) == {"card 0"}
-        assert computes_on("cpu", {"host": 1}) == {"cpu"} and computes_on("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
+        assert list_devices("cuda", {"host": 1, "card 0": 5}) == {"card 0"}
+        assert list_devices("cpu", {"host": 1}) == {"cpu"} and list_devices("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
 
     def test_challenger_sees_only_its_gpus(self) -> None:
-        found = show_cards("cuda", cards_in({"host": 1, "card 2": 5, "card 3": 5}))
+        found = select_accelerators("cuda", list_cards({"host": 1, "card 2": 5, "card 3": 5}))
         assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        assert show_cards("cpu", cards_in({"host": 1})) == {}
+        assert select_accelerators("cpu", list_cards({"host": 1})) == {}
 
     def test_broken_against_either_is_broken(self) -> None:
-        good = Checked(
+        good = AnswerCheck(
             against="the reference", stage="answers", asked=48, answered=48, agreed=48, clear=48, clear_agreed=48,
             floor=0.97, verdict="ok", why="48 of 48",
         )  # fmt: skip
-        bad = replaced(good, against="the engine in service", verdict="broken", agreed=1, why="1 of 48")
-        assert quality_of((good, bad)).verdict == "broken"
-        assert quality_of((good,)).agreement == 1.0
-        assert quality_of((replaced(good, verdict="unchecked", why="no API"),)).note == "no API"
-        assert quality_of(()).verdict == "unchecked"
+        bad = replace_fields(good, against="the engine in service", verdict="broken", agreed=1, why="1 of 48")
+        assert summarize_checks((good, bad)).verdict == "broken"
+        assert summarize_checks((good,)).agreement == 1.0
+        assert summarize_checks((replace_fields(good, verdict="unchecked", why="no API"),)).note == "no API"
+        assert summarize_checks(()).verdict == "unchecked"
 
     def test_copied_request_fixes_the_output_length(self) -> None:
         body = {"messages": [], "stream": True, "max_tokens": 400, "stop": ["."]}
-        asked = as_long(body, 7, ("usage", "ignore_eos", "min_tokens"))
+        asked = fix_length(body, 7, ("usage", "ignore_eos", "min_tokens"))
         assert (asked["max_tokens"], asked["ignore_eos"], asked["min_tokens"]) == (7, True, 7) and "stop" not in asked
         assert asked["stream_options"] == {"include_usage": True} and body["stop"] == ["."]
-        assert as_long({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
-        shaped = as_long({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
+        assert fix_length({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
+        shaped = fix_length({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
         assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "structured output is not forced to a length"
-        assert as_long({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
-        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "the token count is unknown"
+        assert fix_length({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
+        assert "max_tokens" not in fix_length({}, None, ("ignore_eos",)), "the token count is unknown"
 
     def test_parses_usage_from_a_stream(self) -> None:
         stream = (
             b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n: ping\n\ndata: {"choices":[],'
             b'"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\ndata: [DONE]\n\n'
         )
-        assert usage_in(stream) == (3, 5, "stop")
-        assert usage_in(b"data: {broken\n\ndata: {\xff}\n\n") == (None, None, None)
+        assert parse_usage(stream) == (3, 5, "stop")
+        assert parse_usage(b"data: {broken\n\ndata: {\xff}\n\n") == (None, None, None)

@@ -18,42 +18,42 @@ from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readi
 
 from bedplate import store
 from bedplate.changing import watch as watching
-from bedplate.changing.episodes import cell_of, load_of
-from bedplate.changing.notify import checked_url, post
-from bedplate.changing.outlook import AskOutlook, driver_of, late
-from bedplate.changing.outlook import outlook as outlook_of
-from bedplate.changing.releases import package_of, parse
+from bedplate.changing.episodes import make_cell, summarize_load
+from bedplate.changing.notify import check_url, post
+from bedplate.changing.outlook import OutlookRequest, describe_missed_target, get_driver
+from bedplate.changing.outlook import report_outlook as outlook_of
+from bedplate.changing.releases import find_package, parse_requirements
 from bedplate.changing.watch import (
-    Watching,
-    challengers,
-    conclusion,
-    part_of,
-    remembered,
-    triggered,
-    unpinned,
+    WatchOptions,
+    allot_time,
+    choose_challengers,
+    conclude,
+    find_triggers,
+    list_unpinned,
+    read_last_state,
     watch_once,
 )
 from bedplate.decide import decide
-from bedplate.engines import engine
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.engines import get_engine
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
 from bedplate.judge.compare import compare
-from bedplate.measure.bench import environment_of
-from bedplate.run.builtin import builtin_facts
-from bedplate.values import Workload, replaced
+from bedplate.measure.bench import describe_environment
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.values import Workload, replace_fields
 from bedplate.values.decision import Challenger
-from bedplate.values.migration import Migration, Party
+from bedplate.values.migration import Migration, MigrationEngine
 from bedplate.values.record import from_json, to_json
 from bedplate.values.run import Quality, Run
 from bedplate.values.service import ServiceRecord
-from bedplate.values.shadow import Shadowed
-from bedplate.values.watch import Outlook, Seen, Watched
+from bedplate.values.shadow import ShadowResult
+from bedplate.values.watch import Outlook, WatchEvaluation, WatchState
 from bedplate.values.workload import LatencyTarget, RequestShape
 
 RECORD = ServiceRecord(
     name="chat", pid=1, birth="b", socket="s", log="l", version="1", started_at="2026-01-01T00:00:00+00:00"
 )
-BEFORE = Seen(at_s=1000.0, driver="550", versions={"llama.cpp": "1"}, releases={"xllamacpp": "1"})
+BEFORE = WatchState(at_s=1000.0, driver="550", versions={"llama.cpp": "1"}, releases={"xllamacpp": "1"})
 
 
 @pytest.fixture(autouse=True)
@@ -63,45 +63,47 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outlook(**changes: Any) -> Outlook:
-    decision = decide(machine("cpu"), builtin_facts(), Workload(), "llama.cpp")
+    decision = decide(machine("cpu"), read_builtin_facts(), Workload(), "llama.cpp")
     base: dict[str, Any] = {
         "model": "alpha", "engine": "pytorch", "engine_version": "2.13.0", "machine": "m", "requests": 500,
-        "workload": Workload(), "decision": replaced(decision, challengers=()),
+        "workload": Workload(), "decision": replace_fields(decision, challengers=()),
     }  # fmt: skip
     return Outlook(**{**base, **changes})
 
 
-def shadowed(a: str, b: str, a_ms: float, b_ms: float, *, run: str = "r1") -> Shadowed:
+def shadowed(a: str, b: str, a_ms: float, b_ms: float, *, run: str = "r1") -> ShadowResult:
     """A shadow of both engines with five rounds."""
     shapes = (RequestShape(started_s=0.0, prompt_tokens=50, output_tokens=20),)
-    load, quality = load_of([shapes], "alpha"), Quality(verdict="ok", agreement=1.0, asked=48)
+    load, quality = summarize_load([shapes], "alpha"), Quality(verdict="ok", agreement=1.0, asked=48)
     cells = []
     for side, (name, took_ms) in enumerate(((a, a_ms), (b, b_ms))):
         repeats = [
             make_repeat(2 * turn + side, duration_ms=took_ms * (1 + turn / 100), requests=3) for turn in range(5)
         ]
-        cells.append(cell_of(run, "2026-01-01T00:00:00Z", "m", make_subject(name), load, repeats, quality, ""))
-    store.add_run(Run(id=run, at="2026-01-01T00:00:00Z", environment=environment_of(machine("cpu")), finished=True))
+        cells.append(make_cell(run, "2026-01-01T00:00:00Z", "m", make_subject(name), load, repeats, quality, ""))
+    store.add_run(
+        Run(id=run, at="2026-01-01T00:00:00Z", environment=describe_environment(machine("cpu")), finished=True)
+    )
     for cell in cells:
         store.add_cell(cell)
     verdict = compare([cells[0]], [cells[1]])
-    return Shadowed(
+    return ShadowResult(
         at="2026-01-01T00:00:00Z", model="alpha", how="replay", verdict=verdict, requests=15, turns=5, pauses=0,
         took_s=9.0, run=run,
     )  # fmt: skip
 
 
 class TestTriggers:
-    def kinds(self, found: Outlook, now: Seen, every_s: float = 1e9) -> list[str]:
-        return [one.kind for one in triggered(found, BEFORE, now, every_s)]
+    def kinds(self, found: Outlook, now: WatchState, every_s: float = 1e9) -> list[str]:
+        return [one.kind for one in find_triggers(found, BEFORE, now, every_s)]
 
     def test_first_evaluation_is_always_due(self) -> None:
-        (only,) = triggered(outlook(), None, BEFORE, 1e9)
+        (only,) = find_triggers(outlook(), None, BEFORE, 1e9)
         assert only.kind == "schedule" and only.text == "first evaluation"
 
     def test_no_trigger_without_changes_before_the_schedule(self) -> None:
-        assert self.kinds(outlook(), replaced(BEFORE, at_s=1999.0), 1000) == []
-        assert self.kinds(outlook(), replaced(BEFORE, at_s=2000.0), 1000) == ["schedule"]
+        assert self.kinds(outlook(), replace_fields(BEFORE, at_s=1999.0), 1000) == []
+        assert self.kinds(outlook(), replace_fields(BEFORE, at_s=2000.0), 1000) == ["schedule"]
 
     @pytest.mark.parametrize(
         ("found", "now", "kind"),
@@ -114,68 +116,68 @@ class TestTriggers:
         ],
     )
     def test_each_change_is_a_trigger(self, found: dict[str, Any], now: dict[str, Any], kind: str) -> None:
-        assert self.kinds(outlook(**found), replaced(BEFORE, **now)) == [kind]
+        assert self.kinds(outlook(**found), replace_fields(BEFORE, **now)) == [kind]
 
     def test_first_seen_package_is_not_a_new_release(self) -> None:
-        assert self.kinds(outlook(), replaced(BEFORE, releases={"xllamacpp": "1", "vllm": "3"})) == []
+        assert self.kinds(outlook(), replace_fields(BEFORE, releases={"xllamacpp": "1", "vllm": "3"})) == []
 
     def test_known_conditions_trigger_once(self) -> None:
         found = outlook(drift="longer prompts", late="80%")
-        assert triggered(found, replaced(BEFORE, drift="longer", late="79%"), BEFORE, 1e9) == ()
+        assert find_triggers(found, replace_fields(BEFORE, drift="longer", late="79%"), BEFORE, 1e9) == ()
 
 
 class TestChallengers:
     def test_tries_planned_engine_and_installed_challengers(self) -> None:
-        decision = replaced(
+        decision = replace_fields(
             outlook().decision,
             challengers=(
                 Challenger(engine="vllm", evidence_needed="speed"),
                 Challenger(engine="sglang", evidence_needed="speed"),
             ),
         )
-        tried, untried = challengers(outlook(decision=decision), ["vllm", "pytorch"])
+        tried, untried = choose_challengers(outlook(decision=decision), ["vllm", "pytorch"])
         assert tried == ["llama.cpp", "vllm"] and [one.engine for one in untried] == ["sglang"]
 
     def test_engine_in_service_is_not_a_challenger(self) -> None:
-        assert challengers(outlook(engine="llama.cpp"), ["llama.cpp"]) == ([], [])
+        assert choose_challengers(outlook(engine="llama.cpp"), ["llama.cpp"]) == ([], [])
 
 
 class TestConclusion:
     def test_stay_without_challengers(self) -> None:
-        answer, text, best = conclusion(outlook(engine="llama.cpp"), [])
+        answer, text, best = conclude(outlook(engine="llama.cpp"), [])
         assert (answer, best) == ("stay", None) and "no challenger could be measured" in text
 
     def test_unmeasured_planned_engine_is_not_proven(self) -> None:
-        answer, text, best = conclusion(outlook(), [])
+        answer, text, best = conclude(outlook(), [])
         assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
 
     def test_budget_is_divided_among_challengers(self) -> None:
-        assert part_of(20.0, 3, is_first=True) == 20.0
-        assert part_of(19.9, 2, is_first=False) is None
-        assert part_of(90.0, 3, is_first=True) == 30.0 and part_of(70.0, 2, is_first=False) == 35.0
-        assert part_of(40.0, 2, is_first=False) == 30.0
+        assert allot_time(20.0, 3, is_first=True) == 20.0
+        assert allot_time(19.9, 2, is_first=False) is None
+        assert allot_time(90.0, 3, is_first=True) == 30.0 and allot_time(70.0, 2, is_first=False) == 35.0
+        assert allot_time(40.0, 2, is_first=False) == 30.0
 
     def test_the_largest_proven_gain_wins(self) -> None:
         some, more = shadowed("a", "b", 400, 300, run="r1"), shadowed("a", "c", 400, 100, run="r2")
         assert {some.verdict.answer, more.verdict.answer} == {"migrate"}
-        assert conclusion(outlook(), [some, more])[::2] == ("migrate", "c")
+        assert conclude(outlook(), [some, more])[::2] == ("migrate", "c")
 
     def test_slower_challengers_mean_stay(self) -> None:
-        assert conclusion(outlook(engine="llama.cpp"), [shadowed("a", "b", 100, 400)])[::2] == ("stay", "b")
+        assert conclude(outlook(engine="llama.cpp"), [shadowed("a", "b", 100, 400)])[::2] == ("stay", "b")
 
     def test_slower_challengers_do_not_replace_the_planned_engine(self) -> None:
-        answer, text, best = conclusion(outlook(), [shadowed("pytorch", "vllm", 100, 400)])
+        answer, text, best = conclude(outlook(), [shadowed("pytorch", "vllm", 100, 400)])
         assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
-        assert conclusion(outlook(), [shadowed("pytorch", "llama.cpp", 100, 400)])[0] == "stay"
+        assert conclude(outlook(), [shadowed("pytorch", "llama.cpp", 100, 400)])[0] == "stay"
 
     def test_largest_gain_is_in_speed_not_in_ttft(self) -> None:
         faster, sooner = shadowed("a", "b", 400, 200, run="r1"), shadowed("a", "c", 400, 300, run="r2")
         effects = [
-            replaced(one, gain=replaced(one.gain, value=9.0)) if one.metric == "ttft_ms" else one
+            replace_fields(one, gain=replace_fields(one.gain, value=9.0)) if one.metric == "ttft_ms" else one
             for one in sooner.verdict.effects
         ]
-        sooner = replaced(sooner, verdict=replaced(sooner.verdict, effects=tuple(effects)))
-        assert conclusion(outlook(), [faster, sooner])[::2] == ("migrate", "b")
+        sooner = replace_fields(sooner, verdict=replace_fields(sooner.verdict, effects=tuple(effects)))
+        assert conclude(outlook(), [faster, sooner])[::2] == ("migrate", "b")
 
 
 class TestOnce:
@@ -191,13 +193,13 @@ class TestOnce:
             return state[do]
 
         monkeypatch.setattr(watching, "ask", ask)
-        monkeypatch.setattr(watching, "newest", lambda packages: dict.fromkeys(packages, "99"))
+        monkeypatch.setattr(watching, "find_newest", lambda packages: dict.fromkeys(packages, "99"))
         monkeypatch.setattr(watching, "is_installed", lambda one, hardware: one.id == "llama.cpp")
         return state
 
     def test_evaluation_shadows_reports_and_saves_state(self, asked: dict[str, Any], home: Path) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
-        done = watch_once(RECORD, Watching(budget_s=60))
+        done = watch_once(RECORD, WatchOptions(budget_s=60))
         assert (done.answer, done.challenger, done.exit_code, done.migration) == ("migrate", "llama.cpp", 10, None)
         assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "no migration without --auto"
         assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has the result"
@@ -205,66 +207,67 @@ class TestOnce:
         assert done.report is not None and "<html" in Path(done.report).read_text()
         assert "llama.cpp" in Path(done.report).read_text()
         (kept,) = (home / "reports").glob("*.json")
-        assert from_json(Watched, kept.read_text()).answer == "migrate"
+        assert from_json(WatchEvaluation, kept.read_text()).answer == "migrate"
         assert any("99 is on the index; this version of bedplate installs" in note for note in done.notes)
-        before = remembered("chat", "alpha")
+        before = read_last_state("chat", "alpha")
         assert before is not None and before.releases["xllamacpp"] == "99"
-        again = watch_once(RECORD, Watching(budget_s=60))
+        again = watch_once(RECORD, WatchOptions(budget_s=60))
         assert [one.kind for one in again.triggers] == ["asked"]
 
     def test_auto_migrates_only_on_a_proven_gain(self, asked: dict[str, Any]) -> None:
         asked["migrate"] = Migration(
-            at="2026-01-01T00:00:00Z", model="alpha", a=Party(engine="pytorch", engine_version="1"),
-            b=Party(engine="llama.cpp", engine_version="1"), outcome="migrated", side_by_side=True, took_s=1.0,
+            at="2026-01-01T00:00:00Z", model="alpha", a=MigrationEngine(engine="pytorch", engine_version="1"),
+            b=MigrationEngine(engine="llama.cpp", engine_version="1"), outcome="migrated", side_by_side=True,
+            took_s=1.0,
         )  # fmt: skip
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 100, 100)
-        assert watch_once(RECORD, Watching(auto=True)).migration is None
+        assert watch_once(RECORD, WatchOptions(auto=True)).migration is None
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100, run="r2")
-        assert watch_once(RECORD, Watching(auto=True)).migration == asked["migrate"]
+        assert watch_once(RECORD, WatchOptions(auto=True)).migration == asked["migrate"]
         (moved,) = [arguments for do, arguments in asked["asked"] if do == "migrate"]
         assert moved.engine == "llama.cpp" and asked["asked"][-1][1].text.endswith("; migration: migrated")
 
     def test_failed_migration_is_in_the_result(self, asked: dict[str, Any]) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
-        asked["migrate"] = AnswerIsNo("llama.cpp cannot be installed", cause="no space")
-        done = watch_once(RECORD, Watching(auto=True))
+        asked["migrate"] = NotPossible("llama.cpp cannot be installed", cause="no space")
+        done = watch_once(RECORD, WatchOptions(auto=True))
         assert done.answer == "migrate" and done.migration is None
         assert done.notes[-1] == "the migration failed: llama.cpp cannot be installed: no space"
 
     def test_untried_challenger_is_named_with_reason(self, asked: dict[str, Any]) -> None:
-        asked["shadow"] = AnswerIsNo("it does not fit next to the loaded engines", cause="9 GB are needed")
-        done = watch_once(RECORD, Watching())
+        asked["shadow"] = NotPossible("it does not fit next to the loaded engines", cause="9 GB are needed")
+        done = watch_once(RECORD, WatchOptions())
         assert done.answer == "not proven" and done.exit_code == 20
         assert done.untried[0].why == "it does not fit next to the loaded engines: 9 GB are needed"
         assert done.report is None
 
     def test_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
-        watch_once(RECORD, Watching(webhook=hook.url))
-        assert from_json(Watched, hook.bodies[0]).answer == "migrate"
+        watch_once(RECORD, WatchOptions(webhook=hook.url))
+        assert from_json(WatchEvaluation, hook.bodies[0]).answer == "migrate"
 
     def test_webhook_failure_is_noted(self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watching, "post", lambda url, body: "HTTP 404")
-        asked["shadow"] = AnswerIsNo("no")
-        done = watch_once(RECORD, Watching(webhook="http://127.0.0.1:9/"))
-        assert done.notes[-1] == "the webhook failed: HTTP 404" and remembered("chat", "alpha") is not None
+        asked["shadow"] = NotPossible("no")
+        done = watch_once(RECORD, WatchOptions(webhook="http://127.0.0.1:9/"))
+        assert done.notes[-1] == "the webhook failed: HTTP 404" and read_last_state("chat", "alpha") is not None
 
     def test_unreadable_state_counts_as_none(self, asked: dict[str, Any], home: Path) -> None:
-        asked["shadow"] = AnswerIsNo("no")
-        watch_once(RECORD, Watching())
+        asked["shadow"] = NotPossible("no")
+        watch_once(RECORD, WatchOptions())
         (state,) = (home / "watch").glob("*.json")
         state.write_text("{broken")
-        assert remembered("chat", "alpha") is None
-        assert watch_once(RECORD, Watching()).triggers[0].kind == "schedule"
+        assert read_last_state("chat", "alpha") is None
+        assert watch_once(RECORD, WatchOptions()).triggers[0].kind == "schedule"
 
 
 class TestLoop:
     def test_announces_itself_and_ends_with_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A missing control socket means that the service has exited."""
         said: list[str] = []
-        told: list[Watched] = []
-        gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
-        watching.watch(gone, Watching(tell=said.append), told.append)
+        told: list[WatchEvaluation] = []
+        gone = replace_fields(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
+        watching.watch(gone, WatchOptions(tell=said.append), told.append)
         assert "every 24 h" in said[0] and "no migration without --auto" in said[0]
         assert said[1:] == ["chat has exited; the watch ends"] and told == []
 
@@ -277,17 +280,17 @@ class TestLoop:
             if do == "outlook":
                 found = next(answers, None)
                 if found is None:
-                    raise OutsideFailed("no answer")
+                    raise ExternalFailure("no answer")
                 return found
-            raise AnswerIsNo("it does not fit") if do == "shadow" else OutsideFailed("gone")
+            raise NotPossible("it does not fit") if do == "shadow" else ExternalFailure("gone")
 
         slept: list[float] = []
         monkeypatch.setattr(watching, "ask", ask)
-        monkeypatch.setattr(watching, "newest", lambda packages: {})
+        monkeypatch.setattr(watching, "find_newest", lambda packages: {})
         clocks = SimpleNamespace(time=lambda: next(clock), sleep=slept.append, monotonic=time.monotonic)
         monkeypatch.setattr("bedplate.changing.watch.time", clocks)
-        told: list[Watched] = []
-        watching.watch(replaced(RECORD, pid=2**22, socket="none"), Watching(every_s=60.0), told.append)
+        told: list[WatchEvaluation] = []
+        watching.watch(replace_fields(RECORD, pid=2**22, socket="none"), WatchOptions(every_s=60.0), told.append)
         assert [one.triggers[0].kind for one in told] == ["schedule", "schedule"]
         assert "70.0 s" in told[1].triggers[0].text and set(slept) == {60.0}
 
@@ -301,7 +304,7 @@ class TestOutlook:
 
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", make_stub_environment(tmp_path / "stub")))
-            found = await outlook_of(host, AskOutlook(), lambda text: None)
+            found = await outlook_of(host, OutlookRequest(), lambda text: None)
             assert (found.model, found.engine, found.requests) == ("alpha", "llama.cpp", 120)
             assert found.workload.prompt_tokens >= 900 and found.decision.engine is not None
             assert found.drift is not None and "prompt tokens" in found.drift
@@ -370,37 +373,39 @@ class TestNotify:
 
     @pytest.mark.parametrize("url", ["", "example.com", "file:///etc/passwd", "ftp://example.com"])
     def test_rejects_invalid_urls(self, url: str) -> None:
-        with pytest.raises(BadQuestion, match="webhook"):
-            checked_url(url)
+        with pytest.raises(UsageError, match="webhook"):
+            check_url(url)
 
 
 class TestFacts:
     def test_package_is_the_first_pinned_one(self) -> None:
-        assert package_of(engine("llama.cpp"))[0] == "xllamacpp"  # type: ignore[index]
-        assert package_of(engine("ollama")) is None
+        assert find_package(get_engine("llama.cpp"))[0] == "xllamacpp"  # type: ignore[index]
+        assert find_package(get_engine("ollama")) is None
 
     def test_parses_compiled_requirements(self) -> None:
-        assert parse("xllamacpp==2026.11.1\n    # via -r -\nvllm==0.33.0 ; python_version < '3.14'\n\nnoise\n") == {
+        assert parse_requirements(
+            "xllamacpp==2026.11.1\n    # via -r -\nvllm==0.33.0 ; python_version < '3.14'\n\nnoise\n"
+        ) == {
             "xllamacpp": "2026.11.1",
             "vllm": "0.33.0",
         }
-        assert parse("") == {}
+        assert parse_requirements("") == {}
 
     def test_unpinned_release_is_noted(self) -> None:
-        pinned = package_of(engine("llama.cpp"))
+        pinned = find_package(get_engine("llama.cpp"))
         assert pinned is not None
-        now = replaced(BEFORE, versions={"llama.cpp": pinned[1]}, releases={"xllamacpp": pinned[1]})
-        assert unpinned(now) == []
-        assert "xllamacpp 99 is on the index" in unpinned(replaced(now, releases={"xllamacpp": "99"}))[0]
+        now = replace_fields(BEFORE, versions={"llama.cpp": pinned[1]}, releases={"xllamacpp": pinned[1]})
+        assert list_unpinned(now) == []
+        assert "xllamacpp 99 is on the index" in list_unpinned(replace_fields(now, releases={"xllamacpp": "99"}))[0]
 
     def test_missed_target_needs_enough_requests(self) -> None:
         target = LatencyTarget(ttft_ms=40)
-        assert late([make_request(1.0)] * 49, target) is None
-        assert late([make_request(1.0)] * 50, target) == (
+        assert describe_missed_target([make_request(1.0)] * 49, target) is None
+        assert describe_missed_target([make_request(1.0)] * 50, target) == (
             "0% of the 50 requests in the last hour met the target (TTFT 40 ms)"
         )
-        assert late([make_request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
-        assert late([make_request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
+        assert describe_missed_target([make_request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
+        assert describe_missed_target([make_request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
 
     def test_no_driver_without_accelerators(self) -> None:
-        assert driver_of(machine("cpu")) is None
+        assert get_driver(machine("cpu")) is None

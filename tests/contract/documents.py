@@ -9,13 +9,13 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from bedplate.cli.schema import DOCUMENTS, Document, schema_file
+from bedplate.cli.schema import DOCUMENTS, Document, locate_schema
 
 BY_NAME = {document.name: document for document in DOCUMENTS}
 
 
 def read_schema(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(schema_file(name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(locate_schema(name).read_text(encoding="utf-8"))
     return found
 
 

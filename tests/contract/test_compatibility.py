@@ -19,7 +19,7 @@ from tests.contract.documents import BY_NAME, list_keys, read_schema
 
 from bedplate.cli.schema import DOCUMENTS
 from bedplate.cli.schema_files import load_record
-from bedplate.decide.intent import read_intent, resolved_hardware
+from bedplate.decide.intent import read_intent, resolve_hardware
 from bedplate.values.intent import Intent
 
 V1 = Path(__file__).parent / "v1"
@@ -96,7 +96,7 @@ def test_version_1_intent_means_the_same() -> None:
 def test_plan_reads_saved_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     old = V1 / "hardware.json"
-    assert resolved_hardware(read_intent(f"hardware: {old}\n")).cpu.name == stored("hardware")[0]["cpu"]["name"]
+    assert resolve_hardware(read_intent(f"hardware: {old}\n")).cpu.name == stored("hardware")[0]["cpu"]["name"]
     answer = invoke("plan", "meta-llama/Llama-3.1-8B", "--hardware", str(old), "--json")
     assert json.loads(answer.out)["engine"] == "llama.cpp"
 

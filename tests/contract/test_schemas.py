@@ -16,7 +16,7 @@ from tests.commands import all_commands, invoke
 from tests.contract.documents import BY_NAME, check_document, read_schema
 
 from bedplate.cli.schema import DOCUMENTS, FOLDER, Document
-from bedplate.cli.schema_files import schema_text, version_of
+from bedplate.cli.schema_files import find_version, format_schema
 from bedplate.decide.intent import read_intent
 
 TESTS = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda docum
 @every_document
 def test_schema_file_is_generated_from_the_record(document: Document) -> None:
     published = (FOLDER / f"{document.name}.json").read_text(encoding="utf-8")
-    assert published == schema_text(document), "run `make docs`"
+    assert published == format_schema(document), "run `make docs`"
 
 
 @every_document
@@ -48,7 +48,7 @@ def test_every_schema_file_has_a_record() -> None:
 
 
 def test_schemas_have_different_ids() -> None:
-    assert len({version_of(document) for document in DOCUMENTS}) == len(DOCUMENTS)
+    assert len({find_version(document) for document in DOCUMENTS}) == len(DOCUMENTS)
 
 
 # the verb
@@ -161,8 +161,8 @@ def test_verb_writes_its_document(case: str, home: Path) -> None:
 def test_procure_writes_its_document(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bedplate.decide import questions
 
-    few = questions.purchasable()[:8]
-    monkeypatch.setattr(questions, "purchasable", lambda: few)
+    few = questions.list_purchasable()[:8]
+    monkeypatch.setattr(questions, "list_purchasable", lambda: few)
     assert check_document("offers", invoke("plan", LLAMA, "--procure", "--json").out)
 
 
@@ -240,9 +240,9 @@ def test_intents_that_load_match_the_schema(data: dict[str, Any]) -> None:
     ],
 )
 def test_intents_that_do_not_load_do_not_match_the_schema(data: dict[str, Any]) -> None:
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         read_intent(json.dumps(data))
     assert not INTENT.is_valid(data)
 
@@ -267,13 +267,13 @@ def test_intents_that_do_not_load_do_not_match_the_schema(data: dict[str, Any]) 
     ],
 )
 def test_rejected_hardware_descriptions_do_not_match_the_schema(data: dict[str, Any]) -> None:
-    from bedplate.decide.intent import resolved_hardware
-    from bedplate.errors import BadQuestion
-    from bedplate.run.models import intended_model
+    from bedplate.decide.intent import resolve_hardware
+    from bedplate.errors import UsageError
+    from bedplate.run.models import find_intended_model
 
     intent = read_intent(json.dumps(data))
-    with pytest.raises(BadQuestion):
-        resolved_hardware(intent) if "hardware" in data else intended_model(intent.model)
+    with pytest.raises(UsageError):
+        resolve_hardware(intent) if "hardware" in data else find_intended_model(intent.model)
     assert not INTENT.is_valid(data)
 
 

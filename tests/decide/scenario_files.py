@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from bedplate.decide import decide
-from bedplate.decide.intent import intent_of, resolved_hardware
-from bedplate.run.models import intended_model
+from bedplate.decide.intent import resolve_hardware, to_intent
+from bedplate.run.models import find_intended_model
 from bedplate.values import Decision
 
 OWN = Path(__file__).parents[1] / "scenarios"
@@ -42,7 +42,11 @@ def read_scenario(path: Path) -> dict[str, Any]:
 
 def decide_intent(intent: dict[str, Any], **options: Any) -> Decision:
     """The decision for the data of an intent file, without the command line."""
-    asked = intent_of(intent)
+    asked = to_intent(intent)
     return decide(
-        resolved_hardware(asked), intended_model(asked.model), asked.workload, operations=asked.operations, **options
+        resolve_hardware(asked),
+        find_intended_model(asked.model),
+        asked.workload,
+        operations=asked.operations,
+        **options,
     )

@@ -14,37 +14,37 @@ from bedplate.decide.candidates import READING_TOK_S
 from bedplate.decide.catalogue import (
     EVERYDAY_TOKENS,
     PACES,
-    Entry,
-    capability,
-    catalogue,
-    copies_here,
-    distinct_models,
-    everyday,
-    matching,
-    ranked,
+    CatalogueEntry,
+    build_catalogue,
+    find_copies,
+    list_distinct_models,
+    rank_entries,
+    score_capability,
+    search_models,
+    with_everyday_context,
 )
-from bedplate.facts.known_models import find_model, known_names, lookup
-from bedplate.facts.library import Located
-from bedplate.facts.released import released
-from bedplate.facts.simulated import simulated
-from bedplate.values import Figure, Hardware, Workload, replaced
+from bedplate.facts.known_models import find_model, list_known_names, look_up_model
+from bedplate.facts.library import LocatedModel
+from bedplate.facts.released import find_release_year
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Figure, Hardware, Workload, replace_fields
 from bedplate.values.result import Result
 
-RTX = simulated({"accelerator": "RTX 4090", "ram_gb": 64})
-H100 = simulated({"accelerator": "H100 SXM", "count": 8})
-KNOWN = distinct_models()
+RTX = make_simulated_hardware({"accelerator": "RTX 4090", "ram_gb": 64})
+H100 = make_simulated_hardware({"accelerator": "H100 SXM", "count": 8})
+KNOWN = list_distinct_models()
 
 
 def make_entries(
     hardware: Hardware, *names: str, workload: Workload | None = None, **options: object
-) -> dict[str, Entry]:
+) -> dict[str, CatalogueEntry]:
     models = [known for known in KNOWN if not names or known.name in names]
-    found = catalogue(hardware, workload or Workload(), models=models, **options)  # type: ignore[arg-type]
+    found = build_catalogue(hardware, workload or Workload(), models=models, **options)  # type: ignore[arg-type]
     return {entry.name: entry for _, entry in found if entry is not None}
 
 
 @pytest.fixture(scope="module")
-def on_rtx() -> dict[str, Entry]:
+def on_rtx() -> dict[str, CatalogueEntry]:
     return make_entries(RTX)
 
 
@@ -53,7 +53,7 @@ def on_rtx() -> dict[str, Entry]:
 
 def test_every_known_name_belongs_to_exactly_one_model() -> None:
     names = [name for known in KNOWN for name in known.names]
-    assert sorted(names) == sorted(known_names())
+    assert sorted(names) == sorted(list_known_names())
     assert len({known.key for known in KNOWN}) == len(KNOWN)
     assert all(known.name in known.names for known in KNOWN)
 
@@ -83,27 +83,31 @@ def test_different_versions_are_different_models() -> None:
 
 
 def test_every_known_model_has_a_release_year() -> None:
-    assert not [name for name in known_names() if not 2018 <= (released(name) or 0) <= 2026]
-    assert released("nobody/knows-this") is None
-    assert (released("llama-2-7b"), released("Llama 3 8B"), released("Qwen3.5-27B")) == (2023, 2024, 2026)
+    assert not [name for name in list_known_names() if not 2018 <= (find_release_year(name) or 0) <= 2026]
+    assert find_release_year("nobody/knows-this") is None
+    assert (find_release_year("llama-2-7b"), find_release_year("Llama 3 8B"), find_release_year("Qwen3.5-27B")) == (
+        2023,
+        2024,
+        2026,
+    )
 
 
 def test_search_ignores_case_and_separators() -> None:
-    assert {known.name for known in matching(KNOWN, "QWEN3 coder")} == {
+    assert {known.name for known in search_models(KNOWN, "QWEN3 coder")} == {
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "Qwen/Qwen3-Coder-480B-A35B-Instruct",
         "Qwen/Qwen3-Coder-Next",
     }
-    assert matching(KNOWN, "llama3.1 405b") and not matching(KNOWN, "no such model")
-    assert matching(KNOWN, None) == matching(KNOWN, "  ") == KNOWN
+    assert search_models(KNOWN, "llama3.1 405b") and not search_models(KNOWN, "no such model")
+    assert search_models(KNOWN, None) == search_models(KNOWN, "  ") == KNOWN
 
 
 def test_copies_on_this_machine_are_found_under_other_programs_names() -> None:
     files = [
-        Located(name=name, path=Path(name), origin="Ollama", size_bytes=1)
+        LocatedModel(name=name, path=Path(name), origin="Ollama", size_bytes=1)
         for name in ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M", "mine:latest")
     ]
-    found = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", here=copies_here(files))
+    found = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", here=find_copies(files))
     assert found["Qwen/Qwen3-8B"].here == ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M")
     assert found["Qwen/Qwen3-14B"].here == ()
 
@@ -112,9 +116,9 @@ def test_copies_on_this_machine_are_found_under_other_programs_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "openai/gpt-oss-20b", "google/gemma-3-27b-it"])
-def test_entry_agrees_with_plan(on_rtx: dict[str, Entry], name: str) -> None:
+def test_entry_agrees_with_plan(on_rtx: dict[str, CatalogueEntry], name: str) -> None:
     entry = on_rtx[name]
-    decision = decide(RTX, find_model(name), everyday(Workload()))
+    decision = decide(RTX, find_model(name), with_everyday_context(Workload()))
     assert decision.memory is not None
     assert (entry.engine, entry.quantization, entry.rule) == (
         decision.engine,
@@ -125,14 +129,14 @@ def test_entry_agrees_with_plan(on_rtx: dict[str, Entry], name: str) -> None:
     assert entry.estimate.tpot_ms == decision.estimate.tpot_ms
 
 
-def test_speed_is_that_of_one_stream_with_its_band(on_rtx: dict[str, Entry]) -> None:
+def test_speed_is_that_of_one_stream_with_its_band(on_rtx: dict[str, CatalogueEntry]) -> None:
     entry = on_rtx["Qwen/Qwen3-8B"]
     assert entry.tok_s is not None and entry.estimate.tpot_ms is not None and entry.tok_s.basis == "estimate"
     assert entry.tok_s.low < entry.tok_s.value < entry.tok_s.high
     assert entry.tok_s.value == pytest.approx(1000 / entry.estimate.tpot_ms.value)
 
 
-def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, Entry]) -> None:
+def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, CatalogueEntry]) -> None:
     entry = on_rtx["Qwen/Qwen3-32B"]
     longest = entry.longest_context
     assert longest is not None and entry.max_context is not None
@@ -145,7 +149,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, En
     assert not beyond.fits or beyond.quantization != entry.quantization
 
 
-def test_default_context_fits_a_conversation_up_to_the_model_limit(on_rtx: dict[str, Entry]) -> None:
+def test_default_context_fits_a_conversation_up_to_the_model_limit(on_rtx: dict[str, CatalogueEntry]) -> None:
     for entry in on_rtx.values():
         if entry.fits and entry.max_context is not None:
             assert (entry.longest_context or 0) >= min(EVERYDAY_TOKENS, entry.max_context), entry.name
@@ -157,7 +161,7 @@ def test_requested_lengths_are_not_shortened() -> None:
     assert not found.fits and found.why == "its context is only 2,048 tokens"
 
 
-def test_entry_that_does_not_fit_has_a_short_reason(on_rtx: dict[str, Entry]) -> None:
+def test_entry_that_does_not_fit_has_a_short_reason(on_rtx: dict[str, CatalogueEntry]) -> None:
     refused = [entry for entry in on_rtx.values() if not entry.fits]
     assert refused
     for entry in refused:
@@ -166,7 +170,7 @@ def test_entry_that_does_not_fit_has_a_short_reason(on_rtx: dict[str, Entry]) ->
 
 
 def test_quick_refusal_never_contradicts_plan() -> None:
-    small = simulated({"accelerator": "RTX 4090", "ram_gb": 16})
+    small = make_simulated_hardware({"accelerator": "RTX 4090", "ram_gb": 16})
     quick = [entry for entry in make_entries(small).values() if "at 3 bits" in (entry.why or "")]
     assert quick
     for entry in sorted(quick, key=lambda entry: entry.parameters)[:3]:
@@ -225,21 +229,21 @@ def test_measurement_corrects_all_models_of_the_engine() -> None:
 # ranking
 
 
-def make_entry(name: str = "a", **fields: object) -> Entry:
-    plain = Entry(name=name, task="generate", parameters=10**9, fits=True, pace="comfortable", released=2025)
-    return replaced(plain, **fields)
+def make_entry(name: str = "a", **fields: object) -> CatalogueEntry:
+    plain = CatalogueEntry(name=name, task="generate", parameters=10**9, fits=True, pace="comfortable", released=2025)
+    return replace_fields(plain, **fields)
 
 
 def make_speed(value: float) -> Figure:
     return Figure(value=value, low=value, high=value, basis="estimate")
 
 
-def test_most_capable_comfortable_model_is_ranked_first(on_rtx: dict[str, Entry]) -> None:
-    listed = ranked(on_rtx.values())
+def test_most_capable_comfortable_model_is_ranked_first(on_rtx: dict[str, CatalogueEntry]) -> None:
+    listed = rank_entries(on_rtx.values())
     paces = [PACES.index(one.pace) for one in listed if one.pace is not None]
     assert paces == sorted(paces) and [one.fits for one in listed] == sorted((one.fits for one in listed), reverse=True)
     comfortable = [one for one in listed if one.pace == "comfortable"]
-    worth = [capability(one) for one in comfortable]
+    worth = [score_capability(one) for one in comfortable]
     assert worth == sorted(worth, reverse=True)
     assert all(one.tok_s is not None and one.tok_s.value >= READING_TOK_S for one in comfortable)
     names = [one.name for one in listed]
@@ -248,25 +252,28 @@ def test_most_capable_comfortable_model_is_ranked_first(on_rtx: dict[str, Entry]
 
 def test_newer_models_score_higher_and_experts_less_than_their_sum() -> None:
     assert (
-        capability(make_entry(released=2026))
-        > capability(make_entry(released=2025))
-        > capability(make_entry(released=None))
+        score_capability(make_entry(released=2026))
+        > score_capability(make_entry(released=2025))
+        > score_capability(make_entry(released=None))
     )
-    assert capability(make_entry(active_parameters=10**8)) < capability(make_entry())
+    assert score_capability(make_entry(active_parameters=10**8)) < score_capability(make_entry())
 
 
 def test_slow_models_are_ranked_by_speed_before_size() -> None:
     huge = make_entry("huge", parameters=10**12, pace="slow", tok_s=make_speed(0.2))
     usable = make_entry("usable", parameters=10**11, pace="slow", tok_s=make_speed(12))
-    assert [one.name for one in ranked([huge, usable])] == ["usable", "huge"]
+    assert [one.name for one in rank_entries([huge, usable])] == ["usable", "huge"]
 
 
 def test_newer_version_is_ranked_first() -> None:
     names = ["Qwen/Qwen3.5-27B", "x/Super-49B-v1", "Qwen/Qwen3.6-27B", "x/Super-49B-v1_5"]
-    listed = [one.name for one in ranked(make_entry(name) for name in names)]
+    listed = [one.name for one in rank_entries(make_entry(name) for name in names)]
     assert listed.index("Qwen/Qwen3.6-27B") < listed.index("Qwen/Qwen3.5-27B")
     assert listed.index("x/Super-49B-v1_5") < listed.index("x/Super-49B-v1")
-    assert [one.name for one in ranked([make_entry("z/beta-9"), make_entry("a/alpha-1")])] == ["a/alpha-1", "z/beta-9"]
+    assert [one.name for one in rank_entries([make_entry("z/beta-9"), make_entry("a/alpha-1")])] == [
+        "a/alpha-1",
+        "z/beta-9",
+    ]
 
 
 # invariants
@@ -282,11 +289,11 @@ def test_newer_version_is_ranked_first() -> None:
 def test_more_memory_never_makes_a_fit_fail_and_more_users_never_make_one(
     name: str, ram: int, more: int, users: int
 ) -> None:
-    facts = lookup(name)
+    facts = look_up_model(name)
     assert facts is not None
 
     def fits(gigabytes: int, at_once: int) -> bool:
-        machine = simulated({"cpu": "Xeon", "cores": 8, "ram_gb": gigabytes, "os": "linux"})
+        machine = make_simulated_hardware({"cpu": "Xeon", "cores": 8, "ram_gb": gigabytes, "os": "linux"})
         work = Workload(users=at_once, prompt_tokens=128, output_tokens=64, task=facts.task)
         return make_entries(machine, name, workload=work)[name].fits
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from bedplate.decide import decide, plan
 from bedplate.decide.memory import fit
-from bedplate.engines import all_engines, engine
+from bedplate.engines import get_engine, load_engines
 from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS
-from bedplate.errors import AnswerIsNo, BadQuestion
-from bedplate.facts.known_models import find_model, model_from_facts
-from bedplate.facts.simulated import simulated
-from bedplate.run.builtin import builtin_facts
+from bedplate.errors import NotPossible, UsageError
+from bedplate.facts.known_models import find_model, make_model_from_facts
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import (
     Cpu,
     Decision,
@@ -27,13 +27,13 @@ from bedplate.values import (
     Settings,
     Workload,
     from_json,
-    replaced,
+    replace_fields,
     to_json,
 )
 from bedplate.values.intent import Operations
 
 MIB, GIB = 1 << 20, 1 << 30
-LLAMA = engine("llama.cpp")
+LLAMA = get_engine("llama.cpp")
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
 GPU_MACHINES = (
     ("RTX 4090", 1), ("RTX 3070", 1), ("RTX 3090", 2), ("RTX 4090", 6), ("L4", 4), ("H100 SXM", 1), ("H100 SXM", 8),
@@ -53,21 +53,21 @@ def make_cpu_machine(available_bytes: int = 16 * GIB) -> Hardware:
 @functools.cache
 def make_machine(name: str, count: int = 1, ram_gb: int = 128) -> Hardware:
     described = {"accelerator": name, "count": count, "ram_gb": ram_gb}
-    return simulated(described | ({"os": "macos"} if name.startswith("Apple") else {}))
+    return make_simulated_hardware(described | ({"os": "macos"} if name.startswith("Apple") else {}))
 
 
 def with_free(hardware: Hardware, share: float) -> Hardware:
     """The same machine with only this share of its GPU memory and RAM free."""
     cards = tuple(
-        replaced(card, free_bytes=round((card.free_bytes or card.memory_bytes or 0) * share))
+        replace_fields(card, free_bytes=round((card.free_bytes or card.memory_bytes or 0) * share))
         for card in hardware.accelerators
     )
-    memory = replaced(hardware.memory, available_bytes=round(hardware.memory.available_bytes * share))
-    return replaced(hardware, accelerators=cards, memory=memory)
+    memory = replace_fields(hardware.memory, available_bytes=round(hardware.memory.available_bytes * share))
+    return replace_fields(hardware, accelerators=cards, memory=memory)
 
 
-MODEL = builtin_facts()
-EIGHT_B = replaced(
+MODEL = read_builtin_facts()
+EIGHT_B = replace_fields(
     MODEL,
     name="An 8B model",
     parameters=8_000_000_000,
@@ -82,7 +82,7 @@ boxes = st.builds(make_cpu_machine, st.integers(64 * MIB, 64 * GIB))
 gpu_machines = st.sampled_from(GPU_MACHINES).map(lambda named: make_machine(*named))
 shares = st.floats(0.02, 1)
 gguf_models = st.builds(
-    lambda weights, kv, window, state, context: replaced(
+    lambda weights, kv, window, state, context: replace_fields(
         MODEL,
         weight_bytes=weights,
         parameters=weights * 2,
@@ -99,7 +99,7 @@ gguf_models = st.builds(
 )
 known_models = st.sampled_from(KNOWN).map(find_model)
 fact_models = st.builds(
-    lambda billions, form: model_from_facts({"params_b": billions, "format": form, "context": 32768}),
+    lambda billions, form: make_model_from_facts({"params_b": billions, "format": form, "context": 32768}),
     st.floats(0.05, 500),
     st.sampled_from(["facts", "safetensors", "gguf", "mlx", "exl3"]),
 )
@@ -123,7 +123,7 @@ operations = st.builds(
     machinery=st.sampled_from([None, "none", "container", "kubernetes", "cluster"]),
     portable=st.booleans(),
     ecosystem=st.sampled_from([None, "huggingface"]),
-    incumbent=st.none() | st.sampled_from(list(all_engines())),
+    incumbent=st.none() | st.sampled_from(list(load_engines())),
 )
 
 
@@ -133,7 +133,7 @@ def list_entries(decision: Decision) -> list[str]:
 
 
 def check_shape(decision: Decision, model: Model) -> None:
-    assert sorted(list_entries(decision)) == sorted(all_engines())
+    assert sorted(list_entries(decision)) == sorted(load_engines())
     assert all(refusal.why for refusal in decision.refused)
     assert all(challenger.evidence_needed for challenger in decision.challengers)
     assert decision.fits == (decision.engine is not None) == (decision.launch is not None)
@@ -152,14 +152,14 @@ def check_shape(decision: Decision, model: Model) -> None:
 
 class TestDecisionInvariants:
     @settings(deadline=None)
-    @given(boxes, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
+    @given(boxes, any_models, workloads, operations, st.sampled_from([None, *load_engines()]))
     def test_decisions_for_cpu_machines_are_consistent(
         self, hardware: Hardware, model: Model, workload: Workload, kept: Operations, wanted: str | None
     ) -> None:
         check_shape(decide(hardware, model, workload, wanted, operations=kept), model)
 
     @settings(deadline=None)
-    @given(gpu_machines, shares, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
+    @given(gpu_machines, shares, any_models, workloads, operations, st.sampled_from([None, *load_engines()]))
     def test_decisions_for_machines_with_accelerators_are_consistent(
         self,
         hardware: Hardware,
@@ -225,7 +225,7 @@ class TestDecisionInvariants:
 
 
 class TestRequestedEngine:
-    @pytest.mark.parametrize("wanted", list(all_engines()))
+    @pytest.mark.parametrize("wanted", list(load_engines()))
     def test_requested_engine_is_planned_or_refused_but_never_replaced(self, wanted: str) -> None:
         for hardware in (make_cpu_machine(64 * GIB), make_machine("H100 SXM", 8), make_machine("Apple M3 Max 40-core")):
             decision = decide(hardware, find_model("Qwen/Qwen3-8B"), Workload(), wanted)
@@ -235,12 +235,12 @@ class TestRequestedEngine:
             assert decision.refused[0].engine == wanted and decision.refused[0].kind == "impossible"
             others = [refusal for refusal in decision.refused if "was requested" in refusal.why]
             assert others and wanted not in {refusal.engine for refusal in others}
-            with pytest.raises(AnswerIsNo) as no:
+            with pytest.raises(NotPossible) as no:
                 plan(decision, MODEL, Workload())
             assert wanted in (no.value.cause or "")
 
     def test_unknown_engine_is_a_usage_error(self) -> None:
-        with pytest.raises(BadQuestion, match="no engine is called 'lama'"):
+        with pytest.raises(UsageError, match="no engine is called 'lama'"):
             decide(make_cpu_machine(), MODEL, Workload(), "lama")
 
 
@@ -253,12 +253,12 @@ class TestRequestedEngine:
 )
 def test_older_arm_processor_gets_reason_for_32_bit_weights(sets: tuple[str, ...], why: str) -> None:
     here = make_cpu_machine()
-    here = replaced(here, cpu=replaced(here.cpu, arch="aarch64", instruction_sets=sets))
+    here = replace_fields(here, cpu=replace_fields(here.cpu, arch="aarch64", instruction_sets=sets))
     model = find_model("Qwen/Qwen3-0.6B")
     found = decide(here, model, Workload(), "pytorch")
     assert why in [reason.text for reason in found.reasons]
     assert found.memory is not None and found.settings is not None
-    cache = model.kv_bytes(found.settings.context_tokens, 32 if why.startswith("32") else 16)
+    cache = model.compute_kv_bytes(found.settings.context_tokens, 32 if why.startswith("32") else 16)
     assert found.memory.devices[0].kv_bytes == cache
 
 
@@ -266,7 +266,7 @@ class TestInstallable:
     def test_only_installable_engines_are_chosen(self) -> None:
         for hardware in (make_cpu_machine(), make_machine("RTX 4090"), make_machine("Apple M3 Max 40-core")):
             decision = decide(hardware, MODEL, Workload(), installable=True)
-            assert decision.engine is not None and engine(decision.engine).recipe is not None
+            assert decision.engine is not None and get_engine(decision.engine).recipe is not None
             check_shape(decision, MODEL)
 
     def test_cpu_build_reports_idle_gpu(self) -> None:
@@ -302,9 +302,15 @@ class TestFit:
     ) -> None:
         fewer = decide(hardware, model, workload).fits
         asked = {"users": workload.users + users, "concurrency": workload.concurrency and workload.concurrency + users}
-        assert decide(hardware, model, replaced(workload, **asked)).fits <= fewer
-        assert decide(hardware, model, replaced(workload, prompt_tokens=workload.prompt_tokens + tokens)).fits <= fewer
-        assert decide(hardware, model, replaced(workload, output_tokens=workload.output_tokens + tokens)).fits <= fewer
+        assert decide(hardware, model, replace_fields(workload, **asked)).fits <= fewer
+        assert (
+            decide(hardware, model, replace_fields(workload, prompt_tokens=workload.prompt_tokens + tokens)).fits
+            <= fewer
+        )
+        assert (
+            decide(hardware, model, replace_fields(workload, output_tokens=workload.output_tokens + tokens)).fits
+            <= fewer
+        )
 
     @settings(deadline=None)
     @given(
@@ -321,8 +327,8 @@ class TestFit:
     ) -> None:
         small, large = (with_free(make_machine(card), share) for share in sorted((one, other)))
         # With a prefix longer than the prompts, a longer prompt would share more tokens.
-        work = replaced(work, shared_prefix_tokens=min(work.shared_prefix_tokens, work.prompt_tokens))
-        longer = replaced(work, prompt_tokens=work.prompt_tokens + tokens)
+        work = replace_fields(work, shared_prefix_tokens=min(work.shared_prefix_tokens, work.prompt_tokens))
+        longer = replace_fields(work, prompt_tokens=work.prompt_tokens + tokens)
         base, roomier, busier = (
             fit(*case, name) for case in ((small, model, work), (large, model, work), (small, model, longer))
         )
@@ -380,7 +386,7 @@ class TestRemedies:
         assert decision.refused[0].kind == "impossible" and "weights" in decision.refused[0].why
         more = parse_memory(next(hint for hint in decision.hints if "more free memory" in hint))
         assert decide(make_cpu_machine(hardware.memory.available_bytes + more), model, workload, "llama.cpp").fits
-        with pytest.raises(AnswerIsNo) as caught:
+        with pytest.raises(NotPossible) as caught:
             plan(decision, model, workload)
         assert caught.value.exit_code == 1 and "more free memory" in str(caught.value.hint)
 
@@ -398,9 +404,9 @@ class TestRemedies:
         assert decision.engine is None
         more = parse_memory(next(hint for hint in decision.hints if "more free memory on the GPUs" in hint))
         larger = tuple(
-            replaced(one, free_bytes=(one.free_bytes or 0) + -(-more // count)) for one in hardware.accelerators
+            replace_fields(one, free_bytes=(one.free_bytes or 0) + -(-more // count)) for one in hardware.accelerators
         )
-        assert decide(replaced(hardware, accelerators=larger), find_model(model), work, wanted).fits
+        assert decide(replace_fields(hardware, accelerators=larger), find_model(model), work, wanted).fits
 
     @pytest.mark.parametrize(
         ("name", "card", "count", "wanted"),
@@ -425,7 +431,7 @@ class TestRemedies:
         assert not decision.fits
         named = re.fullmatch(r"a quantization of at most (\S+) bits per weight \(this one has 4.9\)", decision.hints[0])
         assert named is not None
-        smaller = replaced(EIGHT_B, weight_bytes=int(EIGHT_B.parameters * float(named[1]) / 8))
+        smaller = replace_fields(EIGHT_B, weight_bytes=int(EIGHT_B.parameters * float(named[1]) / 8))
         assert decide(make_cpu_machine(4 * GIB), smaller, Workload()).fits
         why = next(refusal.why for refusal in decision.refused if refusal.engine == "llama.cpp")
         assert "weights 4.56 GiB" in why and "only 3.8 GiB is usable" in why
@@ -443,13 +449,13 @@ class TestRemedies:
         decision = decide(hardware, model, Workload())
         assert decision.engine is None
         more = parse_memory(next(hint for hint in decision.hints if hint.endswith("more free memory")))
-        memory = replaced(hardware.memory, available_bytes=hardware.memory.available_bytes + more)
-        assert decide(replaced(hardware, memory=memory), model, Workload()).engine == "llama.cpp"
+        memory = replace_fields(hardware.memory, available_bytes=hardware.memory.available_bytes + more)
+        assert decide(replace_fields(hardware, memory=memory), model, Workload()).engine == "llama.cpp"
 
     def test_requests_longer_than_the_context_are_refused(self) -> None:
         model = find_model("Qwen/Qwen3-8B")
         decision = decide(make_machine("H100 SXM"), model, Workload(prompt_tokens=100_000, output_tokens=1000))
-        assert decision.engine is None and sorted(list_entries(decision)) == sorted(all_engines())
+        assert decision.engine is None and sorted(list_entries(decision)) == sorted(load_engines())
         assert {refusal.kind for refusal in decision.refused} == {"impossible"}
         assert "40,960" in decision.hints[0]
         assert decide(make_machine("H100 SXM"), model, Workload(prompt_tokens=40_000, output_tokens=960)).fits
@@ -486,14 +492,16 @@ class TestArrivals:
         assert decision.fits and decision.in_flight <= decision.max_concurrency
         first = decision.estimate.ttft_ms
         assert first is not None and first.value < 60_000
-        slow = replaced(work, requests_per_s=0.05)
+        slow = replace_fields(work, requests_per_s=0.05)
         assert "without end" not in decide(make_machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]
 
 
 @pytest.mark.parametrize("most", [128, 256, 512, 8192])
 def test_embedding_model_is_planned_for_its_context(most: int) -> None:
     """The default lengths exceed the context of small embedding models, so they are limited to it."""
-    small = replaced(model_from_facts({"task": "embed", "params_b": 0.02, "format": "onnx"}), max_context=most)
+    small = replace_fields(
+        make_model_from_facts({"task": "embed", "params_b": 0.02, "format": "onnx"}), max_context=most
+    )
     chosen = plan(decide(make_cpu_machine(), small, Workload(origin="default")), small, Workload(origin="default"))
     assert chosen.workload.task == "embed" and chosen.workload.request_tokens == min(512, most)
     asked = decide(make_cpu_machine(), small, Workload(prompt_tokens=most + 1))
@@ -502,8 +510,8 @@ def test_embedding_model_is_planned_for_its_context(most: int) -> None:
 
 @pytest.mark.parametrize("engine_id", ["pytorch", "vllm", "mlx", "onnxruntime"])
 def test_dequantized_folder_is_loaded_from_its_path(engine_id: str) -> None:
-    facts = replaced(builtin_facts(), name="acme/My Model v1", files=("/models/My Model v1.gguf",))
-    on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
+    facts = replace_fields(read_builtin_facts(), name="acme/My Model v1", files=("/models/My Model v1.gguf",))
+    on = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
     decision = decide(on, facts, Workload(), engine_id)
     assert decision.launch is not None and decision.unpacks
     unpacks, *rest = [step for step in decision.launch.prepare if step.kind == "convert"]
@@ -515,9 +523,9 @@ def test_dequantized_folder_is_loaded_from_its_path(engine_id: str) -> None:
 @pytest.mark.parametrize(("stored", "made"), [("Q4_1", "INT8"), ("Q8_0", "INT4"), ("F16", "INT4")])
 def test_weights_of_few_bits_are_not_quantized_again(stored: str, made: str) -> None:
     """If the speed cannot be predicted, the fewest bits that suffice are used."""
-    on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
-    memory, cpu = replaced(on.memory, bandwidth_bytes_s=None), replaced(on.cpu, name="nobody knows it")
-    unknown = replaced(on, memory=memory, cpu=cpu)
-    facts = replaced(builtin_facts(), quantization=stored, files=("/models/a.gguf",))
+    on = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
+    memory, cpu = replace_fields(on.memory, bandwidth_bytes_s=None), replace_fields(on.cpu, name="nobody knows it")
+    unknown = replace_fields(on, memory=memory, cpu=cpu)
+    facts = replace_fields(read_builtin_facts(), quantization=stored, files=("/models/a.gguf",))
     decision = decide(unknown, facts, Workload(), "onnxruntime")
     assert decision.weights is not None and decision.weights.label == made

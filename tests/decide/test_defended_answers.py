@@ -8,10 +8,10 @@ import pytest
 
 from bedplate.decide import decide
 from bedplate.decide.memory import fit
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
-from bedplate.values import Decision, Parallelism, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Decision, Parallelism, Workload, replace_fields
 from bedplate.values.intent import Operations
 from bedplate.values.workload import LatencyTarget
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 def decide_for(
     model: str, card: str, count: int = 1, wanted: str | None = None, ram_gb: float | None = None, **work: Any
 ) -> Decision:
-    hardware = simulated({"accelerator": card, "count": count, "ram_gb": ram_gb})
+    hardware = make_simulated_hardware({"accelerator": card, "count": count, "ram_gb": ram_gb})
     return decide(hardware, find_model(model), Workload(**work), wanted)
 
 
@@ -70,29 +70,32 @@ class TestContext:
     @pytest.mark.parametrize("wanted", ["vllm", "sglang"])
     def test_context_of_a_server_is_limited_to_its_cache(self, wanted: str) -> None:
         """vLLM does not start if its cache is smaller than one request of the maximum length."""
-        model, tight = find_model("meta-llama/Llama-3.1-8B-Instruct"), simulated({"accelerator": "RTX 4090"})
+        model, tight = (
+            find_model("meta-llama/Llama-3.1-8B-Instruct"),
+            make_simulated_hardware({"accelerator": "RTX 4090"}),
+        )
         work, told = Workload(), []
         for free in range(17 * GIB, 24 * GIB, GIB // 4):
             (card,) = tight.accelerators
-            hardware = replaced(tight, accelerators=(replaced(card, free_bytes=free),))
-            decision = decide(hardware, model, replaced(work, precision_sensitive=True), wanted)
+            hardware = replace_fields(tight, accelerators=(replace_fields(card, free_bytes=free),))
+            decision = decide(hardware, model, replace_fields(work, precision_sensitive=True), wanted)
             if decision.settings is None:
                 continue
             context = decision.settings.context_tokens
             told.append(context)
-            alone = replaced(work, context_tokens=context, concurrency=1)
+            alone = replace_fields(work, context_tokens=context, concurrency=1)
             assert fit(hardware, model, alone, wanted, decision.quantization, Parallelism()).fits
         assert min(told) < max(told) == 8192
 
     def test_mac_reserves_context_for_a_conversation(self) -> None:
         small = decide(
-            simulated({"accelerator": "Apple M1", "ram_gb": 8}),
+            make_simulated_hardware({"accelerator": "Apple M1", "ram_gb": 8}),
             find_model("meta-llama/Llama-3.1-8B-Instruct"),
             Workload(),
         )
         assert small.engine == "mlx" and small.settings is not None and small.memory is not None
         assert small.settings.context_tokens > 1000 and small.settings.slots == 1
-        assert small.memory.devices[0].kv_bytes >= find_model("meta-llama/Llama-3.1-8B-Instruct").kv_bytes(
+        assert small.memory.devices[0].kv_bytes >= find_model("meta-llama/Llama-3.1-8B-Instruct").compute_kv_bytes(
             small.settings.context_tokens
         )
 
@@ -118,10 +121,10 @@ class TestSharedPrefix:
 
     def test_attention_windows_are_not_shared(self) -> None:
         """Only the cache that grows with every token can be shared."""
-        model, hardware = find_model("openai/gpt-oss-20b"), simulated({"accelerator": "RTX 4090"})
+        model, hardware = find_model("openai/gpt-oss-20b"), make_simulated_hardware({"accelerator": "RTX 4090"})
         work = Workload(users=8, prompt_tokens=4000, shared_prefix_tokens=4000)
         with_all = fit(hardware, model, work, "vllm").devices[0].kv_bytes
-        assert with_all >= 8 * (model.kv_bytes(4256) - model.kv_bytes_per_token * 4000)
+        assert with_all >= 8 * (model.compute_kv_bytes(4256) - model.kv_bytes_per_token * 4000)
 
 
 class TestOffload:
@@ -131,15 +134,15 @@ class TestOffload:
         model = find_model("Qwen/Qwen3-32B")
         assert found.memory is not None
         cached = sum(need.kv_bytes * need.count for need in found.memory.devices)
-        assert cached == pytest.approx(model.kv_bytes(16384), rel=0.01)
+        assert cached == pytest.approx(model.compute_kv_bytes(16384), rel=0.01)
 
     def test_unknown_host_memory_gets_a_default_bandwidth(self) -> None:
         """Two channels of memory and vector instructions: similar to a current desktop CPU."""
         hardware = {"accelerator": "RTX 5090", "ram_gb": 128}
         model = find_model("openai/gpt-oss-120b")
-        unsaid = decide(simulated(hardware), model, Workload()).estimate.output_tok_s
+        unsaid = decide(make_simulated_hardware(hardware), model, Workload()).estimate.output_tok_s
         said = decide(
-            simulated(hardware | {"cpu": "AMD Ryzen 9 9950X", "cores": 16}), model, Workload()
+            make_simulated_hardware(hardware | {"cpu": "AMD Ryzen 9 9950X", "cores": 16}), model, Workload()
         ).estimate.output_tok_s
         assert unsaid is not None and said is not None and said.value / 1.5 < unsaid.value <= said.value
         assert "two channels of DDR5-4800 are assumed" in (unsaid.source or "")
@@ -177,7 +180,7 @@ class TestReasons:
         quick = decide_for("Qwen/Qwen3-32B", "H100 SXM", wanted="llama.cpp", users=50)
         forms = [
             decide(
-                simulated({"accelerator": "H100 SXM"}),
+                make_simulated_hardware({"accelerator": "H100 SXM"}),
                 find_model(f"Qwen/Qwen3-32B {label}"),
                 Workload(users=50),
                 "llama.cpp",
@@ -207,7 +210,7 @@ class TestReasons:
 
 class TestIncumbentEngine:
     def in_service(self, name: str, **work: Any) -> Decision:
-        hardware, model = simulated({"accelerator": "RTX 4090"}), find_model("Qwen/Qwen3-8B")
+        hardware, model = make_simulated_hardware({"accelerator": "RTX 4090"}), find_model("Qwen/Qwen3-8B")
         return decide(hardware, model, Workload(**work), operations=Operations(incumbent=name))
 
     @pytest.mark.parametrize("users", [1, 30])
@@ -223,10 +226,10 @@ class TestIncumbentEngine:
 
 class TestMachines:
     def test_usable_memory_is_that_of_the_driver(self) -> None:
-        spark = simulated({"accelerator": "DGX Spark"})
+        spark = make_simulated_hardware({"accelerator": "DGX Spark"})
         assert spark.memory.total_bytes == 122572 << 20
         assert (spark.accelerators[0].memory_bytes or 0) <= spark.memory.total_bytes
-        assert simulated({"accelerator": "Jetson Orin Nano 8GB"}).memory.total_bytes == 7620 << 20
+        assert make_simulated_hardware({"accelerator": "Jetson Orin Nano 8GB"}).memory.total_bytes == 7620 << 20
 
     def test_sixteen_gpus_of_a_rack_are_four_hosts(self) -> None:
         assert decide_for("deepseek-ai/DeepSeek-R1", "GB200", 16, users=200).orchestrator == "ray"
@@ -240,4 +243,4 @@ class TestMachines:
 
 def test_slots_with_reserved_memory_are_counted_completely() -> None:
     """MLX has a separate cache for each request."""
-    assert not engine("mlx").paged
+    assert not get_engine("mlx").paged

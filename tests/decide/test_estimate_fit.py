@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from bedplate.decide.estimate.batching import weight_type
-from bedplate.published.rows import Case, resolve
-from bedplate.published.under_load import Asked, asked
+from bedplate.decide.estimate.batching import classify_weights
+from bedplate.published.rows import PublishedCase, resolve
+from bedplate.published.under_load import RowLoad, find_load
 
 np = pytest.importorskip("numpy", reason="the fit needs numpy, which bedplate itself does not")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "score" / "fit_serving.py"
@@ -47,11 +47,11 @@ def test_gradients_agree_with_the_cost_function(fitting: ModuleType) -> None:
                 "concurrency": "48", "prompt_tokens": "1024", "output_tokens": "1024", "scenario": scenario,
                 "parallelism": parallelism, "notes": GUESSING,
             })  # fmt: skip
-            assert isinstance(found, Case), found
-            question = asked(found)
-            assert isinstance(question, Asked), question
+            assert isinstance(found, PublishedCase), found
+            question = find_load(found)
+            assert isinstance(question, RowLoad), question
             rows.append(
-                fitting.Row("a", metric, value, found.engine, question.machine.family, weight_type(found.shape),
+                fitting.Row("a", metric, value, found.engine, question.machine.family, classify_weights(found.shape),
                             found.chip.name, model, question.question.way, 1.0, 1.0, question.question)
             )  # fmt: skip
     fit = fitting.Fit(rows)

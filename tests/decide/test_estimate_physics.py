@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.machine import cpu_machine, family, machine_from_chip, machine_of
+from bedplate.decide.estimate.machine import get_family, get_machine_rates, make_chip_rates, make_cpu_rates
 from bedplate.decide.estimate.physics import (
-    all_reduce_bytes,
-    attention_ops,
-    decode_floor_s,
-    experts_touched,
-    kv_read_bytes,
-    linear_ops,
-    prefill_floor_s,
-    shape_of,
-    weights_read_bytes,
+    compute_decode_floor_s,
+    compute_prefill_floor_s,
+    count_all_reduce_bytes,
+    count_attention_ops,
+    count_kv_bytes,
+    count_linear_ops,
+    count_used_experts,
+    count_weight_bytes,
+    get_shape,
 )
-from bedplate.facts.chips import chips, find_chip
-from bedplate.facts.known_models import find_model, model_from_facts
-from bedplate.facts.simulated import simulated
-from bedplate.values import Figure, replaced
+from bedplate.facts.chips import find_chip, load_chips
+from bedplate.facts.known_models import find_model, make_model_from_facts
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Figure, replace_fields
 
 MODELS = (
     "Meta-Llama-3-8B Q4_K_M", "Qwen3-30B-A3B", "deepseek-ai/DeepSeek-R1", "gpt-oss-20b", "gemma-4-E4B-it",
@@ -35,48 +35,48 @@ MODELS = (
 def test_one_token_reads_the_active_weights() -> None:
     for name in MODELS:
         model = find_model(name)
-        assert weights_read_bytes(shape_of(model), 1) == pytest.approx(model.read_bytes_per_token, rel=0.001), name
+        assert count_weight_bytes(get_shape(model), 1) == pytest.approx(model.read_bytes_per_token, rel=0.001), name
 
 
 def test_larger_batch_uses_more_experts_up_to_all() -> None:
-    assert experts_touched(128, 8, 1) == pytest.approx(8)
-    assert experts_touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
-    assert experts_touched(128, 8, 10_000) == pytest.approx(128)
-    assert experts_touched(0, 0, 5) == 0
+    assert count_used_experts(128, 8, 1) == pytest.approx(8)
+    assert count_used_experts(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+    assert count_used_experts(128, 8, 10_000) == pytest.approx(128)
+    assert count_used_experts(0, 0, 5) == 0
 
 
 @settings(deadline=None)
 @given(st.sampled_from(MODELS), st.integers(1, 512), st.integers(1, 512))
 def test_more_tokens_never_read_less(name: str, some: int, more: int) -> None:
-    shape = shape_of(find_model(name))
+    shape = get_shape(find_model(name))
     few, many = sorted((some, more))
-    assert weights_read_bytes(shape, few) <= weights_read_bytes(shape, many) * (1 + 1e-9)
+    assert count_weight_bytes(shape, few) <= count_weight_bytes(shape, many) * (1 + 1e-9)
 
 
 def test_windowed_cache_stops_growing() -> None:
-    shape = shape_of(find_model("gpt-oss-20b"))
+    shape = get_shape(find_model("gpt-oss-20b"))
     windowed = next(group for group in shape.attention if group.window)
     whole = next(group for group in shape.attention if not group.window)
     assert windowed.window is not None
-    grown = kv_read_bytes(shape, 8192) - kv_read_bytes(shape, 4096)
+    grown = count_kv_bytes(shape, 8192) - count_kv_bytes(shape, 4096)
     assert grown == pytest.approx(4096 * whole.bytes_per_token)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 60), st.sampled_from([None, 7, 16]))
 def test_attention_counts_each_pair_once(tokens: int, depth: int, window: int | None) -> None:
-    shape = shape_of(find_model("Meta-Llama-3-8B"))
+    shape = get_shape(find_model("Meta-Llama-3-8B"))
     group = shape.attention[0]._replace(window=window)
     seen = [depth + place + 1 for place in range(tokens)]
     pairs = sum(count if window is None else min(count, window) for count in seen)
-    assert attention_ops(shape._replace(attention=(group,)), tokens, depth) == pytest.approx(
+    assert count_attention_ops(shape._replace(attention=(group,)), tokens, depth) == pytest.approx(
         group.pair_ops * pairs, rel=0.02 if window is None else 0.1
     )
 
 
 def test_sparse_attention_does_not_expand_latents_for_prompts() -> None:
     expanded, chosen = (
-        shape_of(find_model(name)).attention[0] for name in ("deepseek-ai/DeepSeek-R1", "zai-org/GLM-5")
+        get_shape(find_model(name)).attention[0] for name in ("deepseek-ai/DeepSeek-R1", "zai-org/GLM-5")
     )
     assert expanded.latent
     assert expanded.unabsorbed_pair_ops < expanded.pair_ops
@@ -87,18 +87,18 @@ def test_sparse_attention_does_not_expand_latents_for_prompts() -> None:
 def test_a_dense_token_costs_two_operations_for_each_weight() -> None:
     model = find_model("Meta-Llama-3-8B")
     embedding = next(part.parameters for part in model.parts if part.name == "embedding")
-    assert linear_ops(shape_of(model), 1) == pytest.approx(2 * (model.parameters - embedding))
+    assert count_linear_ops(get_shape(model), 1) == pytest.approx(2 * (model.parameters - embedding))
 
 
 def test_ring_all_reduce_sends_nearly_twice_the_hidden_states() -> None:
-    shape = shape_of(find_model("Meta-Llama-3-8B"))
-    assert all_reduce_bytes(10, shape, 1) == 0
-    assert all_reduce_bytes(10, shape, 4) == pytest.approx(2 * 3 / 4 * 10 * 4096 * 2)
+    shape = get_shape(find_model("Meta-Llama-3-8B"))
+    assert count_all_reduce_bytes(10, shape, 1) == 0
+    assert count_all_reduce_bytes(10, shape, 4) == pytest.approx(2 * 3 / 4 * 10 * 4096 * 2)
 
 
 @pytest.mark.parametrize(("params_b", "active_b"), [(117, 5.1), (671, 37), (30.5, 3.3), (46.7, 12.9), (1000, 1)])
 def test_moe_model_from_facts_keeps_dense_weights(params_b: float, active_b: float) -> None:
-    shape = shape_of(model_from_facts({"params_b": params_b, "active_params_b": active_b}))
+    shape = get_shape(make_model_from_facts({"params_b": params_b, "active_params_b": active_b}))
     assert shape.dense_params > 0 and shape.dense_bytes > 0
     assert shape.dense_params + shape.expert_params == pytest.approx(params_b * 1e9)
     assert shape.dense_params + shape.expert_params * shape.experts_active / shape.experts == pytest.approx(
@@ -107,36 +107,38 @@ def test_moe_model_from_facts_keeps_dense_weights(params_b: float, active_b: flo
 
 
 def test_shape_is_computed_from_facts_alone() -> None:
-    shape = shape_of(model_from_facts({"params_b": 30, "active_params_b": 3, "quantization": "Q4_K_M"}))
+    shape = get_shape(make_model_from_facts({"params_b": 30, "active_params_b": 3, "quantization": "Q4_K_M"}))
     assert shape.active_params == pytest.approx(3e9, rel=0.01)
-    assert weights_read_bytes(shape, 1) < weights_read_bytes(shape, 64) < shape.total_bytes * 1.001
+    assert count_weight_bytes(shape, 1) < count_weight_bytes(shape, 64) < shape.total_bytes * 1.001
 
 
 @pytest.mark.parametrize("name", ["RTX 4090", "H100 SXM", "MI300X", "RX 7900 XTX", "B200", "A100 SXM 80GB"])
 def test_hypothetical_hardware_has_the_rates_of_the_chip(name: str) -> None:
     chip = find_chip(name, guess=True).chip
-    described = machine_of(simulated({"accelerator": chip.name, "count": 1, "ram_gb": 256}))
-    direct = machine_from_chip(chip, 1)
-    assert described.family == direct.family == family(chip)
+    described = get_machine_rates(make_simulated_hardware({"accelerator": chip.name, "count": 1, "ram_gb": 256}))
+    direct = make_chip_rates(chip, 1)
+    assert described.family == direct.family == get_family(chip)
     assert described.bandwidth_bytes_s == direct.bandwidth_bytes_s
     assert dict(described.ops_s) == dict(direct.ops_s)
     assert described.plain_ops_s == direct.plain_ops_s
 
 
 def test_links_and_nodes_come_from_the_hardware() -> None:
-    machine = machine_of(simulated({"accelerator": "H100 SXM", "count": 16, "network": "8x 400 Gbit/s"}))
+    machine = get_machine_rates(
+        make_simulated_hardware({"accelerator": "H100 SXM", "count": 16, "network": "8x 400 Gbit/s"})
+    )
     assert (machine.devices, machine.per_node, machine.peer_kind) == (16, 8, "nvlink")
     assert machine.peer_bytes_s == pytest.approx(450e9) and machine.network_bytes_s == pytest.approx(400e9)
 
 
 def test_measured_bandwidth_far_below_the_data_sheet_is_used() -> None:
-    hardware = simulated({"accelerator": "RTX 4090", "count": 1, "ram_gb": 64})
+    hardware = make_simulated_hardware({"accelerator": "RTX 4090", "count": 1, "ram_gb": 64})
     card = hardware.accelerators[0]
 
     def measured(value: float) -> float:
         figure = Figure(value=value, low=value, high=value, basis="measured")
-        return machine_of(
-            replaced(hardware, accelerators=(replaced(card, bandwidth_bytes_s=figure),))
+        return get_machine_rates(
+            replace_fields(hardware, accelerators=(replace_fields(card, bandwidth_bytes_s=figure),))
         ).bandwidth_bytes_s
 
     assert measured(930e9) == pytest.approx(1008e9)
@@ -144,8 +146,8 @@ def test_measured_bandwidth_far_below_the_data_sheet_is_used() -> None:
 
 
 def test_every_chip_has_machine_rates() -> None:
-    for chip in chips().values():
-        machine = machine_from_chip(chip)
+    for chip in load_chips().values():
+        machine = make_chip_rates(chip)
         assert machine.bandwidth_bytes_s > 0
         assert machine.core_hz > 0, chip.name
         assert machine.plain_ops_s > 0, chip.name
@@ -153,25 +155,25 @@ def test_every_chip_has_machine_rates() -> None:
 
 def test_chip_without_published_rates_has_those_of_its_family() -> None:
     silent, like = (
-        machine_from_chip(chips()["Apple M5 Max (40-core GPU)"]),
-        machine_from_chip(find_chip("M4 Max 40-core").chip),
+        make_chip_rates(load_chips()["Apple M5 Max (40-core GPU)"]),
+        make_chip_rates(find_chip("M4 Max 40-core").chip),
     )
     rates = [machine.ops_s["fp16"] / machine.bandwidth_bytes_s for machine in (silent, like)]
     assert rates[0] == pytest.approx(rates[1], rel=0.3)
 
 
 def test_unlisted_gpu_has_the_rates_of_its_generation() -> None:
-    hardware = simulated({"accelerator": "RTX 4090"})
-    card = replaced(hardware.accelerators[0], name="NVIDIA Graphics Device")
-    unlisted, listed = machine_of(replaced(hardware, accelerators=(card,))), machine_of(hardware)
+    hardware = make_simulated_hardware({"accelerator": "RTX 4090"})
+    card = replace_fields(hardware.accelerators[0], name="NVIDIA Graphics Device")
+    unlisted, listed = get_machine_rates(replace_fields(hardware, accelerators=(card,))), get_machine_rates(hardware)
     assert unlisted.family == listed.family
     assert unlisted.ops_s["fp16"] == pytest.approx(listed.ops_s["fp16"], rel=0.5)
     assert unlisted.plain_ops_s > 0
 
 
 def test_unknown_cpu_has_rates_from_its_cores() -> None:
-    hardware = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
-    machine = cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+    hardware = make_simulated_hardware({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
+    machine = make_cpu_rates(hardware.cpu, hardware.memory.bandwidth_bytes_s)
     assert (machine.kind, machine.cores, machine.bandwidth_bytes_s) == ("cpu", 12, 0.0)
 
 
@@ -184,9 +186,9 @@ def test_unknown_cpu_has_rates_from_its_cores() -> None:
     st.integers(1, 100_000),
 )
 def test_no_estimate_is_below_the_lower_bound(chip: str, name: str, engine: str, batch: int, context: int) -> None:
-    machine = machine_from_chip(find_chip(chip, guess=True).chip)
-    shape = shape_of(find_model(name))
-    question = local.ask(engine, "cuda", machine, shape)
-    assert question.step_s(batch, context) >= decode_floor_s(shape, machine, batch, context, 1, 16.0)
-    assert question.prefill_s(context) >= prefill_floor_s(shape, machine, context, 1)
+    machine = make_chip_rates(find_chip(chip, guess=True).chip)
+    shape = get_shape(find_model(name))
+    question = local.make_local_estimator(engine, "cuda", machine, shape)
+    assert question.step_s(batch, context) >= compute_decode_floor_s(shape, machine, batch, context, 1, 16.0)
+    assert question.estimate_prefill_s(context) >= compute_prefill_floor_s(shape, machine, context, 1)
     assert math.isfinite(question.step_s(batch, context))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bedplate.decide.estimate import Expectation, estimate_for, expectation_for, limit_of
+from bedplate.decide.estimate import Expectation, compute_expectation, estimate_for, get_limit
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Workload
 from bedplate.values.fit import Offload
 
@@ -18,7 +18,7 @@ ONE = Workload(concurrency=1, prompt_tokens=512, output_tokens=256)
 
 
 def make_machine(name: str = "RTX 4090", count: int = 1, ram_gb: float = 96, cpu: str | None = None) -> Hardware:
-    return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "cpu": cpu})
+    return make_simulated_hardware({"accelerator": name, "count": count, "ram_gb": ram_gb, "cpu": cpu})
 
 
 def estimate_plan(
@@ -31,7 +31,7 @@ def estimate_plan(
     offload: Offload | None = None,
     factor: float = 1.0,
 ) -> Expectation:
-    found = expectation_for(
+    found = compute_expectation(
         hardware, find_model(model), engine, layout or Parallelism(), workload, slots=slots, offload=offload,
         factor=factor,
     )  # fmt: skip
@@ -55,15 +55,15 @@ def test_estimate_for_an_rtx_4090_agrees_with_published_speed() -> None:
 def test_parts_add_up_to_the_step() -> None:
     found = estimate_plan(make_machine())
     assert sum(found.parts_s.values()) == pytest.approx(found.tpot_s, rel=1e-6)
-    assert limit_of(found) == max(found.parts_s, key=lambda name: found.parts_s[name])
+    assert get_limit(found) == max(found.parts_s, key=lambda name: found.parts_s[name])
 
 
 def test_bottleneck_is_named() -> None:
-    assert limit_of(estimate_plan(make_machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
-    assert limit_of(estimate_plan(make_machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
+    assert get_limit(estimate_plan(make_machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
+    assert get_limit(estimate_plan(make_machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
     long = Workload(concurrency=1, prompt_tokens=120_000, output_tokens=256)
     assert (
-        limit_of(estimate_plan(make_machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
+        get_limit(estimate_plan(make_machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
     )
 
 
@@ -72,7 +72,7 @@ def test_experts_on_the_host_add_their_read_time() -> None:
     kept = estimate_plan(make_machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b")
     found = estimate_plan(make_machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b", offload=offload)
     assert found.tpot_s > kept.tpot_s
-    assert limit_of(found) == "host memory"
+    assert get_limit(found) == "host memory"
     # 4 of 128 experts on the host, at no more than its 83.2 GB/s.
     assert found.parts_s["host memory"] >= 50e9 * 4 / 128 / 83.2e9
 
@@ -128,8 +128,8 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 
 def test_task_without_generation_has_no_estimate() -> None:
     model = find_model("BAAI/bge-m3")
-    assert expectation_for(make_machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
-    unknown = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
+    assert compute_expectation(make_machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
+    unknown = make_simulated_hardware({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
     small = find_model("Qwen2.5-0.5B-Instruct")
     assert estimate_for(unknown, small, "llama.cpp", Parallelism(), ONE, slots=1).tpot_ms is None
 

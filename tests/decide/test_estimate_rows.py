@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide.estimate import calibration, local
-from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.calibration import load_table
 from bedplate.decide.estimate.local import Profile
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.published.predict import predict
-from bedplate.published.rows import Case, Prediction, Refused, engine_of, layout_of, resolve
-from bedplate.published.table import predictions, read_table, write_table
+from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction, find_engine, parse_layout, resolve
+from bedplate.published.table import predict_rows, read_table, write_table
 from bedplate.values import Parallelism
 
 ROOT = Path(__file__).parents[2]
@@ -32,22 +32,22 @@ ROW = {
 }  # fmt: skip
 
 
-def make_case(**changes: str) -> Case:
+def make_case(**changes: str) -> PublishedCase:
     found = resolve({**ROW, **changes})
-    assert isinstance(found, Case), found
+    assert isinstance(found, PublishedCase), found
     return found
 
 
 def predict_value(**changes: str) -> float:
     found = predict({**ROW, **changes})
-    assert isinstance(found, Prediction), found
+    assert isinstance(found, RowPrediction), found
     assert 0 < found.low <= found.value <= found.high
     return found.value
 
 
 def get_refusal(**changes: str) -> str:
     found = predict({**ROW, **changes})
-    assert isinstance(found, Refused), found
+    assert isinstance(found, PredictionRefusal), found
     return found.why
 
 
@@ -74,7 +74,7 @@ def test_chip_names_are_recognized_in_usual_spellings(written: str, chip: str) -
     ],
 )  # fmt: skip
 def test_engines_as_people_write_them(written: str, engine: str | None) -> None:
-    assert engine_of(written) == engine
+    assert find_engine(written) == engine
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_gguf_of_mxfp4_model_stores_the_rest_in_eight_bits() -> None:
 
 
 def test_layouts_are_recognized_in_usual_spellings() -> None:
-    assert layout_of("tp8 pp1 attn_dp4 moe_tp1 moe_ep8") == Parallelism(tensor=8, expert=8, attention_data=4)
-    assert layout_of("TP4,PP2") == Parallelism(tensor=4, pipeline=2)
-    assert layout_of("TEP8") == Parallelism(tensor=8, expert=8)
-    assert layout_of("DEP8") == Parallelism(data=8, expert=8, attention_data=8)
-    assert layout_of("", 4) == Parallelism(tensor=4)
-    assert layout_of("disagg prefill x(tp4 dp1 ep4 bs) decode x(tp8 dp2 ep1 bs)") == Parallelism(tensor=8, data=2)
+    assert parse_layout("tp8 pp1 attn_dp4 moe_tp1 moe_ep8") == Parallelism(tensor=8, expert=8, attention_data=4)
+    assert parse_layout("TP4,PP2") == Parallelism(tensor=4, pipeline=2)
+    assert parse_layout("TEP8") == Parallelism(tensor=8, expert=8)
+    assert parse_layout("DEP8") == Parallelism(data=8, expert=8, attention_data=8)
+    assert parse_layout("", 4) == Parallelism(tensor=4)
+    assert parse_layout("disagg prefill x(tp4 dp1 ep4 bs) decode x(tp8 dp2 ep1 bs)") == Parallelism(tensor=8, data=2)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_row_that_cannot_be_predicted_has_a_reason(changes: dict[str, str], word
 
 def test_only_four_columns_are_required() -> None:
     row = {name: ROW[name] for name in ("hardware", "engine", "model", "metric")}
-    assert isinstance(predict(row), Prediction)
+    assert isinstance(predict(row), RowPrediction)
 
 
 def test_context_depth_slows_down_and_fewer_bits_speed_up() -> None:
@@ -198,7 +198,7 @@ def test_peak_memory_agrees_with_the_fit() -> None:
 )  # fmt: skip
 def test_any_row_gives_a_number_or_a_reason(changes: dict[str, str], metric: str, engine: str) -> None:
     found = predict({**ROW, "metric": metric, "engine": engine, **changes})
-    if isinstance(found, Refused):
+    if isinstance(found, PredictionRefusal):
         assert found.why
     else:
         assert 0 < found.low <= found.value <= found.high < float("inf")
@@ -208,7 +208,7 @@ def test_tables_with_any_column_order_and_odd_cells_are_read() -> None:
     text = (
         "metric,Model,hardware,extra,engine\r\ndecode_tok_s_single,Meta-Llama-3-8B Q4_K_M,RTX 4090,x,llama.cpp\r\nx\r\n"
     )
-    lines = list(predictions(read_table(io.StringIO(text))))
+    lines = list(predict_rows(read_table(io.StringIO(text))))
     assert [line[0] for line in lines] == ["1", "2"]
     assert float(lines[0][1]) > 0 and lines[0][4] == ""
     assert lines[1][1:4] == ("", "", "") and lines[1][4]
@@ -219,12 +219,12 @@ def test_tables_with_any_column_order_and_odd_cells_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00\n"])
 def test_text_that_is_not_a_table_is_a_usage_error(text: str) -> None:
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         read_table(io.StringIO(text))
 
 
 def test_every_fitted_value_has_a_source() -> None:
-    effects = table("local")["effects"]
+    effects = load_table("local")["effects"]
     for name, effect in effects.items():
         assert effect["sources"] and effect["rows"] > 0, name
         assert all(figure > 0 for figure in effect["values"].values()), name
@@ -234,14 +234,14 @@ def test_every_fitted_value_has_a_source() -> None:
 
 @pytest.mark.parametrize("damage", [{}, {"effects": {}}, {"effects": {"gpu": {"values": {"slack": 0.1}}}}])
 def test_damaged_data_file_raises_an_error(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
-    monkeypatch.setattr(calibration, "table", lambda name: damage)
-    local._profile.cache_clear()
+    monkeypatch.setattr(calibration, "load_table", lambda name: damage)
+    local._load_profile.cache_clear()
     try:
-        with pytest.raises(OutsideFailed) as failed:
+        with pytest.raises(ExternalFailure) as failed:
             predict(ROW)
         assert failed.value.hint is not None and "install" in failed.value.hint
     finally:
-        local._profile.cache_clear()
+        local._load_profile.cache_clear()
 
 
 def test_engine_without_measurements_uses_efficiencies_of_similar_engines() -> None:
@@ -295,16 +295,16 @@ def test_predictions_of_published_rows_are_accurate() -> None:
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
 def test_no_prediction_of_a_published_row_is_below_the_lower_bound() -> None:
     """A published row below the lower bound would mean that a data sheet value or a size is wrong."""
-    from bedplate.decide.estimate.physics import decode_floor_s
-    from bedplate.published.one_stream import _context  # the context of the row's output
+    from bedplate.decide.estimate.physics import compute_decode_floor_s
+    from bedplate.published.one_stream import _estimate_context  # the context of the row's output
 
     beaten = []
     for path in sorted(TRUTH.glob("llamacpp_*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                found = resolve(row) if row["metric"] == "decode_tok_s_single" else Refused("")
-                if isinstance(found, Case):
-                    floor = decode_floor_s(found.shape, found.machine, 1, _context(found), 1, 16.0)
+                found = resolve(row) if row["metric"] == "decode_tok_s_single" else PredictionRefusal("")
+                if isinstance(found, PublishedCase):
+                    floor = compute_decode_floor_s(found.shape, found.machine, 1, _estimate_context(found), 1, 16.0)
                     if 1 / float(row["value"]) < floor * 0.99:
                         beaten.append(row["row_id"])
     assert not beaten
@@ -319,7 +319,7 @@ class TestImpossibleRows:
     }  # fmt: skip
 
     def test_unchanged_row_is_predicted(self) -> None:
-        assert isinstance(predict(self.LOCAL), Prediction)
+        assert isinstance(predict(self.LOCAL), RowPrediction)
         assert predict({**self.LOCAL, "prompt_tokens": "1,024"}) == predict({**self.LOCAL, "prompt_tokens": "1024"})
 
     @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ class TestImpossibleRows:
     )  # fmt: skip
     def test_impossible_row_is_refused_with_a_reason(self, changes: dict[str, str], why: str) -> None:
         found = predict({**self.LOCAL, **changes})
-        assert isinstance(found, Refused) and why in found.why, found
+        assert isinstance(found, PredictionRefusal) and why in found.why, found
 
     @pytest.mark.parametrize(
         ("name", "engine"),
@@ -352,7 +352,7 @@ class TestImpossibleRows:
         ],
     )  # fmt: skip
     def test_engines_as_people_write_them(self, name: str, engine: str) -> None:
-        assert engine_of(name) == engine
+        assert find_engine(name) == engine
 
 
 class TestLowerBounds:
@@ -365,7 +365,7 @@ class TestLowerBounds:
 
     def value(self, **changes: str) -> float:
         found = predict({**self.SERVED, **changes})
-        assert isinstance(found, Prediction), found
+        assert isinstance(found, RowPrediction), found
         return found.value
 
     def test_single_request_uses_one_replica(self) -> None:

@@ -7,25 +7,25 @@ from tests.commands import invoke
 
 from bedplate import store
 from bedplate.decide import decide
-from bedplate.decide.evidence import factor_of, gathered
+from bedplate.decide.evidence import compute_factor, gather_evidence
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
-from bedplate.values import Decision, Parallelism, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Decision, Parallelism, Workload, replace_fields
 from bedplate.values.intent import Operations
 from bedplate.values.result import Result
 
-MACHINE = simulated({"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048})
+MACHINE = make_simulated_hardware({"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048})
 MODEL = find_model("meta-llama/Meta-Llama-3.1-8B")
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
 def make_result(engine: str, tok_s: float, **other: object) -> Result:
     base = Result(
-        at="2026-11-01T10:00:00Z", machine=store.fingerprint(MACHINE), engine=engine, model=MODEL.name,
+        at="2026-11-01T10:00:00Z", machine=store.compute_fingerprint(MACHINE), engine=engine, model=MODEL.name,
         quantization="FP8", concurrency=64, prompt_tokens=1024, output_tokens=256, ttft_ms=100, output_tok_s=tok_s,
         output_tok_s_low=0.98 * tok_s, output_tok_s_high=1.02 * tok_s, quality=1.0,
     )  # fmt: skip
-    return replaced(base, **other)
+    return replace_fields(base, **other)
 
 
 def decide_with(*results: Result, operations: Operations | None = None) -> Decision:
@@ -76,7 +76,7 @@ class TestOverrulingMeasurements:
 
     @pytest.mark.parametrize(("in_flight", "engine"), [(16, "vllm"), (32, "sglang"), (128, "sglang"), (300, "vllm")])
     def test_measurement_applies_to_similar_workloads(self, in_flight: int, engine: str) -> None:
-        work = replaced(WORK, concurrency=in_flight)
+        work = replace_fields(WORK, concurrency=in_flight)
         results = (make_result("vllm", 4000), make_result("sglang", 5200))
         assert decide(MACHINE, MODEL, work, results=results).engine == engine
 
@@ -84,7 +84,7 @@ class TestOverrulingMeasurements:
         at_64 = (make_result("vllm", 4000), make_result("sglang", 5200))
         at_32 = (make_result("vllm", 3000, concurrency=32), make_result("sglang", 2500, concurrency=32))
         for in_flight, engine in ((32, "vllm"), (40, "vllm"), (60, "sglang"), (64, "sglang")):
-            work = replaced(WORK, concurrency=in_flight)
+            work = replace_fields(WORK, concurrency=in_flight)
             assert decide(MACHINE, MODEL, work, results=(*at_64, *at_32)).engine == engine, in_flight
 
     def test_challenger_is_compared_with_the_best_result_of_the_engine(self) -> None:
@@ -105,7 +105,7 @@ class TestCalibration:
         plain = decide_with()
         assert plain.estimate.output_tok_s is not None and plain.settings is not None
         one_card = decide(
-            simulated({"accelerator": "H100 SXM", "ram_gb": 2048}), MODEL, WORK, "vllm"
+            make_simulated_hardware({"accelerator": "H100 SXM", "ram_gb": 2048}), MODEL, WORK, "vllm"
         ).estimate.output_tok_s
         assert one_card is not None
         slower = decide_with(make_result("vllm", one_card.value / 2))
@@ -116,7 +116,7 @@ class TestCalibration:
         assert "evidence.calibrated" not in [reason.rule for reason in plain.reasons]
 
     def test_without_measurements_nothing_is_corrected(self) -> None:
-        assert gathered(MACHINE, MODEL, []).factor("vllm", "cuda") == 1.0
+        assert gather_evidence(MACHINE, MODEL, []).get_factor("vllm", "cuda") == 1.0
 
     def test_another_engines_measurement_corrects_nothing(self) -> None:
         plain, other = decide_with(), decide_with(make_result("llama.cpp", 10))
@@ -124,29 +124,29 @@ class TestCalibration:
 
     def test_measurement_of_another_model_corrects_but_does_not_overrule(self) -> None:
         small = make_result("vllm", 50, model="Qwen/Qwen3-0.6B", quantization="BF16")
-        evidence = gathered(MACHINE, MODEL, [small])
-        assert evidence.factor("vllm", "cuda") < 1 and evidence.results == ()
+        evidence = gather_evidence(MACHINE, MODEL, [small])
+        assert evidence.get_factor("vllm", "cuda") < 1 and evidence.results == ()
 
     def test_correction_uses_the_measured_layout(self) -> None:
         plain = decide_with()
         rate, layout = plain.estimate.output_tok_s, plain.parallelism
         assert rate is not None and layout != Parallelism()
         same = make_result("vllm", rate.value, quantization=plain.quantization, parallelism=layout)
-        assert gathered(MACHINE, MODEL, [same]).factor("vllm", "cuda") == pytest.approx(1.0, rel=0.05)
+        assert gather_evidence(MACHINE, MODEL, [same]).get_factor("vllm", "cuda") == pytest.approx(1.0, rel=0.05)
 
     def test_cpu_measurement_does_not_correct_the_gpu(self) -> None:
         slow = make_result("llama.cpp", 10, concurrency=1, quantization="Q4_K_M", device="cpu")
-        evidence = gathered(MACHINE, MODEL, [slow])
-        assert evidence.factor("llama.cpp", "cuda") == 1.0
+        evidence = gather_evidence(MACHINE, MODEL, [slow])
+        assert evidence.get_factor("llama.cpp", "cuda") == 1.0
 
     @pytest.mark.parametrize(("label", "known"), [("6.0 bpw", True), ("AWQ-Int4", True), ("made up", False)])
     def test_quantization_labels_of_decisions_are_recognized(self, label: str, known: bool) -> None:
-        evidence = gathered(MACHINE, MODEL, [make_result("vllm", 50, quantization=label)])
+        evidence = gather_evidence(MACHINE, MODEL, [make_result("vllm", 50, quantization=label)])
         assert bool(evidence.factors) is known
 
     def test_correction_factor_is_the_median_ratio(self) -> None:
-        assert factor_of([(100, 50), (100, 100), (10, 100)]) == 1.0
-        assert factor_of([(0, 50), (10, 0)]) is None and factor_of([]) is None
+        assert compute_factor([(100, 50), (100, 100), (10, 100)]) == 1.0
+        assert compute_factor([(0, 50), (10, 0)]) is None and compute_factor([]) is None
 
 
 def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,6 @@ def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypa
     )
     assert '"engine": "vllm"' in invoke(*arguments).out
     for one in (make_result("vllm", 4000), make_result("sglang", 5200)):
-        store.add(one)
+        store.add_result(one)
     answer = invoke(*arguments)
     assert answer.code == 0 and '"evidence.measured"' in answer.out

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from bedplate.decide.intent import (
     MAX_CHARACTERS,
-    intent_of,
     override,
-    parsed_fields,
+    parse_fields,
     read_intent,
-    resolved_hardware,
+    resolve_hardware,
+    to_intent,
 )
-from bedplate.engines import all_engines
-from bedplate.errors import BadQuestion, BedplateError
+from bedplate.engines import load_engines
+from bedplate.errors import BedplateError, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.values import Hardware, from_json, to_json
 from bedplate.values.intent import Intent, Operations, Service
@@ -68,8 +68,8 @@ tenants: [{name: red, share: 0.6}, {name: blue, share: 0.4}]
 """
 
 
-def get_error(text: str) -> BadQuestion:
-    with pytest.raises(BadQuestion) as bad:
+def get_error(text: str) -> UsageError:
+    with pytest.raises(UsageError) as bad:
         read_intent(text if "\n" in text else text + "\n")
     return bad.value
 
@@ -96,7 +96,7 @@ def test_platform_with_pools_and_services_is_read() -> None:
 
 
 def test_an_empty_file_is_a_valid_intent() -> None:
-    assert read_intent("# nothing yet\n") == Intent() == intent_of({}) == intent_of(None)
+    assert read_intent("# nothing yet\n") == Intent() == to_intent({}) == to_intent(None)
 
 
 def test_json_is_read_as_well_even_with_tabs() -> None:
@@ -115,13 +115,13 @@ def test_intent_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["absent.yaml", "folder"])
 def test_unreadable_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(BadQuestion, match="cannot read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_intent(tmp_path / name)
 
 
 def test_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadQuestion, match="not text"):
+    with pytest.raises(UsageError, match="not text"):
         read_intent(tmp_path / "a.yaml")
 
 
@@ -246,8 +246,8 @@ def test_a_number_in_a_chip_field_is_a_chip_name() -> None:
     assert read_intent("hardware: 4090\n").hardware == "4090"
     pools = read_intent("pools: [{name: a, accelerator: 3090, count: 4}]\nservices: [{model: m}]\n").pools
     assert (pools[0].accelerator, pools[0].count) == ("3090", 4)
-    asked = override(read_intent("hardware: RTX 3090\n"), **parsed_fields(["accelerator=4090"]))
-    assert resolved_hardware(asked).accelerators[0].name == "NVIDIA GeForce RTX 4090"
+    asked = override(read_intent("hardware: RTX 3090\n"), **parse_fields(["accelerator=4090"]))
+    assert resolve_hardware(asked).accelerators[0].name == "NVIDIA GeForce RTX 4090"
     assert "must be text" in get_error("hardware: true").message
 
 
@@ -281,7 +281,7 @@ class TestHostileText:
     def test_a_huge_file_is_refused(self, tmp_path: Path) -> None:
         assert "characters" in get_error("#" * MAX_CHARACTERS + "\n").message
         (tmp_path / "big").write_bytes(b"#" * (5 * MAX_CHARACTERS))
-        with pytest.raises(BadQuestion, match="larger than"):
+        with pytest.raises(UsageError, match="larger than"):
             read_intent(tmp_path / "big")
 
     @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ class TestHostileText:
     )
     def test_any_data_is_an_intent_or_a_usage_error(self, data: object) -> None:
         try:
-            intent = intent_of(data)
+            intent = to_intent(data)
         except BedplateError as error:
             assert error.exit_code == 2 and error.message
         else:
@@ -346,20 +346,20 @@ class TestIncumbent:
         ],
     )
     def test_the_usual_spellings_become_ids(self, said: str, engine: str) -> None:
-        assert intent_of({"operations": {"incumbent": said}}).operations.incumbent == engine
+        assert to_intent({"operations": {"incumbent": said}}).operations.incumbent == engine
         service = {"model": "m", "operations": {"incumbent": said}}
-        found = intent_of({"services": [service]}).services[0].operations
+        found = to_intent({"services": [service]}).services[0].operations
         assert found is not None and found.incumbent == engine
         assert override(Intent(), incumbent=said).operations.incumbent == engine
 
     def test_an_unknown_one_is_named_with_its_field_line_and_the_nearest(self) -> None:
-        with pytest.raises(BadQuestion) as bad:
+        with pytest.raises(UsageError) as bad:
             read_intent("operations:\n  incumbent: vlm\n")
         assert bad.value.message == "operations.incumbent: unknown engine 'vlm'"
         assert (bad.value.cause, bad.value.hint) == ("line 2 of the intent", "did you mean vllm or mlx?")
-        with pytest.raises(BadQuestion, match=r"services\[1\].operations.incumbent") as bad:
-            intent_of({"services": [{"model": "m"}, {"model": "n", "operations": {"incumbent": "zzz"}}]})
-        assert bad.value.hint == f"known: {', '.join(all_engines())}, dynamo, ray, kubernetes"
+        with pytest.raises(UsageError, match=r"services\[1\].operations.incumbent") as bad:
+            to_intent({"services": [{"model": "m"}, {"model": "n", "operations": {"incumbent": "zzz"}}]})
+        assert bad.value.hint == f"known: {', '.join(load_engines())}, dynamo, ray, kubernetes"
 
 
 class TestOverride:
@@ -386,34 +386,34 @@ class TestOverride:
         [({"users": 0}, "workload.users: must be at least 1, got 0"), ({"usrs": 1}, "usrs: unknown field")],
     )
     def test_bad_options_are_named(self, options: dict[str, int], says: str) -> None:
-        with pytest.raises(BadQuestion) as bad:
+        with pytest.raises(UsageError) as bad:
             override(Intent(), **options)
         assert bad.value.message.startswith(says)
 
     @pytest.mark.parametrize("option", ["users", "model", "hardware", "tpot_ms"])
     def test_an_option_cannot_apply_to_several_services(self, option: str) -> None:
-        with pytest.raises(BadQuestion):
+        with pytest.raises(UsageError):
             override(read_intent(PLATFORM), **{option: 3})
 
 
 class TestHardware:
     def test_without_hardware_it_is_this_machine(self) -> None:
-        assert resolved_hardware(Intent()).cpu.name == probe().cpu.name
+        assert resolve_hardware(Intent()).cpu.name == probe().cpu.name
 
     def test_a_saved_probe_is_that_machine(self, tmp_path: Path) -> None:
         path = tmp_path / "machine.json"
         saved = probe()
         path.write_text(to_json(saved))
-        assert resolved_hardware(Intent(hardware=str(path))) == saved
-        assert resolved_hardware(Intent(hardware=json.loads(to_json(saved)))) == saved
+        assert resolve_hardware(Intent(hardware=str(path))) == saved
+        assert resolve_hardware(Intent(hardware=json.loads(to_json(saved)))) == saved
         path.write_text("{}")
-        with pytest.raises(BadQuestion):
-            resolved_hardware(Intent(hardware=str(path)))
+        with pytest.raises(UsageError):
+            resolve_hardware(Intent(hardware=str(path)))
 
     def test_a_mapping_is_hypothetical_hardware(self) -> None:
-        machine = resolved_hardware(read_intent(WHOLE))
+        machine = resolve_hardware(read_intent(WHOLE))
         assert isinstance(machine, Hardware) and len(machine.accelerators) == 8
-        named = resolved_hardware(Intent(hardware="8x H100 SXM"))
+        named = resolve_hardware(Intent(hardware="8x H100 SXM"))
         assert [card.name for card in named.accelerators] == [card.name for card in machine.accelerators]
 
 
@@ -423,8 +423,8 @@ def test_every_shared_scenario_is_an_intent() -> None:
     assert files
     for path in files:
         data = yaml.safe_load(path.read_text())["intent"]
-        from_data, from_text = intent_of(data), read_intent(yaml.safe_dump(data))
+        from_data, from_text = to_intent(data), read_intent(yaml.safe_dump(data))
         assert from_data == from_text and from_data.hardware and from_data.model
         assert from_data.workload.users == data["workload"]["users"]
-        assert resolved_hardware(from_data).os == data["hardware"]["os"]
+        assert resolve_hardware(from_data).os == data["hardware"]["os"]
         assert isinstance(from_data.services, tuple) and not any(isinstance(one, Service) for one in from_data.services)

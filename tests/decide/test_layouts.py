@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide import decide
-from bedplate.decide.layouts import divides, experts_divide, fast_cards, layouts
-from bedplate.engines import all_engines, engine
-from bedplate.facts.known_models import find_model, with_label
-from bedplate.facts.simulated import simulated
-from bedplate.values import Hardware, Model, Parallelism, Workload, replaced
+from bedplate.decide.layouts import can_divide, can_divide_experts, count_fast_cards, list_layouts
+from bedplate.engines import get_engine, load_engines
+from bedplate.facts.known_models import apply_label, find_model
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Hardware, Model, Parallelism, Workload, replace_fields
 
 MACHINES = (
     ("RTX 4090", 1, None), ("RTX 4090", 3, None), ("RTX 4090", 4, None), ("RTX 4090", 6, None), ("L40S", 8, None),
@@ -35,13 +35,13 @@ def make_machine(name: str, count: int, per_node: int | None = None) -> Hardware
         described |= {"gpus_per_node": per_node, "network": "InfiniBand NDR 400"}
     if name.startswith("Apple"):
         described["os"] = "macos"
-    return simulated(described)
+    return make_simulated_hardware(described)
 
 
 @functools.cache
 def make_model(name: str, label: str | None) -> Model:
     model = find_model(name)
-    return model if label is None else with_label(model, label)
+    return model if label is None else apply_label(model, label)
 
 
 def count_groups(model: Model) -> int:
@@ -51,15 +51,15 @@ def count_groups(model: Model) -> int:
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(MACHINES), st.sampled_from(MODELS), st.sampled_from(LABELS), st.sampled_from(list(all_engines()))
+    st.sampled_from(MACHINES), st.sampled_from(MODELS), st.sampled_from(LABELS), st.sampled_from(list(load_engines()))
 )
 def test_every_layout_is_valid(named: tuple[str, int, int | None], name: str, label: str | None, which: str) -> None:
-    hardware, model, one = make_machine(*named), make_model(name, label), engine(which)
+    hardware, model, one = make_machine(*named), make_model(name, label), get_engine(which)
     if one.target(hardware) is None:
         return
-    found = list(layouts(hardware, one, model))
+    found = list(list_layouts(hardware, one, model))
     assert Parallelism() in found and len(found) == len(set(found))
-    node, fast, groups = hardware.cards_per_node, fast_cards(hardware), count_groups(model)
+    node, fast, groups = hardware.cards_per_node, count_fast_cards(hardware), count_groups(model)
     for layout in found:
         tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
         assert tensor * pipeline * data <= max(1, len(hardware.accelerators))
@@ -88,41 +88,49 @@ def test_quantization_groups_must_divide_evenly() -> None:
     """29,568 is 231 groups of 128, which does not divide by two; the 16-bit weights divide by eight."""
     plain, four_bit = make_model("Qwen/Qwen2.5-72B-Instruct", None), make_model("Qwen/Qwen2.5-72B-Instruct", "AWQ-INT4")
     assert plain.intermediate_size == 29_568
-    assert [divides(plain, tensor) for tensor in (2, 4, 8)] == [True] * 3
-    assert [divides(four_bit, tensor) for tensor in (2, 4, 8)] == [False] * 3
+    assert [can_divide(plain, tensor) for tensor in (2, 4, 8)] == [True] * 3
+    assert [can_divide(four_bit, tensor) for tensor in (2, 4, 8)] == [False] * 3
     hardware = make_machine("H100 SXM", 8)
-    assert {layout.tensor for layout in layouts(hardware, engine("vllm"), plain)} == {1, 2, 4, 8}
-    assert {layout.tensor for layout in layouts(hardware, engine("vllm"), four_bit)} == {1}
+    assert {layout.tensor for layout in list_layouts(hardware, get_engine("vllm"), plain)} == {1, 2, 4, 8}
+    assert {layout.tensor for layout in list_layouts(hardware, get_engine("vllm"), four_bit)} == {1}
 
 
 def test_heads_and_kv_heads_must_divide_evenly() -> None:
     model = make_model("meta-llama/Meta-Llama-3.1-70B", None)
     assert (model.num_heads, model.num_kv_heads) == (64, 8)
-    assert [tensor for tensor in (1, 2, 3, 4, 6, 8, 16, 32, 64) if divides(model, tensor)] == [1, 2, 4, 8, 16, 32, 64]
-    twenty = replaced(model, num_heads=20, num_kv_heads=4, intermediate_size=5 * 1024)
-    assert [tensor for tensor in (2, 4, 8, 16) if divides(twenty, tensor)] == [2, 4]
-    six = replaced(model, num_kv_heads=6, num_heads=96, intermediate_size=96 * 1024)
-    assert [tensor for tensor in (2, 3, 4, 6, 8, 12) if divides(six, tensor)] == [2, 3, 6, 12]
+    assert [tensor for tensor in (1, 2, 3, 4, 6, 8, 16, 32, 64) if can_divide(model, tensor)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+    ]
+    twenty = replace_fields(model, num_heads=20, num_kv_heads=4, intermediate_size=5 * 1024)
+    assert [tensor for tensor in (2, 4, 8, 16) if can_divide(twenty, tensor)] == [2, 4]
+    six = replace_fields(model, num_kv_heads=6, num_heads=96, intermediate_size=96 * 1024)
+    assert [tensor for tensor in (2, 3, 4, 6, 8, 12) if can_divide(six, tensor)] == [2, 3, 6, 12]
 
 
 def test_indivisible_experts_use_expert_parallelism() -> None:
-    model = replaced(make_model("Qwen/Qwen3-30B-A3B", None), moe_intermediate_size=6)
-    assert not experts_divide(model, 4)
-    found = [one for one in layouts(make_machine("H100 SXM", 4), engine("vllm"), model) if one.tensor == 4]
+    model = replace_fields(make_model("Qwen/Qwen3-30B-A3B", None), moe_intermediate_size=6)
+    assert not can_divide_experts(model, 4)
+    found = [one for one in list_layouts(make_machine("H100 SXM", 4), get_engine("vllm"), model) if one.tensor == 4]
     assert found and all(one.expert == 4 for one in found)
 
 
 def test_only_latent_caches_use_attention_data_parallelism() -> None:
     hardware = make_machine("H200 SXM", 8, None)
-    latent = list(layouts(hardware, engine("sglang"), make_model("deepseek-ai/DeepSeek-V3", None)))
+    latent = list(list_layouts(hardware, get_engine("sglang"), make_model("deepseek-ai/DeepSeek-V3", None)))
     assert Parallelism(tensor=8, expert=8, attention_data=8) in latent
-    plain = layouts(hardware, engine("sglang"), make_model("Qwen/Qwen3-30B-A3B", None))
+    plain = list_layouts(hardware, get_engine("sglang"), make_model("Qwen/Qwen3-30B-A3B", None))
     assert {layout.attention_data for layout in plain} == {1}
 
 
 def test_pipeline_stages_span_nodes() -> None:
     hardware, model = make_machine("H100 SXM", 16, 8), make_model("meta-llama/Meta-Llama-3.1-405B", None)
-    found = list(layouts(hardware, engine("vllm"), model))
+    found = list(list_layouts(hardware, get_engine("vllm"), model))
     assert Parallelism(tensor=8, pipeline=2) in found
     assert max(layout.tensor for layout in found) == 8
     decision = decide(hardware, model, Workload(concurrency=8, prompt_tokens=500), "tensorrt-llm")
@@ -131,7 +139,7 @@ def test_pipeline_stages_span_nodes() -> None:
 
 def test_gpus_without_fast_links_use_pipeline_stages() -> None:
     found = list(
-        layouts(make_machine("RTX 4090", 6), engine("vllm"), make_model("meta-llama/Meta-Llama-3.1-70B", None))
+        list_layouts(make_machine("RTX 4090", 6), get_engine("vllm"), make_model("meta-llama/Meta-Llama-3.1-70B", None))
     )
     assert {layout.pipeline for layout in found if layout.tensor == 1} == {1, 2, 3, 4, 5, 6}
     assert {layout.tensor for layout in found} == {1, 2, 4}
@@ -139,14 +147,14 @@ def test_gpus_without_fast_links_use_pipeline_stages() -> None:
 
 def test_engine_without_parallelism_uses_one_device() -> None:
     model = make_model("meta-llama/Meta-Llama-3.1-8B", None)
-    for one in all_engines().values():
+    for one in load_engines().values():
         if not one.ways and one.target(make_machine("H100 SXM", 8)) is not None:
-            assert list(layouts(make_machine("H100 SXM", 8), one, model)) == [Parallelism()]
+            assert list(list_layouts(make_machine("H100 SXM", 8), one, model)) == [Parallelism()]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_number_of_layouts_stays_small_for_large_fleets(name: str) -> None:
     """The number of layouts determines the time of a search; benchmarks/plan/search.py measures it."""
-    for one in all_engines().values():
-        assert len(list(layouts(make_machine("H100 SXM", 128, 8), one, make_model(name, None)))) <= 150
-        assert len(list(layouts(make_machine("H100 SXM", 8), one, make_model(name, None)))) <= 30
+    for one in load_engines().values():
+        assert len(list(list_layouts(make_machine("H100 SXM", 128, 8), one, make_model(name, None)))) <= 150
+        assert len(list(list_layouts(make_machine("H100 SXM", 8), one, make_model(name, None)))) <= 30

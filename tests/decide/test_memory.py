@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.decide.memory import fit, kv_bytes_on_device, weight_bytes_on_device
-from bedplate.errors import BadQuestion
+from bedplate.decide.memory import fit, get_kv_bytes_on_device, get_weight_bytes_on_device
+from bedplate.errors import UsageError
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Workload, from_json, to_json
 from bedplate.values.fit import Fit
 
@@ -28,7 +28,7 @@ H200_PEAKS = [
 
 
 def make_machine(name: str, count: int = 1, ram_gb: float = 512) -> Hardware:
-    return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "os": "linux"})
+    return make_simulated_hardware({"accelerator": name, "count": count, "ram_gb": ram_gb, "os": "linux"})
 
 
 def load_score_program() -> ModuleType:
@@ -64,21 +64,21 @@ def test_peak_memory_agrees_with_published_values() -> None:
 
 def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:
     model = find_model("meta-llama/Meta-Llama-3.1-70B")
-    whole = model.kv_bytes(1000)
-    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4)) == whole // 4
-    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=16)) == whole // 8
-    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4, pipeline=2)) == whole // 8
+    whole = model.compute_kv_bytes(1000)
+    assert get_kv_bytes_on_device(model, 1000, Parallelism(tensor=4)) == whole // 4
+    assert get_kv_bytes_on_device(model, 1000, Parallelism(tensor=16)) == whole // 8
+    assert get_kv_bytes_on_device(model, 1000, Parallelism(tensor=4, pipeline=2)) == whole // 8
 
 
 def test_every_tensor_rank_stores_the_whole_latent_cache() -> None:
     model = find_model("DeepSeek-R1")
-    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=8)) == model.kv_bytes(1000)
+    assert get_kv_bytes_on_device(model, 1000, Parallelism(tensor=8)) == model.compute_kv_bytes(1000)
 
 
 def test_experts_are_divided_among_expert_ranks() -> None:
     model = find_model("Qwen3-30B-A3B")
     experts = next(part.bytes for part in model.parts if part.name == "experts")
-    each = weight_bytes_on_device(model, Parallelism(tensor=2, expert=8))
+    each = get_weight_bytes_on_device(model, Parallelism(tensor=2, expert=8))
     assert each == round(experts / 8 + (model.weight_bytes - experts) / 2)
 
 
@@ -97,7 +97,7 @@ def test_dense_model_that_exceeds_the_gpu_is_offloaded_by_layers() -> None:
     card, host = found.devices
     assert card.fits and card.weights_bytes + host.weights_bytes == model.weight_bytes
     # One more layer would not fit on the GPU.
-    layer = (model.weight_bytes + model.kv_bytes(768)) / model.num_layers
+    layer = (model.weight_bytes + model.compute_kv_bytes(768)) / model.num_layers
     assert card.high_bytes + layer > (card.usable_bytes or 0)
 
 
@@ -121,7 +121,7 @@ def test_quantization_reduces_memory() -> None:
 
 
 def test_layout_larger_than_the_machine_is_a_usage_error() -> None:
-    with pytest.raises(BadQuestion, match="8 devices"):
+    with pytest.raises(UsageError, match="8 devices"):
         fit(make_machine("H100 SXM", 4), find_model("Qwen3-8B"), Workload(), "vllm", parallelism=Parallelism(tensor=8))
 
 

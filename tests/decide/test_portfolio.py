@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.commands import invoke
 
-from bedplate.decide.intent import intent_of
-from bedplate.decide.portfolio import machine_of, portfolio
-from bedplate.run.models import intended_model
+from bedplate.decide.intent import to_intent
+from bedplate.decide.portfolio import make_pool_machine, make_portfolio
+from bedplate.run.models import find_intended_model
 from bedplate.values import from_json, to_json
-from bedplate.values.intent import Pool
+from bedplate.values.intent import NodePool
 from bedplate.values.portfolio import Portfolio
 
 POOLS = [
@@ -47,14 +47,14 @@ EMBED = {
 TENANTS = [{"name": "research", "share": 0.5}, {"name": "sales", "share": 0.5}]
 
 
-def make_portfolio(*services: dict[str, Any], pools: list[dict[str, Any]] | None = None, **more: Any) -> Portfolio:
-    intent = intent_of({"pools": pools or POOLS, "services": list(services), **more})
-    return portfolio(intent, [intended_model(service.model) for service in intent.services])
+def plan_services(*services: dict[str, Any], pools: list[dict[str, Any]] | None = None, **more: Any) -> Portfolio:
+    intent = to_intent({"pools": pools or POOLS, "services": list(services), **more})
+    return make_portfolio(intent, [find_intended_model(service.model) for service in intent.services])
 
 
 @functools.cache
 def make_usual_portfolio() -> Portfolio:
-    return make_portfolio(CHAT, SMALL, AGENTS, EMBED, tenants=TENANTS)
+    return plan_services(CHAT, SMALL, AGENTS, EMBED, tenants=TENANTS)
 
 
 def check_cards(found: Portfolio, pools: list[dict[str, Any]]) -> None:
@@ -90,13 +90,13 @@ def test_every_placement_holds_all_requests() -> None:
 
 def test_a_service_stays_in_the_pool_that_it_names() -> None:
     assert next(one.pool for one in make_usual_portfolio().placements if one.service == "agents") == "big"
-    cramped = make_portfolio({**CHAT, "pool": "cpus"})
+    cramped = plan_services({**CHAT, "pool": "cpus"})
     assert cramped.placements[0].pool in (None, "cpus")
 
 
 def test_service_without_free_devices_is_not_placed() -> None:
     pools = [{"name": "one", "accelerator": "H100 SXM", "count": 1}]
-    found = make_portfolio({**SMALL, "name": "first"}, {**SMALL, "name": "second"}, pools=pools)
+    found = plan_services({**SMALL, "name": "first"}, {**SMALL, "name": "second"}, pools=pools)
     assert not found.fits and sorted(placement.accelerators for placement in found.placements) == [0, 1]
     lost = next(placement for placement in found.placements if placement.pool is None)
     assert lost.decision.engine is None and lost.decision.launch is None
@@ -105,26 +105,26 @@ def test_service_without_free_devices_is_not_placed() -> None:
 
 def test_no_service_fits_any_pool() -> None:
     pools = [{"name": "tiny", "accelerator": "RTX 3070", "count": 1, "ram_gb": 16}]
-    found = make_portfolio({"model": "meta-llama/Meta-Llama-3.1-405B"}, pools=pools)
+    found = plan_services({"model": "meta-llama/Meta-Llama-3.1-405B"}, pools=pools)
     assert found.engine is None and not found.fits and found.placements[0].decision.hints
 
 
 def test_tenants_change_no_placement() -> None:
-    assert make_portfolio(CHAT, SMALL, AGENTS, EMBED) == make_usual_portfolio()
+    assert plan_services(CHAT, SMALL, AGENTS, EMBED) == make_usual_portfolio()
     renamed = [{"name": "anyone", "share": 1.0}]
-    assert make_portfolio(CHAT, SMALL, AGENTS, EMBED, tenants=renamed) == make_usual_portfolio()
+    assert plan_services(CHAT, SMALL, AGENTS, EMBED, tenants=renamed) == make_usual_portfolio()
 
 
 def test_incumbent_of_one_service_does_not_affect_others() -> None:
-    found = make_portfolio(CHAT, SMALL, {**CHAT, "name": "old", "operations": {"incumbent": "sglang"}})
+    found = plan_services(CHAT, SMALL, {**CHAT, "name": "old", "operations": {"incumbent": "sglang"}})
     engines = {placement.service: placement.decision.engine for placement in found.placements}
     assert engines == {"chat": "vllm", "drafts": "vllm", "old": "sglang"}
 
 
 def test_part_of_a_pool_is_one_machine() -> None:
-    pool = Pool(name="big", accelerator="H100 SXM", count=16, gpus_per_node=8, network="InfiniBand NDR 400")
-    assert len(machine_of(pool, 4).accelerators) == 4 and machine_of(pool, 4).nodes == 1
-    assert machine_of(pool, 16).nodes == 2
+    pool = NodePool(name="big", accelerator="H100 SXM", count=16, gpus_per_node=8, network="InfiniBand NDR 400")
+    assert len(make_pool_machine(pool, 4).accelerators) == 4 and make_pool_machine(pool, 4).nodes == 1
+    assert make_pool_machine(pool, 16).nodes == 2
 
 
 def test_portfolio_round_trips_through_json() -> None:
@@ -155,7 +155,7 @@ def test_devices_are_never_assigned_twice(services: list[dict[str, Any]], big: i
         {"name": "small", "accelerator": "L4", "count": small},
     ]
     named = [{**service, "name": f"service {index}"} for index, service in enumerate(services)]
-    check_cards(make_portfolio(*named, pools=pools), pools)
+    check_cards(plan_services(*named, pools=pools), pools)
 
 
 class TestPoolChoice:
@@ -164,23 +164,21 @@ class TestPoolChoice:
 
     def test_order_of_pools_does_not_matter(self) -> None:
         services = (CHAT, SMALL, EMBED)
-        assert self.by_service(make_portfolio(*services)) == self.by_service(
-            make_portfolio(*services, pools=POOLS[::-1])
-        )
+        assert self.by_service(plan_services(*services)) == self.by_service(plan_services(*services, pools=POOLS[::-1]))
 
     def test_service_is_placed_on_the_smallest_sufficient_gpu(self) -> None:
-        placed = self.by_service(make_portfolio(CHAT, SMALL, EMBED))
+        placed = self.by_service(plan_services(CHAT, SMALL, EMBED))
         assert placed["drafts"][0] == "small" and placed["search"][0] == "cpus" and placed["chat"][0] == "big"
 
     def test_slow_service_is_placed_where_it_is_fastest(self) -> None:
         long = {**CHAT, "name": "long", "workload": {"concurrency": 200, "prompt_tokens": 6000, "output_tokens": 100}}
-        (placed,) = make_portfolio(long).placements
+        (placed,) = plan_services(long).placements
         assert placed.pool == "big"
 
     def test_free_devices_are_used_for_more_bits(self) -> None:
         """Four bits need fewer GPUs; if the other GPUs are idle, they are used for more bits."""
         busy = {**CHAT, "workload": {"concurrency": 150, "prompt_tokens": 1024, "output_tokens": 256}}
-        alone = make_portfolio(busy, pools=POOLS[:1]).placements[0]
+        alone = plan_services(busy, pools=POOLS[:1]).placements[0]
         assert alone.decision.quantization == "FP8" and alone.decision.fits
         tight = [{"name": "big", "accelerator": "H100 SXM", "count": 1}]
-        assert make_portfolio(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"
+        assert plan_services(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bedplate.decide import decide
-from bedplate.decide.intent import intent_of, override, parsed_fields, resolved_hardware
-from bedplate.decide.questions import COUNTS, changes, layout_words, procure, purchasable, serves
+from bedplate.decide.intent import override, parse_fields, resolve_hardware, to_intent
+from bedplate.decide.questions import COUNTS, describe_layout, list_changes, list_purchasable, procure, serves
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
-from bedplate.run.models import intended_model
-from bedplate.values import Decision, LatencyTarget, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.run.models import find_intended_model
+from bedplate.values import Decision, LatencyTarget, Workload, replace_fields
 from bedplate.values.intent import Intent, Operations
 
 CARD = {"accelerator": "RTX 4090", "count": 1, "ram_gb": 64}
@@ -20,41 +20,41 @@ SERVING = Workload(concurrency=32, prompt_tokens=1024, output_tokens=256)
 
 def decide_intent(intent: Intent) -> Decision:
     return decide(
-        resolved_hardware(intent), intended_model(intent.model), intent.workload, operations=intent.operations
+        resolve_hardware(intent), find_intended_model(intent.model), intent.workload, operations=intent.operations
     )
 
 
 class TestWhatIf:
     def test_identical_decisions_have_no_changes(self) -> None:
-        decision = decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
-        assert changes(decision, decision) == ()
+        decision = decide_intent(to_intent({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
+        assert list_changes(decision, decision) == ()
 
     def test_changes_with_more_users_and_gpus_are_listed(self) -> None:
-        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"users": 1}})
-        asked = override(intent, **parsed_fields(["users=50,count=2"]))
-        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
+        intent = to_intent({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"users": 1}})
+        asked = override(intent, **parse_fields(["users=50,count=2"]))
+        found = {change.what: change for change in list_changes(decide_intent(intent), decide_intent(asked))}
         assert (found["engine"].before, found["engine"].after) == ("exllamav3", "vllm")
         assert (found["rule"].before, found["rule"].after) == ("hardware.rtx", "serve.default")
         assert found["output_tok_s"].before != found["output_tok_s"].after
 
     def test_change_to_a_decision_that_does_not_fit_is_listed(self) -> None:
-        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
+        intent = to_intent({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
         asked = override(intent, model="meta-llama/Meta-Llama-3.1-405B")
-        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
+        found = {change.what: change for change in list_changes(decide_intent(intent), decide_intent(asked))}
         assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "not predicted"
         assert found["concurrent requests"].after == "0"
 
     def test_equivalent_fields_change_nothing(self) -> None:
-        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"concurrency": 4}})
+        intent = to_intent({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"concurrency": 4}})
         asked = override(intent, accelerator="NVIDIA GeForce RTX 4090", think_time_s=5)
-        assert changes(decide_intent(intent), decide_intent(asked)) == ()
+        assert list_changes(decide_intent(intent), decide_intent(asked)) == ()
 
     def test_layouts_are_described(self) -> None:
-        machine = simulated({"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048})
-        work = replaced(SERVING, prompt_tokens=16000)
-        words = layout_words(decide(machine, find_model("deepseek-ai/DeepSeek-V3"), work))
+        machine = make_simulated_hardware({"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048})
+        work = replace_fields(SERVING, prompt_tokens=16000)
+        words = describe_layout(decide(machine, find_model("deepseek-ai/DeepSeek-V3"), work))
         assert "8" in words and "parallel" in words
-        assert layout_words(decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
+        assert describe_layout(decide_intent(to_intent({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
 
 
 class TestProcure:
@@ -70,7 +70,7 @@ class TestProcure:
             assert serves(offer.decision, SERVING) and offer.count in COUNTS
             assert offer.watts is None or chip.watts is None or offer.watts == chip.watts * offer.count
             for fewer in COUNTS[: COUNTS.index(offer.count)]:
-                machine = simulated({"accelerator": chip.name, "count": fewer})
+                machine = make_simulated_hardware({"accelerator": chip.name, "count": fewer})
                 assert not serves(decide(machine, model, SERVING), SERVING)
         large, huge = offers[chips[2].name], offers[chips[3].name]
         assert large is not None and huge is not None and huge.count <= large.count
@@ -79,10 +79,10 @@ class TestProcure:
         chips, model = [find_chip("L4").chip], find_model("Qwen/Qwen3-8B")
         ((_, relaxed),) = procure(model, SERVING, Operations(), chips)
         assert relaxed is not None and relaxed.decision.estimate.tpot_ms is not None
-        strict = replaced(SERVING, latency=LatencyTarget(tpot_ms=relaxed.decision.estimate.tpot_ms.value * 0.9))
+        strict = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=relaxed.decision.estimate.tpot_ms.value * 0.9))
         ((_, quicker),) = procure(model, strict, Operations(), chips)
         assert quicker is None or quicker.count > relaxed.count
-        impossible = replaced(SERVING, latency=LatencyTarget(tpot_ms=0.001))
+        impossible = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=0.001))
         ((_, none),) = procure(model, impossible, Operations(), chips)
         assert none is None
 
@@ -94,7 +94,7 @@ class TestProcure:
         assert none is None
 
     def test_machine_that_needs_offload_is_not_offered(self) -> None:
-        machine = simulated({"accelerator": "RTX 3070", "ram_gb": 128})
+        machine = make_simulated_hardware({"accelerator": "RTX 3070", "ram_gb": 128})
         decision = decide(machine, find_model("Qwen/Qwen3-30B-A3B"), Workload())
         assert decision.fits and decision.memory is not None and decision.memory.offload is not None
         assert not serves(decision, Workload())
@@ -108,12 +108,12 @@ class TestProcure:
         model, chip = find_model("Qwen/Qwen3-32B"), find_chip("RTX 4080 Laptop").chip
         ((_, offer),) = procure(model, SERVING, Operations(), [chip])
         assert offer is None
-        assert serves(decide(simulated({"accelerator": chip.name, "count": 8}), model, SERVING), SERVING)
+        assert serves(decide(make_simulated_hardware({"accelerator": chip.name, "count": 8}), model, SERVING), SERVING)
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"])
     @pytest.mark.parametrize("users", [1, 50])
     def test_chips_without_published_rates_are_considered(self, name: str, users: int) -> None:
-        silent = [chip for chip in purchasable() if not chip.dense_tera_ops]
+        silent = [chip for chip in list_purchasable() if not chip.dense_tera_ops]
         assert {"Apple M5 Max (40-core GPU)", "NVIDIA GeForce RTX 3060 Laptop"} <= {chip.name for chip in silent}
         offers = [offer for _, offer in procure(find_model(name), Workload(users=users), Operations(), silent) if offer]
         assert offers
@@ -121,6 +121,6 @@ class TestProcure:
             assert offer.decision.estimate.ttft_ms is not None, offer.accelerator
 
     def test_only_purchasable_chips_are_considered(self) -> None:
-        chips = purchasable()
+        chips = list_purchasable()
         assert len(chips) > 30 and all(chip.year >= 2020 for chip in chips)
         assert {chip.vendor for chip in chips} == {"nvidia", "amd", "apple", "intel"}

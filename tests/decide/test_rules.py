@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from tests.decide.scenario_files import decide_intent, list_own_files, list_shared_files, read_scenario
 
 from bedplate.decide import candidates, case, rules
-from bedplate.decide.case import Case
+from bedplate.decide.case import DecisionCase
 from bedplate.decide.explain import REASONS
-from bedplate.decide.intent import intent_of, resolved_hardware
-from bedplate.decide.rules import ARTICLES, CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, RULES_PAGE, Rule
-from bedplate.engines import all_engines
+from bedplate.decide.intent import resolve_hardware, to_intent
+from bedplate.decide.rules import ARTICLES, CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, RULES_PAGE, DecisionRule
+from bedplate.engines import load_engines
 from bedplate.engines.names import ORCHESTRATORS
-from bedplate.run.models import intended_model
-from bedplate.show.rules import rules_page
+from bedplate.run.models import find_intended_model
+from bedplate.show.rules import write_rules_page
 from bedplate.values import Decision
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
-ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
+ALL: list[DecisionRule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
 ELSEWHERE = {"evidence.calibrated", "build.cpu", "tuned.measured"}
 """Reasons that a scenario cannot have: they need measurements, or depend on what bedplate installs."""
 
@@ -66,14 +66,14 @@ class TestSources:
             assert SOURCE.match(rule.source), rule.source
 
     def test_rules_name_existing_engines(self) -> None:
-        assert {engine for rule in ALL for engine in rule.engines} <= set(all_engines())
-        assert {engine for rule in DOUBTS for engine in rule.engines} | {"vllm"} == set(all_engines())
+        assert {engine for rule in ALL for engine in rule.engines} <= set(load_engines())
+        assert {engine for rule in DOUBTS for engine in rule.engines} | {"vllm"} == set(load_engines())
         named = {
             node.value
             for node in ast.walk(ast.parse(inspect.getsource(rules)))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in all_engines()
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in load_engines()
         }
-        assert named == set(all_engines())
+        assert named == set(load_engines())
 
     def test_every_quotation_is_in_its_source_article(self) -> None:
         if not SEEDS.is_dir():
@@ -93,7 +93,7 @@ class TestSources:
                 assert reason.text and reason.source, reason
                 assert not reason.source.startswith(ARTICLES), "a reason cites what its reader can open"
                 if reason.source.startswith(RULES_PAGE):
-                    assert f'<a id="{reason.source.partition("#")[2]}">' in rules_page()
+                    assert f'<a id="{reason.source.partition("#")[2]}">' in write_rules_page()
 
 
 @functools.cache
@@ -107,14 +107,15 @@ def decisions() -> dict[str, Decision]:
 
 
 @functools.cache
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[DecisionCase, ...]:
     intents = (
-        intent_of(loaded["intent"])
+        to_intent(loaded["intent"])
         for path in (*list_own_files(), *list_shared_files())
         if "error" not in (loaded := read_scenario(path))["expect"]
     )
     return tuple(
-        Case(resolved_hardware(one), intended_model(one.model), one.workload, one.operations) for one in intents
+        DecisionCase(resolve_hardware(one), find_intended_model(one.model), one.workload, one.operations)
+        for one in intents
     )
 
 
@@ -122,13 +123,13 @@ class TestRuleCoverage:
     """By the scenarios of this repository, so that it holds without ../shared."""
 
     @pytest.mark.parametrize("rule", PICKS, ids=lambda rule: rule.id)
-    def test_each_pick_decides_at_least_one_scenario(self, rule: Rule[[Case], Any]) -> None:
+    def test_each_pick_decides_at_least_one_scenario(self, rule: DecisionRule[[DecisionCase], Any]) -> None:
         own = {path.stem for path in list_own_files()}
         first = {name: decision.reasons[0].rule for name, decision in decisions().items() if decision.reasons}
         assert [name for name, found in first.items() if found == rule.id and name in own]
 
     @pytest.mark.parametrize("rule", ORCHESTRATION, ids=lambda rule: rule.id)
-    def test_each_orchestrator_is_chosen_in_a_scenario(self, rule: Rule[[Case, int], Any]) -> None:
+    def test_each_orchestrator_is_chosen_in_a_scenario(self, rule: DecisionRule[[DecisionCase, int], Any]) -> None:
         own = {path.stem for path in list_own_files()}
         assert [
             name
@@ -137,19 +138,19 @@ class TestRuleCoverage:
         ]
 
     @pytest.mark.parametrize("rule", REASONS, ids=lambda rule: rule.id)
-    def test_each_reason_is_given_in_a_scenario(self, rule: Rule[..., Any]) -> None:
+    def test_each_reason_is_given_in_a_scenario(self, rule: DecisionRule[..., Any]) -> None:
         given = {reason.rule for decision in decisions().values() for reason in decision.reasons}
         assert rule.id in given or rule.id in ELSEWHERE
 
     @pytest.mark.parametrize("rule", DOUBTS, ids=lambda rule: rule.id)
-    def test_each_doubt_applies_to_some_cases_but_not_all(self, rule: Rule[[Case], Any]) -> None:
+    def test_each_doubt_applies_to_some_cases_but_not_all(self, rule: DecisionRule[[DecisionCase], Any]) -> None:
         said = [bool(rule.says(one)) for one in cases()]
         assert any(said)
         # An archived engine is doubted in every scenario, so no scenario without the doubt is required.
         assert not all(said)
 
     @pytest.mark.parametrize("rule", CHALLENGES, ids=lambda rule: rule.id)
-    def test_each_challenge_is_made_in_a_scenario(self, rule: Rule[[Case, str], Any]) -> None:
+    def test_each_challenge_is_made_in_a_scenario(self, rule: DecisionRule[[DecisionCase, str], Any]) -> None:
         assert [
             name
             for name, decision in decisions().items()

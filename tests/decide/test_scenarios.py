@@ -9,9 +9,9 @@ import pytest
 from tests.commands import Answer, invoke, run
 from tests.decide.scenario_files import EXPECTATIONS, list_own_files, make_shared_parameters, read_scenario
 
-from bedplate.engines import all_engines
-from bedplate.facts.known_models import with_label
-from bedplate.run.models import intended_model
+from bedplate.engines import load_engines
+from bedplate.facts.known_models import apply_label
+from bedplate.run.models import find_intended_model
 from bedplate.values import Decision, from_json
 
 AS_A_PROCESS = ("minimal-h100", "mac-too-small", "unknown-chip", "prompt-of-nothing")
@@ -70,7 +70,7 @@ def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> 
     named = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name] + sorted(
         refused
     )
-    assert sorted(named) == sorted(all_engines()), shown
+    assert sorted(named) == sorted(load_engines()), shown
     if "engine" in expect:
         assert decision.engine in (expect["engine"] or [None]), shown
     assert refused >= set(expect.get("refused", ())), shown
@@ -80,5 +80,5 @@ def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> 
 def get_bits(decision: Decision, intent: dict[str, Any]) -> float:
     """Bits per weight by the name of the format, without scales."""
     label = (decision.quantization or "").upper().replace(" ", "")
-    stored = with_label(intended_model(intent["model"]), label)
+    stored = apply_label(find_intended_model(intent["model"]), label)
     return stored.quantization_details.bits if stored.quantization_details is not None else stored.bits_per_weight or 0

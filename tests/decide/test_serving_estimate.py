@@ -16,21 +16,27 @@ from bedplate.decide.estimate.batching import (
     Efficiencies,
     Layout,
     Waits,
-    efficiencies,
-    efficiency,
-    weight_type,
-    work_of,
+    classify_weights,
+    compute_efficiency,
+    count_rank_work,
+    get_efficiencies,
 )
-from bedplate.decide.estimate.calibration import Expectation, table
-from bedplate.decide.estimate.machine import Machine, machine_from_chip
-from bedplate.decide.estimate.physics import Shape, decode_floor_s, linear_ops, prefill_floor_s, shape_of
-from bedplate.decide.estimate.serving import Answer, expect, under_load
+from bedplate.decide.estimate.calibration import Expectation, load_table
+from bedplate.decide.estimate.machine import MachineRates, make_chip_rates
+from bedplate.decide.estimate.physics import (
+    ModelShape,
+    compute_decode_floor_s,
+    compute_prefill_floor_s,
+    count_linear_ops,
+    get_shape,
+)
+from bedplate.decide.estimate.serving import ServingTimes, estimate_under_load, expect
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model
 from bedplate.published import recipes
 from bedplate.published.predict import predict
-from bedplate.published.rows import Case, Prediction, Refused, resolve
-from bedplate.published.under_load import Asked, Workers, arranged, asked
+from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction, resolve
+from bedplate.published.under_load import RowLoad, Workers, find_load, parse_arrangement
 from bedplate.values import Parallelism
 
 TRUTH = Path(__file__).parents[2].parent / "shared" / "truth"
@@ -47,12 +53,12 @@ MODELS = (
 )  # fmt: skip
 
 
-def make_machine(chip: str = "NVIDIA H200 SXM 141GB", devices: int = 8) -> Machine:
-    return machine_from_chip(find_chip(chip, guess=True).chip, devices)
+def make_machine(chip: str = "NVIDIA H200 SXM 141GB", devices: int = 8) -> MachineRates:
+    return make_chip_rates(find_chip(chip, guess=True).chip, devices)
 
 
-def make_shape(model: str = "nvidia/Llama-3.1-70B-Instruct-FP8") -> Shape:
-    return shape_of(find_model(model))
+def make_shape(model: str = "nvidia/Llama-3.1-70B-Instruct-FP8") -> ModelShape:
+    return get_shape(find_model(model))
 
 
 def estimate_load(
@@ -65,24 +71,24 @@ def estimate_load(
     cached: int = 0,
     chip: str = "NVIDIA H200 SXM 141GB",
     model: str = "nvidia/Llama-3.1-70B-Instruct-FP8",
-) -> Answer:
+) -> ServingTimes:
     divided = layout or Layout(tensor=8)
-    found, _, _ = under_load(
+    found, _, _ = estimate_under_load(
         make_machine(chip, divided.devices), make_shape(model), engine, divided, concurrency=concurrency,
         prompt_tokens=prompt, output_tokens=output, slots=slots, cached_tokens=cached,
     )  # fmt: skip
     return found
 
 
-def make_case(**changes: str) -> Case:
+def make_case(**changes: str) -> PublishedCase:
     found = resolve({**ROW, **changes})
-    assert isinstance(found, Case), found
+    assert isinstance(found, PublishedCase), found
     return found
 
 
 def predict_value(**changes: str) -> float:
     found = predict({**ROW, **changes})
-    assert isinstance(found, Prediction), found
+    assert isinstance(found, RowPrediction), found
     assert 0 < found.low < found.value < found.high
     return found.value
 
@@ -97,23 +103,23 @@ def predict_value(**changes: str) -> float:
     ],
 )  # fmt: skip
 def test_layouts_of_tables_are_parsed(written: str, layout: Layout) -> None:
-    assert arranged(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
+    assert parse_arrangement(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
 
 
 def test_pipeline_and_replicas_are_parsed() -> None:
-    found = arranged(make_case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
+    found = parse_arrangement(make_case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
     assert found == Layout(2, 1, 1, 2, 2)
 
 
 def test_missing_attention_groups_follow_from_the_batch_of_a_rank() -> None:
     blank = {"parallelism": "tp8 pp1 attn_dp moe_tp1 moe_ep8", "model": "deepseek-ai/DeepSeek-R1", "concurrency": "80"}
-    assert arranged(make_case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
-    assert arranged(make_case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
+    assert parse_arrangement(make_case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
+    assert parse_arrangement(make_case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
 
 
 def test_disaggregated_workers_are_parsed_with_their_batches() -> None:
     text = "disagg prefill 1x(tp1 dp4 ep0 bs1) decode 3x(tp4 dp1 ep0 bs24)"
-    found = arranged(make_case(parallelism=text, scenario="disagg", concurrency=""))
+    found = parse_arrangement(make_case(parallelism=text, scenario="disagg", concurrency=""))
     assert isinstance(found, Workers)
     assert (found.prefill.ranks, found.decode.ranks, found.streams) == (4, 4, 72)
     assert predict_value(parallelism=text, scenario="disagg", concurrency="", count="16") > 0
@@ -121,7 +127,9 @@ def test_disaggregated_workers_are_parsed_with_their_batches() -> None:
 
 def test_too_many_tensor_ranks_are_those_of_all_workers() -> None:
     written = "tp72 pp1 attn_dp1 moe_tp72 moe_ep1"
-    assert isinstance(arranged(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers)
+    assert isinstance(
+        parse_arrangement(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers
+    )
 
 
 APART = {"scenario": "disagg", "count": "", "tensor_parallel": "", "model": "deepseek-ai/DeepSeek-R1",
@@ -140,7 +148,7 @@ DIVIDED = "disagg prefill x(tp8 dp1 ep8 bs) decode x(tp8 dp1 ep8 bs)"
 )
 def test_unknown_number_of_workers_is_refused(parallelism: str, concurrency: str, metric: str, words: str) -> None:
     found = predict({**ROW, **APART, "parallelism": parallelism, "concurrency": concurrency, "metric": metric})
-    assert isinstance(found, Refused)
+    assert isinstance(found, PredictionRefusal)
     assert words in found.why
 
 
@@ -159,13 +167,13 @@ HELD = {**APART, "hardware": "NVIDIA GB200", "engine": "TensorRT-LLM", "prompt_t
 
 
 def test_inferencex_result_uses_the_workers_of_its_recipe() -> None:
-    found = asked(make_case(**HELD, concurrency="27", notes=RESULT))
-    assert isinstance(found, Asked)
+    found = find_load(make_case(**HELD, concurrency="27", notes=RESULT))
+    assert isinstance(found, RowLoad)
     question = found.question
     assert (question.prefills, question.decodes, question.slots) == pytest.approx((1, 3, 24))
     assert question.prompts.groups == 8
-    unknown = asked(make_case(**HELD, concurrency="27"))
-    assert isinstance(unknown, Asked)
+    unknown = find_load(make_case(**HELD, concurrency="27"))
+    assert isinstance(unknown, RowLoad)
     assert unknown.question.decodes == 0
 
 
@@ -179,14 +187,14 @@ def test_streams_beyond_the_slots_of_a_recipe_wait() -> None:
 
 def test_missing_recipe_is_not_invented() -> None:
     question = make_case(**{**HELD, "prompt_tokens": "3000"}, concurrency="27", notes=RESULT)
-    assert recipes.setup_of(question, Layout(8, 1, 8), Layout(8, 1, 8)) is None
+    assert recipes.find_setup(question, Layout(8, 1, 8), Layout(8, 1, 8)) is None
     far = make_case(**HELD, concurrency="100000", notes=RESULT)
-    assert recipes.setup_of(far, Layout(8, 1, 8), Layout(8, 1, 8)) is None
+    assert recipes.find_setup(far, Layout(8, 1, 8), Layout(8, 1, 8)) is None
 
 
 def test_total_ranks_are_divided_as_in_the_recipe() -> None:
     together = {**HELD, "quantization": "fp4", "parallelism": DIVIDED.replace("tp8", "tp36").replace("ep8", "ep1")}
-    assert isinstance(predict({**ROW, **together, "concurrency": "256"}), Refused)
+    assert isinstance(predict({**ROW, **together, "concurrency": "256"}), PredictionRefusal)
     assert predict_value(**together, concurrency="256", notes=RESULT) > 0
 
 
@@ -215,25 +223,25 @@ def test_total_ranks_are_divided_as_in_the_recipe() -> None:
 )  # fmt: skip
 def test_scheduler_settings_come_from_the_recipe(changes: dict[str, str], expected: Waits) -> None:
     result = make_case(**{**changes, "notes": RESULT})
-    layout = arranged(result)
+    layout = parse_arrangement(result)
     assert isinstance(layout, Layout)
-    assert recipes.waits(result, layout, 0.0) == expected
+    assert recipes.get_waits(result, layout, 0.0) == expected
     sglang = changes["engine"] == "SGLang"
     usual = Waits(pass_tokens=16384 if sglang and "hardware" in changes else 8192, ahead=float(sglang))
-    assert recipes.waits(make_case(**changes), layout, 0.0) == usual
+    assert recipes.get_waits(make_case(**changes), layout, 0.0) == usual
 
 
 def test_older_scripts_use_one_prompt_per_pass() -> None:
     changes = {"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"}
     before = make_case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
-    assert recipes.waits(before, Layout(8), 0.0) == Waits(pass_tokens=64 + 1024 + 64)
+    assert recipes.get_waits(before, Layout(8), 0.0) == Waits(pass_tokens=64 + 1024 + 64)
 
 
 @pytest.mark.parametrize(("day", "tokens"), [("2026-03-28", 8192), ("2026-04-03", 2048)])
 def test_newer_scripts_use_two_prompts_per_pass(day: str, tokens: int) -> None:
     changes = {"engine": "vLLM", "model": "MiniMaxAI/MiniMax-M2.5", "hardware": CHIPS[1]}
     result = make_case(**changes, notes=RESULT.replace("2026-02-05", day))
-    assert recipes.waits(result, Layout(4), 0.0).pass_tokens == tokens
+    assert recipes.get_waits(result, Layout(4), 0.0).pass_tokens == tokens
 
 
 @pytest.mark.parametrize("notes", [RESULT, "gemm=fp8; source_file=gap-analysis.csv; silicon_concurrency=4"])
@@ -261,8 +269,8 @@ def test_recipes_are_selected_by_day_and_image(
     hardware: str, quantization: str, parallelism: str, concurrency: str, notes: str, guessing: int
 ) -> None:
     row = {**SGLANG_APART, "hardware": hardware, "quantization": quantization, "parallelism": f"disagg {parallelism}"}
-    found = asked(make_case(**row, concurrency=concurrency, notes=notes))
-    assert isinstance(found, Asked)
+    found = find_load(make_case(**row, concurrency=concurrency, notes=notes))
+    assert isinstance(found, RowLoad)
     assert (found.question.guessing, found.question.decodes > 0) == (guessing, True)
 
 
@@ -291,31 +299,31 @@ DEALT = "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"
 )  # fmt: skip
 def test_drafted_tokens_come_from_the_recipe(changes: dict[str, str], notes: str, guesses: float) -> None:
     result = make_case(**{**changes, "notes": notes})
-    layout = arranged(result)
+    layout = parse_arrangement(result)
     assert isinstance(layout, Layout)
-    assert recipes.guessing(result, layout) == guesses
-    found = asked(result)
-    assert isinstance(found, Asked)
+    assert recipes.count_drafted_tokens(result, layout) == guesses
+    found = find_load(result)
+    assert isinstance(found, RowLoad)
     assert found.question.guessing == guesses
 
 
 def test_passes_with_speculation_include_drafted_tokens() -> None:
     result = make_case(**R1, concurrency="128", notes=DAY + "2026-01-25")
-    assert recipes.waits(result, Layout(8), 0.0).pass_tokens == 8192
-    assert recipes.waits(result, Layout(8), 3.0).pass_tokens == 4 * 128 + 1024 + 64
-    assert recipes.waits(result, Layout(1, 8, 8), 1.0).pass_tokens == 2 * 128 / 8 + 1024 + 64
+    assert recipes.get_waits(result, Layout(8), 0.0).pass_tokens == 8192
+    assert recipes.get_waits(result, Layout(8), 3.0).pass_tokens == 4 * 128 + 1024 + 64
+    assert recipes.get_waits(result, Layout(1, 8, 8), 1.0).pass_tokens == 2 * 128 / 8 + 1024 + 64
 
 
 @pytest.mark.parametrize("guessing", [1.0, 2.0, 3.0])
 def test_speculation_lengthens_passes_and_shortens_tpot(guessing: float) -> None:
-    e = efficiencies("sglang", "blackwell-dc", "fp8")
-    slower, accepted = batching.guessed(e, guessing)
+    e = get_efficiencies("sglang", "blackwell-dc", "fp8")
+    slower, accepted = batching.compute_speculation(e, guessing)
     assert slower > 1.0
     assert 1.0 < accepted < 1.0 + guessing
-    assert batching.guessed(e, 0.0) == (1.0, pytest.approx(1.0))
-    work = work_of(make_machine(CHIPS[1]), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8)
+    assert batching.compute_speculation(e, 0.0) == (1.0, pytest.approx(1.0))
+    work = count_rank_work(make_machine(CHIPS[1]), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8)
     polled = Waits(polled=30.0)
-    plain, guessed = (batching.steady(work, e, 64.0, 1e6, polled, count) for count in (0.0, guessing))
+    plain, guessed = (batching.compute_steady(work, e, 64.0, 1e6, polled, count) for count in (0.0, guessing))
     assert guessed[1] < plain[1]
     # With a polling interval of thirty passes, longer passes delay the poll.
     assert guessed[0] > plain[0]
@@ -323,25 +331,29 @@ def test_speculation_lengthens_passes_and_shortens_tpot(guessing: float) -> None
 
 def test_requests_between_two_polls_share_a_pass() -> None:
     work, e = (
-        work_of(make_machine(), make_shape(MODELS[2]), Layout(8), 8192, 1024, 8),
-        efficiencies("sglang", "hopper", "fp8"),
+        count_rank_work(make_machine(), make_shape(MODELS[2]), Layout(8), 8192, 1024, 8),
+        get_efficiencies("sglang", "hopper", "fp8"),
     )
     streams, every = 128.0, 32.0
-    at_once, often = (batching.steady(work, e, streams, 1e6, Waits(polled=polled))[:2] for polled in (0.0, every))
+    at_once, often = (
+        batching.compute_steady(work, e, streams, 1e6, Waits(polled=polled))[:2] for polled in (0.0, every)
+    )
     # An interval is an eighth of an output: four more prompts, and half of the interval.
     beside = often[0] - at_once[0] - e.polled * every * often[1]
-    assert beside == pytest.approx(streams * every / 1024 * batching.prefill_s(work, e) / 2, rel=0.15)
+    assert beside == pytest.approx(streams * every / 1024 * batching.compute_prefill_s(work, e) / 2, rel=0.15)
 
 
 def test_requests_collected_later_wait_less() -> None:
     # Prompts of one token, so that their computation does not matter.
     work, e = (
-        work_of(make_machine(), make_shape(), Layout(8), 1, 1024, 8),
-        efficiencies("tensorrt-llm", "hopper", "fp8"),
+        count_rank_work(make_machine(), make_shape(), Layout(8), 1, 1024, 8),
+        get_efficiencies("tensorrt-llm", "hopper", "fp8"),
     )
 
     def passes(streams: float) -> float:
-        without, waiting = (batching.steady(work, e, streams, 1e6, Waits(gathered=count)) for count in (0.0, 40.0))
+        without, waiting = (
+            batching.compute_steady(work, e, streams, 1e6, Waits(gathered=count)) for count in (0.0, 40.0)
+        )
         return float((waiting[0] - without[0]) / waiting[1] / e.gathered)
 
     assert passes(1.0) == pytest.approx(40.0, rel=0.05)
@@ -351,30 +363,32 @@ def test_requests_collected_later_wait_less() -> None:
 def test_workers_use_the_configured_tokens_per_pass() -> None:
     row = {**SGLANG_APART, "hardware": CHIPS[0], "prompt_tokens": "8192",
            "parallelism": "disagg prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)"}  # fmt: skip
-    found = asked(make_case(**row, concurrency="4", notes=DAY + "2026-02-10"))
-    assert isinstance(found, Asked)
+    found = find_load(make_case(**row, concurrency="4", notes=DAY + "2026-02-10"))
+    assert isinstance(found, RowLoad)
     assert found.question.waits.pass_tokens == pytest.approx(2048)
     assert found.question.slots < 1e6
-    e = efficiencies("sglang", "hopper", "fp8")
+    e = get_efficiencies("sglang", "hopper", "fp8")
     small, whole = (
-        serving.answer(found.question._replace(waits=Waits(pass_tokens=tokens)), e).first_s for tokens in (2048, 8192)
+        serving.compute_times(found.question._replace(waits=Waits(pass_tokens=tokens)), e).first_s
+        for tokens in (2048, 8192)
     )
     # The host launches each pass of a prompt.
     passes = found.question.prompts.prompt / 2048 - 1
-    assert small - whole >= 0.9 * passes * batching.first_host_s(found.question.prompts, e)
+    assert small - whole >= 0.9 * passes * batching.compute_first_host_s(found.question.prompts, e)
 
 
 def test_random_imbalance_makes_some_streams_wait() -> None:
-    found = asked(make_case(**HELD, concurrency="27", notes=RESULT))
-    assert isinstance(found, Asked)
-    e = efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
+    found = find_load(make_case(**HELD, concurrency="27", notes=RESULT))
+    assert isinstance(found, RowLoad)
+    e = get_efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
     exact, ample, one = (
-        serving.answer(found.question._replace(streams=24.0, slots=slots, decodes=decodes, dealt=0.0), e)
+        serving.compute_times(found.question._replace(streams=24.0, slots=slots, decodes=decodes, dealt=0.0), e)
         for slots, decodes in ((24.0, 3.0), (1e6, 3.0), (24.0, 1.0))
     )
     assert exact.first_s > 1.5 * ample.first_s
     assert one.first_s == pytest.approx(
-        serving.answer(found.question._replace(streams=24.0, slots=1e6, decodes=1.0, dealt=0.0), e).first_s, rel=0.05
+        serving.compute_times(found.question._replace(streams=24.0, slots=1e6, decodes=1.0, dealt=0.0), e).first_s,
+        rel=0.05,
     )
 
 
@@ -389,74 +403,81 @@ def test_scheduler_wait_adds_passes_to_ttft() -> None:
 
 
 def test_lengths_of_inferencex_results_are_the_mean() -> None:
-    found, plain = asked(make_case(notes=RESULT)), asked(make_case())
-    assert isinstance(found, Asked)
-    assert isinstance(plain, Asked)
+    found, plain = find_load(make_case(notes=RESULT)), find_load(make_case())
+    assert isinstance(found, RowLoad)
+    assert isinstance(plain, RowLoad)
     assert (found.question.work.prompt, found.question.work.output) == (922, 922)
     assert (plain.question.work.prompt, plain.question.work.output) == (1024, 1024)
 
 
 def test_several_short_prompts_share_a_pass() -> None:
-    e = efficiencies("vllm", "hopper", "fp8")
-    short, long = (work_of(make_machine(), make_shape(), Layout(8), prompt, 1, 8) for prompt in (512, 20_000))
-    assert batching.prefill_each_s(short, e, 16) < 0.8 * batching.prefill_s(short, e)
-    assert batching.prefill_each_s(long, e, 1) == batching.prefill_s(long, e)
+    e = get_efficiencies("vllm", "hopper", "fp8")
+    short, long = (count_rank_work(make_machine(), make_shape(), Layout(8), prompt, 1, 8) for prompt in (512, 20_000))
+    assert batching.compute_prefill_each_s(short, e, 16) < 0.8 * batching.compute_prefill_s(short, e)
+    assert batching.compute_prefill_each_s(long, e, 1) == batching.compute_prefill_s(long, e)
 
 
 def test_initial_burst_finishes_sooner_with_more_tokens_per_pass() -> None:
     work, e = (
-        work_of(make_machine(), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8),
-        efficiencies("sglang", "hopper", "fp8"),
+        count_rank_work(make_machine(), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8),
+        get_efficiencies("sglang", "hopper", "fp8"),
     )
-    few, many = (batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
+    few, many = (batching.compute_steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
     assert many[0] < few[0]
     assert many[1:] == few[1:]
     # In a pass with prompts only, all of them get their first token at its end.
-    ahead = batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=32768.0, ahead=1.0))
+    ahead = batching.compute_steady(work, e, 64.0, 1e6, Waits(pass_tokens=32768.0, ahead=1.0))
     assert ahead[0] > many[0]
 
 
 def test_fused_expert_kernels_launch_faster() -> None:
     hopper, blackwell = (
-        work_of(make_machine(chip), make_shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1])
+        count_rank_work(make_machine(chip), make_shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1])
     )
     assert (hopper.fused_layers, blackwell.fused_layers) == (0, blackwell.expert_layers)
-    e = efficiencies("vllm", "hopper", "fp8")
-    assert batching.first_host_s(blackwell, e) < batching.first_host_s(hopper, e)
+    e = get_efficiencies("vllm", "hopper", "fp8")
+    assert batching.compute_first_host_s(blackwell, e) < batching.compute_first_host_s(hopper, e)
 
 
 def test_messages_between_nodes_take_longer() -> None:
     near, far = (
-        work_of(make_machine(devices=count), make_shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16)
+        count_rank_work(make_machine(devices=count), make_shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16)
     )
     assert (near.far, far.far) == (0, far.reduces)
-    e = efficiencies("vllm", "hopper", "fp8")
-    assert batching.decode_s(far, e, 1.0) - batching.decode_s(far._replace(far=0.0), e, 1.0) == pytest.approx(
-        far.far * e.apart_far_s
-    )
+    e = get_efficiencies("vllm", "hopper", "fp8")
+    assert batching.compute_decode_s(far, e, 1.0) - batching.compute_decode_s(
+        far._replace(far=0.0), e, 1.0
+    ) == pytest.approx(far.far * e.apart_far_s)
 
 
 def test_four_bit_weights_without_units_are_dequantized() -> None:
     oss = make_shape("openai/gpt-oss-120b")
-    hopper, blackwell = (work_of(make_machine(chip), oss, Layout(8), 1024, 1024, 8) for chip in (HOPPER, CHIPS[1]))
+    hopper, blackwell = (
+        count_rank_work(make_machine(chip), oss, Layout(8), 1024, 1024, 8) for chip in (HOPPER, CHIPS[1])
+    )
     assert hopper.experts_unpacked_s == hopper.experts_s
     assert hopper.unpacking_layers == oss.moe_layers
     assert blackwell.experts_unpacked_s == blackwell.unpacking_layers == 0
-    assert work_of(make_machine(), make_shape(), Layout(8), 1024, 1024, 8).dense_unpacked_s == 0
+    assert count_rank_work(make_machine(), make_shape(), Layout(8), 1024, 1024, 8).dense_unpacked_s == 0
 
 
 def test_the_first_pass_of_layers_with_experts_takes_the_host_longer() -> None:
-    e = efficiencies("vllm", "hopper", "fp8")
-    dense, experts = (work_of(make_machine(), make_shape(name), Layout(8), 1, 1, 8) for name in (MODELS[1], MODELS[2]))
-    assert batching.first_host_s(experts, e) / experts.layers > 2 * batching.first_host_s(dense, e) / dense.layers
+    e = get_efficiencies("vllm", "hopper", "fp8")
+    dense, experts = (
+        count_rank_work(make_machine(), make_shape(name), Layout(8), 1, 1, 8) for name in (MODELS[1], MODELS[2])
+    )
+    assert (
+        batching.compute_first_host_s(experts, e) / experts.layers
+        > 2 * batching.compute_first_host_s(dense, e) / dense.layers
+    )
 
 
 def test_tensor_ranks_divide_products_but_not_hidden_states() -> None:
     what = make_shape("deepseek-ai/DeepSeek-R1")
-    one, eight = (work_of(make_machine(), what, Layout(count), 1024, 1024, 8) for count in (1, 8))
+    one, eight = (count_rank_work(make_machine(), what, Layout(count), 1024, 1024, 8) for count in (1, 8))
     assert eight.dense_ops_s == pytest.approx(one.dense_ops_s / 8)
     assert eight.activation_s == one.activation_s
-    assert work_of(make_machine(), what, Layout(8, 1, 8), 1024, 1024, 8).expert_activation_s == pytest.approx(
+    assert count_rank_work(make_machine(), what, Layout(8, 1, 8), 1024, 1024, 8).expert_activation_s == pytest.approx(
         eight.expert_activation_s / 8
     )
 
@@ -513,12 +534,12 @@ def test_replicas_share_the_streams() -> None:
 
 def test_latent_cache_is_divided_by_groups_but_not_by_tensor_ranks() -> None:
     deepseek = make_shape("deepseek-ai/DeepSeek-R1")
-    divided = work_of(make_machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
-    dealt = work_of(make_machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
+    divided = count_rank_work(make_machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
+    dealt = count_rank_work(make_machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
     assert divided.held_bytes == dealt.held_bytes
     plain = make_shape()
-    assert work_of(make_machine(), plain, Layout(8), 4096, 1024, 8).held_bytes * 8 == pytest.approx(
-        work_of(make_machine(), plain, Layout(1, 8), 4096, 1024, 8).held_bytes
+    assert count_rank_work(make_machine(), plain, Layout(8), 4096, 1024, 8).held_bytes * 8 == pytest.approx(
+        count_rank_work(make_machine(), plain, Layout(1, 8), 4096, 1024, 8).held_bytes
     )
 
 
@@ -541,42 +562,44 @@ def test_no_estimate_is_below_the_lower_bound(
 ) -> None:  # fmt: skip
     layout = Layout(tensor, groups, tensor * groups, stages)
     one, what = make_machine(chip, layout.devices), make_shape(model)
-    found, work, _ = under_load(
+    found, work, _ = estimate_under_load(
         one, what, engine, layout, concurrency=concurrency, prompt_tokens=prompt, output_tokens=output,
         cached_tokens=cached,
     )  # fmt: skip
     assert all(math.isfinite(number) and number > 0 for number in found)
-    bits = batching.usual_kv_bits(what)
-    floor = decode_floor_s(what, one, found.batch / stages, prompt + output / 2, layout.ranks, bits)
+    bits = batching.choose_kv_bits(what)
+    floor = compute_decode_floor_s(what, one, found.batch / stages, prompt + output / 2, layout.ranks, bits)
     assert found.token_s >= floor * 0.999
-    prompt_floor = prefill_floor_s(what, one, work.prompt, layout.ranks * stages)
+    prompt_floor = compute_prefill_floor_s(what, one, work.prompt, layout.ranks * stages)
     assert found.first_s >= prompt_floor * 0.999
     assert found.tok_s <= concurrency / found.token_s
-    assert found.tok_s / output * linear_ops(what, work.prompt, 1) <= max(one.ops_s.values()) * layout.devices
+    assert found.tok_s / output * count_linear_ops(what, work.prompt, 1) <= max(one.ops_s.values()) * layout.devices
 
 
 def test_efficiencies_are_shares_with_common_defaults() -> None:
-    fitted = table("serving")["efficiencies"]
+    fitted = load_table("serving")["efficiencies"]
     assert set(fitted) == set(Efficiencies._fields)
     for engine in ("vllm", "sglang", "tensorrt-llm", "tgi"):
-        found = efficiencies(engine, "hopper", "fp8")
+        found = get_efficiencies(engine, "hopper", "fp8")
         for name, number in found._asdict().items():
             assert number > 0
             assert fitted[name]["scale"] != "share" or number < 1
-    common = efficiencies("nobody's", "no family", "fp8")
+    common = get_efficiencies("nobody's", "no family", "fp8")
     entry = {name: one for name, one in fitted["layer_s"].items() if name in ("scale", "base")}
-    assert common.layer_s == pytest.approx(efficiency(entry, "", "", ""))
+    assert common.layer_s == pytest.approx(compute_efficiency(entry, "", "", ""))
 
 
 def test_functions_accept_columns() -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed: columns are only used for fitting")
     what = make_shape("deepseek-ai/DeepSeek-R1")
-    works = [work_of(make_machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
-    e = efficiencies("sglang", "hopper", weight_type(what))
-    columns = batching.Work(*(numpy.array(column) for column in zip(*works, strict=True)))
-    together = batching.steady(columns, e, numpy.array([1.0, 64.0, 9000.0]), batching.resident(columns, e, 0.0))
+    works = [count_rank_work(make_machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
+    e = get_efficiencies("sglang", "hopper", classify_weights(what))
+    columns = batching.RankWork(*(numpy.array(column) for column in zip(*works, strict=True)))
+    together = batching.compute_steady(
+        columns, e, numpy.array([1.0, 64.0, 9000.0]), batching.count_resident(columns, e, 0.0)
+    )
     for place, (work, streams) in enumerate(zip(works, (1.0, 64.0, 9000.0), strict=True)):
-        alone = batching.steady(work, e, streams, batching.resident(work, e, 0.0))
+        alone = batching.compute_steady(work, e, streams, batching.count_resident(work, e, 0.0))
         assert [figure[place] for figure in together] == pytest.approx(list(alone))
 
 
@@ -602,7 +625,7 @@ def test_plan_gets_times_bands_and_bottleneck() -> None:
     ],
 )  # fmt: skip
 def test_layout_of_a_plan_is_converted(layout: Parallelism, divided: Layout) -> None:
-    assert serving.divided_as(layout) == divided
+    assert serving.convert_layout(layout) == divided
 
 
 def test_rows_of_each_kind_are_predicted() -> None:
@@ -633,7 +656,7 @@ def test_rows_of_each_kind_are_predicted() -> None:
 )  # fmt: skip
 def test_row_with_missing_values_is_refused(changes: dict[str, str], words: str) -> None:
     found = predict({**ROW, **changes})
-    assert isinstance(found, Refused)
+    assert isinstance(found, PredictionRefusal)
     assert words in found.why
 
 
@@ -649,7 +672,7 @@ def test_predictions_are_near_published_rows(source: str, metric: str, most: flo
     with (TRUTH / f"{source}.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == metric][::3]
     found = [(predict(row), float(row["value"])) for row in rows]
-    errors = [abs(one.value / truth - 1) for one, truth in found if isinstance(one, Prediction)]
+    errors = [abs(one.value / truth - 1) for one, truth in found if isinstance(one, RowPrediction)]
     assert len(errors) >= 0.9 * len(rows)
     assert statistics.median(errors) <= most
 
@@ -662,7 +685,7 @@ WANTED = {"tpot_ms": 0.15, "ttft_ms": 0.25, "output_tok_s_total": 0.20}
 def test_shipped_fit_is_accurate_for_held_out_groups_and_documented(split: str) -> None:
     figures = {
         figure["metric"]: figure["median"]
-        for figure in table("serving")["cross_validation"]
+        for figure in load_table("serving")["cross_validation"]
         if figure["split"] == split
     }
     assert all(figures[metric] <= most for metric, most in WANTED.items())

@@ -14,26 +14,26 @@ from bedplate.decide import decide
 from bedplate.decide.simulate import (
     Book,
     Deployment,
-    Lengths,
-    Question,
-    Stream,
-    cheapest,
-    deployed,
+    FleetSearch,
+    MeanLengths,
+    RequestStream,
+    compute_outcome,
+    find_cheapest,
     from_shapes,
-    one_layout,
-    outcome,
+    make_deployment,
+    make_synthetic,
     search,
     simulate,
-    synthetic,
+    simulate_one_layout,
 )
-from bedplate.decide.simulate.outcome import Paid
-from bedplate.decide.simulate.routers import by_chance
-from bedplate.decide.simulate.search import splits
-from bedplate.decide.simulate.times import decode_table, faster, prompt_table
-from bedplate.errors import AnswerIsNo, BadQuestion
-from bedplate.facts.known_models import lookup
-from bedplate.facts.simulated import simulated
-from bedplate.facts.traces import BadRows, detected, opened, shapes_of
+from bedplate.decide.simulate.outcome import CardPrice
+from bedplate.decide.simulate.routers import make_random_router
+from bedplate.decide.simulate.search import list_splits
+from bedplate.decide.simulate.times import make_decode_table, make_prompt_table, speed_up
+from bedplate.errors import NotPossible, UsageError
+from bedplate.facts.known_models import look_up_model
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.traces import BadRows, detect_format, open_trace, parse_trace
 from bedplate.values import LatencyTarget, Workload, from_json, to_json
 from bedplate.values.intent import Operations
 from bedplate.values.simulation import Simulation
@@ -44,12 +44,12 @@ WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
 def make_test_deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
-    model = lookup("meta-llama/Llama-3.1-8B-Instruct")
+    model = look_up_model("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
-    machine = simulated({"accelerator": accelerator, "count": 1, "ram_gb": 256, **more})
+    machine = make_simulated_hardware({"accelerator": accelerator, "count": 1, "ram_gb": 256, **more})
     decision = decide(machine, model, work)
-    lengths = Lengths(work.prompt_tokens, work.output_tokens)
-    return deployed(
+    lengths = MeanLengths(work.prompt_tokens, work.output_tokens)
+    return make_deployment(
         machine, model, decision, work, lengths, operations=Operations(price_per_hour=2.0, watts=700.0)
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_pass_time_grows_with_its_work(h100: Deployment) -> None:
     full = [fixed + each * count * 1152 for count, (fixed, each) in enumerate(pairs)]
     assert all(one < other for one, other in itertools.pairwise(full[1:]))
     assert steps.pair_s > 0
-    quick = faster(steps, 2.0)
+    quick = speed_up(steps, 2.0)
     assert quick.decode_s[8] == pytest.approx(steps.decode_s[8] / 2)
     assert quick.prompt_s[100] == pytest.approx(steps.prompt_s[100] / 2)
 
@@ -84,18 +84,18 @@ def test_pass_time_grows_with_its_work(h100: Deployment) -> None:
 @pytest.mark.parametrize("concurrency", [4, 16, 64])
 def test_closed_loop_agrees_with_the_estimator(concurrency: int) -> None:
     """Both use the same pass times; the closed form averages what the simulator computes event by event."""
-    model = lookup("meta-llama/Llama-3.1-8B-Instruct")
+    model = look_up_model("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
-    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
+    machine = make_simulated_hardware({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
     work = Workload(concurrency=concurrency, prompt_tokens=1024, output_tokens=256)
     decision = decide(machine, model, work, "vllm")
-    found = deployed(machine, model, decision, work, Lengths(1024, 256))
+    found = make_deployment(machine, model, decision, work, MeanLengths(1024, 256))
     expected = decision.estimate.output_tok_s
     assert expected is not None
-    fleet = found.fleet(1)
+    fleet = found.make_fleet(1)
     count = 12 * concurrency
     ran = simulate(fleet, Book([1024] * count, [256] * count), concurrency=concurrency, apart_s=0.001)
-    got = outcome(fleet, ran, 1, None, Paid())
+    got = compute_outcome(fleet, ran, 1, None, CardPrice())
     assert got.output_tok_s == pytest.approx(expected.value, rel=0.2)
 
 
@@ -110,28 +110,30 @@ def test_engine_with_slots_reserves_their_whole_context() -> None:
 
 
 def test_model_that_cannot_be_served_cannot_be_simulated() -> None:
-    with pytest.raises(AnswerIsNo, match="nothing to simulate"):
-        model = lookup("meta-llama/Llama-3.1-405B-Instruct")
+    with pytest.raises(NotPossible, match="nothing to simulate"):
+        model = look_up_model("meta-llama/Llama-3.1-405B-Instruct")
         assert model is not None
-        machine = simulated({"accelerator": "NVIDIA GeForce RTX 3060", "count": 1, "ram_gb": 16})
-        deployed(machine, model, decide(machine, model, WORK), WORK, Lengths(1024, 256))
+        machine = make_simulated_hardware({"accelerator": "NVIDIA GeForce RTX 3060", "count": 1, "ram_gb": 16})
+        make_deployment(machine, model, decide(machine, model, WORK), WORK, MeanLengths(1024, 256))
 
 
 def test_task_without_generation_is_a_usage_error() -> None:
-    model = lookup("BAAI/bge-m3")
+    model = look_up_model("BAAI/bge-m3")
     assert model is not None
-    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
+    machine = make_simulated_hardware({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
     work = Workload(concurrency=4, task="embed")
-    with pytest.raises(BadQuestion, match="only text generation can be simulated"):
-        deployed(machine, model, decide(machine, model, work), work, Lengths(512, 1))
+    with pytest.raises(UsageError, match="only text generation can be simulated"):
+        make_deployment(machine, model, decide(machine, model, work), work, MeanLengths(512, 1))
 
 
 def test_table_is_exact_at_both_contexts_and_linear_between() -> None:
-    lengths = Lengths(1000, 500)
-    fixed, each = decode_table(lambda count, context: 0.01 + 1e-3 * count + 1e-7 * count * context**1.1, lengths, 8)
+    lengths = MeanLengths(1000, 500)
+    fixed, each = make_decode_table(
+        lambda count, context: 0.01 + 1e-3 * count + 1e-7 * count * context**1.1, lengths, 8
+    )
     for context in lengths.contexts:
         assert fixed[8] + each[8] * 8 * context == pytest.approx(0.018 + 8e-7 * context**1.1)
-    table = prompt_table(lambda tokens: 0.01 + 1e-5 * tokens, 1000)
+    table = make_prompt_table(lambda tokens: 0.01 + 1e-5 * tokens, 1000)
     assert len(table) == 1001
     assert table[777] == pytest.approx(0.01 + 1e-5 * 777)
 
@@ -139,36 +141,36 @@ def test_table_is_exact_at_both_contexts_and_linear_between() -> None:
 # traffic
 
 
-def read_stream(name: str) -> Stream:
-    with opened(CAPTURES / name) as stream:
+def read_stream(name: str) -> RequestStream:
+    with open_trace(CAPTURES / name) as stream:
         bad = BadRows(name)
-        return from_shapes(shapes_of(stream, detected(stream, name), bad), name)
+        return from_shapes(parse_trace(stream, detect_format(stream, name), bad), name)
 
 
 def test_trace_keeps_its_arrivals_lengths_and_prefixes() -> None:
     stream = read_stream("mooncake-conversation.jsonl")
     assert stream.hashes is not None and stream.hash_tokens == 512
     assert stream.arrival[0] == 0.0 and stream.arrival == sorted(stream.arrival)
-    assert len(stream.first(5)) == 5
+    assert len(stream.take_first(5)) == 5
     azure = read_stream("azure-2023-conv.csv")
     assert azure.hashes is None
-    assert azure.summary().requests == len(azure)
+    assert azure.summarize().requests == len(azure)
 
 
 def test_rate_scales_the_arrivals_of_a_trace() -> None:
     name = "azure-2023-conv.csv"
-    with opened(CAPTURES / name) as stream:
-        found = from_shapes(shapes_of(stream, "azure", BadRows(name)), name, rate=100.0)
+    with open_trace(CAPTURES / name) as stream:
+        found = from_shapes(parse_trace(stream, "azure", BadRows(name)), name, rate=100.0)
     assert found.requests_per_s == pytest.approx(100.0)
     assert "scaled to 100 requests/s" in found.notes[0]
 
 
 def test_a_trace_without_times_needs_a_rate() -> None:
     rows = [RequestShape(prompt_tokens=10, output_tokens=5) for _ in range(4)]
-    with pytest.raises(BadQuestion, match="has no arrival times"):
+    with pytest.raises(UsageError, match="has no arrival times"):
         from_shapes(rows, "log")
     assert from_shapes(rows, "log", rate=10.0, seed=1) == from_shapes(rows, "log", rate=10.0, seed=1)
-    with pytest.raises(BadQuestion, match="no request with a prompt"):
+    with pytest.raises(UsageError, match="no request with a prompt"):
         from_shapes([RequestShape(prompt_tokens=None, output_tokens=5, started_s=0.0)], "log")
 
 
@@ -176,8 +178,8 @@ def test_a_trace_without_times_needs_a_rate() -> None:
 @given(st.integers(1, 2000), st.integers(1, 500), st.floats(0, 2), st.integers(0, 100))
 def test_synthetic_traffic_matches_the_workload(prompt: int, output: int, spread: float, seed: int) -> None:
     work = Workload(prompt_tokens=prompt, output_tokens=output)
-    one = synthetic(work, 200, 10.0, seed=seed, spread=spread)
-    assert one == synthetic(work, 200, 10.0, seed=seed, spread=spread)
+    one = make_synthetic(work, 200, 10.0, seed=seed, spread=spread)
+    assert one == make_synthetic(work, 200, 10.0, seed=seed, spread=spread)
     assert min(one.prompt) >= 1 and min(one.output) >= 1
     assert one.arrival == sorted(one.arrival)
     if spread == 0:
@@ -185,7 +187,7 @@ def test_synthetic_traffic_matches_the_workload(prompt: int, output: int, spread
 
 
 def test_synthetic_lengths_have_the_requested_mean_and_spread() -> None:
-    stream = synthetic(Workload(prompt_tokens=1000, output_tokens=100), 20_000, 10.0, seed=3, spread=0.5)
+    stream = make_synthetic(Workload(prompt_tokens=1000, output_tokens=100), 20_000, 10.0, seed=3, spread=0.5)
     assert stream.mean_prompt == pytest.approx(1000, rel=0.02)
     deviation = (sum((one - 1000) ** 2 for one in stream.prompt) / len(stream)) ** 0.5
     assert deviation == pytest.approx(500, rel=0.05)
@@ -195,9 +197,9 @@ def test_synthetic_lengths_have_the_requested_mean_and_spread() -> None:
 def test_router_and_traffic_use_independent_random_numbers() -> None:
     """With a shared random sequence, a request's prefix and its replica would be correlated."""
     work = Workload(prompt_tokens=1024, output_tokens=16, shared_prefix_tokens=512)
-    stream = synthetic(work, 2000, 10.0, seed=7, prefixes=40)
+    stream = make_synthetic(work, 2000, 10.0, seed=7, prefixes=40)
     assert stream.hashes is not None
-    route = by_chance(8, 7)
+    route = make_random_router(8, 7)
     met = {(name, route(number)) for number, name in enumerate(stream.hashes)}
     assert len(met) > 0.9 * 40 * 8
 
@@ -208,15 +210,15 @@ def test_router_and_traffic_use_independent_random_numbers() -> None:
 TARGET = LatencyTarget(ttft_ms=300, tpot_ms=12)
 
 
-def make_question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
-    return Question(h100, synthetic(WORK, count, rate, seed=1, spread=0.5), TARGET, **more)
+def make_question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> FleetSearch:
+    return FleetSearch(h100, make_synthetic(WORK, count, rate, seed=1, spread=0.5), TARGET, **more)
 
 
 def test_cheapest_fleet_meets_the_target_and_a_smaller_one_does_not(h100: Deployment) -> None:
     asked = make_question(h100)
-    found = cheapest(asked, 1, 512, ("aggregated",))
+    found = find_cheapest(asked, 1, 512, ("aggregated",))
     assert found.answer is not None and found.answer.meets
-    fewer = asked.outcome_of(found.answer.replicas - 1)
+    fewer = asked.simulate_layout(found.answer.replicas - 1)
     assert not fewer.meets
     assert len(found.tried) < 12
     assert found.slow is not None and found.fast is not None
@@ -228,27 +230,27 @@ def test_cheapest_fleet_meets_the_target_and_a_smaller_one_does_not(h100: Deploy
 
 def test_unreachable_target_has_no_answer(h100: Deployment) -> None:
     asked = make_question(h100)._replace(target=LatencyTarget(ttft_ms=1))
-    found = cheapest(asked, 1, 16, ("aggregated", "disaggregated"))
+    found = find_cheapest(asked, 1, 16, ("aggregated", "disaggregated"))
     assert found.answer is None
     assert found.tried and not any(one.meets for one in found.tried)
 
 
 def test_disaggregated_layout_is_divided_by_prompt_work(h100: Deployment) -> None:
     long_prompts = make_question(h100)._replace(
-        stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0)
+        stream=make_synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0)
     )
     long_answers = make_question(h100)._replace(
-        stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0)
+        stream=make_synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0)
     )
-    assert next(splits(long_prompts, 16)) > 10
-    assert next(splits(long_answers, 16)) == 1
-    assert all(1 <= split <= 15 for split in splits(long_prompts, 16))
-    assert list(splits(long_prompts, 1)) == []
+    assert next(list_splits(long_prompts, 16)) > 10
+    assert next(list_splits(long_answers, 16)) == 1
+    assert all(1 <= split <= 15 for split in list_splits(long_prompts, 16))
+    assert list(list_splits(long_prompts, 1)) == []
 
 
 def test_requested_layout_is_simulated(h100: Deployment) -> None:
     asked = make_question(h100, count=300)
-    found = one_layout(asked, 4, "disaggregated", 1)
+    found = simulate_one_layout(asked, 4, "disaggregated", 1)
     assert found.answer is not None
     assert (found.answer.layout, found.answer.replicas, found.answer.prefills) == ("disaggregated", 4, 1)
     assert len(found.tried) == 1
@@ -257,7 +259,7 @@ def test_requested_layout_is_simulated(h100: Deployment) -> None:
 
 def test_partial_search_is_checked_with_all_requests(h100: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SEARCH_REQUESTS", 200)
-    found = cheapest(make_question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
+    found = find_cheapest(make_question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
     assert found.answer is not None and found.answer.meets
     assert found.answer.requests == 900
     assert {one.requests for one in found.tried} == {200, 900}

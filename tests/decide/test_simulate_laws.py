@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.decide.stepwise import Asked, stepwise
 
 from bedplate.decide.simulate.book import Book
-from bedplate.decide.simulate.fleet import Fleet, Ran, Transfer, simulate
-from bedplate.decide.simulate.outcome import MET, Paid, outcome
-from bedplate.decide.simulate.replica import Limits, Steps
+from bedplate.decide.simulate.fleet import Fleet, FleetRun, Transfer, simulate
+from bedplate.decide.simulate.outcome import MET, CardPrice, compute_outcome
+from bedplate.decide.simulate.replica import ReplicaLimits, Steps
 from bedplate.measure import knee
 from bedplate.values.workload import LatencyTarget
 
@@ -45,7 +45,7 @@ def steps_of(draw: st.DrawFn) -> Steps:
 def fleets(draw: st.DrawFn, routers: tuple[str, ...] = ("least-loaded",)) -> Fleet:
     slots = draw(st.integers(1, 8))
     replicas = draw(st.integers(1, 4))
-    limits = Limits(
+    limits = ReplicaLimits(
         slots=slots,
         batch_tokens=draw(st.integers(slots + 1, BATCH)),
         kv_blocks=draw(st.integers(4, 40)),
@@ -139,7 +139,7 @@ def test_work_is_conserved(fleet: Fleet, requests: list[Asked], concurrency: int
         assert computed == asked_for - sum(ran.book.hits)
     else:
         assert computed + sum(ran.book.hits) > asked_for
-    made = outcome(fleet, ran, 1, None, Paid())
+    made = compute_outcome(fleet, ran, 1, None, CardPrice())
     assert made.output_tok_s * made.seconds == pytest.approx(sum(one.output for one in served))
 
 
@@ -156,11 +156,11 @@ def make_fleet(replicas: int = 1, **changes: Any) -> Fleet:
         context_s=tuple([1e-6] * 65),
         prompt_s=tuple(0.010 + 0.0001 * tokens for tokens in range(1025)),
     )
-    limits = Limits(slots=64, batch_tokens=1024, kv_blocks=4096)
+    limits = ReplicaLimits(slots=64, batch_tokens=1024, kv_blocks=4096)
     return Fleet(steps, limits, replicas)._replace(**changes)
 
 
-def simulate_requests(fleet: Fleet, count: int, gap_s: float = 0.0, prompt: int = 100, output: int = 10) -> Ran:
+def simulate_requests(fleet: Fleet, count: int, gap_s: float = 0.0, prompt: int = 100, output: int = 10) -> FleetRun:
     return simulate(fleet, Book([prompt] * count, [output] * count, [gap_s * number for number in range(count)]))
 
 
@@ -182,7 +182,7 @@ def test_long_prompt_is_chunked_between_tokens_of_others() -> None:
 
 def test_requests_beyond_the_cache_wait_or_are_preempted() -> None:
     """Two requests of eight blocks each in a cache of twelve: both start, and one is preempted."""
-    small = make_fleet()._replace(limits=Limits(slots=8, batch_tokens=1024, kv_blocks=12))
+    small = make_fleet()._replace(limits=ReplicaLimits(slots=8, batch_tokens=1024, kv_blocks=12))
     ran = simulate_requests(small, 2, prompt=64, output=64)
     assert ran.replicas[0].preemptions >= 1
     assert ran.book.done[0] < ran.book.done[1]
@@ -221,7 +221,7 @@ def test_prefix_router_has_more_cache_hits_than_random() -> None:
 def test_least_loaded_router_waits_less_than_random() -> None:
     def p95(router: Any) -> float:
         fleet = make_fleet(8, router=router)
-        found = outcome(fleet, simulate_requests(fleet, 2000, gap_s=0.004, output=40), 1, None, Paid())
+        found = compute_outcome(fleet, simulate_requests(fleet, 2000, gap_s=0.004, output=40), 1, None, CardPrice())
         assert found.ttft_ms is not None
         return found.ttft_ms.p95
 
@@ -239,7 +239,9 @@ def test_prefill_workers_transfer_their_cache_over_a_link() -> None:
 
 def test_disaggregated_fleet_has_a_lower_tpot_p99() -> None:
     def tpot_p99(fleet: Fleet) -> float:
-        found = outcome(fleet, simulate_requests(fleet, 400, gap_s=0.05, prompt=900, output=50), 1, None, Paid())
+        found = compute_outcome(
+            fleet, simulate_requests(fleet, 400, gap_s=0.05, prompt=900, output=50), 1, None, CardPrice()
+        )
         assert found.tpot_ms is not None
         return found.tpot_ms.p99
 
@@ -249,7 +251,7 @@ def test_disaggregated_fleet_has_a_lower_tpot_p99() -> None:
 def test_goodput_counts_requests_on_target_and_cost_counts_all_cards() -> None:
     fleet = make_fleet(2)
     ran = simulate_requests(fleet, 100, gap_s=0.02)
-    found = outcome(fleet, ran, 4, LatencyTarget(ttft_ms=30), Paid(2.0, 700.0))
+    found = compute_outcome(fleet, ran, 4, LatencyTarget(ttft_ms=30), CardPrice(2.0, 700.0))
     share = sum(first - came <= 0.030 for first, came in zip(ran.book.first, ran.book.arrival, strict=True)) / 100
     assert found.on_target == pytest.approx(share)
     assert found.goodput_requests_s == pytest.approx(share * 100 / found.seconds)
@@ -257,7 +259,7 @@ def test_goodput_counts_requests_on_target_and_cost_counts_all_cards() -> None:
     hours = 8 * found.seconds / 3600
     assert found.cost_per_million_tokens == pytest.approx(2.0 * hours / 1000 * 1e6)
     assert found.kwh_per_million_tokens == pytest.approx(0.7 * hours / 1000 * 1e6)
-    assert outcome(fleet, ran, 4, None, Paid()).goodput_requests_s is None
+    assert compute_outcome(fleet, ran, 4, None, CardPrice()).goodput_requests_s is None
 
 
 def test_required_share_on_target_is_that_of_bench() -> None:

@@ -6,16 +6,16 @@ import pytest
 
 from bedplate.decide import decide
 from bedplate.decide.planning import plan as planned
-from bedplate.engines import engine
-from bedplate.engines.knobs import turned_plan
-from bedplate.facts.simulated import simulated
-from bedplate.run.builtin import builtin_facts
-from bedplate.values import Decision, Figure, Workload, from_json, replaced, to_json
+from bedplate.engines import get_engine
+from bedplate.engines.knobs import apply_values
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.values import Decision, Figure, Workload, from_json, replace_fields, to_json
 from bedplate.values.run import Load
-from bedplate.values.tuning import Proof, Side, Step, Tuned, Turn
+from bedplate.values.tuning import ComparedSettings, Proof, SettingChange, TuningRun, TuningStep
 
-MACHINE = simulated({"cpu": "AMD EPYC 9654", "cores": 4, "ram_gb": 32, "os": "linux"})
-MODEL = builtin_facts()
+MACHINE = make_simulated_hardware({"cpu": "AMD EPYC 9654", "cores": 4, "ram_gb": 32, "os": "linux"})
+MODEL = read_builtin_facts()
 WORK = Workload(concurrency=4, prompt_tokens=512, output_tokens=128)
 
 
@@ -23,21 +23,21 @@ def make_gain(value: float) -> Figure:
     return Figure(value=value, low=0.9 * value, high=1.1 * value, basis="measured", source="3 repeats in turns")
 
 
-def make_tuning(work: Workload = WORK, **values: str) -> Tuned:
+def make_tuning(work: Workload = WORK, **values: str) -> TuningRun:
     """A tuning result with these values."""
     decision = decide(MACHINE, MODEL, work, "llama.cpp")
     before = planned(decision, MODEL, work)
-    llama = engine("llama.cpp")
-    after = turned_plan(before, llama.knobs(MACHINE, before), values)
-    turned = tuple(Turn(knob=name, value=value) for name, value in values.items())
+    llama = get_engine("llama.cpp")
+    after = apply_values(before, llama.knobs(MACHINE, before), values)
+    turned = tuple(SettingChange(knob=name, value=value) for name, value in values.items())
     side = {"argv": (), "output_tok_s": make_gain(100), "ttft_ms": make_gain(900), "tpot_ms": make_gain(20)}
-    return Tuned(
+    return TuningRun(
         id="t1", at="2026-11-15T10:00:00.000Z", machine="m", hardware="four cores", bedplate="0", engine="llama.cpp",
         engine_version=llama.version or "", build="wheel", model=MODEL.name, budget_s=600, finished=True,
         load=Load(concurrency=4, prompt_tokens=512, output_tokens=128), workload=work,
         sides=(
-            Side(name="plan", settings=before.settings, weights=before.weights, **side),  # type: ignore[arg-type]
-            Side(name="tuned", turned=turned, settings=after.settings, weights=after.weights, **side),  # type: ignore[arg-type]
+            ComparedSettings(name="plan", settings=before.settings, weights=before.weights, **side),  # type: ignore[arg-type]
+            ComparedSettings(name="tuned", turned=turned, settings=after.settings, weights=after.weights, **side),  # type: ignore[arg-type]
         ),
         proofs=(
             Proof(
@@ -45,11 +45,11 @@ def make_tuning(work: Workload = WORK, **values: str) -> Tuned:
             ),
             Proof(against="plan", answer="migrate", text="", output_tok_s=make_gain(2.4), ttft_ms=make_gain(2.8)),
         ),
-        steps=(Step(turn=turned[0], before="512", gain=make_gain(1.2)),),
+        steps=(TuningStep(turn=turned[0], before="512", gain=make_gain(1.2)),),
     )  # fmt: skip
 
 
-def decide_with(tuned: Tuned, work: Workload = WORK) -> Decision:
+def decide_with(tuned: TuningRun, work: Workload = WORK) -> Decision:
     return decide(MACHINE, MODEL, work, "llama.cpp", tunings=(tuned,))
 
 
@@ -72,7 +72,7 @@ def test_plan_for_the_same_workload_uses_tuned_settings_with_a_reason() -> None:
 
 def test_memory_is_computed_for_tuned_settings() -> None:
     plain, tuned = (
-        decide_with(replaced(make_tuning(ubatch="256"), finished=False)),
+        decide_with(replace_fields(make_tuning(ubatch="256"), finished=False)),
         decide_with(make_tuning(weights="F16")),
     )
     assert plain.memory is not None and tuned.memory is not None
@@ -84,9 +84,9 @@ def test_memory_is_computed_for_tuned_settings() -> None:
     [
         WORK,
         Workload(origin="default"),
-        replaced(WORK, concurrency=8),
-        replaced(WORK, prompt_tokens=1024, output_tokens=64),
-        replaced(WORK, context_tokens=4096),
+        replace_fields(WORK, concurrency=8),
+        replace_fields(WORK, prompt_tokens=1024, output_tokens=64),
+        replace_fields(WORK, context_tokens=4096),
     ],
 )
 def test_similar_workload_uses_tuned_settings(work: Workload) -> None:
@@ -100,11 +100,11 @@ def test_similar_workload_uses_tuned_settings(work: Workload) -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        replaced(WORK, concurrency=16),
-        replaced(WORK, concurrency=1),
-        replaced(WORK, prompt_tokens=4096),
-        replaced(WORK, output_tokens=1024),
-        replaced(WORK, shared_prefix_tokens=256),
+        replace_fields(WORK, concurrency=16),
+        replace_fields(WORK, concurrency=1),
+        replace_fields(WORK, prompt_tokens=4096),
+        replace_fields(WORK, output_tokens=1024),
+        replace_fields(WORK, shared_prefix_tokens=256),
     ],
 )
 def test_different_workload_does_not_use_tuned_settings(work: Workload) -> None:
@@ -122,7 +122,7 @@ def test_different_workload_does_not_use_tuned_settings(work: Workload) -> None:
     ],
 )
 def test_unproven_or_foreign_tuning_is_not_used(other: dict[str, object]) -> None:
-    assert get_tuning_reason(decide_with(replaced(make_tuning(ubatch="256"), **other))) is None
+    assert get_tuning_reason(decide_with(replace_fields(make_tuning(ubatch="256"), **other))) is None
 
 
 def test_newest_tuning_is_used() -> None:
@@ -133,4 +133,4 @@ def test_newest_tuning_is_used() -> None:
 
 def test_tuning_round_trips_through_json() -> None:
     tuned = make_tuning(weights="Q8_0", threads="2", ubatch="64")
-    assert from_json(Tuned, to_json(tuned)) == tuned
+    assert from_json(TuningRun, to_json(tuned)) == tuned

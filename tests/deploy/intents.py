@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from bedplate.decide import decide
-from bedplate.decide.intent import intent_of, resolved_hardware
-from bedplate.decide.portfolio import on_one_machine, portfolio
-from bedplate.deploy.emit import emitted
-from bedplate.deploy.platform import Placed, Platform, many_services, one_service
-from bedplate.run.models import intended_model
-from bedplate.values import Estimate, replaced
-from bedplate.values.record import estimate as figure
+from bedplate.decide.intent import resolve_hardware, to_intent
+from bedplate.decide.portfolio import make_portfolio, place_on_one_machine
+from bedplate.deploy.emit import emit_target
+from bedplate.deploy.platform import PlacedService, Platform, place_one_service, place_services
+from bedplate.run.models import find_intended_model
+from bedplate.values import Estimate, replace_fields
+from bedplate.values.record import make_estimate as figure
 
 LLAMA = "meta-llama/Meta-Llama-3.1-70B"
 WORK = {"concurrency": 64, "prompt_tokens": 1024, "output_tokens": 256}
@@ -171,24 +171,24 @@ def build_platform(name: str) -> Platform:
     return replace(made, services=tuple(_fix_estimate(placed) for placed in made.services))
 
 
-def _fix_estimate(placed: Placed) -> Placed:
+def _fix_estimate(placed: PlacedService) -> PlacedService:
     rate = 1000.0 * max(1, placed.decision.parallelism.data)
     fixed = Estimate(ttft_ms=figure(300, 0.5), tpot_ms=figure(25, 0.4), output_tok_s=figure(rate, 0.3))
-    return replace(placed, decision=replaced(placed.decision, estimate=fixed))
+    return replace(placed, decision=replace_fields(placed.decision, estimate=fixed))
 
 
 def make_platform(described: dict[str, Any], engine: str | None = None) -> Platform:
-    intent = intent_of(described)
+    intent = to_intent(described)
     if intent.services:
-        models = [intended_model(service.model) for service in intent.services]
-        machine = None if intent.pools else resolved_hardware(intent)
-        found = portfolio(intent, models) if machine is None else on_one_machine(intent, models, machine)
-        return many_services(intent, found, models, machine)
-    hardware, model = resolved_hardware(intent), intended_model(intent.model)
+        models = [find_intended_model(service.model) for service in intent.services]
+        machine = None if intent.pools else resolve_hardware(intent)
+        found = make_portfolio(intent, models) if machine is None else place_on_one_machine(intent, models, machine)
+        return place_services(intent, found, models, machine)
+    hardware, model = resolve_hardware(intent), find_intended_model(intent.model)
     decision = decide(hardware, model, intent.workload, engine, operations=intent.operations)
-    return one_service(intent, hardware, model, intent.workload, decision)
+    return place_one_service(intent, hardware, model, intent.workload, decision)
 
 
 @functools.cache
 def emit_files(name: str, target: str) -> dict[str, str]:
-    return emitted(build_platform(name), target)
+    return emit_target(build_platform(name), target)

@@ -13,8 +13,8 @@ import yaml
 from tests.conftest import HANG_S
 from tests.deploy.intents import PROMPTS, WITH_DYNAMO, build_platform, emit_files
 
-from bedplate.deploy.dynamo import prompt_share, split_of
-from bedplate.deploy.served import served
+from bedplate.deploy.dynamo import estimate_prefill_share, split_workers
+from bedplate.deploy.served import describe_containers
 
 READS = """
 import json, sys
@@ -43,11 +43,11 @@ def read_option(component: dict[str, Any], name: str) -> str:
 
 def test_prefill_workers_follow_the_estimated_share() -> None:
     platform = build_platform("fleet-prompts")
-    unit = served(platform.services[0], platform.deploy)
-    share, words = prompt_share(unit)
-    split = split_of(unit, platform.deploy)
+    unit = describe_containers(platform.services[0], platform.deploy)
+    share, words = estimate_prefill_share(unit)
+    split = split_workers(unit, platform.deploy)
     assert share is not None and f"{share:.0%}" in words and words in split.words
-    assert split.apart and split.prefill + split.decode == unit.replicas
+    assert split.is_disaggregated and split.prefill + split.decode == unit.replicas
     assert abs(split.prefill - share * unit.replicas) <= 1
 
 

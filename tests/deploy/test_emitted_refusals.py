@@ -10,16 +10,16 @@ import yaml
 from tests.commands import invoke
 from tests.deploy.intents import FEW, H100, LLAMA, PLATFORM, WORK, make_platform
 
-from bedplate.deploy.emit import as_one_stream, emitted
-from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.deploy.emit import emit_target, join_manifests
+from bedplate.errors import NotPossible, UsageError
 
 WIDE = {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8}
 BIG = "meta-llama/Meta-Llama-3.1-405B"
 
 
-def catch_refusal(described: dict[str, Any], target: str, engine: str | None = None) -> AnswerIsNo:
-    with pytest.raises(AnswerIsNo) as caught:
-        emitted(make_platform(described, engine), target)
+def catch_refusal(described: dict[str, Any], target: str, engine: str | None = None) -> NotPossible:
+    with pytest.raises(NotPossible) as caught:
+        emit_target(make_platform(described, engine), target)
     return caught.value
 
 
@@ -41,7 +41,7 @@ def test_refuses_replica_larger_than_a_node_without_network(network: str | None)
 def test_replica_larger_than_a_node_is_emitted_with_network() -> None:
     hardware = {**WIDE, "network": "InfiniBand NDR 400"}
     work = {**WORK, "precision_sensitive": True}
-    files = emitted(make_platform({"hardware": hardware, "model": BIG, "workload": work}, "vllm"), "kubernetes")
+    files = emit_target(make_platform({"hardware": hardware, "model": BIG, "workload": work}, "vllm"), "kubernetes")
     assert "kind: LeaderWorkerSet" in files["meta-llama-3-1-405b.yaml"]
 
 
@@ -61,7 +61,7 @@ def test_refuses_engines_that_an_orchestrator_does_not_support() -> None:
 
 
 def test_services_that_dynamo_does_not_run_are_plain_deployments() -> None:
-    files = emitted(make_platform(PLATFORM), "dynamo")
+    files = emit_target(make_platform(PLATFORM), "dynamo")
     assert "kind: DynamoGraphDeployment" in files["chat.yaml"]
     assert "kind: Deployment" in files["code.yaml"] and "deployed as a plain workload" in files["code.yaml"]
 
@@ -71,7 +71,7 @@ def test_tensorrt_llm_on_several_nodes_needs_dynamo() -> None:
     described = {"hardware": hardware, "model": BIG, "workload": WORK}
     found = catch_refusal(described, "kubernetes", "tensorrt-llm")
     assert "several nodes" in found.message and "dynamo" in (found.hint or "")
-    assert "nodeCount: 2" in emitted(make_platform(described, "tensorrt-llm"), "dynamo")["meta-llama-3-1-405b.yaml"]
+    assert "nodeCount: 2" in emit_target(make_platform(described, "tensorrt-llm"), "dynamo")["meta-llama-3-1-405b.yaml"]
 
 
 def test_refuses_containers_on_macos() -> None:
@@ -101,8 +101,8 @@ def test_refuses_platform_with_a_service_that_does_not_fit() -> None:
 def test_refuses_unknown_target() -> None:
     answer = invoke("plan", LLAMA, "--hardware", "8x H100 SXM", "--emit", "nomad")
     assert answer.code == 2 and "kubernetes" in answer.err
-    with pytest.raises(BadQuestion):
-        emitted(make_platform({"hardware": H100, "model": LLAMA, "workload": WORK}), "nomad")
+    with pytest.raises(UsageError):
+        emit_target(make_platform({"hardware": H100, "model": LLAMA, "workload": WORK}), "nomad")
 
 
 def test_refuses_script_for_several_services(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_refuses_script_for_several_services(tmp_path: Path) -> None:
 
 def test_refuses_to_stream_files_that_are_not_manifests() -> None:
     described = {"hardware": {"accelerator": "RTX 4090", "count": 1}, "model": "Qwen/Qwen3-8B", "workload": FEW}
-    files = emitted(make_platform(described, "pytorch"), "kubernetes")
+    files = emit_target(make_platform(described, "pytorch"), "kubernetes")
     assert "images/pytorch/Dockerfile" in files
-    with pytest.raises(BadQuestion, match="Dockerfile"):
-        as_one_stream(files)
+    with pytest.raises(UsageError, match="Dockerfile"):
+        join_manifests(files)
 
 
 class TestCommandLine:

@@ -16,11 +16,11 @@ from tests.deploy.intents import make_platform
 from tests.deploy.walk import iterate_pods, read_manifests
 
 from bedplate.decide import decide, plan
-from bedplate.decide.intent import intent_of, resolved_hardware
-from bedplate.deploy.emit import emitted
-from bedplate.deploy.shell import script
-from bedplate.engines import all_engines
-from bedplate.run.models import intended_model
+from bedplate.decide.intent import resolve_hardware, to_intent
+from bedplate.deploy.emit import emit_target
+from bedplate.deploy.shell import write_script
+from bedplate.engines import load_engines
+from bedplate.run.models import find_intended_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is itself a script, which needs Linux")
 
@@ -68,11 +68,11 @@ CONVERTED = ("an encoder", "exllamav3", "llama.cpp built, quantized", "tensorrt-
 
 def emit_script(name: str) -> str:
     model, hardware, engine = CASES[name]
-    intent = intent_of({"hardware": hardware, "model": model})
-    facts = intended_model(intent.model)
-    decision = decide(resolved_hardware(intent), facts, intent.workload, engine)
+    intent = to_intent({"hardware": hardware, "model": model})
+    facts = find_intended_model(intent.model)
+    decision = decide(resolve_hardware(intent), facts, intent.workload, engine)
     assert decision.launch is not None, decision.refused
-    return script(plan(decision, facts, intent.workload), decision)
+    return write_script(plan(decision, facts, intent.workload), decision)
 
 
 @dataclass
@@ -136,7 +136,7 @@ def test_script_reaches_the_server_with_only_its_declared_programs(name: str, tm
 
 
 def test_every_engine_has_a_script_case() -> None:
-    assert {engine for _, _, engine in CASES.values()} == set(all_engines())
+    assert {engine for _, _, engine in CASES.values()} == set(load_engines())
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -203,7 +203,7 @@ def test_existing_converted_weights_are_used(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_conversion_on_kubernetes_is_atomic(name: str, engine: str) -> None:
     model, hardware, _ = CASES[name]
-    files = emitted(make_platform({"hardware": hardware, "model": model}, engine), "kubernetes")
+    files = emit_target(make_platform({"hardware": hardware, "model": model}, engine), "kubernetes")
     pods = [pod for tree in read_manifests(files) if tree["kind"] == "Job" for _, pod in iterate_pods(tree)]
     (step,) = [one for pod in pods for one in pod["initContainers"] if one["name"] == "convert"]
     command = " ".join([*step.get("command", []), *step.get("args", [])])
@@ -215,13 +215,13 @@ def test_conversion_on_kubernetes_is_atomic(name: str, engine: str) -> None:
 
 def test_gpu_image_has_gpu_packages() -> None:
     model, hardware, _ = CASES["an encoder"]
-    files = emitted(make_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
+    files = emit_target(make_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
     text = files["images/onnxruntime/Dockerfile"]
     assert " onnxruntime-gpu==" in text and " onnxruntime==" not in text
 
 
 def test_image_has_the_wheel_for_the_compute_capability() -> None:
     model, hardware = "Qwen/Qwen3-4B", {"accelerator": "RTX 4090"}
-    files = emitted(make_platform({"hardware": hardware, "model": model}, "mistral.rs"), "kubernetes")
+    files = emit_target(make_platform({"hardware": hardware, "model": model}, "mistral.rs"), "kubernetes")
     assert "/v0.9.5 mistralrs==0.9.5+cuda128.sm89 " in files["images/mistral.rs/Dockerfile"]
     assert any(":0.9.5-sm89" in text for name, text in files.items() if name.endswith(".yaml"))

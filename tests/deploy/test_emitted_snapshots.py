@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from tests.deploy.intents import INTENTS, REFUSED, TARGETS, WRITTEN, emit_files
 from tests.deploy.walk import iterate_pods, read_manifests
 
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import NotPossible
 
 WHOLE = [("h100-chat", "kubernetes"), ("one-pool", "compose"), ("fleet-apart", "dynamo"), ("h100-chat", "ray")]
 
@@ -33,7 +33,7 @@ def test_emitted_files_match_snapshot(name: str, target: str, snapshot: Snapshot
 def test_at_least_forty_intents_are_emitted_and_the_others_refused() -> None:
     assert len(WRITTEN) >= 40
     for name, target in REFUSED:
-        with pytest.raises(AnswerIsNo):
+        with pytest.raises(NotPossible):
             emit_files(name, target)
 
 
@@ -41,7 +41,7 @@ def summarize(name: str, target: str) -> list[str]:
     """Write one line per manifest, then its containers: image, GPUs, timeouts and engine options."""
     try:
         files = emit_files(name, target)
-    except AnswerIsNo as refusal:
+    except NotPossible as refusal:
         return [f"refused: {refusal.message}"]
     if target == "compose":
         return [line for path, text in files.items() if path.endswith("compose.yaml")

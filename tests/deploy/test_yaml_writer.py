@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.deploy.yaml_writer import document, documents, plain, why
+from bedplate.deploy.yaml_writer import annotate, strip_comments, write_document, write_documents
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff"), max_size=30)
 odd = st.sampled_from([
@@ -29,31 +29,33 @@ trees = st.recursive(
 
 @given(st.dictionaries(keys, trees, max_size=5))
 def test_written_data_is_read_back_unchanged(tree: dict[str, Any]) -> None:
-    assert (yaml.safe_load(document(tree)) or {}) == tree
+    assert (yaml.safe_load(write_document(tree)) or {}) == tree
 
 
-@given(st.dictionaries(keys, trees.map(lambda value: why(value, "a reason\nof two lines # and a mark")), max_size=5))
+@given(
+    st.dictionaries(keys, trees.map(lambda value: annotate(value, "a reason\nof two lines # and a mark")), max_size=5)
+)
 def test_comments_do_not_change_data(tree: dict[str, Any]) -> None:
-    assert (yaml.safe_load(document(tree, "A head: with - marks")) or {}) == plain(tree)
+    assert (yaml.safe_load(write_document(tree, "A head: with - marks")) or {}) == strip_comments(tree)
 
 
 def test_comment_is_above_its_value() -> None:
-    tree = {"a": why(1, "first"), "b": [{"c": why(2, "second"), "d": None}, why("x", "third")]}
-    assert document(tree, "head") == (
+    tree = {"a": annotate(1, "first"), "b": [{"c": annotate(2, "second"), "d": None}, annotate("x", "third")]}
+    assert write_document(tree, "head") == (
         "# head\n# first\na: 1\nb:\n  # second\n  - c: 2\n  # third\n  - x\n"
     )  # fmt: skip
 
 
 def test_long_comments_are_wrapped() -> None:
-    lines = document({"a": {"b": why(1, "word " * 60)}}).splitlines()
+    lines = write_document({"a": {"b": annotate(1, "word " * 60)}}).splitlines()
     assert max(map(len, lines)) <= 112 and all(line.startswith("  # word") for line in lines[1:-1])
 
 
 def test_writes_several_documents() -> None:
-    text = documents([{"a": 1}, {"b": "2"}], "head")
+    text = write_documents([{"a": 1}, {"b": "2"}], "head")
     assert list(yaml.safe_load_all(text)) == [{"a": 1}, {"b": "2"}] and text.startswith("# head\n")
 
 
 @pytest.mark.parametrize("text", ["yes", "1e3", "0o17", "012", "1:30", "y", "Null", "0x10", "1_0", ".inf", "1.0"])
 def test_ambiguous_text_is_quoted(text: str) -> None:
-    assert document({"a": text}) == f'a: "{text}"\n'
+    assert write_document({"a": text}) == f'a: "{text}"\n'

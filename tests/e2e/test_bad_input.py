@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.commands import invoke
-from tests.conftest import HANG_S, Served, no_new_children, wait_for
+from tests.conftest import HANG_S, Served, has_no_new_children, wait_for
 
 
 def run_bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,7 +29,7 @@ def run_bedplate(*arguments: str, env: dict[str, str] | None = None) -> subproce
         capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **(env or {})},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    wait_for(lambda: no_new_children(before), "its processes to end")
+    wait_for(lambda: has_no_new_children(before), "its processes to end")
     return done
 
 

@@ -16,7 +16,7 @@ from tests.commands import Answer, run
 from tests.conftest import HANG_S
 from tests.contract.documents import check_document
 
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 from bedplate.values import from_json
 from bedplate.values.bundle import MANIFEST, TOP, Bundle
 
@@ -30,7 +30,7 @@ def quiet_cores(one_core: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def archive(builtin_gguf: Path, llama_environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packed") / "chat.tar"
     answer = run("bundle", "--context", "512", "--concurrency", "1", "--engine", "llama.cpp", "-o", str(path), "--json")
     assert answer.code == 0, answer.err

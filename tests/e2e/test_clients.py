@@ -39,7 +39,7 @@ def read_metric(served: Served, pattern: str) -> float:
 
 def count_slots_in_use(served: Served) -> int:
     """The slots in use, from the engine's private port, with its key."""
-    engine = served.engine()
+    engine = served.find_engine()
     headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
     with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}/slots", headers=headers)) as answer:
         return sum(slot["is_processing"] for slot in json.load(answer))
@@ -157,7 +157,7 @@ def test_disconnect_during_a_stream_ends_the_generation(client: OpenAI, served: 
 
 
 def test_private_engine_port_requires_a_key(served: Served) -> None:
-    engine = served.engine()
+    engine = served.find_engine()
     request = urllib.request.Request(
         f"{get_private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
     )
@@ -228,9 +228,9 @@ def test_llm_command_line_works(served: Served, tmp_path: Path) -> None:
 
 
 def test_printed_curl_command_works(served: Served) -> None:
-    from bedplate.run.gateway.pages import curl
+    from bedplate.run.gateway.pages import write_curl_command
 
     done = subprocess.run(
-        ["bash", "-c", curl(served.root, needs_key=False)], capture_output=True, text=True, timeout=HANG_S
+        ["bash", "-c", write_curl_command(served.root, needs_key=False)], capture_output=True, text=True, timeout=HANG_S
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -9,17 +9,17 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import OpenAI
-from tests.conftest import gone, start_serve, wait_for
+from tests.conftest import have_ended, start_serve, wait_for
 
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 
 pytestmark = pytest.mark.first_answer
 
 
-def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_environment: Environment) -> None:
+def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_environment: EngineEnvironment) -> None:
     served = start_serve("--check")
     assert served.endpoint, "".join(served.stderr)
-    processes = [psutil.Process(served.process.pid), *served.descendants()]
+    processes = [psutil.Process(served.process.pid), *served.list_descendants()]
     assert len(processes) == 3, "bedplate, the warden and the engine"
     with OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
         (model,) = client.models.list()
@@ -34,4 +34,4 @@ def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_env
     with urllib.request.urlopen(f"{served.root}/metrics") as answer:
         assert b"bedplate_" in answer.read()
     assert served.stop(signal.SIGINT) == 0
-    wait_for(lambda: gone(processes), "every process to end")
+    wait_for(lambda: have_ended(processes), "every process to end")

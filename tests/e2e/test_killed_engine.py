@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from tests.conftest import HANG_S, Served, gone, wait_for
+from tests.conftest import HANG_S, Served, have_ended, wait_for
 
 STREAMS = 8
 KILLS = 20
@@ -49,7 +49,7 @@ async def stream_once(client: AsyncOpenAI, outcome: Outcome, first: asyncio.Even
 
 
 async def kill_under_load(served: Served) -> list[Outcome]:
-    engine = served.engine()
+    engine = served.find_engine()
     async with AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
         outcomes = [Outcome() for _ in range(STREAMS)]
         first = asyncio.Event()
@@ -57,12 +57,12 @@ async def kill_under_load(served: Served) -> list[Outcome]:
         await asyncio.wait_for(first.wait(), HANG_S)
         engine.kill()
         await asyncio.wait_for(asyncio.gather(*tasks), HANG_S)
-    wait_for(lambda: gone([engine]), "the killed engine to end")
+    wait_for(lambda: have_ended([engine]), "the killed engine to end")
     return outcomes
 
 
 def list_alive(served: Served) -> list[psutil.Process]:
-    return [process for process in served.descendants() if not gone([process])]
+    return [process for process in served.list_descendants() if not have_ended([process])]
 
 
 def is_healthy(served: Served) -> bool:
@@ -76,7 +76,7 @@ def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[...,
     served = serve()
     engines = set()
     for round_number in range(KILLS):
-        engines.add(served.engine().pid)
+        engines.add(served.find_engine().pid)
         outcomes = asyncio.run(kill_under_load(served))
         assert any(outcome.chunks for outcome in outcomes)
         for outcome in outcomes:
@@ -85,25 +85,25 @@ def test_survives_engine_killed_twenty_times_during_streams(serve: Callable[...,
             assert whole or outcome.error is not None, f"round {round_number}: a stream ended as if it were complete"
             if outcome.error is not None:
                 assert "llama.cpp" in outcome.error.message
-        wait_for(lambda: served.engine().pid not in engines and is_healthy(served), "the endpoint to be back")
+        wait_for(lambda: served.find_engine().pid not in engines and is_healthy(served), "the endpoint to be back")
         wait_for(lambda: len(list_alive(served)) == 2, f"one warden and one engine, not {list_alive(served)}")
     assert len(engines) == KILLS
 
 
 def test_sigkill_of_bedplate_leaves_no_process(serve: Callable[..., Served]) -> None:
     served = serve()
-    below = served.descendants()
+    below = served.list_descendants()
     assert len(below) == 2
     os.kill(served.process.pid, signal.SIGKILL)
-    wait_for(lambda: gone(below), "the warden and the engine to end")
+    wait_for(lambda: have_ended(below), "the warden and the engine to end")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_everything_with_status_0(serve: Callable[..., Served], number: int) -> None:
     served = serve()
-    below = served.descendants()
+    below = served.list_descendants()
     assert served.stop(number) == 0
-    wait_for(lambda: gone(below), "the warden and the engine to end")
+    wait_for(lambda: have_ended(below), "the warden and the engine to end")
 
 
 def test_ctrl_c_during_a_stream_ends_it_with_an_error(serve: Callable[..., Served]) -> None:
@@ -135,4 +135,4 @@ def test_ctrl_c_on_the_terminal_stops_everything(llama_environment: object, buil
         below = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(HANG_S) == 0
-    wait_for(lambda: gone(below), "the warden and the engine to end")
+    wait_for(lambda: have_ended(below), "the warden and the engine to end")

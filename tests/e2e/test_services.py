@@ -19,12 +19,12 @@ from typing import Any
 import psutil
 import pytest
 from tests.commands import Answer, run
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 from tests.contract.documents import check_document
 
 from bedplate.hosting import records
-from bedplate.hosting.services import status_of
-from bedplate.run.environments import Environment
+from bedplate.hosting.services import read_status
+from bedplate.run.environments import EngineEnvironment
 from bedplate.values.record import from_json
 from bedplate.values.service import HostStatus
 
@@ -55,12 +55,12 @@ class Background:
             below = list_descendants(endpoint["pid"])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(endpoint["pid"], signal.SIGKILL)
-            wait_for(lambda below=below: gone(below), "the engines of a killed host to end")  # type: ignore[misc]
-        records.swept()
+            wait_for(lambda below=below: have_ended(below), "the engines of a killed host to end")  # type: ignore[misc]
+        records.remove_stale()
 
 
 @pytest.fixture
-def background(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Background]:
+def background(builtin_gguf: Path, llama_environment: EngineEnvironment) -> Iterator[Background]:
     one = Background()
     yield one
     one.end()
@@ -89,9 +89,9 @@ def ask(endpoint: dict[str, Any], model: str | None = None, tokens: int = 4, **m
         return error.code, json.load(error)
 
 
-def read_status(name: str) -> HostStatus:
+def read_named_status(name: str) -> HostStatus:
     """The output of `bedplate status`, without starting a process."""
-    return status_of(records.chosen(name))
+    return read_status(records.choose_service(name))
 
 
 def list_services() -> dict[str, Any]:
@@ -99,7 +99,7 @@ def list_services() -> dict[str, Any]:
 
 
 def read_states(name: str) -> dict[str, str]:
-    return {model.model: model.state for model in read_status(name).models}
+    return {model.model: model.state for model in read_named_status(name).models}
 
 
 def assert_clear(answer: Answer, code: int, *words: str) -> None:
@@ -144,14 +144,14 @@ def test_background_service_starts_answers_and_stops(background: Background) -> 
     outcome: list[tuple[int, Any]] = []
     asking = threading.Thread(target=lambda: outcome.append(ask(endpoint, tokens=150, ignore_eos=True)))
     asking.start()
-    wait_for(lambda: read_status("chat").in_flight == 1, "an answer to be under way")
+    wait_for(lambda: read_named_status("chat").in_flight == 1, "an answer to be under way")
     stopped = run("stop", "chat")
     assert stopped.code == 0 and "chat stopped in" in stopped.out, stopped
     asking.join()
     assert outcome[0][0] == 200 and outcome[0][1]["usage"]["completion_tokens"] == 150, (
         "the answer under way was finished"
     )
-    wait_for(lambda: gone(everything), "everything to end")
+    wait_for(lambda: have_ended(everything), "everything to end")
     assert "chat" not in list_services()
     assert_clear(run("stop", "chat"), 1, "no service named chat", "running: ")
     assert "running requests have up to" in run("logs", "chat").out
@@ -161,10 +161,10 @@ def test_sigkill_of_a_host_with_replicas_leaves_no_process(background: Backgroun
     endpoint = background.start("--name", "twins", "--replicas", "2", "--context", "512", "--concurrency", "2")
     everything = list_descendants(endpoint["pid"])
     assert len(everything) == 5  # the host, two wardens and two engines
-    assert [engine.id for engine in read_status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
+    assert [engine.id for engine in read_named_status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
     assert ask(endpoint)[0] == 200
     os.kill(endpoint["pid"], signal.SIGKILL)
-    wait_for(lambda: gone(everything), "everything to end")
+    wait_for(lambda: have_ended(everything), "everything to end")
     seen = run("ps")
     assert "twins" not in seen.out and "twins" in seen.err and "ended unexpectedly" in seen.err
     assert "twins" not in run("ps").err, "it is said once"
@@ -204,7 +204,7 @@ def test_two_models_on_demand_alternate_within_a_memory_budget(
 
 
 def test_ctrl_c_during_start_stops_the_service(
-    builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "bedplate", "serve", "-d", "--port", "0", "--name", "hasty", "--no-check"],
@@ -216,12 +216,12 @@ def test_ctrl_c_during_start_stops_the_service(
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and "Ready" not in out
-    wait_for(lambda: gone([*everything, *list_descendants(pid)]), "the service to end")
+    wait_for(lambda: have_ended([*everything, *list_descendants(pid)]), "the service to end")
     assert not record.exists()
 
 
 def test_reports_why_the_service_did_not_start(
-    tmp_path: Path, builtin_gguf: Path, llama_environment: Environment
+    tmp_path: Path, builtin_gguf: Path, llama_environment: EngineEnvironment
 ) -> None:
     assert_clear(run("serve", "-d", str(tmp_path / "none.gguf"), "--port", "0"), 2, "none.gguf")
     assert_clear(run("serve", "-d", "--port", "0", "--context", "90000"), 1, "cannot be served here")

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import run
 from tests.e2e.test_bundle import build_environment, cut_off
 
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 from bedplate.values import from_json
 from bedplate.values.bundle import MANIFEST, TargetBundle
 
@@ -31,7 +31,7 @@ def quiet_cores(one_core: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(builtin_gguf: Path, llama_environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed") / "chat"
     answer = run(
         "bundle", "--for", f"linux-{platform.machine()}-cpu", "--engine", "llama.cpp", "--pieces", "32M",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bedplate.engines import Engine
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
-from bedplate.values import Hardware, Model, Parallelism, Plan, Settings, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Hardware, Model, Parallelism, Plan, Settings, Workload, replace_fields
 
 MODELS = (
     "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B", "Qwen/Qwen3-235B-A22B-FP8", "deepseek-ai/DeepSeek-R1",
@@ -25,13 +25,13 @@ MACHINES = (
 @functools.cache
 def machine(name: str, count: int = 8) -> Hardware:
     if name == "cpu":
-        return simulated({"cpu": "AMD EPYC 9654", "ram_gb": 256, "os": "linux"})
-    return simulated({"accelerator": name, "count": count, "ram_gb": 1024, "os": "linux"})
+        return make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 256, "os": "linux"})
+    return make_simulated_hardware({"accelerator": name, "count": count, "ram_gb": 1024, "os": "linux"})
 
 
 def model(name: str, folder: bool = False) -> Model:
     found = find_model(name)
-    return replaced(found, files=("/models/it is here/model-00001-of-2.safetensors",)) if folder else found
+    return replace_fields(found, files=("/models/it is here/model-00001-of-2.safetensors",)) if folder else found
 
 
 def plan(
@@ -89,7 +89,9 @@ def plans(draw: st.DrawFn, engine: Engine) -> Plan:
     )
     settings = engine.settle(on, which, work)
     if draw(st.booleans()):
-        settings = replaced(settings, kv_type="fp8", memory_share=0.8, batch_tokens=draw(st.sampled_from([512, 16384])))
+        settings = replace_fields(
+            settings, kv_type="fp8", memory_share=0.8, batch_tokens=draw(st.sampled_from([512, 16384]))
+        )
     return Plan(
         engine=engine.id, engine_version=engine.version or "", model=which, workload=work,
         weights=draw(st.sampled_from(forms)), parallelism=layout, settings=settings,

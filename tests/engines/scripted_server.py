@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bedplate.engines.shipped.openai_server import Backend, Piece, Refused, Request, Text, serve
+    from bedplate.engines.shipped.openai_server import (
+        BackendError,
+        EngineBackend,
+        GenerationRequest,
+        Piece,
+        Text,
+        serve,
+    )
 else:
     sys.path.insert(0, str(Path(__file__).parents[2] / "src" / "bedplate" / "engines" / "shipped"))
-    from openai_server import Backend, Piece, Refused, Request, Text, serve
+    from openai_server import Piece, Text, serve
 
 BEGIN, END = 256, 257
 STEP_S = 0.002
@@ -28,17 +35,17 @@ class Bytes(Text):
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if messages[-1]["role"] == "nobody":
-            raise Refused("the model's chat template rejected the messages: who is nobody?", "messages")
+            raise BackendError("the model's chat template rejected the messages: who is nobody?", "messages")
         return str(messages[-1]["content"])
 
 
-class Scripted(Backend):
+class Scripted(EngineBackend):
     engine = "scripted"
     tasks = frozenset(["generate", "embed", "classify"])
     labels = ("short", "long")
 
     def __init__(self) -> None:
-        self.answers: dict[Request, list[int] | None] = {}
+        self.answers: dict[GenerationRequest, list[int] | None] = {}
         self.most_at_once = 0
 
     @classmethod
@@ -51,16 +58,16 @@ class Scripted(Backend):
         while options.gate and not Path(options.gate).exists():
             time.sleep(STEP_S)
         if options.model == "broken":
-            raise Refused("the model is broken")
+            raise BackendError("the model is broken")
         self.text = Bytes()
         self.slots, self.context_tokens = options.slots, options.context
         self.logprobs = not options.plain
         self.structured = frozenset([] if options.plain else ["json_schema"])
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         word, _, rest = request.text.partition(":")
         if word == "refuse":
-            raise Refused("not this one", "prompt")
+            raise BackendError("not this one", "prompt")
         if word == "schema":
             rest = str(request.schema)
         if word == "most":
@@ -77,7 +84,7 @@ class Scripted(Backend):
                 pieces.append(self.next_piece(request))
         return pieces
 
-    def next_piece(self, request: Request) -> Piece:
+    def next_piece(self, request: GenerationRequest) -> Piece:
         word, answer = request.text.partition(":")[0], self.answers[request]
         if word == "crash":
             raise RuntimeError("the engine broke")
@@ -92,7 +99,7 @@ class Scripted(Backend):
         token = answer.pop(0)
         return Piece(request, token=token, logprob=-0.5, top=((token, -0.5), (ord("?"), -1.5)))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         del self.answers[request]
 
     def embed(self, inputs: list[list[int]]) -> list[list[float]]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import bedplate.engines
 from bedplate.measure.agreement import CHANCE, CLEAR_GAP, FLOORS
-from bedplate.run.environments import Environment, command
+from bedplate.run.environments import EngineEnvironment, build_command
 from bedplate.values import Launch
 
 PROGRAM = Path(bedplate.engines.__file__).parent / "shipped" / "conversion_check.py"
@@ -156,27 +156,29 @@ def test_exllama_uses_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "exllamav3-kernels")
 
 
-def run_check(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
-    server = json.dumps(command(llama, Launch(argv=("llama-server",))))
+def run_check(
+    llama: EngineEnvironment, source: Path, result: Path, bits: str = "16"
+) -> subprocess.CompletedProcess[str]:
+    server = json.dumps(build_command(llama, Launch(argv=("llama-server",))))
     argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--gguf-server", server]
     return subprocess.run(argv, capture_output=True, text=True)
 
 
 class TestRealFiles:
-    def test_a_file_agrees_with_itself(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+    def test_a_file_agrees_with_itself(self, builtin_gguf: Path, llama_environment: EngineEnvironment) -> None:
         done = run_check(llama_environment, builtin_gguf, builtin_gguf)
         assert done.returncode == 0, done.stderr
         assert "texts agree with the source" in done.stdout and "(64 of all 64)" in done.stdout
 
     def test_rejects_a_result_that_does_not_load(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         (tmp_path / "junk.gguf").write_bytes(b"junk")
         done = run_check(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
         assert done.returncode == 1 and "llama.cpp cannot load junk.gguf: " in done.stderr
 
     def test_rejects_another_pre_tokenizer(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         other = tmp_path / "cut.gguf"
         content = builtin_gguf.read_bytes()
@@ -186,7 +188,9 @@ class TestRealFiles:
         done = run_check(llama_environment, builtin_gguf, other)
         assert done.returncode == 1 and "token ids differ from the source" in done.stderr
 
-    def test_rejects_wrong_weights(self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
+    def test_rejects_wrong_weights(
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
+    ) -> None:
         other = tmp_path / "wrong.gguf"
         content = bytearray(builtin_gguf.read_bytes())
         for tensor in gguf.GGUFReader(builtin_gguf).tensors:
@@ -197,7 +201,7 @@ class TestRealFiles:
         assert done.returncode == 1 and "clear next tokens" in done.stderr and "instead of" in done.stderr
 
     def test_rejects_logits_that_are_not_finite(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         other = tmp_path / "damaged.gguf"
         content = bytearray(builtin_gguf.read_bytes())

@@ -15,7 +15,7 @@ from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.exllamav2 import BPW, ExLlamaV2
-from bedplate.values import Parallelism, Plan, Workload, replaced
+from bedplate.values import Parallelism, Plan, Workload, replace_fields
 
 EXL = ExLlamaV2()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -67,8 +67,8 @@ def test_weight_formats() -> None:
 
     assert list_labels(model(LLAMA)) == [(one, "converted") for one in BPW]
     assert list_labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
-    assert list_labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
-    assert list_labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
+    assert list_labels(replace_fields(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
+    assert list_labels(replace_fields(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
     assert list_labels(model("Qwen/Qwen3-32B-FP8")) == []
 
 
@@ -99,7 +99,7 @@ def test_refuses_unsupported_models_and_hardware(card: str, name: str, why: str)
     ],
 )
 def test_refuses_layer_sizes_that_are_not_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
-    refused = EXL.refuse(machine("RTX 4090"), replaced(model(LLAMA), **shape), Workload())
+    refused = EXL.refuse(machine("RTX 4090"), replace_fields(model(LLAMA), **shape), Workload())
     assert (refused.why.partition("this model has ")[2] if refused is not None else None) == why
 
 

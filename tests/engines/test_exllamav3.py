@@ -14,7 +14,7 @@ from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS
 from bedplate.engines.exllamav3 import BPW, ExLlamaV3
-from bedplate.values import Parallelism, Plan, Settings, Workload, replaced
+from bedplate.values import Parallelism, Plan, Settings, Workload, replace_fields
 
 EXL = ExLlamaV3()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -76,7 +76,7 @@ class TestLaunch:
     def test_only_the_number_of_compile_jobs_depends_on_the_machine(self) -> None:
         chosen = plan(EXL, RTX, model(LLAMA))
         one, two = (
-            EXL.launch(replaced(chosen, settings=replaced(chosen.settings, threads=threads)), 1).prepare[1]
+            EXL.launch(replace_fields(chosen, settings=replace_fields(chosen.settings, threads=threads)), 1).prepare[1]
             for threads in (2, 16)
         )
         assert one.argv[:2] == ("env", "MAX_JOBS=2") and two.argv[:2] == ("env", "MAX_JOBS=16")
@@ -91,7 +91,7 @@ class TestModels:
         assert tuple(form.label for form in forms) == BPW and {form.made for form in forms} == {"converted"}
         exact = EXL.weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in exact] == ["8.0BPW"]
-        ready = replaced(model(LLAMA), format="exl3", quantization="4.0BPW")
+        ready = replace_fields(model(LLAMA), format="exl3", quantization="4.0BPW")
         assert [form.made for form in EXL.weights(target, ready, Workload())] == ["as it is"]
         oss = EXL.weights(target, model("openai/gpt-oss-20b"), Workload())
         assert oss[0].label == "5.0BPW"
@@ -128,7 +128,7 @@ class TestModels:
     )
     def test_refuses_hidden_sizes_that_would_be_padded(self, architecture: str, width: int | None, runs: bool) -> None:
         # Neither the heads' width (9 of 64) nor the MLP's (1500) must divide.
-        shape = replaced(
+        shape = replace_fields(
             model(LLAMA), architecture=architecture, hidden_size=width, num_heads=9, head_dim=64, intermediate_size=1500
         )
         refused = EXL.refuse(RTX, shape, Workload())

@@ -27,13 +27,13 @@ from tests.engines.plans import plan as engine_plan
 
 import bedplate.engines
 from bedplate.decide.memory import fit
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS, LlamaCpp
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts.hardware import probe
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment, command
-from bedplate.run.supervisor import free_port
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment, build_command
+from bedplate.run.supervisor import find_free_port
 from bedplate.values import (
     Accelerator,
     Hardware,
@@ -44,7 +44,7 @@ from bedplate.values import (
     Preparation,
     Settings,
     Workload,
-    replaced,
+    replace_fields,
 )
 from bedplate.values.decision import Device
 from bedplate.values.fit import DeviceNeed
@@ -60,7 +60,7 @@ def read_capture(name: str) -> str:
 
 def make_plan(workload: Workload | None = None) -> Plan:
     work = workload or Workload(concurrency=2, context_tokens=1024)
-    return engine_plan(LLAMA, without_cards(probe()), builtin_facts(), workload=work)
+    return engine_plan(LLAMA, without_cards(probe()), read_builtin_facts(), workload=work)
 
 
 def estimate_host_need(model: Model, settings: Settings) -> DeviceNeed:
@@ -68,7 +68,7 @@ def estimate_host_need(model: Model, settings: Settings) -> DeviceNeed:
 
 
 def without_cards(machine: Hardware) -> Hardware:
-    return replaced(machine, accelerators=(), links=())
+    return replace_fields(machine, accelerators=(), links=())
 
 
 class TestExplain:
@@ -151,7 +151,7 @@ def test_metrics_are_read() -> None:
 
 class TestSettings:
     def test_default_settings_allow_a_second_request(self) -> None:
-        settings = LLAMA.settle(probe(), builtin_facts(), Workload())
+        settings = LLAMA.settle(probe(), read_builtin_facts(), Workload())
         assert settings.slots == DEFAULT_SLOTS and settings.context_tokens == DEFAULT_CONTEXT_TOKENS
         assert settings.threads == probe().cpu.allowed_physical_cores and settings.gpu_layers == 0
 
@@ -166,36 +166,38 @@ class TestSettings:
         ],
     )
     def test_requested_values_are_kept(self, workload: Workload, slots: int, context: int) -> None:
-        settings = LLAMA.settle(probe(), builtin_facts(), workload)
+        settings = LLAMA.settle(probe(), read_builtin_facts(), workload)
         assert (settings.slots, settings.context_tokens) == (slots, context)
 
     def test_a_mac_computes_on_its_gpu(self) -> None:
-        mac = replaced(probe(), accelerators=(Accelerator(name="Apple M2", vendor="apple", unified_memory=True),))
-        settings = LLAMA.settle(mac, builtin_facts(), Workload())
-        assert settings.gpu_layers == builtin_facts().num_layers + 1
+        mac = replace_fields(probe(), accelerators=(Accelerator(name="Apple M2", vendor="apple", unified_memory=True),))
+        settings = LLAMA.settle(mac, read_builtin_facts(), Workload())
+        assert settings.gpu_layers == read_builtin_facts().num_layers + 1
 
     def test_memory_follows_the_header(self) -> None:
-        model = builtin_facts()
+        model = read_builtin_facts()
         need = estimate_host_need(model, Settings(slots=3, context_tokens=1000))
         assert need.weights_bytes == model.weight_bytes
         # 30 layers, 3 heads of 64, key and value, two bytes each.
         assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
         assert need.total_bytes < need.high_bytes
 
-    def test_memory_estimate_covers_the_real_engine(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+    def test_memory_estimate_covers_the_real_engine(
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment
+    ) -> None:
         chosen = make_plan(Workload(concurrency=4, context_tokens=8192))
         need = estimate_host_need(chosen.model, chosen.settings)
-        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
+        with run_engine(llama_environment, LLAMA.launch(chosen, find_free_port())) as (process, _):
             # It clears its cache at the start, so that all of it counts; of the weights only what was read so far.
             assert need.kv_bytes < process.memory_info().rss <= need.high_bytes
 
 
 @contextlib.contextmanager
-def run_engine(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
+def run_engine(environment: EngineEnvironment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
     """The real engine, ready, with its private URL."""
     port = launch.argv[launch.argv.index("--port") + 1]
     process = subprocess.Popen(
-        command(environment, launch), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        build_command(environment, launch), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
 
     def healthy() -> bool:
@@ -249,7 +251,7 @@ class TestLauncher:
     @pytest.mark.parametrize("task", ["generate", "embed"])
     def test_accepts_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
         chosen = make_plan()
-        launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
+        launch = LLAMA.launch(replace_fields(chosen, model=replace_fields(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
         options = launcher.parser().parse_args(launch.argv[1:])
         assert options.model == chosen.model.files[0] and options.alias == chosen.model.served_name
@@ -275,7 +277,7 @@ class TestLauncher:
         names = [name for action in parser._actions for name in action.option_strings]
         assert len(names) == len(set(names))
 
-    def test_sets_the_parameters_of_the_wheel(self, llama_environment: Environment) -> None:
+    def test_sets_the_parameters_of_the_wheel(self, llama_environment: EngineEnvironment) -> None:
         given = [
             *("--model", "m.gguf", "--alias", "me", "--host", "127.0.0.2", "--port", "1234", "--threads-http", "9"),
             *("--ctx-size", "4096", "--parallel", "3", "--threads", "5", "--n-gpu-layers", "7", "--batch-size", "64"),
@@ -365,20 +367,20 @@ print(json.dumps({
             process.terminate()
             assert process.wait(HANG_S) == -signal.SIGTERM
 
-    def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
+    def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: EngineEnvironment) -> None:
         launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))
-        done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
+        done = subprocess.run(build_command(llama_environment, launch), capture_output=True, text=True)
         assert done.returncode == 1 and "unknown cache type 'q9'" in done.stderr and "q8_0" in done.stderr
 
-    def test_failed_load_exits_without_a_traceback(self, llama_environment: Environment, tmp_path: Path) -> None:
-        launch = Launch(argv=("llama-server", "--model", str(tmp_path / "gone.gguf"), "--port", str(free_port())))
-        done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
+    def test_failed_load_exits_without_a_traceback(self, llama_environment: EngineEnvironment, tmp_path: Path) -> None:
+        launch = Launch(argv=("llama-server", "--model", str(tmp_path / "gone.gguf"), "--port", str(find_free_port())))
+        done = subprocess.run(build_command(llama_environment, launch), capture_output=True, text=True)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert LLAMA.explain(done.stdout + done.stderr) is not None
 
-    def test_engine_runs_as_planned(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+    def test_engine_runs_as_planned(self, builtin_gguf: Path, llama_environment: EngineEnvironment) -> None:
         chosen = make_plan()
-        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
+        with run_engine(llama_environment, LLAMA.launch(chosen, find_free_port())) as (process, url):
 
             def get(path: str) -> str:
                 with urllib.request.urlopen(f"{url}{path}", timeout=HANG_S) as answer:
@@ -496,7 +498,7 @@ class TestCommandLines:
 
     def test_cpu_steps_need_no_build_tools(self) -> None:
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        by_hand = LLAMA.by_hand(chosen)
+        by_hand = LLAMA.list_build_steps(chosen)
         rest = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert {step.argv[0] for step in rest if step.argv} == {"hf", "python3", "llama-quantize"}
 
@@ -521,7 +523,7 @@ class TestWeights:
     def test_rows_unsuited_to_k_quants_get_smaller_blocks(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
-        narrow = replaced(model("Qwen/Qwen3-32B"), hidden_size=576)
+        narrow = replace_fields(model("Qwen/Qwen3-32B"), hidden_size=576)
         assert [form.label for form in LLAMA.weights(target, narrow, Workload())] == ["F16", "Q8_0", "Q5_1", "Q4_1"]
         chosen = engine_plan(LLAMA, machine("cpu"), narrow, label="Q4_1")
         (_, last) = [step for step in LLAMA.launch(chosen, 1).prepare if step.kind == "convert"]
@@ -530,16 +532,16 @@ class TestWeights:
     def test_gguf_is_loaded_directly(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
-        forms = LLAMA.weights(target, builtin_facts(), Workload(precision_sensitive=True))
-        assert [(form.label, form.made) for form in forms] == [(builtin_facts().quantization, "as it is")]
+        forms = LLAMA.weights(target, read_builtin_facts(), Workload(precision_sensitive=True))
+        assert [(form.label, form.made) for form in forms] == [(read_builtin_facts().quantization, "as it is")]
 
     def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
-        old = replaced(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
-        target = LLAMA.target(replaced(machine("RTX 4090", 1), accelerators=(old,)))
+        old = replace_fields(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
+        target = LLAMA.target(replace_fields(machine("RTX 4090", 1), accelerators=(old,)))
         assert target is not None and target.device == "cpu"
 
     def test_it_does_not_classify(self) -> None:
-        refused = LLAMA.refuse(machine("cpu"), builtin_facts(), Workload(task="classify"))
+        refused = LLAMA.refuse(machine("cpu"), read_builtin_facts(), Workload(task="classify"))
         assert refused is not None and refused.kind == "impossible"
 
 
@@ -548,10 +550,10 @@ def list_words_after(launch: Launch, option: str) -> str:
 
 
 def test_every_engine_is_found_by_its_id() -> None:
-    assert engine("llama.cpp").id == "llama.cpp"
-    assert {"llama.cpp", "mlx", "vllm", "sglang", "tgi"} <= set(bedplate.engines.all_engines())
-    with pytest.raises(BadQuestion, match=r"no engine is called 'llamacpp'") as caught:
-        engine("llamacpp")
+    assert get_engine("llama.cpp").id == "llama.cpp"
+    assert {"llama.cpp", "mlx", "vllm", "sglang", "tgi"} <= set(bedplate.engines.load_engines())
+    with pytest.raises(UsageError, match=r"no engine is called 'llamacpp'") as caught:
+        get_engine("llamacpp")
     assert "did you mean llama.cpp?" in str(caught.value.hint)
 
 
@@ -561,10 +563,10 @@ class TestBuilding:
     def on(self, *sets: str, cards: tuple[str | None, ...] = ()) -> Hardware:
         on = machine("RTX 4090", 1) if cards else machine("cpu")
         card = machine("RTX 4090", 1).accelerators[0]
-        return replaced(
+        return replace_fields(
             on,
-            cpu=replaced(on.cpu, instruction_sets=sets),
-            accelerators=tuple(replaced(card, compute_capability=one) for one in cards),
+            cpu=replace_fields(on.cpu, instruction_sets=sets),
+            accelerators=tuple(replace_fields(card, compute_capability=one) for one in cards),
         )
 
     def test_builds_for_the_installed_cpu(self) -> None:
@@ -600,7 +602,7 @@ class TestBuilding:
 
     def test_an_existing_build_needs_no_build_steps(self) -> None:
         chosen = engine_plan(LLAMA, machine("RTX 4090"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        by_hand = LLAMA.by_hand(chosen)
+        by_hand = LLAMA.list_build_steps(chosen)
         assert [step.kind for step in by_hand] == ["download", "build", "build", "build"]
         left = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert "convert" in {step.kind for step in left} and not any("cmake" in step.argv for step in left)

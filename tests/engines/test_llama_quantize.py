@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from bedplate.run.environments import Environment, command, variables
+from bedplate.run.environments import EngineEnvironment, add_library_path, build_command
 from bedplate.values import Launch
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "llama-quantize"
@@ -81,16 +81,16 @@ def write_model(path: Path, columns: int = 256) -> dict[str, np.ndarray[Any, Any
     return weights
 
 
-def run(environment: Environment, *arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = command(environment, Launch(argv=("llama-quantize", *arguments)))
-    return subprocess.run(argv, capture_output=True, text=True, env=variables(Path(environment.path), {}))
+def run(environment: EngineEnvironment, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = build_command(environment, Launch(argv=("llama-quantize", *arguments)))
+    return subprocess.run(argv, capture_output=True, text=True, env=add_library_path(Path(environment.path), {}))
 
 
 @pytest.mark.parametrize(
     ("label", "columns", "most", "off"), [("Q4_K_M", 256, "Q4_K", 0.12), ("Q4_1", 96, "Q4_1", 0.12)]
 )
 def test_quantizes_with_the_library_of_the_wheel(
-    label: str, columns: int, most: str, off: float, llama_environment: Environment, tmp_path: Path
+    label: str, columns: int, most: str, off: float, llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
     weights = write_model(tmp_path / "in.gguf", columns)
     done = run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "out.gguf"), label, "2")
@@ -111,7 +111,7 @@ def test_quantizes_with_the_library_of_the_wheel(
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_result_does_not_depend_on_the_number_of_threads(
-    threads: str, llama_environment: Environment, tmp_path: Path
+    threads: str, llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "in.gguf")
     files = [tmp_path / "one.gguf", tmp_path / "other.gguf"]
@@ -121,7 +121,7 @@ def test_result_does_not_depend_on_the_number_of_threads(
 
 
 def test_rejects_a_file_that_is_not_a_model_and_leaves_no_result(
-    llama_environment: Environment, tmp_path: Path
+    llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
     source, result = tmp_path / "in.gguf", tmp_path / "out.gguf"
     source.write_bytes(b"GGUF and then nothing")
@@ -131,7 +131,7 @@ def test_rejects_a_file_that_is_not_a_model_and_leaves_no_result(
     assert missing.returncode == 1 and "does not exist" in missing.stderr
 
 
-def test_rejects_quantized_weights(llama_environment: Environment, tmp_path: Path) -> None:
+def test_rejects_quantized_weights(llama_environment: EngineEnvironment, tmp_path: Path) -> None:
     write_model(tmp_path / "in.gguf")
     run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "small.gguf"), "Q4_K_M")
     again = run(llama_environment, str(tmp_path / "small.gguf"), str(tmp_path / "smaller.gguf"), "Q3_K_M")
@@ -141,7 +141,7 @@ def test_rejects_quantized_weights(llama_environment: Environment, tmp_path: Pat
 
 @pytest.mark.parametrize(("label", "off"), [("Q8_0", 0.02), ("F16", 0.001)])
 def test_requantizes_quantized_weights_if_allowed(
-    label: str, off: float, llama_environment: Environment, tmp_path: Path
+    label: str, off: float, llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
     """More bits neither restore nor lose precision: the weights are the same, in another type."""
     write_model(tmp_path / "in.gguf")

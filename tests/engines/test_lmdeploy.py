@@ -13,9 +13,9 @@ from tests.conftest import HANG_S
 from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.engines.lmdeploy import MAKES_AWQ, PARSERS, PYTORCH, TURBOMIND, LmDeploy
-from bedplate.values import Parallelism, Plan, Workload, replaced
+from bedplate.values import Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "lmdeploy"
 LMDEPLOY = LmDeploy()
@@ -65,7 +65,7 @@ class TestLaunch:
     def test_8_bit_cache_is_int8_in_turbomind_and_fp8_in_pytorch(self) -> None:
         for name, policy in ((LLAMA, "int8"), (MISTRAL, "fp8")):
             chosen = plan(LMDEPLOY, machine("H100 SXM", 1), model(name))
-            chosen = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
+            chosen = replace_fields(chosen, settings=replace_fields(chosen.settings, kv_type="fp8"))
             assert parse_launch(LMDEPLOY.launch(chosen, 8000).argv)["--quant-policy"] == policy
 
     def test_tensor_parallel_and_a_shared_prefix(self) -> None:
@@ -115,7 +115,7 @@ class TestWeights:
     def test_unsupported_group_sizes_are_not_offered(self) -> None:
         target, stored = LMDEPLOY.target(machine("H100 SXM")), model(AWQ)
         assert target is not None and stored.quantization_details is not None
-        odd = replaced(stored, quantization_details=replaced(stored.quantization_details, group_size=64))
+        odd = replace_fields(stored, quantization_details=replace_fields(stored.quantization_details, group_size=64))
         assert LMDEPLOY.weights(target, odd, Workload()) == ()
 
 
@@ -126,7 +126,7 @@ class TestRefuse:
         for on, which, task, why in (
             (machine("cpu"), LLAMA, "generate", "needs an NVIDIA GPU"),
             (machine("MI300X"), LLAMA, "generate", "needs an NVIDIA GPU"),
-            (replaced(machine("H100 SXM"), os="windows"), LLAMA, "generate", "windows"),
+            (replace_fields(machine("H100 SXM"), os="windows"), LLAMA, "generate", "windows"),
             (machine("H100 SXM"), "BAAI/bge-m3", "embed", "embed"),
             (machine("H100 SXM"), "google/gemma-4-31B-it", "generate", "gemma4"),
             (machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1", "generate", "FP8"),
@@ -135,8 +135,10 @@ class TestRefuse:
             assert refused is not None and refused.kind == "impossible" and why in refused.why
 
     def test_refuses_cards_before_volta(self) -> None:
-        old = replaced(machine("NVIDIA T4", 1).accelerators[0], compute_capability="6.1")
-        refused = LMDEPLOY.refuse(replaced(machine("NVIDIA T4", 1), accelerators=(old,)), model(LLAMA), Workload())
+        old = replace_fields(machine("NVIDIA T4", 1).accelerators[0], compute_capability="6.1")
+        refused = LMDEPLOY.refuse(
+            replace_fields(machine("NVIDIA T4", 1), accelerators=(old,)), model(LLAMA), Workload()
+        )
         assert refused is not None and "7.0" in refused.why
 
 
@@ -223,4 +225,4 @@ def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
 
 
 def test_engine_is_listed() -> None:
-    assert engine("lmdeploy").version == "0.18.0" and engine("lmdeploy").recipe is None
+    assert get_engine("lmdeploy").version == "0.18.0" and get_engine("lmdeploy").recipe is None

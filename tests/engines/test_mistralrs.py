@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.mistralrs import ISQ, MistralRs
-from bedplate.values import Model, Plan, Workload, replaced
+from bedplate.values import Model, Plan, Workload, replace_fields
 
 RS = MistralRs()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -39,7 +39,9 @@ def parse_server_options(argv: tuple[str, ...]) -> Any:
 
 
 def make_gguf_model(**changes: Any) -> Model:
-    return replaced(model(LLAMA), **{"format": "gguf", "quantization": "Q4_K_M", "files": ("/m/a.gguf",), **changes})
+    return replace_fields(
+        model(LLAMA), **{"format": "gguf", "quantization": "Q4_K_M", "files": ("/m/a.gguf",), **changes}
+    )
 
 
 class TestLaunch:
@@ -96,9 +98,9 @@ class TestModels:
         [
             (make_gguf_model(architecture="bert"), "does not support the architecture bert"),
             (make_gguf_model(quantization="IQ2_XS"), "does not load IQ2_XS weights"),
-            (replaced(model(LLAMA), quantization="FP8"), "does not load FP8 weights"),
-            (replaced(model(LLAMA), architecture="falcon"), "does not support the architecture falcon"),
-            (replaced(model(LLAMA), format="exl3"), "not exl3"),
+            (replace_fields(model(LLAMA), quantization="FP8"), "does not load FP8 weights"),
+            (replace_fields(model(LLAMA), architecture="falcon"), "does not support the architecture falcon"),
+            (replace_fields(model(LLAMA), format="exl3"), "not exl3"),
         ],
     )
     def test_refuses_unsupported_models(self, which: Model, why: str) -> None:

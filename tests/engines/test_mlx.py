@@ -16,12 +16,12 @@ from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
 from bedplate.engines.mlx import ARCHITECTURES, FP8_ARCHITECTURES, Mlx
-from bedplate.facts.simulated import simulated
-from bedplate.values import Hardware, Plan, Settings, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Hardware, Plan, Settings, Workload, replace_fields
 
 MLX = Mlx()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
+MAC = make_simulated_hardware({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "mlx_server.py"
 
 
@@ -54,7 +54,7 @@ class TestLaunch:
     def test_prompt_cache_stays_within_the_plan(self) -> None:
         chosen = plan(MLX, MAC, model(LLAMA), settings=Settings(slots=3, context_tokens=2048, device="metal"))
         said = parse_options("mlx", MLX.launch(chosen, 1).argv[1:])
-        assert said["--prompt-cache-bytes"] == 3 * chosen.model.kv_bytes(2048)
+        assert said["--prompt-cache-bytes"] == 3 * chosen.model.compute_kv_bytes(2048)
 
     def test_local_models_do_not_use_the_hub(self) -> None:
         assert MLX.launch(plan(MLX, MAC, model(LLAMA, folder=True)), 1).env == {"HF_HUB_OFFLINE": "1"}
@@ -88,7 +88,7 @@ class TestModels:
     def test_it_runs_on_macs_and_on_linux_but_not_on_windows(self) -> None:
         assert MLX.refuse(MAC, model(LLAMA), Workload()) is None
         assert MLX.refuse(machine("cpu"), model(LLAMA), Workload()) is None
-        refused = MLX.refuse(replaced(machine("cpu"), os="windows"), model(LLAMA), Workload())
+        refused = MLX.refuse(replace_fields(machine("cpu"), os="windows"), model(LLAMA), Workload())
         assert refused is not None and refused.kind == "impossible" and "windows" in refused.why
 
     @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ class TestModels:
         assert refused is not None and why in refused.why
 
     def test_model_known_by_facts_is_not_refused_for_its_architecture(self) -> None:
-        assert MLX.refuse(MAC, replaced(model(LLAMA), architecture="unknown"), Workload()) is None
+        assert MLX.refuse(MAC, replace_fields(model(LLAMA), architecture="unknown"), Workload()) is None
 
     def test_fp8_architectures_are_supported_architectures(self) -> None:
         assert FP8_ARCHITECTURES <= ARCHITECTURES

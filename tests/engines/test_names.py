@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.engines import all_engines
-from bedplate.engines.names import ORCHESTRATORS, engine_id, nearest_names, orchestrator_id
+from bedplate.engines import load_engines
+from bedplate.engines.names import ORCHESTRATORS, find_engine_id, find_nearest_names, find_orchestrator_id
 
 
 def test_every_id_and_spelling_maps_to_one_id() -> None:
-    for known, engine in all_engines().items():
-        assert {engine_id(name) for name in (known, known.upper(), engine.name, *engine.spellings)} == {known}
-        assert orchestrator_id(known) is None
+    for known, engine in load_engines().items():
+        assert {find_engine_id(name) for name in (known, known.upper(), engine.name, *engine.spellings)} == {known}
+        assert find_orchestrator_id(known) is None
     for known, spellings in ORCHESTRATORS.items():
-        assert {orchestrator_id(name) for name in (known, known.title(), *spellings)} == {known}
-        assert engine_id(known) is None
-    said = [name for one in all_engines().values() for name in one.spellings]
+        assert {find_orchestrator_id(name) for name in (known, known.title(), *spellings)} == {known}
+        assert find_engine_id(known) is None
+    said = [name for one in load_engines().values() for name in one.spellings]
     said += [name for names in ORCHESTRATORS.values() for name in names]
     assert len(said) == len(set(said))
 
@@ -59,16 +59,16 @@ def test_every_id_and_spelling_maps_to_one_id() -> None:
     ],
 )
 def test_common_names_map_to_ids(text: str, engine: str | None) -> None:
-    assert engine_id(text) == engine
+    assert find_engine_id(text) == engine
 
 
 def test_finds_the_nearest_names() -> None:
-    assert nearest_names("vlm")[0] == "vllm"
-    assert nearest_names("sg-lang") == ("sglang",)
-    assert nearest_names("zzz") == ()
+    assert find_nearest_names("vlm")[0] == "vllm"
+    assert find_nearest_names("sg-lang") == ("sglang",)
+    assert find_nearest_names("zzz") == ()
 
 
 @given(st.text(max_size=300))
 def test_any_text_maps_to_a_known_id_or_none(text: str) -> None:
-    assert engine_id(text) in (None, *all_engines())
-    assert set(nearest_names(text)) <= {*all_engines(), *ORCHESTRATORS}
+    assert find_engine_id(text) in (None, *load_engines())
+    assert set(find_nearest_names(text)) <= {*load_engines(), *ORCHESTRATORS}

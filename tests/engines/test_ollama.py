@@ -15,10 +15,10 @@ from tests.conftest import HANG_S
 from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines import EngineState, engine
+from bedplate.engines import EngineState, get_engine
 from bedplate.engines.llama_cpp import LlamaCpp
-from bedplate.engines.ollama import Ollama, creating, model_name, modelfile
-from bedplate.values import Model, Parallelism, Plan, Workload, replaced
+from bedplate.engines.ollama import Ollama, make_create_command, make_model_name, write_modelfile
+from bedplate.values import Model, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "ollama"
 OLLAMA = Ollama()
@@ -40,7 +40,7 @@ def check_variables(env: dict[str, str]) -> None:
 
 
 def make_gguf_model(*files: str) -> Model:
-    return replaced(model(LLAMA), format="gguf", quantization="Q4_K_M", files=files)
+    return replace_fields(model(LLAMA), format="gguf", quantization="Q4_K_M", files=files)
 
 
 class TestLaunch:
@@ -51,10 +51,10 @@ class TestLaunch:
         assert launch.argv == ("ollama", "serve") and "serve" in facts["commands"]
         check_variables(launch.env)
         assert launch.env["OLLAMA_HOST"] == "127.0.0.1:8123"
-        program, command, *words = creating(chosen)
+        program, command, *words = make_create_command(chosen)
         said = parse_options("ollama", words)
-        assert program == "ollama" and command in facts["commands"] and said[""] == [model_name(chosen.model)]
-        for line in modelfile(chosen).splitlines():
+        assert program == "ollama" and command in facts["commands"] and said[""] == [make_model_name(chosen.model)]
+        for line in write_modelfile(chosen).splitlines():
             keyword, _, rest = line.partition(" ")
             assert keyword in ("FROM", "PARAMETER")
             assert keyword == "FROM" or rest.split()[0] in facts["parameters"]
@@ -69,18 +69,18 @@ class TestLaunch:
         assert (launch.env["OLLAMA_NUM_PARALLEL"], launch.env["OLLAMA_CONTEXT_LENGTH"]) == ("2", "4096")
         assert launch.env["OLLAMA_KEEP_ALIVE"] == "-1" and launch.env["OLLAMA_MAX_LOADED_MODELS"] == "1"
         assert "OLLAMA_KV_CACHE_TYPE" not in launch.env and "OLLAMA_SCHED_SPREAD" not in launch.env
-        assert modelfile(chosen) == "FROM /models/it is here/x.gguf\nPARAMETER num_thread 96\n"
+        assert write_modelfile(chosen) == "FROM /models/it is here/x.gguf\nPARAMETER num_thread 96\n"
         assert [step.kind for step in launch.prepare] == ["install", "build"]
         assert launch.health_path == "/api/version"
 
     def test_modelfile_names_all_parts_of_a_split_file(self) -> None:
         parts = ("/m/x-00001-of-00002.gguf", "/m/x-00002-of-00002.gguf")
-        lines = modelfile(plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model(*parts))).splitlines()
+        lines = write_modelfile(plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model(*parts))).splitlines()
         assert lines == [f"FROM {part}" for part in parts]
 
     def test_an_eight_bit_cache_needs_flash_attention(self) -> None:
         chosen = plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"))
-        env = OLLAMA.launch(replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8")), 8000).env
+        env = OLLAMA.launch(replace_fields(chosen, settings=replace_fields(chosen.settings, kv_type="fp8")), 8000).env
         assert (env["OLLAMA_KV_CACHE_TYPE"], env["OLLAMA_FLASH_ATTENTION"]) == ("q8_0", "1")
 
     def test_several_cards_spread_the_model(self) -> None:
@@ -89,21 +89,21 @@ class TestLaunch:
 
     def test_modelfile_limits_layers_on_the_card(self) -> None:
         chosen = plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"))
-        part = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10))
-        assert "PARAMETER num_gpu 10" in modelfile(part)
+        part = replace_fields(chosen, settings=replace_fields(chosen.settings, gpu_layers=10))
+        assert "PARAMETER num_gpu 10" in write_modelfile(part)
         # All of them is what it does by itself, and of experts its own fit knows better.
-        experts = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10, host_expert_layers=5))
-        assert "num_gpu" not in modelfile(chosen) and "num_gpu" not in modelfile(experts)
+        experts = replace_fields(chosen, settings=replace_fields(chosen.settings, gpu_layers=10, host_expert_layers=5))
+        assert "num_gpu" not in write_modelfile(chosen) and "num_gpu" not in write_modelfile(experts)
 
     def test_original_weights_are_imported_and_quantized(self) -> None:
         chosen = plan(OLLAMA, machine("cpu"), model(LLAMA), label="Q4_K_M")
-        assert creating(chosen)[-2:] == ("--quantize", "q4_K_M") and "--file" in creating(chosen)
-        assert modelfile(chosen).startswith("FROM ./Llama-3.1-8B-Instruct\n")
+        assert make_create_command(chosen)[-2:] == ("--quantize", "q4_K_M") and "--file" in make_create_command(chosen)
+        assert write_modelfile(chosen).startswith("FROM ./Llama-3.1-8B-Instruct\n")
         steps = OLLAMA.launch(chosen, 8000).prepare
         assert [step.kind for step in steps] == ["install", "download", "convert"]
         assert steps[1].where == "Llama-3.1-8B-Instruct" and steps[-1].seconds is not None
         whole = plan(OLLAMA, machine("cpu"), model(LLAMA), label="F16")
-        assert "--quantize" not in creating(whole)
+        assert "--quantize" not in make_create_command(whole)
 
     @pytest.mark.parametrize(
         ("name", "taken"),
@@ -117,7 +117,7 @@ class TestLaunch:
         ],
     )
     def test_model_names_follow_its_rules(self, name: str, taken: str) -> None:
-        assert model_name(replaced(model(LLAMA), name=name)) == taken
+        assert make_model_name(replace_fields(model(LLAMA), name=name)) == taken
 
 
 FAKE = """\
@@ -202,18 +202,21 @@ class TestWeightsAndRefusals:
 
     def test_supports_every_system_and_no_classifiers(self) -> None:
         for system in ("linux", "macos", "windows"):
-            assert OLLAMA.refuse(replaced(machine("cpu"), os=system), make_gguf_model("/m/x.gguf"), Workload()) is None
+            assert (
+                OLLAMA.refuse(replace_fields(machine("cpu"), os=system), make_gguf_model("/m/x.gguf"), Workload())
+                is None
+            )
         assert OLLAMA.refuse(machine("cpu"), make_gguf_model("/m/x.gguf"), Workload(task="classify")) is not None
 
 
 class TestSettle:
     def test_settings_are_those_of_llama_cpp(self) -> None:
         on, which, work = machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"), Workload(concurrency=8)
-        assert OLLAMA.settle(on, which, work) == replaced(LlamaCpp().settle(on, which, work), batch_tokens=None)
+        assert OLLAMA.settle(on, which, work) == replace_fields(LlamaCpp().settle(on, which, work), batch_tokens=None)
 
     @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen35moe", "lfm2", "nemotron_h", "qwen3_next"])
     def test_some_architectures_have_one_slot(self, architecture: str) -> None:
-        which = replaced(make_gguf_model("/m/x.gguf"), architecture=architecture)
+        which = replace_fields(make_gguf_model("/m/x.gguf"), architecture=architecture)
         assert OLLAMA.settle(machine("cpu"), which, Workload(concurrency=8)).slots == 1
 
     def test_embedding_models_have_one_slot(self) -> None:
@@ -238,4 +241,4 @@ def test_unknown_logs_are_not_explained() -> None:
 
 
 def test_engine_is_listed() -> None:
-    assert engine("ollama").version == "0.32.15" and engine("ollama").recipe is None
+    assert get_engine("ollama").version == "0.32.15" and get_engine("ollama").recipe is None

@@ -15,7 +15,7 @@ from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.onnxruntime import PRECISIONS, OnnxRuntime
 from bedplate.engines.shipped import SERVER
-from bedplate.values import Model, Plan, Settings, Workload, replaced
+from bedplate.values import Model, Plan, Settings, Workload, replace_fields
 
 ORT = OnnxRuntime()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -66,7 +66,7 @@ class TestLaunch:
         assert build.disk_bytes and build.seconds and build.seconds.low < build.seconds.value < build.seconds.high
 
     def test_onnx_folder_needs_no_conversion(self) -> None:
-        ready = replaced(model(LLAMA), format="onnx", quantization="INT4", files=("/models/llama/model.onnx",))
+        ready = replace_fields(model(LLAMA), format="onnx", quantization="INT4", files=("/models/llama/model.onnx",))
         launch = ORT.launch(plan(ORT, CPU, ready), 1)
         assert parse_server_options(launch.argv).model == "/models/llama" and [
             step.kind for step in launch.prepare
@@ -117,8 +117,8 @@ class TestModels:
         [
             (model("deepseek-ai/DeepSeek-R1"), Workload(), "does not support the architecture deepseek_v3"),
             (model("Qwen/Qwen3-235B-A22B-FP8"), Workload(), "does not support the architecture qwen3_moe"),
-            (replaced(model(LLAMA), quantization="FP8"), Workload(), "cannot convert FP8 weights"),
-            (replaced(model(LLAMA), format="exl3"), Workload(), "loads ONNX, not exl3"),
+            (replace_fields(model(LLAMA), quantization="FP8"), Workload(), "cannot convert FP8 weights"),
+            (replace_fields(model(LLAMA), format="exl3"), Workload(), "loads ONNX, not exl3"),
             (make_encoder(architecture="clip"), EMBED, "exporter does not support the architecture clip"),
         ],
     )

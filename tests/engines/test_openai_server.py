@@ -23,18 +23,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
 
-from bedplate.engines.shipped import SERVER_PACKAGES, ServedByBedplate
-from bedplate.engines.shipped.openai_server import ChatTemplate, Piece, Refused, Request, special_tokens, template_of
-from bedplate.engines.shipped.openai_server.text import Detokenizer, StopWatch
-from bedplate.engines.shipped.openai_server.worker import Answer
-from bedplate.run.supervisor import free_port
+from bedplate.engines.shipped import SERVER_PACKAGES, BedplateServedEngine
+from bedplate.engines.shipped.openai_server import (
+    BackendError,
+    ChatTemplate,
+    GenerationRequest,
+    Piece,
+    find_special_tokens,
+    read_template,
+)
+from bedplate.engines.shipped.openai_server.text import Detokenizer, StopStringFilter
+from bedplate.engines.shipped.openai_server.worker import AnswerStream
+from bedplate.run.supervisor import find_free_port
 
 SCRIPT = Path(__file__).parent / "scripted_server.py"
 KEY = "a key of our own"
 CONTEXT = 200
 
 
-class Shipped(ServedByBedplate):
+class Shipped(BedplateServedEngine):
     id = "shipped"
     name = "Shipped"
 
@@ -79,7 +86,7 @@ class Server:
 
 
 def start(*arguments: str, env: dict[str, str] | None = None, wait: bool = True) -> Server:
-    port = free_port()
+    port = find_free_port()
     argv = [sys.executable, "-I", str(SCRIPT), "--model", "m", "--served-name", "scripted", "--port", str(port)]
     process = subprocess.Popen(
         [*argv, *arguments],
@@ -543,27 +550,27 @@ class TestLifecycle:
 class TestText:
     @given(text=st.text(), stop=st.text(min_size=1, max_size=4), sizes=st.lists(st.integers(1, 5)))
     def test_text_ends_before_a_stop_string(self, text: str, stop: str, sizes: list[int]) -> None:
-        watch = StopWatch([stop])
+        watch = StopStringFilter([stop])
         out, at = "", 0
         for size in [*sizes, len(text) + 1]:
             out += watch.feed(text[at : at + size])
             at += size
             if watch.found:
                 break
-        assert out + ("" if watch.found else watch.rest()) == text.partition(stop)[0]
+        assert out + ("" if watch.found else watch.flush()) == text.partition(stop)[0]
         assert watch.found == (stop in text)
 
     @given(
         text=st.text(alphabet="abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=4)
     )
     def test_no_part_of_any_stop_string_is_shown(self, text: str, stops: list[str]) -> None:
-        watch = StopWatch(stops)
+        watch = StopStringFilter(stops)
         out = ""
         for letter in text:
             out += watch.feed(letter)
             if watch.found:
                 break
-        out += "" if watch.found else watch.rest()
+        out += "" if watch.found else watch.flush()
         assert text.startswith(out) and not any(stop in out for stop in stops)
         assert watch.found == any(stop in text for stop in stops)
 
@@ -571,20 +578,20 @@ class TestText:
     def test_joins_tokens_that_are_parts_of_characters(self, text: str) -> None:
         tokens = list(text.encode())
         words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
-        out = "".join(words.feed(token) for token in tokens) + words.rest()
+        out = "".join(words.feed(token) for token in tokens) + words.flush()
         assert out == text
 
     def test_incomplete_character_at_the_end_is_replaced(self) -> None:
         words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
-        assert [words.feed(token) for token in b"a\xe7\x8c"] == ["a", "", ""] and words.rest() == "\ufffd"
+        assert [words.feed(token) for token in b"a\xe7\x8c"] == ["a", "", ""] and words.flush() == "\ufffd"
 
     def test_uses_the_text_of_the_engine(self) -> None:
-        answer = Answer(Request(prompt=[1, 2], max_tokens=10), None, lambda delta: None)
+        answer = AnswerStream(GenerationRequest(prompt=[1, 2], max_tokens=10), None, lambda delta: None)
         first = answer.feed(Piece(answer.request, text="two words", tokens=2, prompt_tokens=5, cached_tokens=3))
         assert first.text == "two words" and not answer.done
         answer.feed(Piece(answer.request, text="", tokens=1, finish="stop"))
         assert answer.done
-        assert answer.usage() == {
+        assert answer.count_usage() == {
             "prompt_tokens": 5,
             "completion_tokens": 3,
             "total_tokens": 8,
@@ -604,32 +611,32 @@ class TestTemplates:
 
     def test_template_errors_are_rejected_requests(self) -> None:
         template = ChatTemplate(self.CHAT, {})
-        with pytest.raises(Refused, match="no x"):
+        with pytest.raises(BackendError, match="no x"):
             template.render([{"role": "x", "content": ""}], None, {})
-        with pytest.raises(Refused, match="cannot render"):
+        with pytest.raises(BackendError, match="cannot render"):
             ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"role": "user", "content": "x"}], None, {})
-        with pytest.raises(Refused, match="rejected"):
+        with pytest.raises(BackendError, match="rejected"):
             ChatTemplate("{% for %}", {}).render([], None, {})
-        with pytest.raises(Refused, match="no chat template"):
+        with pytest.raises(BackendError, match="no chat template"):
             ChatTemplate(None, {}).render([], None, {})
 
     def test_template_is_sandboxed(self) -> None:
-        with pytest.raises(Refused):
+        with pytest.raises(BackendError):
             ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([], None, {})
 
     def test_finds_the_template_in_any_file(self, tmp_path: Path) -> None:
-        assert template_of(tmp_path, {}) is None
-        assert template_of(tmp_path, {"chat_template": "in the configuration"}) == "in the configuration"
+        assert read_template(tmp_path, {}) is None
+        assert read_template(tmp_path, {"chat_template": "in the configuration"}) == "in the configuration"
         several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}, "odd"]
-        assert template_of(tmp_path, {"chat_template": several}) == "d"
+        assert read_template(tmp_path, {"chat_template": several}) == "d"
         (tmp_path / "chat_template.json").write_text('{"chat_template": "in a file"}')
-        assert template_of(tmp_path, {}) == "in a file"
+        assert read_template(tmp_path, {}) == "in a file"
         (tmp_path / "chat_template.jinja").write_text("in its own")
-        assert template_of(tmp_path, {"chat_template": "other"}) == "in its own"
+        assert read_template(tmp_path, {"chat_template": "other"}) == "in its own"
 
     def test_reads_special_tokens(self) -> None:
         config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "unk_token": 5}
-        assert special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>"}
+        assert find_special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_parses_progress_lines() -> None:

@@ -14,12 +14,12 @@ from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
-from bedplate.facts.simulated import simulated
-from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload, replace_fields
 
 TORCH = PyTorch()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
+MAC = make_simulated_hardware({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 
 
 def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ class TestModels:
     ) -> None:
         """Seen on a Neoverse N1: in BF16 it takes minutes where 32 bits take seconds."""
         here = machine("cpu")
-        here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
+        here = replace_fields(here, cpu=replace_fields(here.cpu, instruction_sets=sets))
         chosen = plan(TORCH, here, model(LLAMA))
         assert list_labels(here, LLAMA) == offered
         assert parse_options("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said

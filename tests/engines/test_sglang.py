@@ -19,8 +19,8 @@ from tests.engines.plans import machine, model, plan, plans
 import bedplate.engines
 from bedplate.decide import decide
 from bedplate.engines.sglang import CPU_ARCHITECTURES, PARSERS, Sglang
-from bedplate.facts.simulated import simulated
-from bedplate.values import Accelerator, Parallelism, Plan, Workload, replaced
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.values import Accelerator, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "sglang"
 SGLANG = Sglang()
@@ -83,7 +83,7 @@ class TestLaunch:
 
     def test_options_for_weights_cache_and_embeddings(self) -> None:
         chosen = plan(SGLANG, machine("H100 SXM", 1), model(LLAMA), label="FP8")
-        eight = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
+        eight = replace_fields(chosen, settings=replace_fields(chosen.settings, kv_type="fp8"))
         said = parse_launch(SGLANG.launch(eight, 8000).argv)
         assert said["--quantization"] == "fp8" and said["--kv-cache-dtype"] == "fp8_e4m3"
         work = Workload(task="embed", concurrency=2)
@@ -126,7 +126,7 @@ def test_refuses_hardware_without_kernels() -> None:
     assert turing is not None and "8.0" in turing.why
     assert SGLANG.refuse(machine("cpu"), model(LLAMA), Workload()) is None
     card = Accelerator(name="AMD Radeon RX 7900 XTX", vendor="amd", architecture="gfx1100", memory_bytes=24 << 30)
-    radeon = SGLANG.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
+    radeon = SGLANG.refuse(replace_fields(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
     assert radeon is not None and "gfx1100" in radeon.why
     assert SGLANG.refuse(machine("MI300X"), model(LLAMA), Workload()) is None
 
@@ -166,7 +166,7 @@ class TestOnACpu:
         target = SGLANG.target(machine("cpu"))
         assert target is not None
         assert [form.label for form in SGLANG.weights(target, model(LLAMA), Workload())] == ["BF16"]
-        eight = SGLANG.refuse(machine("cpu"), replaced(model(LLAMA), quantization="FP8"), Workload())
+        eight = SGLANG.refuse(machine("cpu"), replace_fields(model(LLAMA), quantization="FP8"), Workload())
         assert eight is not None and "FP8 weights on a CPU" in eight.why
 
     @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ class TestOnACpu:
 
     def test_refuses_arm_without_kernels(self) -> None:
         arm = SGLANG.refuse(
-            simulated({"cpu": "Ampere Altra Max", "ram_gb": 64, "os": "linux"}), model(LLAMA), Workload()
+            make_simulated_hardware({"cpu": "Ampere Altra Max", "ram_gb": 64, "os": "linux"}), model(LLAMA), Workload()
         )
         assert arm is not None and arm.kind == "impossible" and "aarch64" in arm.why
 
@@ -320,7 +320,7 @@ def test_memory_share_is_given_only_beside_other_processes() -> None:
     """SGLang's default leaves activations and CUDA graphs a part of the free memory, which is too little of little."""
     alone = machine("H100 SXM", 1)
     (card,) = alone.accelerators
-    busy = replaced(alone, accelerators=(replaced(card, free_bytes=12_000_000_000),))
+    busy = replace_fields(alone, accelerators=(replace_fields(card, free_bytes=12_000_000_000),))
     work = Workload(concurrency=16)
     shares = [SGLANG.settle(one, model("Qwen/Qwen3-0.6B"), work).memory_share for one in (alone, busy)]
     assert shares[0] is None and shares[1] is not None

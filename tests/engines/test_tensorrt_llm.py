@@ -13,8 +13,8 @@ from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.tensorrt_llm import IMAGE, OPTIONS_FILE, PACKAGE, TensorRtLlm
-from bedplate.engines.tensorrt_llm import options as options_file
-from bedplate.values import Parallelism, Plan, Workload, replaced
+from bedplate.engines.tensorrt_llm import write_options as options_file
+from bedplate.values import Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "tensorrt-llm"
 TRT = TensorRtLlm()
@@ -53,7 +53,7 @@ class TestLaunch:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         work = Workload(concurrency=100, structured_output=True)
         chosen = plan(TRT, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=work)
-        chosen = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
+        chosen = replace_fields(chosen, settings=replace_fields(chosen.settings, kv_type="fp8"))
         launch = TRT.launch(chosen, 8000)
         subprocess.run(launch.prepare[-1].argv, cwd=tmp_path, check=True)
         assert yaml.safe_load((tmp_path / OPTIONS_FILE).read_text()) == {
@@ -106,7 +106,7 @@ def test_refuses_other_hardware_and_newer_architectures() -> None:
     assert turing is not None and "8.0" in turing.why
     newer = TRT.refuse(machine("H100 SXM"), model("google/gemma-4-31B-it"), work)
     assert newer is not None and "gemma4" in newer.why and newer.kind == "impossible"
-    assert TRT.refuse(machine("H100 SXM"), replaced(model(LLAMA), architecture="unknown"), work) is None
+    assert TRT.refuse(machine("H100 SXM"), replace_fields(model(LLAMA), architecture="unknown"), work) is None
 
 
 def test_reads_iteration_statistics() -> None:

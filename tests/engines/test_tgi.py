@@ -11,7 +11,7 @@ from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.tgi import IMAGE, Tgi
-from bedplate.values import Accelerator, Parallelism, Plan, Workload, replaced
+from bedplate.values import Accelerator, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "tgi"
 TGI = Tgi()
@@ -75,7 +75,7 @@ def test_refuses_newer_models_and_hardware() -> None:
     assert newer is not None and "gpt_oss" in newer.why
     assert TGI.refuse(machine("cpu"), model(LLAMA), work) is not None
     card = Accelerator(name="AMD Radeon RX 7900 XTX", vendor="amd", architecture="gfx1100", memory_bytes=24 << 30)
-    radeon = TGI.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), work)
+    radeon = TGI.refuse(replace_fields(machine("MI300X"), accelerators=(card,)), model(LLAMA), work)
     assert radeon is not None and "gfx1100" in radeon.why
 
 

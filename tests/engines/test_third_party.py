@@ -14,8 +14,8 @@ import pytest
 from tests.conftest import HANG_S
 from tests.judge.made_engine import MadeEngine
 
-from bedplate.values import from_json, replaced, to_json
-from bedplate.values.run import Environment, Run
+from bedplate.values import from_json, replace_fields, to_json
+from bedplate.values.run import Run, RunEnvironment
 
 WARP = Path(__file__).parent / "warp"
 ENGINE = (WARP / "bedplate_warp.py").read_text()
@@ -137,9 +137,10 @@ def test_settings_are_listed_for_tuning(site: Path, builtin_gguf: Path) -> None:
 
 def test_advice_names_the_option_of_the_engine(site: Path, tmp_path: Path) -> None:
     cells = [
-        replaced(cell, subject=replaced(cell.subject, engine="warp")) for cell in MadeEngine(slots=4).cells(1, 4, 8)
+        replace_fields(cell, subject=replace_fields(cell.subject, engine="warp"))
+        for cell in MadeEngine(slots=4).cells(1, 4, 8)
     ]
-    environment = Environment(bedplate="0", python="3.11", system="Linux", hardware="a machine", machine="0")
+    environment = RunEnvironment(bedplate="0", python="3.11", system="Linux", hardware="a machine", machine="0")
     run = Run(id="20261101-aa", at=cells[0].at, environment=environment, cells=tuple(cells), finished=True)
     path = tmp_path / "run.json"
     path.write_text(to_json(run))

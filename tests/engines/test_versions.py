@@ -15,13 +15,13 @@ from tests.engines.argv import FOLDER, parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.decide import decide
-from bedplate.engines import all_engines, engine, engine_of, sglang, vllm
-from bedplate.engines.knobs import turned_plan, with_own_defaults
-from bedplate.errors import BadQuestion
-from bedplate.run.environments import find_adopted, registered_versions
-from bedplate.values import Parallelism, Plan, Workload, replaced
+from bedplate.engines import get_engine, get_plan_engine, load_engines, sglang, vllm
+from bedplate.engines.knobs import apply_values, with_engine_defaults
+from bedplate.errors import UsageError
+from bedplate.run.environments import find_adopted, read_registered_versions
+from bedplate.values import Parallelism, Plan, Workload, replace_fields
 
-OLDER = [(one.id, version) for one in all_engines().values() for version in one.checked_versions]
+OLDER = [(one.id, version) for one in load_engines().values() for version in one.checked_versions]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SMALL = Workload(concurrency=4)
 
@@ -40,20 +40,20 @@ def test_older_versions_with_overlays_are_known() -> None:
 class TestLaunchLines:
     @given(data=st.data())
     def test_every_option_and_value_is_one_of_the_version(self, name: str, version: str, data: st.DataObject) -> None:
-        one = engine(f"{name}@{version}")
+        one = get_engine(f"{name}@{version}")
         chosen = data.draw(plans(one))
         assert chosen.engine_version == version == read_options(f"{name}-{version}")["version"]
         # Whoever holds a plan may hold the engine without its version.
-        assert one.launch(chosen, 8123) == engine(name).launch(chosen, 8123)
+        assert one.launch(chosen, 8123) == get_engine(name).launch(chosen, 8123)
         assert check_options(f"{name}@{version}", one.launch(chosen, 8123).argv)["--port"] == 8123
-        check_options(f"{name}@{version}", one.launch(with_own_defaults(chosen), 8123).argv)
+        check_options(f"{name}@{version}", one.launch(with_engine_defaults(chosen), 8123).argv)
 
     def test_tuned_options_exist_in_the_version(self, name: str, version: str) -> None:
-        one, on = engine(f"{name}@{version}"), machine("H100 SXM", 1)
+        one, on = get_engine(f"{name}@{version}"), machine("H100 SXM", 1)
         chosen = plan(one, on, model(LLAMA, folder=True))
         for knob in one.knobs(on, chosen):
             for choice in knob.choices:
-                turned = turned_plan(chosen, one.knobs(on, chosen), {knob.name: choice.value})
+                turned = apply_values(chosen, one.knobs(on, chosen), {knob.name: choice.value})
                 check_options(f"{name}@{version}", one.launch(turned, 8123).argv)
 
 
@@ -71,34 +71,34 @@ def test_missing_parsers_of_a_version_are_left_out(name: str, module: object) ->
 def test_older_sglang_enables_attention_data_parallelism_by_a_switch() -> None:
     layout = Parallelism(tensor=8, attention_data=8, expert=8)
     deepseek = model("deepseek-ai/DeepSeek-R1")
-    older = engine("sglang@0.5.15")
+    older = get_engine("sglang@0.5.15")
     argv = older.launch(plan(older, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
     options = check_options("sglang@0.5.15", argv)
     assert options["--dp-size"] == 8 and options["--enable-dp-attention"] is True
-    newer = engine("sglang")
+    newer = get_engine("sglang")
     argv = newer.launch(plan(newer, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
     assert "--enable-dp-attention" not in argv and parse_options("sglang", argv[2:])["--attn-dp-size"] == 8
 
 
 def test_older_vllm_does_not_compile_a_sampler() -> None:
-    older = engine("vllm@0.26.0")
+    older = get_engine("vllm@0.26.0")
     on_gpu = older.launch(plan(older, machine("H100 SXM", 1), model(LLAMA)), 8000)
     assert on_gpu.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert ("uv", "pip", "install", "--torch-backend", "auto", "vllm==0.26.0") in [one.argv for one in on_gpu.prepare]
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in older.launch(plan(older, machine("cpu"), model(LLAMA)), 8000).env
-    newer = engine("vllm")
+    newer = get_engine("vllm")
     newer_launch = newer.launch(plan(newer, machine("H100 SXM", 1), model(LLAMA)), 8000)
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in newer_launch.env
 
 
 class TestNames:
     def test_name_may_contain_a_version(self) -> None:
-        older = engine("vllm@0.26.0")
-        assert (older.id, older.version, older.pinned_version) == ("vllm", "0.26.0", engine("vllm").version)
-        assert engine("vllm").version != "0.26.0" and older is engine("vllm@0.26.0")
+        older = get_engine("vllm@0.26.0")
+        assert (older.id, older.version, older.pinned_version) == ("vllm", "0.26.0", get_engine("vllm").version)
+        assert get_engine("vllm").version != "0.26.0" and older is get_engine("vllm@0.26.0")
         for wrong in ("vlm@0.26.0", "vllm@", "@1"):
-            with pytest.raises(BadQuestion):
-                engine(wrong)
+            with pytest.raises(UsageError):
+                get_engine(wrong)
 
     @pytest.mark.parametrize(
         ("version", "options"),
@@ -106,17 +106,17 @@ class TestNames:
          (None, "0.32.0")],
     )  # fmt: skip
     def test_unchecked_version_uses_options_of_the_newest_earlier_one(self, version: str | None, options: str) -> None:
-        assert engine("vllm").options_version(version) == options
+        assert get_engine("vllm").options_version(version) == options
 
     def test_plan_selects_its_engine_version(self) -> None:
-        chosen: Plan = plan(engine("vllm@0.26.0"), machine("H100 SXM", 1), model(LLAMA))
-        assert engine_of(chosen) is engine("vllm@0.26.0")
-        assert engine_of(replaced(chosen, engine_version="unpinned")) is engine("vllm")
+        chosen: Plan = plan(get_engine("vllm@0.26.0"), machine("H100 SXM", 1), model(LLAMA))
+        assert get_plan_engine(chosen) is get_engine("vllm@0.26.0")
+        assert get_plan_engine(replace_fields(chosen, engine_version="unpinned")) is get_engine("vllm")
 
     def test_decision_is_for_the_requested_version(self) -> None:
         on = machine("H100 SXM", 1)
         assert decide(on, model(LLAMA), SMALL, "vllm@0.26.0").engine_version == "0.26.0"
-        assert decide(on, model(LLAMA), SMALL, "vllm").engine_version == engine("vllm").version
+        assert decide(on, model(LLAMA), SMALL, "vllm").engine_version == get_engine("vllm").version
         registered = decide(on, model(LLAMA), Workload(users=64), versions={"vllm": "0.26.0", "gone": "1"})
         assert (registered.engine, registered.engine_version) == ("vllm", "0.26.0")
         assert "vllm" not in [one.engine for one in registered.refused]
@@ -146,7 +146,7 @@ class TestRegistered:
     def test_checked_version_is_adopted_without_a_warning(self, python: Path) -> None:
         answer = invoke("engines", "use", "vllm", "--python", str(python))
         assert answer.code == 0 and "version 0.26.0" in answer.out and answer.err == ""
-        assert registered_versions() == {"vllm": "0.26.0"}
+        assert read_registered_versions() == {"vllm": "0.26.0"}
 
     def test_unchecked_version_is_adopted_with_a_warning(self, python: Path) -> None:
         (info,) = python.parent.parent.glob("lib/*/site-packages/vllm-0.26.0.dist-info/METADATA")
@@ -159,7 +159,7 @@ class TestRegistered:
         here = json.loads(invoke("plan", LLAMA, "--engine", "vllm", "--context", "2048", "--json").out)
         assert here["engine_version"] in ("0.26.0", None) and (here["engine_version"] or not here["fits"])
         elsewhere = invoke("plan", LLAMA, "--engine", "vllm", "--hardware", "1x H100 SXM", "--json")
-        assert json.loads(elsewhere.out)["engine_version"] == engine("vllm").version
+        assert json.loads(elsewhere.out)["engine_version"] == get_engine("vllm").version
         named = invoke("plan", LLAMA, "--engine", "vLLM@0.26.0", "--hardware", "1x H100 SXM", "--json")
         assert json.loads(named.out)["engine_version"] == "0.26.0"
 
@@ -173,8 +173,8 @@ class TestRegistered:
 
     def test_registered_environment_serves_only_its_version(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))
-        assert find_adopted(engine("vllm")) is not None and find_adopted(engine("vllm@0.26.0")) is not None
-        assert find_adopted(engine("vllm@0.32.0")) is None
+        assert find_adopted(get_engine("vllm")) is not None and find_adopted(get_engine("vllm@0.26.0")) is not None
+        assert find_adopted(get_engine("vllm@0.32.0")) is None
 
     @pytest.mark.parametrize("wrong", ["vllm@", "vllm@new", "vllm@0.26.0 --x"])
     def test_missing_version_after_the_at_sign_is_a_usage_error(self, wrong: str) -> None:

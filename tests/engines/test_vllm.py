@@ -13,10 +13,10 @@ from tests.conftest import HANG_S
 from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines import engine
-from bedplate.engines.knobs import turned_plan, with_own_defaults
+from bedplate.engines import get_engine
+from bedplate.engines.knobs import apply_values, with_engine_defaults
 from bedplate.engines.vllm import PARSERS, Vllm
-from bedplate.values import Accelerator, Parallelism, Settings, Workload, replaced
+from bedplate.values import Accelerator, Parallelism, Settings, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "vllm"
 VLLM = Vllm()
@@ -70,7 +70,7 @@ class TestLaunch:
         assert said["--dtype"] == "half"
 
     def test_32_bit_weights_are_loaded_in_16_bits(self) -> None:
-        wide = replaced(model(LLAMA), quantization="F32")
+        wide = replace_fields(model(LLAMA), quantization="F32")
         chosen = plan(VLLM, machine("H100 SXM", 1), wide)
         assert (chosen.weights.label, chosen.weights.made) == ("BF16", "while loading")
         assert parse_launch(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
@@ -201,7 +201,7 @@ class TestWeights:
     ) -> None:
         """Seen on a Neoverse N1: vLLM 0.32.0 dies of its first request in BF16."""
         here = machine("cpu")
-        here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
+        here = replace_fields(here, cpu=replace_fields(here.cpu, instruction_sets=sets))
         chosen = plan(VLLM, here, model(LLAMA))
         argv = VLLM.launch(chosen, 1).argv
         at = argv.index("--dtype") if "--dtype" in argv else len(argv)
@@ -210,14 +210,14 @@ class TestWeights:
     @pytest.mark.parametrize(("cores", "said"), [(1, None), (2, "0"), (4, "0"), (8, None)])
     def test_few_cores_are_all_used_for_compute(self, cores: int, said: str | None) -> None:
         here = machine("cpu")
-        here = replaced(here, cpu=replaced(here.cpu, allowed_physical_cores=cores))
+        here = replace_fields(here, cpu=replace_fields(here.cpu, allowed_physical_cores=cores))
         chosen = plan(VLLM, here, model(LLAMA))
         name = "VLLM_CPU_NUM_OF_RESERVED_CPU"
         assert VLLM.launch(chosen, 1).env.get(name) == said
-        assert name not in VLLM.launch(with_own_defaults(chosen), 1).env
+        assert name not in VLLM.launch(with_engine_defaults(chosen), 1).env
         knob = next(one for one in VLLM.knobs(here, chosen) if one.name == "threads")
         assert knob.now == ("all" if said == "0" else "all but one")
-        less = turned_plan(chosen, (knob,), {"threads": "all but one"})
+        less = apply_values(chosen, (knob,), {"threads": "all but one"})
         assert VLLM.launch(less, 1).env.get(name) == ("1" if said == "0" else None)
 
     def test_precision_sensitive_workloads_get_8_bits_or_more(self) -> None:
@@ -231,16 +231,16 @@ class TestRefuse:
     def test_refuses_old_cards_windows_and_other_formats(self) -> None:
         work = Workload()
         assert VLLM.refuse(machine("H100 SXM"), model(LLAMA), work) is None
-        windows = replaced(machine("H100 SXM"), os="windows")
+        windows = replace_fields(machine("H100 SXM"), os="windows")
         assert "windows" in VLLM.refuse(windows, model(LLAMA), work).why  # type: ignore[union-attr]
-        gguf = replaced(model(LLAMA), format="gguf")
+        gguf = replace_fields(model(LLAMA), format="gguf")
         assert "gguf" in VLLM.refuse(machine("H100 SXM"), gguf, work).why  # type: ignore[union-attr]
         bits = VLLM.refuse(machine("NVIDIA T4"), model("openai/gpt-oss-120b"), work)
         assert bits is not None and bits.kind == "impossible" and "MXFP4" in bits.why
 
     def test_refuses_amd_card_without_kernels(self) -> None:
         card = Accelerator(name="AMD Radeon VII", vendor="amd", architecture="gfx900", memory_bytes=16 << 30)
-        refused = VLLM.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
+        refused = VLLM.refuse(replace_fields(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
         assert refused is not None and "gfx900" in refused.why
 
     def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
@@ -332,7 +332,7 @@ def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
 
 
 def test_engine_is_listed() -> None:
-    assert engine("vllm").version == "0.32.0"
+    assert get_engine("vllm").version == "0.32.0"
 
 
 def test_memory_share_leaves_what_other_processes_hold() -> None:
@@ -340,7 +340,7 @@ def test_memory_share_leaves_what_other_processes_hold() -> None:
     alone = machine("H100 SXM", 1)
     (card,) = alone.accelerators
     assert card.memory_bytes is not None
-    busy = replaced(alone, accelerators=(replaced(card, free_bytes=card.memory_bytes * 45 // 100),))
+    busy = replace_fields(alone, accelerators=(replace_fields(card, free_bytes=card.memory_bytes * 45 // 100),))
     shares = [VLLM.settle(one, model("Qwen/Qwen3-8B"), Workload(concurrency=16)).memory_share for one in (alone, busy)]
     assert shares == [0.92, 0.41]
 

@@ -16,9 +16,9 @@ from bedplate.facts import amd
 from bedplate.facts.amd import (
     AmdFacts,
     ask_amdsmi,
-    conclude,
-    gfx_target,
-    kfd_address,
+    combine_amd_sources,
+    format_gfx_target,
+    format_kfd_address,
     parse_amd_smi,
     parse_clock_levels,
     parse_properties,
@@ -26,7 +26,7 @@ from bedplate.facts.amd import (
     read_amd,
     read_kfd,
 )
-from bedplate.facts.devices import Found
+from bedplate.facts.devices import FoundAccelerators
 from bedplate.values import Accelerator, GpuProcess, Pcie
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "amd"
@@ -72,7 +72,7 @@ class TestTopology:
         assert [node.number for node in nodes] == [2, 3, 4, 5], "the CPU's node is none"
         assert {(node.target, node.compute_units, node.device_id) for node in nodes} == {("gfx90a", 104, 0x740F)}
         assert nodes[0].pci_address == "0000:63:00.0"
-        found = conclude((), nodes, ())
+        found = combine_amd_sources((), nodes, ())
         pairs = [(link.a, link.b, link.kind, link.hops) for link in found.links]
         assert pairs == [
             (a, b, "xgmi", 1) for a, b in (("0", "1"), ("0", "2"), ("0", "3"), ("1", "2"), ("1", "3"), ("2", "3"))
@@ -88,7 +88,7 @@ class TestTopology:
         device = write_card(
             root, 1, {"uevent": "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:0a:00.0", "device": "0x74a2", **whole}
         )
-        first, second = conclude([device], nodes, ()).accelerators[:2]
+        first, second = combine_amd_sources([device], nodes, ()).accelerators[:2]
         assert (first.name, second.name) == ("AMD GPU 0x74a2", "AMD GPU 0x74a2")
         assert (first.architecture, first.compute_units) == ("gfx942", 20)
         assert (first.memory_bytes, first.free_bytes) == (48 << 30, None), "the card's own figures are not a part's"
@@ -101,9 +101,13 @@ class TestTopology:
     def test_targets_and_addresses_are_formatted(self) -> None:
         versions = (90402, 90010, 110501, 100300, 80003, 0, 7, 10**9)
         names = ["gfx942", "gfx90a", "gfx1151", "gfx1030", "gfx803", None, None, None]
-        assert [gfx_target(version) for version in versions] == names
-        assert kfd_address(0, 25344) == "0000:63:00.0"
-        assert (kfd_address(0, 0), kfd_address(0, None), kfd_address(0, 1 << 40)) == (None, None, None)
+        assert [format_gfx_target(version) for version in versions] == names
+        assert format_kfd_address(0, 25344) == "0000:63:00.0"
+        assert (format_kfd_address(0, 0), format_kfd_address(0, None), format_kfd_address(0, 1 << 40)) == (
+            None,
+            None,
+            None,
+        )
 
     @given(st.one_of(st.text(), st.text(alphabet="simd_countg x0123456789\n")))
     def test_no_text_makes_the_parsers_raise(self, text: str) -> None:
@@ -204,7 +208,7 @@ class TestCards:
         def ask(argv: Sequence[str]) -> str | None:
             raise AssertionError("no card, no question")
 
-        assert read_amd(tmp_path, ask) == Found()
+        assert read_amd(tmp_path, ask) == FoundAccelerators()
 
     def test_a_program_gives_the_name(self, tmp_path: Path) -> None:
         root = write_topology(tmp_path, "kfd-vega10.txt")
@@ -226,16 +230,18 @@ class TestCards:
         """Strix Halo with 512 MB of dedicated memory and the rest shared; constructed figures."""
         sizes = {"vram_total": 512 << 20, "vram_used": 100 << 20, "gtt_total": 60 << 30, "gtt_used": 1 << 30}
         device = write_card(tmp_path, 0, {f"mem_info_{name}": str(size) for name, size in sizes.items()})
-        node = amd.kfd_node(1, {"simd_count": 80, "simd_per_cu": 2, "gfx_target_version": 110501}, [], [])
+        node = amd.make_kfd_node(1, {"simd_count": 80, "simd_per_cu": 2, "gfx_target_version": 110501}, [], [])
         assert node is not None
-        (found,) = conclude([device], [node], ()).accelerators
+        (found,) = combine_amd_sources([device], [node], ()).accelerators
         assert (found.architecture, found.compute_units, found.unified_memory) == ("gfx1151", 40, True)
         assert found.memory_bytes == (60 << 30) + (512 << 20)
         assert found.free_bytes == (59 << 30) + (412 << 20)
 
     def test_visible_devices_of_rocr_and_hip_are_applied(self, tmp_path: Path) -> None:
         nodes = read_kfd(write_topology(tmp_path, "kfd-mi210-x8-xgmi-first-4.txt"))
-        found = conclude((), nodes, (), environment={"ROCR_VISIBLE_DEVICES": "3,1,0", "HIP_VISIBLE_DEVICES": "0,1"})
+        found = combine_amd_sources(
+            (), nodes, (), environment={"ROCR_VISIBLE_DEVICES": "3,1,0", "HIP_VISIBLE_DEVICES": "0,1"}
+        )
         assert [card.index for card in found.accelerators] == [3, 1]
         assert [(link.a, link.b) for link in found.links] == [("1", "3")]
         assert found.notes == (

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from bedplate.facts import apple
 from bedplate.facts.apple import (
     MacProfile,
-    apple_accelerator,
+    find_wired_limit,
+    make_apple_accelerator,
     parse_core_kinds,
     parse_gpu_cores,
     parse_profiler,
     read_apple,
-    wired_limit,
 )
 from bedplate.facts.chips import find_chip
 from bedplate.facts.cpu import parse_sysctl
-from bedplate.facts.devices import Found
-from bedplate.facts.simulated import shared_limit
+from bedplate.facts.devices import FoundAccelerators
+from bedplate.facts.simulated import estimate_shared_limit
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 GIB = 1 << 30
@@ -97,15 +97,15 @@ class TestProfiler:
         parse_profiler(text)
         parse_gpu_cores(text)
         parse_core_kinds(text)
-        apple_accelerator(parse_sysctl(text), MacProfile(), GIB)
+        make_apple_accelerator(parse_sysctl(text), MacProfile(), GIB)
 
 
 class TestWiredLimit:
     def test_a_configured_limit_is_used_as_is(self) -> None:
-        limit = wired_limit({"iogpu.wired_limit_mb": "26000"}, 32 * GIB)
+        limit = find_wired_limit({"iogpu.wired_limit_mb": "26000"}, 32 * GIB)
         assert limit is not None
         assert (limit.value, limit.basis) == (26000 << 20, "reported")
-        more = wired_limit({"iogpu.wired_limit_mb": "999999"}, 32 * GIB)
+        more = find_wired_limit({"iogpu.wired_limit_mb": "999999"}, 32 * GIB)
         assert more is not None and more.value == 32 * GIB
 
     @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ class TestWiredLimit:
         ],
     )
     def test_the_estimated_default_covers_the_observed_limits(self, memory_gib: int, seen_gib: float) -> None:
-        limit = wired_limit({"iogpu.wired_limit_mb": "0"}, memory_gib * GIB)
+        limit = find_wired_limit({"iogpu.wired_limit_mb": "0"}, memory_gib * GIB)
         assert limit is not None
         assert limit.basis == "estimate"
         assert limit.low * 0.9999 <= seen_gib * GIB <= limit.high
@@ -128,33 +128,33 @@ class TestWiredLimit:
     def test_a_hypothetical_mac_uses_the_same_rule(self) -> None:
         for memory_gib in (8, 24, 36, 64, 512):
             chip = find_chip("Apple M3 Ultra 80-core").chip
-            assert shared_limit(chip, memory_gib * GIB) == wired_limit({}, memory_gib * GIB)
+            assert estimate_shared_limit(chip, memory_gib * GIB) == find_wired_limit({}, memory_gib * GIB)
 
     def test_without_a_memory_size_there_is_no_limit(self) -> None:
-        assert wired_limit({}, None) is None
+        assert find_wired_limit({}, None) is None
 
 
 class TestAccelerator:
     def test_an_m2_shares_its_memory(self) -> None:
         sysctl = parse_sysctl(read_capture("sysctl/apple-m2.txt"))
-        found = apple_accelerator(sysctl, MacProfile(), 12 * GIB, gpu_cores=10)
+        found = make_apple_accelerator(sysctl, MacProfile(), 12 * GIB, gpu_cores=10)
         assert found is not None
         assert (found.name, found.vendor, found.compute_units) == ("Apple M2", "apple", 10)
         assert (found.memory_bytes, found.free_bytes, found.unified_memory) == (24 * GIB, 12 * GIB, True)
 
     def test_free_memory_never_exceeds_the_gpu_limit(self) -> None:
         sysctl = parse_sysctl(read_capture("sysctl/apple-m2.txt")) | {"iogpu.wired_limit_mb": "8192"}
-        found = apple_accelerator(sysctl, MacProfile(), 20 * GIB)
+        found = make_apple_accelerator(sysctl, MacProfile(), 20 * GIB)
         assert found is not None and found.free_bytes == 8 * GIB
 
     def test_system_profiler_replaces_a_missing_sysctl(self) -> None:
         profile = parse_profiler(read_capture("apple/profiler-hardware-m2.json"))
-        found = apple_accelerator({}, profile, 10 * GIB)
+        found = make_apple_accelerator({}, profile, 10 * GIB)
         assert found is not None
         assert (found.name, found.memory_bytes) == ("Apple M2", 16 * GIB)
 
     def test_an_intel_mac_has_no_accelerator(self) -> None:
-        assert apple_accelerator(parse_sysctl(read_capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
+        assert make_apple_accelerator(parse_sysctl(read_capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
 
 
 class TestReading:
@@ -174,4 +174,6 @@ class TestReading:
     def test_a_mac_without_any_answer_gets_a_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(apple, "read_sysctl", dict)
         found = read_apple(GIB, lambda argv: None)
-        assert found == Found(notes=("the chip could not be read: neither sysctl nor system_profiler answered",))
+        assert found == FoundAccelerators(
+            notes=("the chip could not be read: neither sysctl nor system_profiler answered",)
+        )

@@ -45,7 +45,9 @@ class TestPlain:
 
     def test_an_eight_bit_cache_is_half(self) -> None:
         model = read()
-        assert model.kv_bytes(1000, bits=8) * 2 == model.kv_bytes(1000) == 1000 * model.kv_bytes_per_token
+        assert (
+            model.compute_kv_bytes(1000, bits=8) * 2 == model.compute_kv_bytes(1000) == 1000 * model.kv_bytes_per_token
+        )
 
 
 class TestLatent:
@@ -75,8 +77,8 @@ class TestCompressed:
         """The technical report states 10 % of the cache of V3.2; a reader of the report counted 9.62 GiB in 16 bits."""
         pro, before = find_model("deepseek-ai/DeepSeek-V4-Pro"), find_model("deepseek-ai/DeepSeek-V3.2")
         tokens = 1 << 20
-        assert pro.kv_bytes(tokens) / 2**30 == pytest.approx(9.62, rel=0.01)
-        assert 0.09 < pro.kv_bytes(tokens) / before.kv_bytes(tokens) < 0.13
+        assert pro.compute_kv_bytes(tokens) / 2**30 == pytest.approx(9.62, rel=0.01)
+        assert 0.09 < pro.compute_kv_bytes(tokens) / before.compute_kv_bytes(tokens) < 0.13
 
     def test_compressed_cache_matches_a_calculation_by_hand(self) -> None:
         # Of V4-Pro's 61 layers 30 keep an entry of 512 and an index key of 128 for 4 tokens, 31 one for 128 tokens.
@@ -133,8 +135,8 @@ class TestWindows:
 
     def test_a_short_sequence_does_not_fill_the_window(self) -> None:
         model = find_model("google/gemma-3-27b-it")
-        assert model.kv_bytes(10) == 62 * 16 * 256 * 2 * 10
-        assert model.kv_bytes(4096) == model.kv_bytes_per_token * 4096 + model.kv_bytes_window
+        assert model.compute_kv_bytes(10) == 62 * 16 * 256 * 2 * 10
+        assert model.compute_kv_bytes(4096) == model.kv_bytes_per_token * 4096 + model.kv_bytes_window
 
 
 class TestStates:
@@ -201,7 +203,7 @@ class TestOthers:
 
     def test_encoders_keep_nothing(self) -> None:
         model = find_model("BAAI/bge-base-en-v1.5")
-        assert (model.task, model.kv_bytes(512)) == ("embed", 0)
+        assert (model.task, model.compute_kv_bytes(512)) == ("embed", 0)
 
     @pytest.mark.parametrize(
         "name", ["DeepSeek-V4-Flash", "Qwen3.5-27B", "gemma-4-E4B-it", "Kimi-K3", "Nemotron-3-Nano-4B", "gpt-oss-20b"]

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.chips import GIB, Chip, DataType, chip_of, chips, find_chip
-from bedplate.facts.simulated import simulated
+from bedplate.errors import UsageError
+from bedplate.facts.chips import GIB, Chip, DataType, find_accelerator_chip, find_chip, load_chips
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Accelerator
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
 TRUTH = SHARED / "truth"
-ALL = tuple(chips().values())
+ALL = tuple(load_chips().values())
 CUDA = tuple(chip for chip in ALL if chip.capability is not None)
 
 
@@ -34,7 +34,7 @@ def parse_capability(chip: Chip) -> tuple[int, int]:
 
 @pytest.mark.measures
 def test_reading_all_chips_takes_less_than_15_ms() -> None:
-    read = chips.__wrapped__
+    read = load_chips.__wrapped__
 
     def cpu_seconds() -> float:
         started = time.process_time()
@@ -46,7 +46,7 @@ def test_reading_all_chips_takes_less_than_15_ms() -> None:
 
 def test_names_are_unique_and_in_file_order() -> None:
     text = (ROOT / "src/bedplate/facts/data/chips.json").read_text(encoding="utf-8")
-    assert re.findall(r'\{"name": "([^"]+)"', text) == list(chips())
+    assert re.findall(r'\{"name": "([^"]+)"', text) == list(load_chips())
 
 
 def test_every_chip_has_its_figures_and_a_source() -> None:
@@ -140,7 +140,7 @@ def test_a_rate_exists_only_if_the_architecture_supports_the_type() -> None:
     ],
 )
 def test_features_follow_from_the_architecture(name: str, features: set[str]) -> None:
-    assert chips()[name].features == features
+    assert load_chips()[name].features == features
 
 
 @pytest.mark.parametrize(
@@ -161,21 +161,21 @@ def test_features_follow_from_the_architecture(name: str, features: set[str]) ->
 def test_figures_match_the_data_sheets(
     name: str, gib: float, gb_s: float, fp16: float, link_gb_s: float | None
 ) -> None:
-    chip = chips()[name]
+    chip = load_chips()[name]
     assert chip.memory_bytes == gib * GIB
     assert chip.bandwidth_bytes_s == pytest.approx(gb_s * 1e9)
-    assert chip.ops_s("fp16") == pytest.approx(fp16 * 1e12)
+    assert chip.get_ops_s("fp16") == pytest.approx(fp16 * 1e12)
     assert (chip.link.gb_s if chip.link else None) == link_gb_s
 
 
 def test_pcie_is_one_direction_after_encoding() -> None:
-    assert chips()["NVIDIA H100 SXM 80GB"].pcie_bytes_s == pytest.approx(63.0e9, rel=0.001)
-    assert chips()["Apple M3 Max (40-core GPU)"].pcie_bytes_s is None
+    assert load_chips()["NVIDIA H100 SXM 80GB"].pcie_bytes_s == pytest.approx(63.0e9, rel=0.001)
+    assert load_chips()["Apple M3 Max (40-core GPU)"].pcie_bytes_s is None
 
 
 def test_an_unknown_rate_is_none() -> None:
-    assert chips()["NVIDIA A100 SXM 80GB"].ops_s("fp8") is None
-    assert chips()["Apple M5 (10-core GPU)"].ops_s("fp16") is None
+    assert load_chips()["NVIDIA A100 SXM 80GB"].get_ops_s("fp8") is None
+    assert load_chips()["Apple M5 (10-core GPU)"].get_ops_s("fp16") is None
 
 
 # names
@@ -211,7 +211,7 @@ def test_every_alias_finds_its_chip_or_lists_it_as_a_candidate() -> None:
         for alias in chip.aliases:
             try:
                 found = [find_chip(alias).chip.name]
-            except BadQuestion as error:
+            except UsageError as error:
                 found = [error.message]
             match = find_chip(alias, guess=True)
             shared = [other.name for other in ALL if alias in other.aliases]
@@ -301,7 +301,7 @@ def test_a_drivers_core_count_selects_the_variant_if_known() -> None:
     "name", ["NVIDIA Graphics Device", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Intel(R) Xeon(R) Processor"]
 )
 def test_a_driver_may_report_an_unlisted_chip(name: str) -> None:
-    with pytest.raises(BadQuestion, match="unknown chip"):
+    with pytest.raises(UsageError, match="unknown chip"):
         find_chip(name, memory_bytes=40 * GIB)
 
 
@@ -323,7 +323,7 @@ def test_a_stated_memory_size_is_kept() -> None:
     ],
 )
 def test_an_ambiguous_name_is_a_usage_error(text: str, names: list[str]) -> None:
-    with pytest.raises(BadQuestion, match="is ambiguous") as caught:
+    with pytest.raises(UsageError, match="is ambiguous") as caught:
         find_chip(text)
     for name in names:
         assert name in caught.value.message
@@ -350,13 +350,13 @@ def test_variants_with_the_same_driver_name_are_not_ambiguous() -> None:
 def test_ram_selects_a_chip_only_if_the_chip_uses_it() -> None:
     assert find_chip("Apple M3 Max", ram_bytes=36 * GIB).chip.bandwidth_gb_s == 300
     assert find_chip("Apple M3 Max", ram_bytes=64 * GIB).chip.bandwidth_gb_s == 400
-    with pytest.raises(BadQuestion, match="is ambiguous"):
+    with pytest.raises(UsageError, match="is ambiguous"):
         find_chip("rtx 3080", ram_bytes=12 * GIB)
 
 
 @pytest.mark.parametrize("text", ["h100 96gb", "M3 Max 32GB", "RTX 4090 48GB", "A100 64GB", "M1 Max 20-core"])
 def test_a_nonexistent_size_or_core_count_is_rejected(text: str) -> None:
-    with pytest.raises(BadQuestion, match="there is none with") as caught:
+    with pytest.raises(UsageError, match="there is none with") as caught:
         find_chip(text)
     assert "use one of" in (caught.value.hint or "")
     assert find_chip(text, guess=True).guessed
@@ -376,14 +376,14 @@ def test_a_nonexistent_size_or_core_count_is_rejected(text: str) -> None:
 )
 def test_an_unknown_chip_is_rejected_with_similar_names(text: str, nearest: str) -> None:
     for guess in (False, True):
-        with pytest.raises(BadQuestion, match="unknown chip") as caught:
+        with pytest.raises(UsageError, match="unknown chip") as caught:
             find_chip(text, guess=guess)
         assert nearest in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("text", ["", "   ", "8x", "x", "GPU", "NVIDIA", "0x H100 SXM", "80GB", "()", "a" * 1000])
 def test_an_empty_name_is_rejected(text: str) -> None:
-    with pytest.raises(BadQuestion) as caught:
+    with pytest.raises(UsageError) as caught:
         find_chip(text)
     assert caught.value.hint
 
@@ -392,10 +392,10 @@ def test_an_empty_name_is_rejected(text: str) -> None:
 def test_any_text_gives_a_chip_or_a_usage_error(text: str, guess: bool) -> None:
     try:
         match = find_chip(text, guess=guess)
-    except BadQuestion as error:
+    except UsageError as error:
         assert error.message and error.hint
     else:
-        assert match.count >= 1 and match.chip.name in chips()
+        assert match.count >= 1 and match.chip.name in load_chips()
 
 
 @given(st.sampled_from(ALL), st.integers(2, 9999), st.sampled_from(["{n}x {c}", "{n} × {c}", "{c} x{n}", "{c} *{n}"]))
@@ -429,21 +429,23 @@ def test_case_and_punctuation_make_no_difference(chip: Chip, gap: str, upper: bo
     ],
 )  # fmt: skip
 def test_an_accelerator_has_its_chip(card: Accelerator, name: str, kind: str) -> None:
-    chip = chip_of(card)
+    chip = find_accelerator_chip(card)
     assert chip is not None
     assert (chip.name, chip.kind) == (name, kind)
 
 
 def test_hypothetical_hardware_has_its_chips() -> None:
-    chip = chip_of(simulated({"accelerator": "B200", "count": 8}).accelerators[7])
+    chip = find_accelerator_chip(make_simulated_hardware({"accelerator": "B200", "count": 8}).accelerators[7])
     assert chip is not None
-    assert chip.ops_s("fp4") and chip.features >= {"fp8", "fp4", "bf16"}
+    assert chip.get_ops_s("fp4") and chip.features >= {"fp8", "fp4", "bf16"}
 
 
 def test_a_slice_has_its_share_of_the_card() -> None:
     """3g.40gb of an A100: three of seven parts of the multiprocessors, four of eight of the memory (MIG User Guide)."""
     card = find_chip("NVIDIA A100-SXM4-80GB").chip
-    part = chip_of(Accelerator(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", vendor="nvidia", index=8, parent=0))
+    part = find_accelerator_chip(
+        Accelerator(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", vendor="nvidia", index=8, parent=0)
+    )
     assert part is not None
     assert part.bandwidth_gb_s == card.bandwidth_gb_s / 2
     assert part.dense_tera_ops["bf16"] == pytest.approx(card.dense_tera_ops["bf16"] * 3 / 7)
@@ -453,8 +455,8 @@ def test_a_slice_has_its_share_of_the_card() -> None:
 @given(st.text(max_size=400), st.integers(0, 1 << 60) | st.none())
 def test_chip_of_never_raises(name: str, memory_bytes: int | None) -> None:
     card = Accelerator(name=name, vendor="other", memory_bytes=memory_bytes)
-    assert isinstance(chip_of(card), Chip | None)
-    assert chip_of(Accelerator(name="Voodoo 2", vendor="other")) is None
+    assert isinstance(find_accelerator_chip(card), Chip | None)
+    assert find_accelerator_chip(Accelerator(name="Voodoo 2", vendor="other")) is None
 
 
 def read_spellings() -> Iterator[tuple[str, str]]:

@@ -18,21 +18,21 @@ from bedplate.facts.cpu import (
     INSTRUCTION_SETS,
     Processor,
     cap_by_quota,
-    core_kinds,
     count_cores,
-    cpu_from_sysctl,
-    instruction_sets,
-    linux_cpu,
+    list_sysctl_caches,
+    make_linux_cpu,
+    make_mac_cpu,
     parse_cache_size,
     parse_cpuinfo,
     parse_node_meminfo,
     parse_sysctl,
     read_caches,
+    read_core_kinds,
     read_cpu,
     read_numa,
     read_siblings,
-    summarise,
-    sysctl_caches,
+    select_instruction_sets,
+    summarize_instruction_sets,
 )
 from bedplate.values import Cache, Cpu, NumaNode
 
@@ -47,7 +47,7 @@ def read_capture(name: str) -> str:
 def describe_cpu(
     name: str, arch: str, affinity: set[int] | None = None, limits: CgroupLimits | None = None, root: Path = NOWHERE
 ) -> Cpu:
-    cpu = linux_cpu(read_capture(f"cpuinfo/{name}.txt"), arch, affinity or set(), limits or CgroupLimits(), root)
+    cpu = make_linux_cpu(read_capture(f"cpuinfo/{name}.txt"), arch, affinity or set(), limits or CgroupLimits(), root)
     assert cpu is not None
     return cpu
 
@@ -61,13 +61,13 @@ def test_a_virtual_xeon_has_amx() -> None:
         "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
         "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     )  # fmt: skip
-    assert summarise(cpu.instruction_sets) == "AVX-512 AMX"
+    assert summarize_instruction_sets(cpu.instruction_sets) == "AVX-512 AMX"
 
 
 def test_hyperthreads_share_a_core() -> None:
     whole = describe_cpu("x86_64-core-i7-1165g7", "x86_64", set(range(8)))
     assert (whole.sockets, whole.physical_cores, whole.logical_cores, whole.allowed_physical_cores) == (1, 4, 8, 4)
-    assert summarise(whole.instruction_sets) == "AVX-512"
+    assert summarize_instruction_sets(whole.instruction_sets) == "AVX-512"
     # CPUs 0 and 4 are the two threads of core 0.
     assert describe_cpu("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_physical_cores == 1
     assert describe_cpu("x86_64-core-i7-1165g7", "x86_64", {0, 1}).allowed_physical_cores == 2
@@ -79,7 +79,7 @@ def test_the_same_core_number_in_two_sockets_is_two_cores() -> None:
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores) == (2, 4, 8)
     assert cpu.allowed_physical_cores == 2
     assert cpu.vendor == "amd"
-    assert summarise(cpu.instruction_sets) == "AVX2"
+    assert summarize_instruction_sets(cpu.instruction_sets) == "AVX2"
 
 
 def test_a_virtual_ryzen_has_the_instruction_sets_of_its_host() -> None:
@@ -128,7 +128,7 @@ def test_other_architectures_are_named_without_instruction_sets(
 ) -> None:
     info = parse_cpuinfo(read_capture(f"cpuinfo/{capture_name}.txt"))
     assert (info.name, info.vendor, len(info.processors)) == (name, vendor, processors)
-    assert instruction_sets(info.flags) == ()
+    assert select_instruction_sets(info.flags) == ()
 
 
 def test_threads_of_a_core_come_from_sysfs_where_cpuinfo_names_no_cores(tmp_path: Path) -> None:
@@ -175,40 +175,38 @@ def test_a_cpuset_narrows_the_mask_but_never_to_nothing() -> None:
 
 
 def test_an_apple_chip_is_read_from_sysctl() -> None:
-    cpu = cpu_from_sysctl(
-        parse_sysctl(read_capture("sysctl/apple-m2.txt")), "x86_64"
-    )  # as a translated Python would say
+    cpu = make_mac_cpu(parse_sysctl(read_capture("sysctl/apple-m2.txt")), "x86_64")  # as a translated Python would say
     assert cpu is not None
     assert (cpu.name, cpu.vendor, cpu.arch) == ("Apple M2", "apple", "arm64")
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (1, 8, 8, 8)
     assert (cpu.performance_cores, cpu.efficiency_cores) == (4, 4)
     assert cpu.instruction_sets == ("neon", "dotprod", "i8mm", "bf16")
-    assert summarise(cpu.instruction_sets) == "NEON I8MM"
+    assert summarize_instruction_sets(cpu.instruction_sets) == "NEON I8MM"
 
 
 def test_an_intel_mac_is_read_from_sysctl() -> None:
-    cpu = cpu_from_sysctl(parse_sysctl(read_capture("sysctl/intel-mac.txt")), "x86_64")
+    cpu = make_mac_cpu(parse_sysctl(read_capture("sysctl/intel-mac.txt")), "x86_64")
     assert cpu is not None
     assert (cpu.name, cpu.vendor) == ("Intel(R) Core(TM) i5-4440 CPU @ 3.10GHz", "intel")
     assert (cpu.arch, cpu.physical_cores, cpu.logical_cores) == ("x86_64", 4, 4)
     newer = {"hw.ncpu": "4", "machdep.cpu.features": "SSE4.2 AVX1.0 FMA F16C", "machdep.cpu.leaf7_features": "AVX2"}
-    other = cpu_from_sysctl(newer, "x86_64")
+    other = make_mac_cpu(newer, "x86_64")
     assert other is not None
     assert other.instruction_sets == ("sse4_2", "avx", "avx2", "fma", "f16c")
 
 
 def test_instruction_sets_keep_one_order_and_have_names() -> None:
-    assert instruction_sets(["amx_tile", "bogus", "avx2", "sse4_2"]) == ("sse4_2", "avx2", "amx_tile")
-    assert instruction_sets({"asimd", "asimddp", "sve2", "sve"}) == ("neon", "dotprod", "sve", "sve2")
-    assert summarise(()) == ""
-    assert summarise(("neon", "dotprod", "i8mm", "sve", "sve2")) == "SVE2 I8MM"
+    assert select_instruction_sets(["amx_tile", "bogus", "avx2", "sse4_2"]) == ("sse4_2", "avx2", "amx_tile")
+    assert select_instruction_sets({"asimd", "asimddp", "sve2", "sve"}) == ("neon", "dotprod", "sve", "sve2")
+    assert summarize_instruction_sets(()) == ""
+    assert summarize_instruction_sets(("neon", "dotprod", "i8mm", "sve", "sve2")) == "SVE2 I8MM"
     assert all(name and name.strip() == name for name in INSTRUCTION_SETS.values())
 
 
 def test_absent_and_partial_text_gives_no_cpu() -> None:
-    assert linux_cpu("", "x86_64", {0}, CgroupLimits()) is None
-    assert cpu_from_sysctl({}, "arm64") is None
-    partial = linux_cpu("processor\t: 0\nprocessor\t: 1\nmodel na", "x86_64", {0, 1}, CgroupLimits(), NOWHERE)
+    assert make_linux_cpu("", "x86_64", {0}, CgroupLimits()) is None
+    assert make_mac_cpu({}, "arm64") is None
+    partial = make_linux_cpu("processor\t: 0\nprocessor\t: 1\nmodel na", "x86_64", {0, 1}, CgroupLimits(), NOWHERE)
     assert partial is not None
     assert (partial.name, partial.vendor, partial.allowed_physical_cores) == ("unknown x86_64 CPU", None, 2)
 
@@ -228,8 +226,8 @@ LINES = st.lists(
 @given(st.one_of(st.text(), LINES), st.sets(st.integers(min_value=0, max_value=300), max_size=8))
 def test_no_text_makes_the_parsers_raise(text: str, affinity: set[int]) -> None:
     parse_cpuinfo(text)
-    cpu_from_sysctl(parse_sysctl(text), "arm64")
-    cpu = linux_cpu(text, "x86_64", affinity, CgroupLimits(), NOWHERE)
+    make_mac_cpu(parse_sysctl(text), "arm64")
+    cpu = make_linux_cpu(text, "x86_64", affinity, CgroupLimits(), NOWHERE)
     assert cpu is None or 1 <= cpu.allowed_physical_cores <= max(1, len(affinity), cpu.logical_cores)
 
 
@@ -279,14 +277,14 @@ class TestCaches:
 
     def test_caches_of_an_apple_chip_are_read(self) -> None:
         values = parse_sysctl(read_capture("sysctl/apple-m2.txt"))
-        assert core_kinds(values) == (4, 4)
-        assert sysctl_caches(values) == (
+        assert read_core_kinds(values) == (4, 4)
+        assert list_sysctl_caches(values) == (
             Cache(level=1, kind="data", bytes=128 << 10, count=4, shared_by=1),
             Cache(level=2, kind="unified", bytes=16 << 20, count=1, shared_by=4),
             Cache(level=1, kind="data", bytes=64 << 10, count=4, shared_by=1),
             Cache(level=2, kind="unified", bytes=4 << 20, count=1, shared_by=4),
         )
-        assert (core_kinds({}), sysctl_caches({})) == ((None, None), ())
+        assert (read_core_kinds({}), list_sysctl_caches({})) == ((None, None), ())
 
     @given(st.text())
     def test_no_cache_size_text_raises(self, text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts.hf_config import read_config
 from bedplate.values import Model, from_json, to_json
 
@@ -99,7 +99,7 @@ def test_input_and_output_tokens_take_the_same_cache() -> None:
 def test_whisper_keeps_thirty_seconds_of_sound_for_each_sequence() -> None:
     model = read(WHISPER)
     assert model.kv_bytes_window == 32 * 1500 * 1280 * 2 * 2
-    assert model.kv_bytes(448) == 32 * (1500 + 448) * 1280 * 2 * 2
+    assert model.compute_kv_bytes(448) == 32 * (1500 + 448) * 1280 * 2 * 2
     assert (model.task, model.max_context) == ("other", 448)
 
 
@@ -133,5 +133,5 @@ def test_the_encoder_alone_is_an_embedder_without_a_cache() -> None:
     ],
 )
 def test_invalid_configurations_are_usage_errors(fields: dict[str, Any]) -> None:
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         read(fields)

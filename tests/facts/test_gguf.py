@@ -15,7 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, G
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts import gguf
 from bedplate.facts.gguf import read_gguf, read_header
 from bedplate.values import Model, from_json, to_json
@@ -83,8 +83,8 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-def refused(path: Path) -> BadQuestion:
-    with pytest.raises(BadQuestion) as caught:
+def refused(path: Path) -> UsageError:
+    with pytest.raises(UsageError) as caught:
         read_gguf(path)
     return caught.value
 
@@ -116,7 +116,7 @@ class TestRealFile:
                 continue
             value = ours.fields[key]
             if field.types[0] == GGUFValueType.ARRAY:
-                assert isinstance(value, gguf.Array)
+                assert isinstance(value, gguf.GgufArray)
                 assert value.length == len(field.data), key
             elif field.types[0] == GGUFValueType.STRING:
                 assert value == field.contents().encode(), key
@@ -744,7 +744,7 @@ class TestFuzz:
         path.write_bytes(content)
         try:
             model = read_gguf(path)
-        except BadQuestion as error:
+        except UsageError as error:
             assert error.message
             assert error.message.isprintable()
         else:

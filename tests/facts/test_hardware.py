@@ -16,25 +16,25 @@ from rich.console import Console
 from tests.conftest import HANG_S
 
 from bedplate.facts.cgroup import CgroupLimits
-from bedplate.facts.devices import Found
+from bedplate.facts.devices import FoundAccelerators
 from bedplate.facts.hardware import (
-    container_kind,
-    numa_notes,
-    operating_system,
-    os_version,
+    add_shared_memory,
+    add_specs,
+    detect_container,
+    detect_operating_system,
+    is_root_a_disk,
+    merge_found,
+    note_numa_gaps,
     parse_meminfo,
     parse_os_release,
     probe,
     read_accelerators,
     read_disk,
     read_memory,
-    root_is_disk,
-    shared_memory,
-    together,
-    with_spec,
+    read_os_version,
 )
-from bedplate.facts.simulated import simulated
-from bedplate.show.probe import link_lines, one_line, render_hardware, short_name, speed_limit
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.show.probe import describe_hardware, describe_links, describe_speed_limit, render_hardware, shorten_name
 from bedplate.values import (
     Accelerator,
     Cache,
@@ -48,7 +48,7 @@ from bedplate.values import (
     NumaNode,
     Pcie,
     from_json,
-    replaced,
+    replace_fields,
     to_json,
 )
 
@@ -69,7 +69,7 @@ class TestProbe:
     def test_probe_agrees_with_the_operating_system(self) -> None:
         hardware = probe()
         virtual = psutil.virtual_memory()
-        assert hardware.os == operating_system()
+        assert hardware.os == detect_operating_system()
         assert hardware.os_version
         assert hardware.cpu.logical_cores == os.cpu_count()
         assert hardware.memory.total_bytes == virtual.total
@@ -146,18 +146,18 @@ class TestMemory:
     def test_any_meminfo_is_parsed_without_error(self, text: str) -> None:
         parse_meminfo(text)
         parse_os_release(text)
-        root_is_disk(text)
+        is_root_a_disk(text)
 
 
 class TestSystem:
     def test_the_system_name_is_read(self, tmp_path: Path) -> None:
         put(tmp_path, {"etc/os-release": 'NAME="Debian GNU/Linux"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'})
-        assert os_version("linux", tmp_path) == "Debian GNU/Linux 12 (bookworm)"
+        assert read_os_version("linux", tmp_path) == "Debian GNU/Linux 12 (bookworm)"
 
     def test_a_system_without_a_pretty_name_is_named(self, tmp_path: Path) -> None:
         put(tmp_path, {"usr/lib/os-release": "NAME=Void\nVERSION_ID='1'\n"})
-        assert os_version("linux", tmp_path) == "Void 1"
-        assert os_version("linux", tmp_path / "nowhere") is None
+        assert read_os_version("linux", tmp_path) == "Void 1"
+        assert read_os_version("linux", tmp_path / "nowhere") is None
 
     @pytest.mark.parametrize(
         ("files", "kind"),
@@ -175,7 +175,7 @@ class TestSystem:
         ],
     )
     def test_containers_are_detected_by_files(self, tmp_path: Path, files: dict[str, str], kind: str | None) -> None:
-        assert container_kind(put(tmp_path, files)) == kind
+        assert detect_container(put(tmp_path, files)) == kind
 
     def test_a_disk_made_from_an_image_is_not_a_container(self, tmp_path: Path) -> None:
         """Seen on virtual machines that boot the files of a container image from a separate disk."""
@@ -189,90 +189,90 @@ class TestSystem:
                 "sys/devices/system/clocksource/clocksource0/available_clocksource": "tsc kvm-clock \n",
             },
         )
-        assert container_kind(root) == "kvm"
+        assert detect_container(root) == "kvm"
         (root / "sys/devices/system/clocksource/clocksource0/available_clocksource").unlink()
-        assert container_kind(root) == "vm"
+        assert detect_container(root) == "vm"
 
     def test_an_overlay_root_is_a_container(self) -> None:
-        assert not root_is_disk("473 387 0:143 / / rw,relatime - overlay overlay rw,lowerdir=/var/lib/docker\n")
-        assert root_is_disk("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
-        assert not root_is_disk("27 1 254:0 /docker/vfs/dir/abc / rw,relatime - ext4 /dev/vda rw\n")
+        assert not is_root_a_disk("473 387 0:143 / / rw,relatime - overlay overlay rw,lowerdir=/var/lib/docker\n")
+        assert is_root_a_disk("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
+        assert not is_root_a_disk("27 1 254:0 /docker/vfs/dir/abc / rw,relatime - ext4 /dev/vda rw\n")
 
 
 class TestAccelerators:
     def test_cards_of_two_vendors_have_unique_indexes(self) -> None:
-        first = Found(
+        first = FoundAccelerators(
             accelerators=(
                 Accelerator(name="A", vendor="nvidia", index=0),
                 Accelerator(name="A MIG", vendor="nvidia", index=2, parent=1),
             ),
             links=(Link(kind="pcie", a="0", b="host"),),
         )
-        second = Found(
+        second = FoundAccelerators(
             accelerators=(Accelerator(name="B", vendor="amd", index=0), Accelerator(name="B", vendor="amd", index=1)),
             links=(Link(kind="xgmi", a="0", b="1"),),
             notes=("one",),
         )
-        found = together([first, Found(), second])
+        found = merge_found([first, FoundAccelerators(), second])
         assert [(card.index, card.parent) for card in found.accelerators] == [(0, None), (2, 1), (3, None), (4, None)]
         assert [(link.a, link.b) for link in found.links] == [("0", "host"), ("3", "4")]
         assert found.notes == ("one",)
 
     def test_a_chip_without_memory_uses_the_machines(self) -> None:
         ram = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB)
-        spark = shared_memory(Accelerator(name="NVIDIA GB10", vendor="nvidia", unified_memory=True), ram)
+        spark = add_shared_memory(Accelerator(name="NVIDIA GB10", vendor="nvidia", unified_memory=True), ram)
         assert (spark.memory_bytes, spark.free_bytes) == (128 * GIB, 100 * GIB)
         unknown = Accelerator(name="NVIDIA GPU", vendor="nvidia")
-        assert shared_memory(unknown, ram) == unknown
+        assert add_shared_memory(unknown, ram) == unknown
 
     @on_linux
     def test_a_machine_without_accelerators_has_none(self, tmp_path: Path) -> None:
-        assert read_accelerators("linux", Memory(total_bytes=GIB, available_bytes=GIB), tmp_path) == Found()
+        assert read_accelerators("linux", Memory(total_bytes=GIB, available_bytes=GIB), tmp_path) == FoundAccelerators()
 
     def test_numa_nodes_with_missing_memory_are_noted(self) -> None:
         """Seen in a virtual machine that gets its memory late."""
         ram = Memory(total_bytes=135148457984, available_bytes=GIB)
-        cpu = replaced(TestShow.XEON.cpu, numa=(NumaNode(index=0, cpus="0-15", memory_bytes=6135615488),))
-        assert numa_notes(cpu, ram) == ("the NUMA nodes list 5.71 GiB of 126 GiB of memory",)
-        assert numa_notes(replaced(cpu, numa=(NumaNode(index=0, memory_bytes=130 * 10**9),)), ram) == ()
-        assert numa_notes(replaced(cpu, numa=()), ram) == ()
+        cpu = replace_fields(TestShow.XEON.cpu, numa=(NumaNode(index=0, cpus="0-15", memory_bytes=6135615488),))
+        assert note_numa_gaps(cpu, ram) == ("the NUMA nodes list 5.71 GiB of 126 GiB of memory",)
+        assert note_numa_gaps(replace_fields(cpu, numa=(NumaNode(index=0, memory_bytes=130 * 10**9),)), ram) == ()
+        assert note_numa_gaps(replace_fields(cpu, numa=()), ram) == ()
 
 
 class TestSpec:
     """Data-sheet figures are added to what drivers report."""
 
     def make_machine(self, *cards: Accelerator) -> Hardware:
-        return replaced(TestShow.XEON, accelerators=cards)
+        return replace_fields(TestShow.XEON, accelerators=cards)
 
     def test_a_known_chip_has_its_bandwidth(self) -> None:
-        (card,) = with_spec(self.make_machine(TestShow.H200)).accelerators
+        (card,) = add_specs(self.make_machine(TestShow.H200)).accelerators
         assert card.bandwidth_bytes_s is not None
         assert (card.bandwidth_bytes_s.value, card.bandwidth_bytes_s.basis) == (4.8e12, "spec")
         assert "NVIDIA" in (card.bandwidth_bytes_s.source or "")
 
     def test_an_unknown_chip_is_noted_and_has_no_bandwidth(self) -> None:
-        hardware = with_spec(self.make_machine(Accelerator(name="Voodoo 2", vendor="other")))
+        hardware = add_specs(self.make_machine(Accelerator(name="Voodoo 2", vendor="other")))
         assert hardware.accelerators[0].bandwidth_bytes_s is None
         assert hardware.notes == ("Voodoo 2 is not in the list of chips, so its memory bandwidth is unknown",)
 
     def test_the_drivers_bandwidth_is_kept_for_an_unlisted_chip(self) -> None:
         figure = Figure(value=1e12, low=1e12, high=1e12, basis="reported")
-        hardware = with_spec(self.make_machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
+        hardware = add_specs(self.make_machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (figure, ())
 
     def test_a_slice_gets_its_part_of_its_cards_bandwidth(self) -> None:
-        part = replaced(TestShow.H200, parent=0, name="NVIDIA H200 MIG 1g.18gb")
-        figure = with_spec(self.make_machine(part)).accelerators[0].bandwidth_bytes_s
+        part = replace_fields(TestShow.H200, parent=0, name="NVIDIA H200 MIG 1g.18gb")
+        figure = add_specs(self.make_machine(part)).accelerators[0].bandwidth_bytes_s
         assert figure is not None and (figure.value, figure.basis) == (4.8e12 / 8, "estimate")
 
     def test_a_slice_of_unknown_size_has_no_bandwidth(self) -> None:
         part = Accelerator(name="AMD Instinct MI300X", vendor="amd", index=1, parent=0, memory_bytes=24 * GIB)
-        hardware = with_spec(self.make_machine(part))
+        hardware = add_specs(self.make_machine(part))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (None, ())
 
     def make_cpu(self, name: str, cores: int, sockets: int | None = 1) -> Hardware:
-        processor = replaced(TestShow.XEON.cpu, name=name, physical_cores=cores, sockets=sockets)
-        return replaced(TestShow.XEON, cpu=processor)
+        processor = replace_fields(TestShow.XEON.cpu, name=name, physical_cores=cores, sockets=sockets)
+        return replace_fields(TestShow.XEON, cpu=processor)
 
     @pytest.mark.parametrize(
         ("name", "cores", "sockets", "gb_s"),
@@ -286,32 +286,32 @@ class TestSpec:
     def test_a_cpus_bandwidth_range_covers_empty_channels(
         self, name: str, cores: int, sockets: int | None, gb_s: float
     ) -> None:
-        figure = with_spec(self.make_cpu(name, cores, sockets)).memory.bandwidth_bytes_s
+        figure = add_specs(self.make_cpu(name, cores, sockets)).memory.bandwidth_bytes_s
         assert figure is not None
         assert (figure.value, figure.high, figure.basis) == (gb_s * 1e9, gb_s * 1e9, "spec")
         assert figure.low == figure.value / 2
         assert "channels may be empty" in (figure.source or "")
 
     def test_soldered_memory_has_no_range(self) -> None:
-        figure = with_spec(self.make_cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
+        figure = add_specs(self.make_cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
         assert figure is not None and figure.low == figure.value == figure.high == pytest.approx(17.1e9)
 
     def test_a_virtual_machine_gets_no_more_than_its_part_of_the_socket(self) -> None:
-        figure = with_spec(self.make_cpu("AMD EPYC 7763 64-Core Processor", 2)).memory.bandwidth_bytes_s
+        figure = add_specs(self.make_cpu("AMD EPYC 7763 64-Core Processor", 2)).memory.bandwidth_bytes_s
         assert figure is not None
         assert figure.value == pytest.approx(204.8e9 / 32)
         assert figure.basis == "estimate"
         assert figure.low < figure.value < figure.high < 60e9
 
     def test_an_unknown_cpu_has_no_bandwidth_unless_measured(self) -> None:
-        assert with_spec(TestShow.XEON).memory.bandwidth_bytes_s is None
+        assert add_specs(TestShow.XEON).memory.bandwidth_bytes_s is None
         measured = Figure(value=1e10, low=9e9, high=1.1e10, basis="measured")
         machine = self.make_cpu("AMD EPYC 7763 64-Core Processor", 64)
-        machine = replaced(machine, memory=replaced(machine.memory, bandwidth_bytes_s=measured))
-        assert with_spec(machine).memory.bandwidth_bytes_s == measured
+        machine = replace_fields(machine, memory=replace_fields(machine.memory, bandwidth_bytes_s=measured))
+        assert add_specs(machine).memory.bandwidth_bytes_s == measured
 
     def test_memory_comes_from_the_data_sheet_if_the_driver_is_silent(self) -> None:
-        hardware = with_spec(self.make_machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
+        hardware = add_specs(self.make_machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
         assert hardware.accelerators[0].memory_bytes == 24 * GIB
         assert "data sheet" in hardware.notes[0]
 
@@ -358,20 +358,26 @@ class TestShow:
         return captured.get()
 
     def test_one_line_describes_the_machine(self) -> None:
-        assert one_line(self.XEON) == ("Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU")
+        assert describe_hardware(self.XEON) == (
+            "Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU"
+        )
 
     def test_one_line_of_hypothetical_hardware_omits_unspecified_parts(self) -> None:
-        assert one_line(simulated({"accelerator": "RTX 4090", "ram_gb": 64})).startswith("8 cores allowed (of 8) · ")
+        assert describe_hardware(make_simulated_hardware({"accelerator": "RTX 4090", "ram_gb": 64})).startswith(
+            "8 cores allowed (of 8) · "
+        )
 
     def test_one_line_includes_cards(self) -> None:
-        pair = replaced(self.XEON, accelerators=(self.H200, replaced(self.H200, index=1)))
-        assert one_line(pair).endswith("· 2 × NVIDIA H200, 140 GiB free each")
+        pair = replace_fields(self.XEON, accelerators=(self.H200, replace_fields(self.H200, index=1)))
+        assert describe_hardware(pair).endswith("· 2 × NVIDIA H200, 140 GiB free each")
         apple = Accelerator(name="Apple M2", vendor="apple", memory_bytes=24 * GIB, unified_memory=True)
-        assert one_line(replaced(self.XEON, accelerators=(apple,))).endswith("· Apple M2 GPU, unified memory")
+        assert describe_hardware(replace_fields(self.XEON, accelerators=(apple,))).endswith(
+            "· Apple M2 GPU, unified memory"
+        )
 
     def test_a_share_of_a_core_is_not_called_a_core(self) -> None:
-        cpu = replaced(self.XEON.cpu, allowed_cores=0.5, allowed_physical_cores=1)
-        assert "0.5 cores allowed (of 2)" in one_line(replaced(self.XEON, cpu=cpu))
+        cpu = replace_fields(self.XEON.cpu, allowed_cores=0.5, allowed_physical_cores=1)
+        assert "0.5 cores allowed (of 2)" in describe_hardware(replace_fields(self.XEON, cpu=cpu))
 
     @pytest.mark.parametrize(
         ("name", "short"),
@@ -385,15 +391,15 @@ class TestShow:
         ],
     )
     def test_cpu_names_are_shortened(self, name: str, short: str) -> None:
-        assert short_name(name) == short
+        assert shorten_name(name) == short
 
     def test_the_page_shows_units_basis_and_unknowns(self) -> None:
         page = self.render_page(
-            replaced(
+            replace_fields(
                 self.XEON,
                 container="docker",
                 accelerators=(self.H200,),
-                memory=replaced(
+                memory=replace_fields(
                     self.XEON.memory,
                     limit_bytes=16 * GIB,
                     bandwidth_bytes_s=Figure(value=41.2e9, low=40e9, high=42e9, basis="measured"),
@@ -416,19 +422,19 @@ class TestShow:
 
     def test_the_page_explains_bandwidths(self) -> None:
         figure = Figure(value=936e9, low=936e9, high=936e9, basis="spec")
-        assert speed_limit(figure, 24 * 10**9) == (
+        assert describe_speed_limit(figure, 24 * 10**9) == (
             "each GB of weights read per token takes 1.07 ms; with 24 GB of weights, at most 39 tokens/s per stream"
         )
-        assert speed_limit(figure, 234 * 10**9) == (
+        assert describe_speed_limit(figure, 234 * 10**9) == (
             "each GB of weights read per token takes 1.07 ms; with 234 GB of weights, at most 4.0 tokens/s per stream"
         )
-        assert speed_limit(figure, None) == "each GB of weights read per token takes 1.07 ms"
-        assert speed_limit(None, 1) is None
-        ram = replaced(self.XEON.memory, bandwidth_bytes_s=replaced(figure, value=40e9))
-        assert "takes 25 ms" in self.render_page(replaced(self.XEON, memory=ram))
+        assert describe_speed_limit(figure, None) == "each GB of weights read per token takes 1.07 ms"
+        assert describe_speed_limit(None, 1) is None
+        ram = replace_fields(self.XEON.memory, bandwidth_bytes_s=replace_fields(figure, value=40e9))
+        assert "takes 25 ms" in self.render_page(replace_fields(self.XEON, memory=ram))
 
     def test_the_page_groups_identical_cards(self) -> None:
-        card = replaced(
+        card = replace_fields(
             self.H200,
             architecture="Hopper",
             driver_version="580.1",
@@ -440,19 +446,19 @@ class TestShow:
             pcie=Pcie(generation=1, max_generation=5, width=8, max_width=16),
             nvlinks=18,
         )
-        busy = replaced(card, index=1, processes=(GpuProcess(pid=403, name="python3", bytes=1713373184),))
-        page = self.render_page(replaced(self.XEON, accelerators=(card, busy)))
+        busy = replace_fields(card, index=1, processes=(GpuProcess(pid=403, name="python3", bytes=1713373184),))
+        page = self.render_page(replace_fields(self.XEON, accelerators=(card, busy)))
         assert page.count("Hopper · driver 580.1 · CUDA 13.0") == 1
         assert "clock 345 of 1980 MHz · power limit 650 of 700 W · PCIe 1 x8 (of 5 x16) · 18 NVLinks" in page
         assert "python3 (pid 403) holds 1.6 GiB" in page
 
     def test_the_page_shows_slices_shared_memory_caches_and_nodes(self) -> None:
-        part = replaced(self.H200, index=8, parent=3)
+        part = replace_fields(self.H200, index=8, parent=3)
         limit = Figure(value=18 * GIB, low=16 * GIB, high=20 * GIB, basis="estimate")
         apple = Accelerator(
             name="Apple M2", vendor="apple", compute_units=10, unified_memory=True, wired_limit_bytes=limit
         )
-        cpu = replaced(
+        cpu = replace_fields(
             self.XEON.cpu,
             performance_cores=4,
             efficiency_cores=4,
@@ -466,7 +472,7 @@ class TestShow:
                 NumaNode(index=1, cpus="4-7", memory_bytes=None),
             ),
         )
-        page = self.render_page(replaced(self.XEON, cpu=cpu, accelerators=(part, apple)))
+        page = self.render_page(replace_fields(self.XEON, cpu=cpu, accelerators=(part, apple)))
         for expected in (
             "a slice of GPU 3",
             "10 GPU cores",
@@ -488,7 +494,7 @@ class TestShow:
         host = [Link(kind="pcie", a=str(card), b="host") for card in (0, 1, 2, 5)]
         bridges = [Link(kind="nvlink", a="0", b="1", count=4), Link(kind="nvlink", a="2", b="3", count=4)]
         far = [Link(kind="pcie", a="0", b="2", path="system"), Link(kind="xgmi", a="0", b="3", hops=1)]
-        assert list(link_lines([*switch, *host, *bridges, *far])) == [
+        assert list(describe_links([*switch, *host, *bridges, *far])) == [
             ("nvlink between all of GPU 0-7 · 18 links · 450 GB/s each way", "spec"),
             ("pcie GPU 0-2, 5 – host · bandwidth unknown", ""),
             ("nvlink GPU 0 – 1, 2 – 3 · 4 links · bandwidth unknown", ""),
@@ -504,5 +510,5 @@ class TestShow:
 
     def test_this_machine_can_be_shown(self) -> None:
         hardware = probe()
-        assert str(hardware.cpu.allowed_physical_cores) in one_line(hardware)
+        assert str(hardware.cpu.allowed_physical_cores) in describe_hardware(hardware)
         assert "Memory" in self.render_page(hardware)

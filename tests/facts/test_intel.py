@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.facts.devices import Found
-from bedplate.facts.intel import device_number, read_intel
+from bedplate.facts.devices import FoundAccelerators
+from bedplate.facts.intel import parse_device_number, read_intel
 from bedplate.values import Accelerator, Pcie
 
 
@@ -82,10 +82,10 @@ def test_integrated_graphics_is_only_noted(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_intel_graphics_has_none(tmp_path: Path) -> None:
-    assert read_intel(tmp_path) == Found()
+    assert read_intel(tmp_path) == FoundAccelerators()
     assert all(found.vendor == "intel" for found in read_intel().accelerators)
 
 
 @given(st.text())
 def test_no_device_number_raises(text: str) -> None:
-    device_number(text)
+    parse_device_number(text)

@@ -14,9 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.known_models import find_model, known_names, lookup, model_from_facts, understood
-from bedplate.values import replaced
+from bedplate.errors import UsageError
+from bedplate.facts.known_models import (
+    find_model,
+    list_known_names,
+    look_up_model,
+    make_model_from_facts,
+    parse_model_name,
+)
+from bedplate.values import replace_fields
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 CONFIGS, TRUTH = SHARED / "model_configs", SHARED / "truth"
@@ -63,13 +69,13 @@ def test_spellings_find_the_model(typed: str, base: str, label: str) -> None:
     ["", " ", "gpt-7", "no such thing", "???", "/", "llama", "deepseek-v3-tiny-16b", "deepseek-r1:8b", "x" * 5000],
 )
 def test_unknown_names_are_rejected(typed: str) -> None:
-    assert lookup(typed) is None
-    with pytest.raises(BadQuestion):
+    assert look_up_model(typed) is None
+    with pytest.raises(UsageError):
         find_model(typed)
 
 
 def test_an_unknown_name_lists_similar_names() -> None:
-    with pytest.raises(BadQuestion) as caught:
+    with pytest.raises(UsageError) as caught:
         find_model("Qwen3-31B")
     assert "Qwen3-32B" in str(caught.value.hint)
 
@@ -145,10 +151,10 @@ def test_every_configuration_is_known_and_gives_the_same_facts() -> None:
         if "hf_quant" in path.name:
             continue
         read = read_config_file(path)
-        known = lookup(read.name)
+        known = look_up_model(read.name)
         if known is not None and not read.vision_parameters:
             # The built-in facts of Llama 4 include the vision encoder that these configurations leave out.
-            known = replaced(known, weight_bytes=known.weight_bytes - known.vision_weight_bytes)
+            known = replace_fields(known, weight_bytes=known.weight_bytes - known.vision_weight_bytes)
         figures = (
             "parameters",
             "active_parameters",
@@ -173,13 +179,13 @@ def test_models_of_published_measurements_are_known() -> None:
     for path in TRUTH.glob("*.csv"):
         with path.open(newline="") as file:
             rows.update(row["model"] for row in csv.DictReader(file) if row.get("model"))
-    unknown = {name: count for name, count in rows.items() if lookup(name) is None}
+    unknown = {name: count for name, count in rows.items() if look_up_model(name) is None}
     print(f"{sum(rows.values())} rows, {len(rows)} spellings, unknown: {unknown}")
     assert sum(unknown.values()) <= 0.02 * sum(rows.values()), unknown
 
 
 def test_every_known_model_is_found_by_its_own_name() -> None:
-    for name in known_names():
+    for name in list_known_names():
         model = find_model(name)
         assert model.name == name
         assert model.parameters > 0 and model.weight_bytes > 0 and model.max_context
@@ -202,9 +208,9 @@ def test_the_first_lookup_is_fast() -> None:
 @pytest.mark.measures
 @given(text=st.text(max_size=60))
 def test_no_text_makes_the_lookup_raise(text: str) -> None:
-    understood(text)
+    parse_model_name(text)
     began = time.process_time()
-    lookup(text)
+    look_up_model(text)
     assert time.process_time() - began < 1
 
 
@@ -223,17 +229,19 @@ def test_the_task_follows_from_the_name(typed: str, task: str) -> None:
 
 class TestInline:
     def test_facts_describe_an_embedding_model(self) -> None:
-        model = model_from_facts({"task": "embed", "params_b": 0.11, "format": "onnx"})
+        model = make_model_from_facts({"task": "embed", "params_b": 0.11, "format": "onnx"})
         assert (model.task, model.format, model.parameters) == ("embed", "onnx", 110_000_000)
         assert (model.kv_bytes_per_token, model.weight_bytes, model.basis) == (0, 440_000_000, "estimate")
 
     def test_a_shape_gives_the_cache(self) -> None:
-        model = model_from_facts({"params_b": 8, "layers": 32, "kv_heads": 8, "head_dim": 128})
+        model = make_model_from_facts({"params_b": 8, "layers": 32, "kv_heads": 8, "head_dim": 128})
         assert model.kv_bytes_per_token == 131_072
 
     def test_without_a_shape_the_cache_is_typical_of_the_size(self) -> None:
         for billions, kib in ((1, 32), (8, 128), (70, 320), (405, 504)):
-            assert model_from_facts({"params_b": billions}).kv_bytes_per_token / 1024 == pytest.approx(kib, rel=0.7)
+            assert make_model_from_facts({"params_b": billions}).kv_bytes_per_token / 1024 == pytest.approx(
+                kib, rel=0.7
+            )
 
     @pytest.mark.parametrize(
         "fields",
@@ -249,5 +257,5 @@ class TestInline:
         ],
     )
     def test_invalid_facts_are_rejected(self, fields: Any) -> None:
-        with pytest.raises(BadQuestion):
-            model_from_facts(fields)
+        with pytest.raises(UsageError):
+            make_model_from_facts(fields)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts import library
-from bedplate.facts.library import Located, local_models, locate, quantization_of, split_reference
+from bedplate.facts.library import LocatedModel, find_quantization, list_local_models, locate, split_reference
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "fedcba9876543210fedcba9876543210fedcba98"
@@ -76,14 +76,14 @@ def write_ollama_model(
     return put(store / "blobs" / digest.replace(":", "-"), size)
 
 
-def locate_existing(text: str) -> Located:
+def locate_existing(text: str) -> LocatedModel:
     located = locate(text)
     assert located is not None, text
     return located
 
 
-def read_refusal(text: str) -> BadQuestion:
-    with pytest.raises(BadQuestion) as caught:
+def read_refusal(text: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
         locate(text)
     return caught.value
 
@@ -92,7 +92,7 @@ class TestPaths:
     def test_a_file_is_located(self, tmp_path: Path) -> None:
         path = put(tmp_path / "work" / "Qwen3-8B-Q4_K_M.gguf", 321)
         for text in (str(path), "Qwen3-8B-Q4_K_M.gguf", "./Qwen3-8B-Q4_K_M.gguf"):
-            assert locate_existing(text) == Located("Qwen3-8B", path, "a file", 321, "Q4_K_M")
+            assert locate_existing(text) == LocatedModel("Qwen3-8B", path, "a file", 321, "Q4_K_M")
 
     def test_a_tilde_is_the_home_folder(self, machine: Path) -> None:
         path = put(machine / "a.gguf")
@@ -100,12 +100,12 @@ class TestPaths:
 
     def test_any_part_finds_the_first_and_the_total_size(self, tmp_path: Path) -> None:
         parts = [put(tmp_path / f"big-0000{n}-of-00003.gguf", 100 * n) for n in (1, 2, 3)]
-        assert locate_existing(str(parts[2])) == Located("big", parts[0], "a file", 600)
+        assert locate_existing(str(parts[2])) == LocatedModel("big", parts[0], "a file", 600)
 
     def test_a_folder_with_one_model_is_located(self, tmp_path: Path) -> None:
         path = put(tmp_path / "models" / "only-Q8_0.gguf")
         put(tmp_path / "models" / "mmproj-only-f16.gguf")
-        assert locate_existing(str(tmp_path / "models")) == Located("only", path, "a folder", 100, "Q8_0")
+        assert locate_existing(str(tmp_path / "models")) == LocatedModel("only", path, "a folder", 100, "Q8_0")
 
     def test_a_split_model_in_a_subfolder_is_located(self, tmp_path: Path) -> None:
         parts = [put(tmp_path / "models" / "Q4" / f"big-Q4_K_M-0000{n}-of-00002.gguf") for n in (1, 2)]
@@ -234,7 +234,7 @@ class TestHuggingFace:
         from huggingface_hub import constants
 
         relative = Path(constants.HF_HUB_CACHE).relative_to(constants.HF_HOME)
-        assert library.hub_cache() == machine / ".cache" / "huggingface" / relative
+        assert library.find_hub_cache() == machine / ".cache" / "huggingface" / relative
 
 
 class TestOllama:
@@ -245,7 +245,7 @@ class TestOllama:
     def test_latest_is_the_default_tag(self, store: Path) -> None:
         write_ollama_model(store, "registry.ollama.ai/library/llama3.2:1b")
         latest = write_ollama_model(store, "registry.ollama.ai/library/llama3.2:latest", size=777)
-        assert locate_existing("llama3.2") == Located("llama3.2:latest", latest, "Ollama", 777)
+        assert locate_existing("llama3.2") == LocatedModel("llama3.2:latest", latest, "Ollama", 777)
 
     @pytest.mark.parametrize(
         ("text", "manifest", "name"),
@@ -292,7 +292,7 @@ class TestOllama:
         write_ollama_model(store, "registry.ollama.ai/library/broken:latest")
         (store / "manifests/registry.ollama.ai/library/broken/latest").write_text(content)
         assert locate("broken") is None
-        assert local_models() == ()
+        assert list_local_models() == ()
 
     def test_models_that_are_not_gguf_are_skipped(self, store: Path) -> None:
         write_ollama_model(store, "registry.ollama.ai/library/mlx:latest", kind="tensor")
@@ -351,7 +351,7 @@ class TestListing:
         studio = put(machine / ".lmstudio/models/pub/repo/x-Q4_K_M.gguf")
         (studio.parent / "linked-Q4_K_M.gguf").symlink_to(studio)
         put(tmp_path / "bedplate" / "models" / "own.gguf")
-        listed = local_models()
+        listed = list_local_models()
         assert [model.name for model in listed] == [
             "a/b:Q4_K_M",
             "a/b:Q8_0",
@@ -366,7 +366,7 @@ class TestListing:
             assert again.path.resolve() == model.path.resolve()
 
     def test_an_empty_machine_has_no_models(self) -> None:
-        assert local_models() == ()
+        assert list_local_models() == ()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ class TestListing:
     ],
 )
 def test_quantizations_in_names_are_recognized(name: str, label: str | None) -> None:
-    assert quantization_of(name) == label
+    assert find_quantization(name) == label
 
 
 @pytest.mark.parametrize(

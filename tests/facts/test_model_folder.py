@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.model_folder import part_of, read_folder
+from bedplate.errors import UsageError
+from bedplate.facts.model_folder import find_part, read_folder
 from bedplate.facts.onnx import read_onnx
 
 SMALL: dict[str, Any] = {
@@ -81,7 +81,7 @@ class TestComplete:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         assert read_folder(folder).weight_bytes == sum(sizes)
         (folder / "model-00002-of-00002.safetensors").unlink()
-        with pytest.raises(BadQuestion) as caught:
+        with pytest.raises(UsageError) as caught:
             read_folder(folder)
         assert "1 of 2 files of the model are not in" in caught.value.message
 
@@ -190,26 +190,26 @@ class TestRefused:
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
     def test_pickles_are_rejected(self, folder: Path, name: str) -> None:
         (folder / name).write_bytes(b"\x80\x02")
-        with pytest.raises(BadQuestion, match="never opens one") as caught:
+        with pytest.raises(UsageError, match="never opens one") as caught:
             read_folder(folder)
         assert "safetensors" in str(caught.value.hint)
 
     def test_weights_without_a_configuration_are_rejected(self, tmp_path: Path) -> None:
         write(tmp_path / "model.safetensors", list_tensors())
-        with pytest.raises(BadQuestion, match=r"no config\.json"):
+        with pytest.raises(UsageError, match=r"no config\.json"):
             read_folder(tmp_path)
 
     def test_a_damaged_shard_is_rejected(self, folder: Path) -> None:
         write(folder / "model.safetensors", list_tensors())
         with (folder / "model.safetensors").open("r+b") as file:
             file.truncate(500)
-        with pytest.raises(BadQuestion, match="cut short"):
+        with pytest.raises(UsageError, match="cut short"):
             read_folder(folder)
 
     @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "null"])
     def test_an_invalid_configuration_is_rejected(self, folder: Path, text: str) -> None:
         (folder / "config.json").write_text(text)
-        with pytest.raises(BadQuestion):
+        with pytest.raises(UsageError):
             read_folder(folder)
 
 
@@ -231,7 +231,7 @@ class TestRefused:
     ],
 )
 def test_tensors_are_assigned_to_parts(name: str, part: str) -> None:
-    assert part_of(name, 40) == part
+    assert find_part(name, 40) == part
 
 
 def encode_varint(number: int) -> bytes:
@@ -298,5 +298,5 @@ class TestOnnx:
     )
     def test_damaged_graphs_are_rejected(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.onnx").write_bytes(content)
-        with pytest.raises(BadQuestion, match="damaged"):
+        with pytest.raises(UsageError, match="damaged"):
             read_onnx(tmp_path, None, name="x", origin=None)

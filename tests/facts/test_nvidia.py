@@ -14,25 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.facts import nvidia
-from bedplate.facts.devices import Found, visible
+from bedplate.facts.devices import FoundAccelerators, select_visible
 from bedplate.facts.nvidia import (
-    Answers,
-    DeviceAnswers,
-    SliceAnswers,
-    accelerator,
+    DeviceFacts,
+    NvidiaFacts,
+    SliceFacts,
     ask_smi,
-    card_on_bus,
-    conclude,
-    cuda_version,
-    explain,
-    nvlink_counts,
+    compute_peak_bandwidth,
+    count_nvlinks,
+    explain_nvml_error,
+    format_cuda_version,
+    is_card_on_bus,
+    make_accelerator,
+    normalize_pci_address,
     parse_compute_capabilities,
     parse_smi_list,
     parse_smi_log,
     parse_smi_topology,
-    pci_address,
-    peak_bandwidth,
     read_nvidia,
+    select_accelerators,
 )
 from bedplate.values import Accelerator, Figure, GpuProcess, Link, Pcie
 
@@ -40,7 +40,7 @@ CAPTURES = Path(__file__).parent.parent / "captures" / "nvidia"
 GIB = 1 << 30
 
 # As NVML of driver 580.159.04 answered on 2026-11-15; the serial part of the UUID is made up.
-H200 = DeviceAnswers(
+H200 = DeviceFacts(
     index=0,
     name="NVIDIA H200",
     uuid="GPU-00000000-1111-2222-3333-444444444444",
@@ -66,15 +66,15 @@ def read_capture(name: str) -> str:
     return (CAPTURES / name).read_text()
 
 
-def make_cards(count: int, **answers: Any) -> tuple[DeviceAnswers, ...]:
+def make_cards(count: int, **answers: Any) -> tuple[DeviceFacts, ...]:
     return tuple(
-        DeviceAnswers(index=index, name="GPU", total_bytes=GIB, free_bytes=GIB, **answers) for index in range(count)
+        DeviceFacts(index=index, name="GPU", total_bytes=GIB, free_bytes=GIB, **answers) for index in range(count)
     )
 
 
 class TestAnswers:
     def test_a_cards_answers_become_an_accelerator(self) -> None:
-        found = accelerator(H200, "580.159.04", "13.0")
+        found = make_accelerator(H200, "580.159.04", "13.0")
         assert (found.name, found.vendor, found.index, found.architecture) == ("NVIDIA H200", "nvidia", 0, "Hopper")
         assert (found.memory_bytes, found.free_bytes) == (150754820096, 148387266560)
         assert (found.compute_capability, found.driver_version, found.cuda_version) == ("9.0", "580.159.04", "13.0")
@@ -83,37 +83,37 @@ class TestAnswers:
         assert found.nvlinks is None, "this virtual machine hides them"
 
     def test_the_drivers_own_clock_and_bus_give_a_peak_bandwidth(self) -> None:
-        figure = accelerator(H200, None, None).bandwidth_bytes_s
+        figure = make_accelerator(H200, None, None).bandwidth_bytes_s
         assert figure is not None
         assert figure.value == pytest.approx(4.814e12, rel=1e-3)
         assert figure.basis == "reported"
-        assert peak_bandwidth(9751, 384) is not None
-        assert peak_bandwidth(None, 384) is None
-        assert peak_bandwidth(9751, 0) is None
+        assert compute_peak_bandwidth(9751, 384) is not None
+        assert compute_peak_bandwidth(None, 384) is None
+        assert compute_peak_bandwidth(9751, 0) is None
 
     def test_old_bindings_answer_in_bytes(self) -> None:
-        found = accelerator(DeviceAnswers(index=1, name=b"Tesla P40"), b"535.54.03", None)
+        found = make_accelerator(DeviceFacts(index=1, name=b"Tesla P40"), b"535.54.03", None)
         assert (found.name, found.driver_version, found.index) == ("Tesla P40", "535.54.03", 1)
 
     def test_a_card_without_answers_is_listed(self) -> None:
-        found = conclude(Answers(devices=(DeviceAnswers(index=0),)))
+        found = select_accelerators(NvidiaFacts(devices=(DeviceFacts(index=0),)))
         assert found.accelerators == (Accelerator(name="NVIDIA GPU", vendor="nvidia", index=0),)
         assert found.notes == ("GPU 0: the driver does not report its memory",)
 
     def test_a_chip_without_memory_of_its_own_shares_the_machines(self) -> None:
-        found = conclude(Answers(devices=(DeviceAnswers(index=0, name="NVIDIA GB10"),)))
+        found = select_accelerators(NvidiaFacts(devices=(DeviceFacts(index=0, name="NVIDIA GB10"),)))
         assert found.accelerators[0].unified_memory
         assert found.notes == ()
 
     def test_versions_and_addresses_are_normalized(self) -> None:
-        assert [cuda_version(number) for number in (13000, 12080, 0, None)] == ["13.0", "12.8", None, None]
-        assert pci_address(b"00000000:18:00.0") == "0000:18:00.0"
-        assert pci_address("00000001:AE:00.0\0\0") == "0001:ae:00.0"
-        assert pci_address("junk") is None
+        assert [format_cuda_version(number) for number in (13000, 12080, 0, None)] == ["13.0", "12.8", None, None]
+        assert normalize_pci_address(b"00000000:18:00.0") == "0000:18:00.0"
+        assert normalize_pci_address("00000001:AE:00.0\0\0") == "0001:ae:00.0"
+        assert normalize_pci_address("junk") is None
 
 
 class TestSlices:
-    SPLIT = DeviceAnswers(
+    SPLIT = DeviceFacts(
         index=1,
         name="NVIDIA A100-SXM4-80GB",
         total_bytes=80 * GIB,
@@ -121,47 +121,49 @@ class TestSlices:
         compute_capability=(8, 0),
         mig=True,
         slices=(
-            SliceAnswers(
+            SliceFacts(
                 name="NVIDIA A100-SXM4-80GB MIG 3g.40gb",
                 uuid="MIG-aa",
                 total_bytes=40 * GIB,
                 free_bytes=39 * GIB,
                 multiprocessors=42,
             ),
-            SliceAnswers(
+            SliceFacts(
                 name="NVIDIA A100-SXM4-80GB MIG 1g.10gb", uuid="MIG-bb", total_bytes=10 * GIB, free_bytes=9 * GIB
             ),
         ),
     )
-    WHOLE = DeviceAnswers(
-        index=0, name="NVIDIA A100-SXM4-80GB", uuid="GPU-1", total_bytes=80 * GIB, free_bytes=79 * GIB
-    )
+    WHOLE = DeviceFacts(index=0, name="NVIDIA A100-SXM4-80GB", uuid="GPU-1", total_bytes=80 * GIB, free_bytes=79 * GIB)
 
     def test_each_slice_replaces_its_card(self) -> None:
-        whole, large, small = conclude(Answers(devices=(self.WHOLE, self.SPLIT), driver_version="550")).accelerators
+        whole, large, small = select_accelerators(
+            NvidiaFacts(devices=(self.WHOLE, self.SPLIT), driver_version="550")
+        ).accelerators
         assert (whole.index, whole.parent) == (0, None)
         assert (large.index, large.parent, large.memory_bytes, large.compute_units) == (2, 1, 40 * GIB, 42)
         assert (small.index, small.parent, small.memory_bytes, small.uuid) == (3, 1, 10 * GIB, "MIG-bb")
         assert (small.compute_capability, small.driver_version, small.mig) == ("8.0", "550", True)
 
     def test_cuda_visible_devices_may_name_a_slice(self) -> None:
-        found = conclude(Answers(devices=(self.WHOLE, self.SPLIT)), "MIG-bb")
+        found = select_accelerators(NvidiaFacts(devices=(self.WHOLE, self.SPLIT)), "MIG-bb")
         assert [card.uuid for card in found.accelerators] == ["MIG-bb"]
 
     def test_slices_that_cannot_be_listed_leave_the_whole_card_with_a_note(self) -> None:
-        found = conclude(Answers(devices=(replace(self.SPLIT, slices=None),)))
+        found = select_accelerators(NvidiaFacts(devices=(replace(self.SPLIT, slices=None),)))
         assert found.accelerators[0].memory_bytes == 80 * GIB
         assert "GPU 1 is split by MIG" in found.notes[0]
 
     def test_a_mig_card_without_slices_is_not_usable(self) -> None:
-        found = conclude(Answers(devices=(replace(self.SPLIT, slices=()),)))
+        found = select_accelerators(NvidiaFacts(devices=(replace(self.SPLIT, slices=()),)))
         assert found.accelerators == ()
         assert "MIG is on but has no slice" in found.notes[0]
 
 
 class TestLinks:
     def test_behind_a_switch_every_pair_has_all_links(self) -> None:
-        found = conclude(Answers(devices=make_cards(4, nvlinks=("switch",) * 18, compute_capability=(9, 0)))).links
+        found = select_accelerators(
+            NvidiaFacts(devices=make_cards(4, nvlinks=("switch",) * 18, compute_capability=(9, 0)))
+        ).links
         assert len(found) == 6
         assert {(link.kind, link.count) for link in found} == {("nvlink", 18)}
         figure = found[0].bandwidth_bytes_s
@@ -171,37 +173,37 @@ class TestLinks:
         """Two pairs of cards, each joined by a bridge of four links."""
         address = [f"0000:0{index}:00.0" for index in range(4)]
         devices = tuple(
-            DeviceAnswers(index=index, pci_address=address[index], nvlinks=(address[index ^ 1],) * 4)
+            DeviceFacts(index=index, pci_address=address[index], nvlinks=(address[index ^ 1],) * 4)
             for index in range(4)
         )
-        assert nvlink_counts(devices) == {(0, 1): 4, (2, 3): 4}
+        assert count_nvlinks(devices) == {(0, 1): 4, (2, 3): 4}
 
     def test_links_whose_end_a_virtual_machine_hides_lead_to_a_switch(self) -> None:
-        assert nvlink_counts(make_cards(2, nvlinks=(None,) * 12)) == {(0, 1): 12}
-        assert nvlink_counts(make_cards(1, nvlinks=(None,) * 12)) == {}
+        assert count_nvlinks(make_cards(2, nvlinks=(None,) * 12)) == {(0, 1): 12}
+        assert count_nvlinks(make_cards(1, nvlinks=(None,) * 12)) == {}
 
     def test_without_nvlink_the_pcie_path_is_named(self) -> None:
-        found = conclude(Answers(devices=make_cards(2), paths=((0, 1, "host-bridge"),))).links
+        found = select_accelerators(NvidiaFacts(devices=make_cards(2), paths=((0, 1, "host-bridge"),))).links
         assert found == (Link(kind="pcie", a="0", b="1", path="host-bridge"),)
 
     def test_each_card_has_a_link_to_the_host(self) -> None:
-        (link,) = conclude(Answers(devices=(H200,))).links
+        (link,) = select_accelerators(NvidiaFacts(devices=(H200,))).links
         assert (link.a, link.b, link.kind) == ("0", "host", "pcie")
         assert isinstance(link.bandwidth_bytes_s, Figure)
         assert link.bandwidth_bytes_s.value == pytest.approx(63e9, rel=0.01)
 
     def test_hidden_cards_have_no_links(self) -> None:
-        answers = Answers(devices=make_cards(3, nvlinks=("switch",) * 6))
-        assert [(link.a, link.b) for link in conclude(answers, "2,0").links] == [("0", "2")]
+        answers = NvidiaFacts(devices=make_cards(3, nvlinks=("switch",) * 6))
+        assert [(link.a, link.b) for link in select_accelerators(answers, "2,0").links] == [("0", "2")]
 
 
 class TestVisibleDevices:
     def test_cuda_visible_devices_is_applied_and_noted(self) -> None:
-        answers = Answers(devices=make_cards(4))
-        found = conclude(answers, "2,0")
+        answers = NvidiaFacts(devices=make_cards(4))
+        found = select_accelerators(answers, "2,0")
         assert [card.index for card in found.accelerators] == [2, 0]
         assert found.notes == ("CUDA_VISIBLE_DEVICES=2,0 hides 2 of 4 NVIDIA GPUs",)
-        assert conclude(answers) == conclude(answers, None)
+        assert select_accelerators(answers) == select_accelerators(answers, None)
 
     @pytest.mark.parametrize(
         ("value", "kept"),
@@ -219,12 +221,12 @@ class TestVisibleDevices:
         ],
     )
     def test_cuda_visible_devices_is_parsed_as_in_cuda(self, value: str | None, kept: tuple[int, ...]) -> None:
-        assert visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
+        assert select_visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
 
     @given(st.text())
     def test_any_value_is_parsed_without_error(self, value: str) -> None:
-        assert set(visible(["GPU-aa", None], value)) <= {0, 1}
-        conclude(Answers(devices=(H200, TestSlices.SPLIT)), value)
+        assert set(select_visible(["GPU-aa", None], value)) <= {0, 1}
+        select_accelerators(NvidiaFacts(devices=(H200, TestSlices.SPLIT)), value)
 
 
 class TestSmiLog:
@@ -264,14 +266,15 @@ class TestSmiLog:
         (card,) = parse_smi_log(read_capture("smi-q-a100-mig-constructed.txt")).devices
         assert card.mig is True
         assert card.slices == (
-            SliceAnswers(total_bytes=20096 << 20, free_bytes=20083 << 20, multiprocessors=42),
-            SliceAnswers(total_bytes=4864 << 20, free_bytes=4857 << 20, multiprocessors=14),
+            SliceFacts(total_bytes=20096 << 20, free_bytes=20083 << 20, multiprocessors=42),
+            SliceFacts(total_bytes=4864 << 20, free_bytes=4857 << 20, multiprocessors=14),
         )
 
     def test_absent_and_partial_pages_are_parsed(self) -> None:
-        assert parse_smi_log("") == Answers()
+        assert parse_smi_log("") == NvidiaFacts()
         assert (
-            parse_smi_log("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == Answers()
+            parse_smi_log("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+            == NvidiaFacts()
         )
         whole = read_capture("smi-q-h100-sxm-x8-first-2.txt")
         (card,) = parse_smi_log(whole[: whole.index("FB Memory Usage")]).devices
@@ -283,7 +286,7 @@ class TestSmiLog:
         cut = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(cut, len(text)))
         answers = parse_smi_log(text[:cut] + data.draw(st.text(max_size=20)) + text[end:])
-        conclude(answers)
+        select_accelerators(answers)
         parse_smi_topology(text[:cut])
         parse_smi_list(text[cut:])
 
@@ -302,7 +305,7 @@ class TestSmiTopology:
 
     def test_one_card_and_terminal_colours_are_parsed(self) -> None:
         assert "\x1b[4m" in read_capture("topo-h200.txt")
-        assert parse_smi_topology(read_capture("topo-h200.txt")) == Answers()
+        assert parse_smi_topology(read_capture("topo-h200.txt")) == NvidiaFacts()
 
     @given(st.one_of(st.text(), st.text(alphabet="GPU01XNV8SY \t\n")))
     def test_any_text_is_parsed_without_error(self, text: str) -> None:
@@ -312,8 +315,8 @@ class TestSmiTopology:
 def test_slices_are_named_by_the_list() -> None:
     listed = parse_smi_list(read_capture("smi-list-a100-mig-constructed.txt"))
     assert listed[0] == (
-        SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", uuid="MIG-00000000-0000-0000-0000-000000000001"),
-        SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-00000000-0000-0000-0000-000000000002"),
+        SliceFacts(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", uuid="MIG-00000000-0000-0000-0000-000000000001"),
+        SliceFacts(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-00000000-0000-0000-0000-000000000002"),
     )
 
 
@@ -338,7 +341,7 @@ class TestNvidiaSmi:
     def test_the_outputs_are_merged(self) -> None:
         answers = ask_smi(self.ask)
         assert answers is not None
-        first, second = conclude(answers).accelerators
+        first, second = select_accelerators(answers).accelerators
         assert (first.name, first.memory_bytes) == ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20096 << 20)
         assert (second.uuid, second.compute_capability) == ("MIG-00000000-0000-0000-0000-000000000002", "8.0")
 
@@ -355,7 +358,7 @@ class TestNvidiaSmi:
         found = read_nvidia(tmp_path, self.ask)
         assert len(found.accelerators) == 2
         assert "bedplate used nvidia-smi" in found.notes[0]
-        assert read_nvidia(tmp_path, lambda argv: None) == Found(notes=("no library",))
+        assert read_nvidia(tmp_path, lambda argv: None) == FoundAccelerators(notes=("no library",))
 
 
 class TestNvml:
@@ -439,7 +442,7 @@ class TestNvml:
     ],
 )
 def test_each_failure_says_what_to_do(error: str, loaded: bool, says: str) -> None:
-    assert says in explain(error, loaded=loaded)
+    assert says in explain_nvml_error(error, loaded=loaded)
 
 
 def test_a_card_without_a_driver_is_noted(tmp_path: Path) -> None:
@@ -447,14 +450,14 @@ def test_a_card_without_a_driver_is_noted(tmp_path: Path) -> None:
     sound.mkdir(parents=True)
     (sound / "vendor").write_text("0x10de\n")
     (sound / "class").write_text("0x040300\n")
-    assert not card_on_bus(tmp_path)
+    assert not is_card_on_bus(tmp_path)
     card = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
     card.mkdir()
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    assert card_on_bus(tmp_path)
+    assert is_card_on_bus(tmp_path)
     if sys.platform.startswith("linux"):
-        assert read_nvidia(tmp_path) == Found(notes=(explain("LibraryNotFound", loaded=False),))
+        assert read_nvidia(tmp_path) == FoundAccelerators(notes=(explain_nvml_error("LibraryNotFound", loaded=False),))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the driver's traces are Linux's")
@@ -467,13 +470,13 @@ def test_a_loaded_driver_whose_library_is_missing_is_noted(tmp_path: Path) -> No
         name = type(error).__name__
     else:
         pytest.skip("NVML works on this machine, so its absence cannot be seen")
-    assert read_nvidia(tmp_path) == Found()
+    assert read_nvidia(tmp_path) == FoundAccelerators()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/dxg").write_text("")
-    assert read_nvidia(tmp_path) == Found(), "WSL has this device whatever the GPU's make"
+    assert read_nvidia(tmp_path) == FoundAccelerators(), "WSL has this device whatever the GPU's make"
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module\n")
-    assert read_nvidia(tmp_path) == Found(notes=(explain(name, loaded=True),))
+    assert read_nvidia(tmp_path) == FoundAccelerators(notes=(explain_nvml_error(name, loaded=True),))
 
 
 def test_this_machine_is_read_without_raising() -> None:

@@ -10,10 +10,10 @@ from tests.commands import invoke
 
 from bedplate import store
 from bedplate.decide.intent import read_intent
-from bedplate.errors import AnswerIsNo
-from bedplate.facts.observed import observed
+from bedplate.errors import NotPossible
+from bedplate.facts.observed import summarize_observed
 from bedplate.facts.workload import to_workload
-from bedplate.run.gateway.shapes import prefix_hashes
+from bedplate.run.gateway.shapes import hash_prefixes
 from bedplate.values import from_json
 from bedplate.values.traffic import ServedRequest
 from bedplate.values.workload import TraceSummary
@@ -34,14 +34,14 @@ def make_request(number: int, **more: object) -> ServedRequest:
         "at_s": time.time() - 600 + 2 * number, "tenant": "alice", "model": "small", "engine": "llama.cpp",
         "api": "chat", "stream": True, "outcome": "ok", "status": 200, "body_bytes": len(text) + 30,
         "duration_ms": 4000.0, "ttft_ms": 100.0, "prompt_tokens": len(text) // 4, "completion_tokens": 100,
-        "prefix_hashes": prefix_hashes(text, SALT), "text_bytes": len(text),
+        "prefix_hashes": hash_prefixes(text, SALT), "text_bytes": len(text),
     }  # fmt: skip
     return ServedRequest(**{**fields, **more})  # type: ignore[arg-type]
 
 
 def test_stored_requests_become_a_workload() -> None:
     store.add_requests([make_request(number) for number in range(100)])
-    summary = observed(3600)
+    summary = summarize_observed(3600)
     work = to_workload(summary)
     assert summary.requests == 100 and summary.tenants == 1 and summary.models == ("small",)
     assert work.origin == "observed" and work.concurrency in (2, 3)
@@ -62,10 +62,10 @@ def test_other_models_old_requests_and_token_counts_are_excluded() -> None:
             make_request(6, outcome="turned_away", engine=None),
         ]
     )
-    assert observed(3600, model="small").requests == 2
-    whole = observed(3600)
+    assert summarize_observed(3600, model="small").requests == 2
+    whole = summarize_observed(3600)
     assert whole.requests == 3 and "1 rejected requests (429) are not counted" in whole.notes
-    assert observed(10_000).requests == 4
+    assert summarize_observed(10_000).requests == 4
 
 
 def test_requests_without_an_end_are_noted() -> None:
@@ -73,14 +73,14 @@ def test_requests_without_an_end_are_noted() -> None:
     store.add_requests(
         [make_request(1), lost, make_request(3, outcome="failed", prompt_tokens=None, completion_tokens=None)]
     )
-    summary = observed(3600)
+    summary = summarize_observed(3600)
     assert summary.outcomes == {"cancelled": 1, "error": 1}
     assert summary.prompt.spread.max == make_request(1).prompt_tokens
 
 
 def test_without_requests_it_is_an_error() -> None:
-    with pytest.raises(AnswerIsNo, match="no request was answered in the last 24 h"):
-        observed(86_400)
+    with pytest.raises(NotPossible, match="no request was answered in the last 24 h"):
+        summarize_observed(86_400)
     assert invoke("workload", "--observed", "24h").code == 1
 
 

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.chips import GIB, chips
-from bedplate.facts.simulated import FIELDS, idle_free_bytes, simulated
+from bedplate.errors import UsageError
+from bedplate.facts.chips import GIB, load_chips
+from bedplate.facts.simulated import FIELDS, estimate_idle_free_bytes, make_simulated_hardware
 from bedplate.values import Hardware
 from bedplate.values.record import from_json, to_json
 
@@ -30,7 +30,9 @@ def list_bandwidths(machine: Hardware, kind: str) -> dict[tuple[str, str], float
 
 
 def test_eight_h100s_give_a_complete_machine() -> None:
-    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"})
+    machine = make_simulated_hardware(
+        {"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"}
+    )
     assert [card.index for card in machine.accelerators] == list(range(8))
     card = machine.accelerators[0]
     assert card.vendor == "nvidia"
@@ -52,40 +54,42 @@ def test_eight_h100s_give_a_complete_machine() -> None:
 
 
 def test_hypothetical_hardware_survives_json_and_can_be_read_back() -> None:
-    machine = simulated({"accelerator": "2x RTX 4090", "cpu": "Ryzen 9 7950X", "ram_gb": 64})
+    machine = make_simulated_hardware({"accelerator": "2x RTX 4090", "cpu": "Ryzen 9 7950X", "ram_gb": 64})
     assert from_json(Hardware, to_json(machine)) == machine
-    assert simulated(msgspec.to_builtins(machine)) == machine
+    assert make_simulated_hardware(msgspec.to_builtins(machine)) == machine
 
 
 def test_a_saved_machine_of_another_kind_is_refused() -> None:
     for saved in ({"schema": "hardware/9"}, {"schema": "hardware/1", "os": "linux"}, {"schema": 3}):
-        with pytest.raises(BadQuestion, match="hardware is not a machine") as caught:
-            simulated(saved)
+        with pytest.raises(UsageError, match="hardware is not a machine") as caught:
+            make_simulated_hardware(saved)
         assert caught.value.cause
 
 
 def test_an_optional_bridge_must_be_specified() -> None:
     described = {"accelerator": "RTX 3090", "count": 4, "ram_gb": 128}
-    assert not list_bandwidths(simulated(described), "nvlink")
-    assert len(list_bandwidths(simulated(described), "pcie")) == 4 + 6
-    bridged = list_bandwidths(simulated({**described, "link": "nvlink"}), "nvlink")
+    assert not list_bandwidths(make_simulated_hardware(described), "nvlink")
+    assert len(list_bandwidths(make_simulated_hardware(described), "pcie")) == 4 + 6
+    bridged = list_bandwidths(make_simulated_hardware({**described, "link": "nvlink"}), "nvlink")
     assert bridged == {("0", "1"): 56.25, ("2", "3"): 56.25}
 
 
 def test_a_mesh_divides_its_bandwidth_among_all_peers() -> None:
-    xgmi = list_bandwidths(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
+    xgmi = list_bandwidths(make_simulated_hardware({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
     assert len(xgmi) == 28
     assert set(xgmi.values()) == {64.0}
 
 
 def test_cards_can_be_limited_to_pcie() -> None:
-    machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512, "link": "pcie"})
+    machine = make_simulated_hardware({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512, "link": "pcie"})
     assert not list_bandwidths(machine, "nvlink")
     assert ("0", "1") in list_bandwidths(machine, "pcie")
 
 
 def test_a_fleet_has_a_network_between_nodes() -> None:
-    machine = simulated({"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"})
+    machine = make_simulated_hardware(
+        {"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"}
+    )
     assert len(machine.accelerators) == 128
     nvlink = list_bandwidths(machine, "nvlink")
     assert len(nvlink) == 16 * 28
@@ -97,7 +101,7 @@ def test_a_fleet_has_a_network_between_nodes() -> None:
 
 
 def test_a_rack_is_one_domain() -> None:
-    machine = simulated({"accelerator": "GB200", "count": 72, "ram_gb": 480})
+    machine = make_simulated_hardware({"accelerator": "GB200", "count": 72, "ram_gb": 480})
     assert len(list_bandwidths(machine, "nvlink")) == 72 * 71 // 2 + 72
     assert list_bandwidths(machine, "nvlink")["0", "host"] == 450
     assert machine.cpu.name == "NVIDIA Grace"
@@ -105,13 +109,15 @@ def test_a_rack_is_one_domain() -> None:
 
 
 def test_nodes_have_the_specified_size() -> None:
-    machine = simulated({"accelerator": "L40S", "count": 8, "gpus_per_node": 4, "ram_gb": 512, "network": "100 GbE"})
+    machine = make_simulated_hardware(
+        {"accelerator": "L40S", "count": 8, "gpus_per_node": 4, "ram_gb": 512, "network": "100 GbE"}
+    )
     assert list_bandwidths(machine, "network") == {("0", "4"): 12.5}
     assert ("3", "4") not in list_bandwidths(machine, "pcie")
 
 
 def test_a_large_fleet_is_described_in_bounded_size() -> None:
-    machine = simulated({"accelerator": "GB200", "count": 16_384, "ram_gb": 480})
+    machine = make_simulated_hardware({"accelerator": "GB200", "count": 16_384, "ram_gb": 480})
     assert len(machine.accelerators) == 16_384
     assert len(machine.links) < 50_000
 
@@ -132,7 +138,7 @@ def test_a_large_fleet_is_described_in_bounded_size() -> None:
     ],
 )
 def test_usual_network_names_are_understood(said: object, gb_s: float | None) -> None:
-    machine = simulated({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
+    machine = make_simulated_hardware({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
     assert list_bandwidths(machine, "network") == {("0", "8"): gb_s}
 
 
@@ -148,7 +154,7 @@ def test_usual_network_names_are_understood(said: object, gb_s: float | None) ->
     ],
 )
 def test_a_mac_shares_its_memory_up_to_the_gpu_limit(name: str, ram_gb: int, wired_gib: float, gb_s: float) -> None:
-    machine = simulated({"accelerator": name, "ram_gb": ram_gb, "os": "macos"})
+    machine = make_simulated_hardware({"accelerator": name, "ram_gb": ram_gb, "os": "macos"})
     card = machine.accelerators[0]
     assert machine.os == "macos"
     assert machine.cpu.arch == "arm64"
@@ -163,17 +169,17 @@ def test_a_mac_shares_its_memory_up_to_the_gpu_limit(name: str, ram_gb: int, wir
 
 
 def test_memory_comes_from_the_name_or_the_only_size() -> None:
-    assert simulated({"accelerator": "M4 Max 64GB"}).memory.total_bytes == 64 * GIB
+    assert make_simulated_hardware({"accelerator": "M4 Max 64GB"}).memory.total_bytes == 64 * GIB
     # The firmware reserves a part of 128 GB. The driver reports the rest.
-    assert simulated({"accelerator": "DGX Spark"}).memory.total_bytes == 122572 << 20
-    with pytest.raises(BadQuestion, match=r"hardware.ram_gb: specify the memory of the Apple M4 Pro"):
-        simulated({"accelerator": "M4 Pro"})
-    with pytest.raises(BadQuestion, match=r"hardware.ram_gb: 32, but the name states 64"):
-        simulated({"accelerator": "M4 Max 64GB", "ram_gb": 32})
+    assert make_simulated_hardware({"accelerator": "DGX Spark"}).memory.total_bytes == 122572 << 20
+    with pytest.raises(UsageError, match=r"hardware.ram_gb: specify the memory of the Apple M4 Pro"):
+        make_simulated_hardware({"accelerator": "M4 Pro"})
+    with pytest.raises(UsageError, match=r"hardware.ram_gb: 32, but the name states 64"):
+        make_simulated_hardware({"accelerator": "M4 Max 64GB", "ram_gb": 32})
 
 
 def test_cpu_and_gpu_of_strix_halo_share_memory() -> None:
-    machine = simulated({"accelerator": "Ryzen AI Max+ 395", "ram_gb": 128})
+    machine = make_simulated_hardware({"accelerator": "Ryzen AI Max+ 395", "ram_gb": 128})
     assert machine.cpu.physical_cores == 16
     assert "avx512f" in machine.cpu.instruction_sets
     assert machine.accelerators[0].architecture == "gfx1151"
@@ -181,7 +187,7 @@ def test_cpu_and_gpu_of_strix_halo_share_memory() -> None:
 
 
 def test_a_cpu_without_accelerators_is_described() -> None:
-    machine = simulated({"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128, "os": "linux"})
+    machine = make_simulated_hardware({"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128, "os": "linux"})
     assert machine.accelerators == ()
     assert machine.links == ()
     assert (machine.cpu.sockets, machine.cpu.physical_cores, machine.cpu.logical_cores) == (1, 32, 64)
@@ -191,39 +197,39 @@ def test_a_cpu_without_accelerators_is_described() -> None:
 
 
 def test_bandwidth_is_proportional_to_the_sockets() -> None:
-    both = simulated({"cpu": "EPYC 9654", "cores": 192, "ram_gb": 1536})
+    both = make_simulated_hardware({"cpu": "EPYC 9654", "cores": 192, "ram_gb": 1536})
     assert both.cpu.sockets == 2
     assert both.memory.bandwidth_bytes_s is not None
     assert both.memory.bandwidth_bytes_s.value == pytest.approx(2 * 460.8e9)
-    part = simulated({"cpu": "EPYC 9654", "cores": 8, "ram_gb": 64})
+    part = make_simulated_hardware({"cpu": "EPYC 9654", "cores": 8, "ram_gb": 64})
     assert (part.cpu.sockets, part.cpu.allowed_physical_cores) == (1, 8)
 
 
 def test_a_core_count_that_equals_the_threads_means_threads() -> None:
-    machine = simulated({"cpu": "Ryzen 7 7840U", "cores": 16, "ram_gb": 16})
+    machine = make_simulated_hardware({"cpu": "Ryzen 7 7840U", "cores": 16, "ram_gb": 16})
     assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (8, 16)
-    with pytest.raises(BadQuestion, match=r"hardware.cores: .* has 8 cores, not 17"):
-        simulated({"cpu": "Ryzen 7 7840U", "cores": 17, "ram_gb": 16})
+    with pytest.raises(UsageError, match=r"hardware.cores: .* has 8 cores, not 17"):
+        make_simulated_hardware({"cpu": "Ryzen 7 7840U", "cores": 17, "ram_gb": 16})
 
 
 def test_an_unlisted_cpu_keeps_its_cores_and_has_no_bandwidth() -> None:
-    machine = simulated({"cpu": "Loongson 3A6000", "cores": 4, "ram_gb": 16, "arch": "loongarch64"})
+    machine = make_simulated_hardware({"cpu": "Loongson 3A6000", "cores": 4, "ram_gb": 16, "arch": "loongarch64"})
     assert machine.cpu.name == "Loongson 3A6000"
     assert machine.cpu.instruction_sets == ()
     assert machine.memory.bandwidth_bytes_s is None
     assert any("is not a known chip" in note for note in machine.notes)
-    with pytest.raises(BadQuestion, match=r"hardware.cpu: unknown chip") as caught:
-        simulated({"cpu": "Loongson 3A6000", "ram_gb": 16})
+    with pytest.raises(UsageError, match=r"hardware.cpu: unknown chip") as caught:
+        make_simulated_hardware({"cpu": "Loongson 3A6000", "ram_gb": 16})
     assert "hardware.cores" in (caught.value.hint or "")
 
 
 def test_a_cpu_may_be_named_where_an_accelerator_is_expected_and_the_other_way_round() -> None:
-    assert simulated({"accelerator": "Raspberry Pi 5", "ram_gb": 8}).accelerators == ()
-    assert simulated({"cpu": "Apple M2", "ram_gb": 16}).accelerators[0].vendor == "apple"
+    assert make_simulated_hardware({"accelerator": "Raspberry Pi 5", "ram_gb": 8}).accelerators == ()
+    assert make_simulated_hardware({"cpu": "Apple M2", "ram_gb": 16}).accelerators[0].vendor == "apple"
 
 
 def test_assumptions_are_noted() -> None:
-    machine = simulated({"accelerator": "8x H100 SXM"})
+    machine = make_simulated_hardware({"accelerator": "8x H100 SXM"})
     assert machine.memory.basis == "estimate"
     assert machine.cpu.basis == "estimate"
     assert any("hardware.ram_gb is not specified" in note for note in machine.notes)
@@ -231,7 +237,7 @@ def test_assumptions_are_noted() -> None:
 
 
 def test_cards_with_several_devices_show_all_of_them() -> None:
-    assert len(simulated({"accelerator": "A16", "count": 2, "ram_gb": 256}).accelerators) == 8
+    assert len(make_simulated_hardware({"accelerator": "A16", "count": 2, "ram_gb": 256}).accelerators) == 8
 
 
 @pytest.mark.parametrize(
@@ -240,14 +246,16 @@ def test_cards_with_several_devices_show_all_of_them() -> None:
     [("RTX 3090", 24154), ("L4", 22479), ("A100 SXM 40GB", 40387), ("H100 SXM", 81106), ("H200 SXM", 143157)],
 )
 def test_free_memory_of_an_idle_card_matches_real_cards(name: str, free_mib: int) -> None:
-    free = simulated({"accelerator": name, "ram_gb": 64}).accelerators[0].free_bytes
+    free = make_simulated_hardware({"accelerator": name, "ram_gb": 64}).accelerators[0].free_bytes
     assert free == pytest.approx(free_mib << 20, rel=0.006)
 
 
 def test_an_idle_card_has_free_memory() -> None:
-    for chip in chips().values():
+    for chip in load_chips().values():
         if chip.reported_bytes is not None and not chip.unified:
-            assert 0.89 * chip.reported_bytes < idle_free_bytes(chip.reported_bytes) < chip.reported_bytes, chip.name
+            assert 0.89 * chip.reported_bytes < estimate_idle_free_bytes(chip.reported_bytes) < chip.reported_bytes, (
+                chip.name
+            )
 
 
 @pytest.mark.parametrize(
@@ -290,8 +298,8 @@ def test_an_idle_card_has_free_memory() -> None:
     ],
 )
 def test_an_error_names_its_field(described: dict[str, Any], field: str) -> None:
-    with pytest.raises(BadQuestion) as caught:
-        simulated(described)
+    with pytest.raises(UsageError) as caught:
+        make_simulated_hardware(described)
     assert caught.value.message.startswith(f"{field}:")
     assert caught.value.exit_code == 2
 
@@ -303,8 +311,8 @@ sensible = st.sampled_from(["h100 sxm", "m3 max", "8x mi300x", "linux", "nvlink"
 @given(st.dictionaries(st.sampled_from([*FIELDS, "schema", "other"]), st.one_of(scalars, sensible), max_size=6))
 def test_any_description_gives_a_machine_or_a_usage_error(described: dict[str, Any]) -> None:
     try:
-        machine = simulated(described)
-    except BadQuestion as error:
+        machine = make_simulated_hardware(described)
+    except UsageError as error:
         assert "hardware" in error.message
     else:
         assert machine.memory.available_bytes <= machine.memory.total_bytes
@@ -317,7 +325,7 @@ def test_every_machine_of_the_scenarios_is_understood(capsys: pytest.CaptureFixt
     for path in sorted((SHARED / "scenarios").glob("*.yaml")):
         hardware = yaml.safe_load(path.read_text(encoding="utf-8"))["intent"].get("hardware")
         if hardware is not None:
-            machines[path.stem] = simulated(hardware)
+            machines[path.stem] = make_simulated_hardware(hardware)
             assert len(machines[path.stem].accelerators) == hardware.get("count", 0)
     with capsys.disabled():
         print(f"\n{len(machines)} machines of scenarios: all understood")

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.facts.devices import Found
+from bedplate.facts.devices import FoundAccelerators
 from bedplate.facts.tenstorrent import parse_tt_smi, read_tenstorrent
 from bedplate.values import Accelerator
 
@@ -48,7 +48,7 @@ def test_cards_are_read_from_sysfs(tmp_path: Path) -> None:
 
 def test_tt_smi_is_used_if_sysfs_has_no_cards(tmp_path: Path) -> None:
     text = (CAPTURES / "tt-smi-p300c.json").read_text()
-    assert read_tenstorrent(tmp_path, lambda argv: text) == Found(), "no device, no question"
+    assert read_tenstorrent(tmp_path, lambda argv: text) == FoundAccelerators(), "no device, no question"
     put(tmp_path, {"dev/tenstorrent/0": ""})
     assert read_tenstorrent(tmp_path, lambda argv: text).accelerators == (
         Accelerator(

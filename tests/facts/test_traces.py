@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion, BedplateError
+from bedplate.errors import BedplateError, UsageError
 from bedplate.facts import traces
-from bedplate.facts.traces import BadRows, detected, estimated_tokens, opened, shapes_of
+from bedplate.facts.traces import BadRows, detect_format, estimate_tokens, open_trace, parse_trace
 from bedplate.values.workload import RequestShape, TraceFormat
 
 CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
@@ -22,14 +22,14 @@ CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
 
 def read(path: Path | str, kind: TraceFormat | None = None) -> tuple[list[RequestShape], BadRows]:
     bad = BadRows(str(path))
-    with opened(path) as stream:
-        return list(shapes_of(stream, kind or detected(stream, str(path)), bad)), bad
+    with open_trace(path) as stream:
+        return list(parse_trace(stream, kind or detect_format(stream, str(path)), bad)), bad
 
 
 def parse(text: str | bytes, kind: TraceFormat) -> tuple[list[RequestShape], BadRows]:
     raw = text.encode() if isinstance(text, str) else text
     bad = BadRows("text")
-    return list(shapes_of(io.BufferedReader(io.BytesIO(raw)), kind, bad)), bad  # type: ignore[type-var,unused-ignore]
+    return list(parse_trace(io.BufferedReader(io.BytesIO(raw)), kind, bad)), bad  # type: ignore[type-var,unused-ignore]
 
 
 def list_lengths(shapes: list[RequestShape]) -> list[tuple[int | None, int | None]]:
@@ -54,8 +54,8 @@ def list_times(shapes: list[RequestShape]) -> list[float]:
     ],
 )
 def test_the_format_is_detected_from_the_beginning(name: str, kind: str) -> None:
-    with opened(CAPTURES / name) as stream:
-        assert detected(stream, name) == kind
+    with open_trace(CAPTURES / name) as stream:
+        assert detect_format(stream, name) == kind
     shapes, bad = read(CAPTURES / name)
     assert shapes and not bad.count
 
@@ -144,17 +144,17 @@ class TestShareGpt:
         shapes, bad = read(CAPTURES / "sharegpt-constructed.json")
         assert len(shapes) == 4 and not bad.count
         first, second, other, late = shapes
-        assert first.prompt_tokens == estimated_tokens("What does a bedplate do?") == 6 and first.cached_tokens == 0
+        assert first.prompt_tokens == estimate_tokens("What does a bedplate do?") == 6 and first.cached_tokens == 0
         # The second prompt adds the answer and the next question. Everything but the question was in the cache.
         assert first.output_tokens is not None
         assert second.cached_tokens == first.prompt_tokens + first.output_tokens
-        assert second.prompt_tokens == second.cached_tokens + estimated_tokens("And of what is it made?")
-        assert other.prompt_tokens == 5 + estimated_tokens("水は何度で沸騰しますか？")
+        assert second.prompt_tokens == second.cached_tokens + estimate_tokens("And of what is it made?")
+        assert other.prompt_tokens == 5 + estimate_tokens("水は何度で沸騰しますか？")
         assert late.cached_tokens == 0  # an answer to nothing is no request, and leaves nothing behind
 
     def test_tokens_are_estimated_by_the_stated_rule(self) -> None:
-        assert [estimated_tokens(text) for text in ("", "a", "four", "fiver", "百度")] == [0, 1, 1, 2, 2]
-        assert estimated_tokens("\ud800") == 1  # half of a pair, as bad dumps have them
+        assert [estimate_tokens(text) for text in ("", "a", "four", "fiver", "百度")] == [0, 1, 1, 2, 2]
+        assert estimate_tokens("\ud800") == 1  # half of a pair, as bad dumps have them
 
     def test_messages_and_lines_are_read_too(self) -> None:
         one = {"messages": [{"role": "user", "content": "hello you"}, {"role": "assistant", "content": "hi"}]}
@@ -216,20 +216,20 @@ class TestFiles:
     )
     def test_an_unknown_format_is_a_usage_error(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(BadQuestion):
+        with pytest.raises(UsageError):
             read(tmp_path / "x")
 
     def test_zstd_is_read_or_the_error_has_a_hint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd" + b"\0" * 20)
         monkeypatch.setitem(sys.modules, "compression", None)
         monkeypatch.setitem(sys.modules, "zstandard", None)
-        with pytest.raises(BadQuestion) as bad:
+        with pytest.raises(UsageError) as bad:
             read(tmp_path / "x.zst")
         assert "zstd -d" in (bad.value.hint or "")
 
     def test_absent_files_and_folders_are_usage_errors(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "nothing", tmp_path / "a\0b"):
-            with pytest.raises(BadQuestion, match="cannot read"):
+            with pytest.raises(UsageError, match="cannot read"):
                 read(path)
 
     def test_an_endless_line_takes_bounded_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ class TestFiles:
     def test_mostly_bad_rows_are_an_error_with_the_reason(self) -> None:
         shapes, bad = parse("2024-05-12 00:00:01,1,2\nx\ny\n", "azure")
         assert len(shapes) == 1
-        with pytest.raises(BadQuestion) as error:
+        with pytest.raises(UsageError) as error:
             bad.check()
         assert "2 of 3 rows" in error.value.message and "line 2: 'x'" in (error.value.cause or "")
 
@@ -254,8 +254,8 @@ class TestFiles:
                 buffer[:] = b"x\n" * (len(buffer) // 2) + b"x" * (len(buffer) % 2)
                 return len(buffer)
 
-        with pytest.raises(BadQuestion, match="rows so far"):
-            list(shapes_of(io.BufferedReader(Endless()), "azure", BadRows("endless")))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="rows so far"):
+            list(parse_trace(io.BufferedReader(Endless()), "azure", BadRows("endless")))  # type: ignore[arg-type]
 
 
 @given(st.sampled_from(["azure", "mooncake", "sharegpt", "bedplate"]), st.binary(max_size=300), st.integers(0, 3000))

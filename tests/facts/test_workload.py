@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.decide.intent import read_intent
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts import workload
 from bedplate.facts.traces import BadRows
 from bedplate.facts.workload import (
@@ -24,9 +24,9 @@ from bedplate.facts.workload import (
     LengthMeter,
     PrefixMeter,
     TraceMeter,
-    summarise,
+    summarize_trace,
     to_workload,
-    workload_yaml,
+    write_workload_yaml,
 )
 from bedplate.values import from_json, to_json
 from bedplate.values.workload import RequestShape, Spread, TraceSummary
@@ -37,8 +37,8 @@ ALL = sorted(path for path in CAPTURES.iterdir() if path.suffix in (".csv", ".js
 
 def measure_shapes(shapes: Iterable[RequestShape], **options: float) -> TraceSummary:
     meter = TraceMeter(**options)  # type: ignore[arg-type]
-    meter.take(shapes)
-    return meter.summary("made", "bedplate", BadRows("made"))
+    meter.add_all(shapes)
+    return meter.make_summary("made", "bedplate", BadRows("made"))
 
 
 def measure_arrivals(moments: Iterable[float], lasts_s: float = 0.0) -> ArrivalMeter:
@@ -49,15 +49,15 @@ def measure_arrivals(moments: Iterable[float], lasts_s: float = 0.0) -> ArrivalM
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
 def test_a_summary_survives_json_and_makes_an_intent(path: Path) -> None:
-    summary = summarise(path)
+    summary = summarize_trace(path)
     assert from_json(TraceSummary, to_json(summary)) == summary
-    intent = read_intent(workload_yaml(summary))
+    intent = read_intent(write_workload_yaml(summary))
     assert intent.workload == to_workload(summary) and intent.workload.origin == "observed"
 
 
 class TestPublishedTraces:
     def test_the_azure_trace_of_2023_is_summarized(self) -> None:
-        summary = summarise(CAPTURES / "azure-2023-conv.csv")
+        summary = summarize_trace(CAPTURES / "azure-2023-conv.csv")
         assert summary.requests == 40 and summary.format == "azure" and summary.prefix is None
         prompts = sorted(int(row.split(",")[1]) for row in (CAPTURES / "azure-2023-conv.csv").read_text().split()[2::2])
         assert summary.prompt.spread == Spread(
@@ -69,7 +69,7 @@ class TestPublishedTraces:
         assert summary.in_flight.assumption == "500 ms to the first token and 50 ms for each one"
 
     def test_mooncake_gives_shared_prefixes(self) -> None:
-        summary = summarise(CAPTURES / "mooncake-synthetic.jsonl")
+        summary = summarize_trace(CAPTURES / "mooncake-synthetic.jsonl")
         prefix = summary.prefix
         assert prefix is not None and prefix.basis == "measured" and prefix.block_tokens == 512
         # Counted manually: three rows repeat 57, 5 and 28 blocks of earlier rows.
@@ -80,14 +80,14 @@ class TestPublishedTraces:
         assert [cache.saved_share for cache in prefix.by_cache] == [pytest.approx(prefix.saved_share)] * 3
 
     def test_sharegpt_notes_what_is_unknown(self) -> None:
-        summary = summarise(CAPTURES / "sharegpt-constructed.json")
+        summary = summarize_trace(CAPTURES / "sharegpt-constructed.json")
         assert summary.arrivals is None and summary.in_flight is None
         assert summary.prompt.basis == "estimate" and summary.prompt.error == 0.25
         assert summary.prefix is not None and summary.prefix.basis == "estimate"
         assert any("4 bytes" in note for note in summary.notes) and any("no times" in note for note in summary.notes)
 
     def test_the_request_log_is_measured(self) -> None:
-        summary = summarise(CAPTURES / "requests-constructed.jsonl")
+        summary = summarize_trace(CAPTURES / "requests-constructed.jsonl")
         flight = summary.in_flight
         assert flight is not None and flight.basis == "measured" and flight.assumption is None
         # From the first arrival to the last, 3.5 s: 1, then 1 until 2.0, two until 3.0, one until 3.5.
@@ -102,7 +102,7 @@ class TestLengths:
     def test_percentiles_are_exact(self, lengths: list[int]) -> None:
         meter = LengthMeter()
         meter.add(lengths)
-        spread = meter.lengths("reported", None).spread
+        spread = meter.make_distribution("reported", None).spread
         ordered = sorted(lengths)
         for share, found in ((0.5, spread.p50), (0.9, spread.p90), (0.99, spread.p99)):
             assert found == ordered[math.ceil(round(share * len(ordered), 9)) - 1]
@@ -112,7 +112,7 @@ class TestLengths:
     def test_very_long_lengths_are_nearly_exact_with_few_counters(self, lengths: list[int]) -> None:
         meter = LengthMeter()
         meter.add(lengths)
-        found = meter.lengths("reported", None)
+        found = meter.make_distribution("reported", None)
         assert found.spread.p50 == pytest.approx(sorted(lengths)[math.ceil(len(lengths) / 2) - 1], rel=1 / 32_768)
         assert found.spread.max == max(lengths) and found.total_tokens == sum(lengths)
         assert sum(one.requests for one in found.bins) == len(lengths)
@@ -120,13 +120,15 @@ class TestLengths:
     def test_bins_are_powers_of_two_without_holes(self) -> None:
         meter = LengthMeter()
         meter.add([0, 1, 5, 4, 16])
-        bins = [(one.from_tokens, one.to_tokens, one.requests) for one in meter.lengths("reported", None).bins]
+        bins = [
+            (one.from_tokens, one.to_tokens, one.requests) for one in meter.make_distribution("reported", None).bins
+        ]
         assert bins == [(0, 0, 1), (1, 1, 1), (2, 3, 0), (4, 7, 2), (8, 15, 0), (16, 31, 1)]
 
 
 class TestArrivals:
     def test_regular_arrivals_have_a_cv_of_zero(self) -> None:
-        found = measure_arrivals(range(1000)).arrivals()
+        found = measure_arrivals(range(1000)).make_arrivals()
         assert found.requests_per_s == 1 and found.gap_cv == pytest.approx(0, abs=1e-6)
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.01) and max(found.series) < 1.2
 
@@ -136,12 +138,12 @@ class TestArrivals:
         for _ in range(20_000):
             now += chance.expovariate(5)
             moments.append(now)
-        found = measure_arrivals(moments).arrivals()
+        found = measure_arrivals(moments).make_arrivals()
         assert found.gap_cv == pytest.approx(1, abs=0.03) and found.requests_per_s == pytest.approx(5, rel=0.03)
 
     def test_bursts_show_in_short_windows(self) -> None:
         moments = [minute * 60 + item / 1000 for minute in range(30) for item in range(60)]
-        found = measure_arrivals(moments).arrivals()
+        found = measure_arrivals(moments).make_arrivals()
         assert found.gap_cv is not None and found.gap_cv > 5
         assert found.peak_to_mean_1s == pytest.approx(60 / (1800 / 1740.059), rel=1e-3)
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.05)
@@ -149,18 +151,20 @@ class TestArrivals:
     @given(st.permutations(range(200)))
     def test_a_log_sorted_by_end_gives_the_same_result(self, order: list[int]) -> None:
         moments = [number**1.5 for number in range(200)]
-        assert measure_arrivals(moments[at] for at in order).arrivals() == measure_arrivals(moments).arrivals()
+        assert (
+            measure_arrivals(moments[at] for at in order).make_arrivals() == measure_arrivals(moments).make_arrivals()
+        )
 
     def test_requests_far_out_of_order_are_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "HELD_BACK", 2)
         meter = ArrivalMeter()
         for moment in (10, 11, 12, 13, 14, 15, 1, 16):
             meter.add([(float(moment), 0.0)])
-        assert meter.arrivals().span_s == 15 and "far out of order" in meter.notes()[0]
+        assert meter.make_arrivals().span_s == 15 and "far out of order" in meter.make_notes()[0]
 
     def test_single_and_simultaneous_requests_are_summarized(self) -> None:
         for moments in ([5.0], [5.0] * 9):
-            found = measure_arrivals(moments).arrivals()
+            found = measure_arrivals(moments).make_arrivals()
             assert found.span_s == 0 and found.requests_per_s is None and found.gap_cv is None and found.series == ()
         assert measure_shapes([RequestShape(started_s=5, duration_ms=1)]).in_flight is None
 
@@ -170,7 +174,7 @@ class TestArrivals:
 
     def test_long_traces_are_counted_in_wider_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "MAX_WINDOWS", 100)
-        found = measure_arrivals(range(5000)).arrivals()
+        found = measure_arrivals(range(5000)).make_arrivals()
         assert found.peak_to_mean_1s is None and found.peak_to_mean_10s is None
         assert len(found.series) == 49 and found.requests_per_s == 1
 
@@ -188,7 +192,7 @@ class TestInFlight:
     def test_in_flight_matches_a_brute_force_count(self, requests: list[tuple[int, int]]) -> None:
         meter = ArrivalMeter()
         meter.add([(float(start), float(lasts)) for start, lasts in requests])
-        spread = meter.in_flight()
+        spread = meter.compute_in_flight()
         first, last = min(requests)[0], max(requests)[0]
         levels = [sum(start <= moment < start + lasts for start, lasts in requests) for moment in range(first, last)]
         if levels:
@@ -209,7 +213,7 @@ class TestPrefix:
         meter = PrefixMeter((40,))
         for blocks in ((1, 2, 3), (4, 5), (1, 2, 3)):
             meter.add(blocks, 10 * len(blocks), 10)
-        reuse = meter.reuse()
+        reuse = meter.make_reuse()
         # Four blocks fit. After the second prompt, blocks 1 and 2 of the first remain, since its end is evicted first.
         assert reuse.by_cache[0].saved_share == pytest.approx(20 / 80) and reuse.saved_share == pytest.approx(30 / 80)
 
@@ -217,26 +221,26 @@ class TestPrefix:
         meter = PrefixMeter()
         meter.add((1, 2), 15, 10)
         meter.add((1, 2), 15, 10)
-        assert meter.reuse().saved_share == pytest.approx(0.5)
-        assert meter.reuse().by_cache[0].saved_share == pytest.approx(0.5)
+        assert meter.make_reuse().saved_share == pytest.approx(0.5)
+        assert meter.make_reuse().by_cache[0].saved_share == pytest.approx(0.5)
 
     def test_hashes_may_be_text(self) -> None:
         meter = PrefixMeter()
         meter.add(("ab", "cd"), 32, 16)
         meter.add(("ab", "xx"), 32, 16)
-        assert meter.reuse().saved_share == pytest.approx(0.25)
+        assert meter.make_reuse().saved_share == pytest.approx(0.25)
 
     def test_tokens_outside_of_blocks_are_never_shared(self) -> None:
         meter = PrefixMeter()
         for _ in range(2):
             meter.add((1, 2), 40, 10)
-        assert meter.reuse().saved_share == pytest.approx(20 / 80)
+        assert meter.make_reuse().saved_share == pytest.approx(20 / 80)
 
     def test_another_block_size_is_excluded_and_noted(self) -> None:
         meter = PrefixMeter()
         meter.add((1, 2), 32, 16)
         meter.add((1, 2), 64, 32)
-        assert meter.requests == 1 and "another block size" in meter.notes()[0]
+        assert meter.requests == 1 and "another block size" in meter.make_notes()[0]
 
     def test_sampled_blocks_give_nearly_the_same_result_in_bounded_memory(self) -> None:
         chance = random.Random(11)
@@ -249,11 +253,11 @@ class TestPrefix:
             fresh += 10
             for meter in (exact, sampled):
                 meter.add(hashes, 16 * len(hashes), 16)
-        assert sampled.reuse().saved_share == pytest.approx(exact.reuse().saved_share, abs=0.03)
-        pairs = zip(sampled.reuse().by_cache, exact.reuse().by_cache, strict=True)
+        assert sampled.make_reuse().saved_share == pytest.approx(exact.make_reuse().saved_share, abs=0.03)
+        pairs = zip(sampled.make_reuse().by_cache, exact.make_reuse().by_cache, strict=True)
         for few, all_blocks in pairs:
             assert few.saved_share == pytest.approx(all_blocks.saved_share, abs=0.05) and few.saved_share > 0.05
-        assert len(sampled._seen) <= 2000 and "one in" in sampled.notes()[0] and not exact.notes()
+        assert len(sampled._seen) <= 2000 and "one in" in sampled.make_notes()[0] and not exact.make_notes()
 
     def test_cached_tokens_that_the_engine_counted_are_reported(self) -> None:
         summary = measure_shapes([RequestShape(prompt_tokens=100, cached_tokens=cached) for cached in (0, 50, 500)])
@@ -277,7 +281,7 @@ class TestToWorkload:
         assert to_workload(measure_shapes([RequestShape(prompt_tokens=9, output_tokens=0)])).task == "embed"
 
     def test_the_yaml_gives_a_reason_for_each_figure(self) -> None:
-        text = workload_yaml(summarise(CAPTURES / "mooncake-synthetic.jsonl"))
+        text = write_workload_yaml(summarize_trace(CAPTURES / "mooncake-synthetic.jsonl"))
         assert text.splitlines()[1] == "workload:"
         for field in (
             "users",
@@ -293,21 +297,21 @@ class TestToWorkload:
     def test_a_file_name_cannot_inject_yaml(self, tmp_path: Path) -> None:
         path = tmp_path / "a\nmodel: evil"
         path.write_bytes((CAPTURES / "azure-2024.csv").read_bytes())
-        assert read_intent(workload_yaml(summarise(path))).model is None
+        assert read_intent(write_workload_yaml(summarize_trace(path))).model is None
 
 
 def test_mostly_bad_rows_are_a_usage_error(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "rubbish\n" * 20)
-    with pytest.raises(BadQuestion, match="20 of 20 rows cannot be read"):
-        summarise(path)
+    with pytest.raises(UsageError, match="20 of 20 rows cannot be read"):
+        summarize_trace(path)
 
 
 def test_a_header_alone_has_no_requests(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(BadQuestion, match="holds no requests"):
-        summarise(path)
+    with pytest.raises(UsageError, match="holds no requests"):
+        summarize_trace(path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")

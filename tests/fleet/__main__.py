@@ -30,16 +30,16 @@ from tests.fleet.serving import START_LIMIT_S, Serving, serving
 from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, list_footnotes, sort_engines, table
 
 from bedplate.decide import decide, plan
-from bedplate.engines import all_engines, engine
+from bedplate.engines import get_engine, load_engines
 from bedplate.errors import BedplateError
 from bedplate.facts.hardware import probe
-from bedplate.measure.reference import Reference, reference_for
+from bedplate.measure.reference import Reference, find_reference
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import find_environment
-from bedplate.run.models import known_model
-from bedplate.run.prepare import UNPACKER, prepared_dir
+from bedplate.run.models import find_known_model
+from bedplate.run.prepare import UNPACKER, get_prepared_dir
 from bedplate.values import Decision, Hardware, Plan, Workload
-from bedplate.values.units import memory, seconds, size
+from bedplate.values.units import format_memory, format_seconds, format_size
 
 BUDGET_S = float(os.environ.get("BEDPLATE_FLEET_BUDGET_S", "1680"))
 RESTART_LIMIT_S = 900.0
@@ -87,7 +87,7 @@ class EngineRun:
         took_s = time.monotonic() - began
         self.row.marks[name] = msgspec.structs.replace(mark, seconds=round(took_s, 1))
         shown = mark.shown or mark.state
-        self.tell(f"{name}: {shown}, {seconds(took_s)}" + (f" ({mark.why})" if mark.state == "failed" else ""))
+        self.tell(f"{name}: {shown}, {format_seconds(took_s)}" + (f" ({mark.why})" if mark.state == "failed" else ""))
         return mark.state in ("ok", "near tie")
 
     def wait_ready(self, one: Serving) -> None:
@@ -121,7 +121,7 @@ class EngineRun:
     def _disk_bytes(self) -> int | None:
         """Disk space of its environment and of prepared models."""
         with contextlib.suppress(BedplateError):
-            if found := find_environment(engine(self.engine), self.plan.settings.device):
+            if found := find_environment(get_engine(self.engine), self.plan.settings.device):
                 return found.disk_bytes + sum(int(record["disk_bytes"]) for record in _prepared().values())
         return None
 
@@ -132,7 +132,7 @@ class EngineRun:
             ready = self.check("answer", lambda: self.wait_ready(one))
             if ready:
                 self.row.install_s = one.ready_s
-                self.tell(f"ready after {seconds(one.ready_s or 0)}")
+                self.tell(f"ready after {format_seconds(one.ready_s or 0)}")
                 with endpoint(one.root, one.endpoint["model"]) as at:
                     self._ask(one, at)
                 self.row.rss_bytes = one.peak_bytes()
@@ -148,7 +148,7 @@ class EngineRun:
         self.check("pages", lambda: checks.shows_its_pages(at, self.engine))
         self.check("4 at once", lambda: checks.answers_four_at_once(at))
         self.check("cancel", lambda: checks.stops_when_its_client_goes(at, one.cpu_s))
-        features = engine(self.engine).features
+        features = get_engine(self.engine).features
         if features is not None and features.structured_output != "none":
             self.check("schema", lambda: checks.fits_a_schema(at))
         else:
@@ -257,7 +257,7 @@ class EmbeddingRun(EngineRun):
         checks.expect(status == 200 and json.loads(text)["data"][0]["engine"] == self.engine, f"/v1/models: {text}")
 
     def _vectors(self, at: Endpoint) -> Mark:
-        environment = find_environment(engine(self.engine))
+        environment = find_environment(get_engine(self.engine))
         assert environment is not None
         check_vectors(at, compute_vectors(environment.interpreter, self.folder))
         return Mark(state="ok", shown=f"{len(TEXTS)} of {len(TEXTS)}")
@@ -265,7 +265,7 @@ class EmbeddingRun(EngineRun):
 
 def _prepared() -> dict[Path, dict[str, Any]]:
     """Records of the prepared models."""
-    return {file.parent: json.loads(file.read_text()) for file in prepared_dir().glob("*/bedplate.json")}
+    return {file.parent: json.loads(file.read_text()) for file in get_prepared_dir().glob("*/bedplate.json")}
 
 
 def clean_up(home: Path, *, last: bool) -> None:
@@ -290,8 +290,8 @@ def list_candidates(hardware: Hardware, asked: list[str] | None) -> tuple[dict[s
     """The engines that can run here with the decision for each, and why the others cannot."""
     able: dict[str, Decision] = {}
     unable: dict[str, str] = {}
-    for name in asked or list(all_engines()):
-        found = decide(hardware, known_model(), Workload(origin="default"), name, installable=True)
+    for name in asked or list(load_engines()):
+        found = decide(hardware, find_known_model(), Workload(origin="default"), name, installable=True)
         if found.engine == name:
             able[name] = found
             continue
@@ -306,12 +306,12 @@ def run(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) ->
     asked = options.engines.split(",") if options.engines else None
     able, unable = list_candidates(hardware, asked)
     fleet = Fleet(machine=_machine(hardware), rows=[], cannot_run=unable)
-    tell(f"{fleet.machine}; {seconds(budget.limit_s)} for {', '.join(sort_engines(able)) or 'no engine'}")
-    reference = reference_for(known_model()) if fetch_builtin() else None
+    tell(f"{fleet.machine}; {format_seconds(budget.limit_s)} for {', '.join(sort_engines(able)) or 'no engine'}")
+    reference = find_reference(find_known_model()) if fetch_builtin() else None
     peak = 0
     turns = sort_engines(able)
     for name in turns:
-        chosen = plan(able[name], known_model(), Workload(origin="default"))
+        chosen = plan(able[name], find_known_model(), Workload(origin="default"))
         row = Row(
             engine=name, version=chosen.engine_version, weights=chosen.weights.label, not_run=budget.why_not(name)
         )
@@ -341,7 +341,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
     try:
         folder = fetch_embedder(home / "embedder")
         work = Workload(origin="default")
-        model = known_model(str(folder))
+        model = find_known_model(str(folder))
         chosen = plan(decide(hardware, model, work, "onnxruntime", installable=True), model, work)
     except (BedplateError, subprocess.SubprocessError) as error:
         why = " ".join(filter(None, (str(error), getattr(error, "cause", None), getattr(error, "hint", None))))
@@ -356,7 +356,7 @@ def _teller(tell: Callable[[str], None], name: str) -> Callable[[str], None]:
 
 def _machine(hardware: Hardware) -> str:
     cores = hardware.cpu.allowed_physical_cores
-    return f"{hardware.cpu.name}, {cores} cores, {memory(hardware.memory.available_bytes)} free, load {_load()}"
+    return f"{hardware.cpu.name}, {cores} cores, {format_memory(hardware.memory.available_bytes)} free, load {_load()}"
 
 
 def _load() -> str:
@@ -372,8 +372,8 @@ def render(fleet: Fleet) -> str:
     for row in fleet.rows:
         if row.failed and row.evidence:
             lines += ["", f"{row.engine} failed: {', '.join(row.failed)}. What it printed last:", row.evidence]
-    peak = f", {size(fleet.peak_disk_bytes)} of disk at the most" if fleet.peak_disk_bytes else ""
-    lines += ["", f"{seconds(fleet.seconds or 0)} in all{peak}"]
+    peak = f", {format_size(fleet.peak_disk_bytes)} of disk at the most" if fleet.peak_disk_bytes else ""
+    lines += ["", f"{format_seconds(fleet.seconds or 0)} in all{peak}"]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.commands import Answer
 
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.run.environments import make_environment
 
 
@@ -19,7 +19,7 @@ def make_home(folder: Path, shared: Path, *engines: str) -> Path:
     """A home with only these engines, installed if necessary; prepared models are shared."""
     (folder / "engines").mkdir(parents=True)
     for name in engines:
-        make_environment(engine(name))
+        make_environment(get_engine(name))
         (folder / "engines" / name).symlink_to(shared / "engines" / name)
     for name in ("models", "prepared"):
         (shared / name).mkdir(exist_ok=True)

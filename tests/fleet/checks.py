@@ -15,8 +15,8 @@ from typing import Any
 
 import openai
 
-from bedplate.measure.agreement import Pairs, Reply, ask, compare, judged, tells
-from bedplate.measure.prefixes import short_prefixes
+from bedplate.measure.agreement import Pairs, Reply, ask, compare, is_position_sensitive, record_agreement
+from bedplate.measure.prefixes import list_short_prefixes
 from bedplate.measure.reference import Reference
 from bedplate.values import Plan
 from bedplate.values.agreement import Agreement
@@ -230,8 +230,8 @@ def fits_a_schema(at: Endpoint) -> None:
 
 def choose_prefixes(reference: Reference) -> Pairs:
     """All prefixes: first those that detect wrong positions, then the others, the shortest first."""
-    known = {*reference.known(), *reference.known(short_prefixes())}
-    return sorted(known, key=lambda pair: (not tells(pair[1]), pair[1].tokens, pair[0]))
+    known = {*reference.list_known(), *reference.list_known(list_short_prefixes())}
+    return sorted(known, key=lambda pair: (not is_position_sensitive(pair[1]), pair[1].tokens, pair[0]))
 
 
 def compare_next_tokens(
@@ -250,4 +250,4 @@ def compare_next_tokens(
         some = pairs[len(said) : len(said) + CHUNK]
         said += asyncio.run(ask(at.root, some, model=at.model, in_flight=in_flight, limit_s=REQUEST_LIMIT_S))
         tell(len(said))
-    return judged(plan, reference, compare(pairs[: len(said)], said), at="", machine="")
+    return record_agreement(plan, reference, compare(pairs[: len(said)], said), at="", machine="")

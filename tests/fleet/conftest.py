@@ -21,12 +21,12 @@ from tests.fleet.checks import Endpoint, endpoint
 
 from bedplate.decide import decide
 from bedplate.decide import plan as planned
-from bedplate.engines import Engine, engine
+from bedplate.engines import Engine, get_engine
 from bedplate.facts.hardware import probe
-from bedplate.run.environments import Environment, command, make_environment, variables
-from bedplate.run.models import known_model
+from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, make_environment
+from bedplate.run.models import find_known_model
 from bedplate.run.prepare import prepare
-from bedplate.run.supervisor import free_port
+from bedplate.run.supervisor import find_free_port
 from bedplate.values import Plan, Workload
 
 HERE = Path(__file__).parent
@@ -68,13 +68,13 @@ def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) 
 
     def start(one: Engine, plan: Plan) -> Running:
         installed = make_environment(one)
-        port = free_port()
+        port = find_free_port()
         launch = one.launch(plan, port)
         log = tmp_path_factory.mktemp("log") / f"{one.id}.log"
-        env = variables(Path(installed.path), {**os.environ, **one.supervised_env, **launch.env})
+        env = add_library_path(Path(installed.path), {**os.environ, **one.supervised_env, **launch.env})
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command(installed, launch), stdin=subprocess.PIPE, stdout=file, stderr=file, env=env
+                build_command(installed, launch), stdin=subprocess.PIPE, stdout=file, stderr=file, env=env
             )
         at = ends.enter_context(endpoint(f"http://127.0.0.1:{port}", plan.model.served_name))
         found = Running(process, at, log)
@@ -94,8 +94,8 @@ def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def onnx_environment(bedplate_home: Path) -> Environment:
-    return make_environment(engine("onnxruntime"))
+def onnx_environment(bedplate_home: Path) -> EngineEnvironment:
+    return make_environment(get_engine("onnxruntime"))
 
 
 @pytest.fixture(scope="session")
@@ -110,10 +110,10 @@ def made(bedplate_home: Path) -> Path:
 def smollm(builtin_gguf: Path) -> Path:
     """The built-in model as a Hugging Face folder, dequantized as by `serve`."""
     work = Workload()
-    decision = decide(probe(), known_model(), work, "pytorch", installable=True)
+    decision = decide(probe(), find_known_model(), work, "pytorch", installable=True)
     assert decision.launch is not None
-    chosen = planned(decision, known_model(), work)
-    folder = prepare(chosen, decision.launch.prepare, make_environment(engine("pytorch")))
+    chosen = planned(decision, find_known_model(), work)
+    folder = prepare(chosen, decision.launch.prepare, make_environment(get_engine("pytorch")))
     assert folder is not None
     return folder / chosen.model_path
 

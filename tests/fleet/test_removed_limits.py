@@ -16,13 +16,13 @@ import pytest
 from tests.judge.real_engine import measure_cells, ready_engine, with_settings
 
 from bedplate.facts.hardware import probe
-from bedplate.facts.measured import apply, measure
-from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.measure.summary import summarized
-from bedplate.progress import Silent
-from bedplate.run.models import known_model
-from bedplate.run.ready import Readied
-from bedplate.values import Hardware, Workload, replaced, to_json
+from bedplate.facts.measured import apply_measurements, measure
+from bedplate.judge.diagnose import build_roofline, diagnose_subject
+from bedplate.measure.summary import summarize_cell
+from bedplate.progress import SilentProgress
+from bedplate.run.models import find_known_model
+from bedplate.run.ready import PreparedModel
+from bedplate.values import Hardware, Workload, replace_fields, to_json
 from bedplate.values.diagnosis import Bottleneck, Limit
 from bedplate.values.run import Cell, Load
 
@@ -33,16 +33,16 @@ WITHIN = 0.3
 @lru_cache(maxsize=1)
 def machine() -> Hardware:
     hardware = probe(recall=False)
-    return apply(hardware, measure(hardware, Silent()))
+    return apply_measurements(hardware, measure(hardware, SilentProgress()))
 
 
 def told(cells: list[Cell]) -> Bottleneck:
     subject = cells[-1].subject
-    return bottleneck(cells, ground_for(subject, known_model(subject.model), machine()))
+    return diagnose_subject(cells, build_roofline(subject, find_known_model(subject.model), machine()))
 
 
 def speed(cells: list[Cell]) -> float:
-    found = summarized(cells[-1]).output_tok_s
+    found = summarize_cell(cells[-1]).output_tok_s
     assert found is not None
     return found
 
@@ -51,7 +51,7 @@ def loads(*in_flight: int, prompt: int = 32, output: int = 48) -> list[Load]:
     return [Load(concurrency=count, prompt_tokens=prompt, output_tokens=output) for count in in_flight]
 
 
-def cells_of(ready: Readied, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
+def cells_of(ready: PreparedModel, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
     return measure_cells(ready, loads(*in_flight, prompt=prompt, output=output), seconds=8.0, repeats=3)
 
 
@@ -95,7 +95,7 @@ def test_predicts_gain_of_shorter_prompts() -> None:
 def test_predicts_gain_of_a_larger_cache() -> None:
     """vLLM with KV cache for five of sixteen requests, then for all: its cache size follows from the workload."""
     ready = ready_engine("vllm", Workload(concurrency=16, prompt_tokens=512, output_tokens=64, context_tokens=1024))
-    one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
+    one_user = replace_fields(ready.plan, workload=replace_fields(ready.plan.workload, concurrency=1))
     small = replace(ready, plan=one_user)
     before, after = (cells_of(one, *users, prompt=512, output=64) for one, users in ((small, (1, 16)), (ready, (16,))))
     kept("larger-cache", before, after)

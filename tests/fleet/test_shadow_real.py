@@ -17,7 +17,7 @@ from tests.soak.streams import Counts, Streams
 
 from bedplate import store
 from bedplate.values.record import from_json
-from bedplate.values.shadow import Shadowed
+from bedplate.values.shadow import ShadowResult
 from bedplate.values.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(900)
@@ -62,10 +62,10 @@ def test_recorded_requests_give_the_verdict_of_compare(home: Path) -> None:
         shadowed, compared = asyncio.run(tried())
         one.stop()
     assert shadowed.code in ANSWERS, shadowed.err
-    done = from_json(Shadowed, shadowed.out)
+    done = from_json(ShadowResult, shadowed.out)
     assert done.how == "replay" and done.turns >= 3 and done.verdict.answer in ("stay", "migrate", "not proven")
     print(f"{done.verdict.answer}: {done.verdict.text} ({done.turns} turns, {done.took_s:.0f} s)")
-    mine = next(cell for cell in store.run(done.run).cells if cell.subject.engine == "llama.cpp")
+    mine = next(cell for cell in store.find_run(done.run).cells if cell.subject.engine == "llama.cpp")
     assert any(sample.cached_tokens for repeat in mine.repeats for sample in repeat.samples)
     again = from_json(Verdict, compared.out)
     assert (compared.code, again.answer, again.text) == (shadowed.code, done.verdict.answer, done.verdict.text)
@@ -116,7 +116,7 @@ def test_live_requests_are_mirrored_to_a_remote_challenger(home: Path) -> None:
         for one in sides:
             one.stop()
     assert shadowed.code in ANSWERS, shadowed.err
-    done = from_json(Shadowed, shadowed.out)
+    done = from_json(ShadowResult, shadowed.out)
     assert done.how == "live" and done.turns >= 3
     print(f"{done.verdict.answer}: {done.verdict.text} ({done.requests} of {answered} requests, {done.took_s:.0f} s)")
     assert 0.3 <= done.requests / answered <= 0.7 and sent >= done.requests
@@ -124,4 +124,4 @@ def test_live_requests_are_mirrored_to_a_remote_challenger(home: Path) -> None:
     assert done.verdict.answer != "migrate", "half of the load proves nothing in its favour"
     told = {one.what: (one.a, one.b) for one in done.verdict.differences}
     assert told["requests"] == ("all", "50% of them") and told["endpoint"][1] == sides[1].root
-    assert store.verdicts(done.verdict.machine) == (), "no plan for this machine learns of another's engine"
+    assert store.read_verdicts(done.verdict.machine) == (), "no plan for this machine learns of another's engine"

@@ -14,14 +14,14 @@ from tests.fleet import checks
 from tests.fleet.conftest import Running, Start
 from tests.fleet.embedding import check_vectors, compute_vectors
 
-from bedplate.engines import Engine, engine
+from bedplate.engines import Engine, get_engine
 from bedplate.facts.hardware import probe
 from bedplate.facts.model_folder import read_folder
-from bedplate.measure.prefixes import spread
-from bedplate.measure.reference import shipped_references
+from bedplate.measure.prefixes import choose_spread
+from bedplate.measure.reference import read_shipped_references
 from bedplate.run.builtin import FILE_SHA256
-from bedplate.run.environments import Environment
-from bedplate.run.models import local_model
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.models import find_local_model
 from bedplate.values import Model, Plan, Preparation, Workload
 
 WORK = Workload(concurrency=8, context_tokens=2048)
@@ -42,7 +42,7 @@ def plan(one: Engine, model: Model, label: str | None = None, workload: Workload
     )
 
 
-def prepare(chosen: Plan, step: Preparation, environment: Environment, made: Path) -> Model:
+def prepare(chosen: Plan, step: Preparation, environment: EngineEnvironment, made: Path) -> Model:
     """Runs a step of a plan in the engine's environment, and reads what it made."""
     result = made / step.where
     if not result.exists():
@@ -56,10 +56,10 @@ def prepare(chosen: Plan, step: Preparation, environment: Environment, made: Pat
 
 @pytest.fixture(scope="module", params=["onnxruntime F32", "onnxruntime INT4", "mistral.rs F32", "mistral.rs Q8_0"])
 def served(
-    request: pytest.FixtureRequest, start_engine: Start, smollm: Path, onnx_environment: Environment, made: Path
+    request: pytest.FixtureRequest, start_engine: Start, smollm: Path, onnx_environment: EngineEnvironment, made: Path
 ) -> Iterator[Served]:
     name, _, label = str(request.param).partition(" ")
-    one, folder = engine(name), read_folder(smollm, name="SmolLM2-135M-Instruct")
+    one, folder = get_engine(name), read_folder(smollm, name="SmolLM2-135M-Instruct")
     chosen = plan(one, folder, label)
     steps = [step for step in one.launch(chosen, 1).prepare if step.kind == "convert"]
     given = plan(one, prepare(chosen, steps[0], onnx_environment, made)) if steps else chosen
@@ -133,23 +133,23 @@ def test_a_seed_repeats_an_answer(served: Served) -> None:
 
 def test_next_tokens_agree_with_pytorch(served: Served) -> None:
     name, chosen, running = served
-    (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
-    found = checks.compare_next_tokens(running.at, chosen, reference, spread(reference.known(), CHECKED))
+    (reference,) = [one for one in read_shipped_references() if one.sha256 == FILE_SHA256]
+    found = checks.compare_next_tokens(running.at, chosen, reference, choose_spread(reference.list_known(), CHECKED))
     print(f"{name}: {found.agreed} of {found.answered} next tokens as PyTorch in float32")
     assert found.verdict == "ok", found
 
 
 def test_mistralrs_answers_from_a_gguf_file(start_engine: Start, builtin_gguf: Path) -> None:
-    model = local_model(str(builtin_gguf))
+    model = find_local_model(str(builtin_gguf))
     assert model is not None
-    running = start_engine(engine("mistral.rs"), plan(engine("mistral.rs"), model))
+    running = start_engine(get_engine("mistral.rs"), plan(get_engine("mistral.rs"), model))
     checks.counts_tokens(running.at)
 
 
 def test_embeddings_agree_with_pytorch(
-    start_engine: Start, minilm: Path, onnx_environment: Environment, made: Path
+    start_engine: Start, minilm: Path, onnx_environment: EngineEnvironment, made: Path
 ) -> None:
-    one, work = engine("onnxruntime"), Workload(task="embed", concurrency=4)
+    one, work = get_engine("onnxruntime"), Workload(task="embed", concurrency=4)
     chosen = plan(one, read_folder(minilm, name="all-MiniLM-L6-v2"), workload=work)
     (step,) = [step for step in one.launch(chosen, 1).prepare if step.kind == "convert"]
     model = prepare(chosen, step, onnx_environment, made)

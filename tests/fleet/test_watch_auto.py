@@ -13,7 +13,7 @@ from tests.fleet.serving import Serving, serving
 from tests.soak.streams import Counts, Streams
 
 from bedplate.values.record import from_json
-from bedplate.values.watch import Watched
+from bedplate.values.watch import WatchEvaluation
 
 pytestmark = pytest.mark.timeout(1200)
 STREAMS = 2
@@ -66,7 +66,7 @@ def test_migrates_on_a_proven_gain_without_broken_streams(home: Path, tmp_path: 
             now = at.page("/v1/models")[1]
         one.stop()
     assert answer.code == 10, answer.err
-    done = from_json(Watched, answer.out)
+    done = from_json(WatchEvaluation, answer.out)
     assert done.answer == "migrate" and done.challenger == "llama.cpp" and done.engine == "pytorch", done.text
     assert done.migration is not None and done.migration.outcome == "migrated", done
     assert done.migration.side_by_side and done.migration.cut == 0

@@ -13,20 +13,20 @@ from typing import Any
 
 import aiohttp
 import psutil
-from tests.conftest import HANG_S, no_new_children, wait_for
+from tests.conftest import HANG_S, has_no_new_children, wait_for
 from tests.engines.plans import machine
 
 from bedplate.decide import decide, plan
-from bedplate.decide.together import Ask, together
+from bedplate.decide.together import ServiceAsk, divide_machine
 from bedplate.hosting.host import Host
-from bedplate.hosting.memory import Room
-from bedplate.progress import Silent
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment
-from bedplate.run.listening import Listen
-from bedplate.run.ready import Decided, Readied
-from bedplate.values import Hardware, Workload, replaced
-from bedplate.values.service import Wanted
+from bedplate.hosting.memory import MemoryLimits
+from bedplate.progress import SilentProgress
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.listening import ListenOptions
+from bedplate.run.ready import ModelDecision, PreparedModel
+from bedplate.values import Hardware, Workload, replace_fields
+from bedplate.values.service import ModelOrder
 
 HANDLER = """
 import hashlib, http.server, json, os, sys, time
@@ -67,29 +67,29 @@ DIES = "import sys; print('no good'); sys.exit(3)"
 WORK = Workload(concurrency=2, context_tokens=1024)
 
 
-def make_stub_environment(folder: Path, script: str = SERVER) -> Environment:
+def make_stub_environment(folder: Path, script: str = SERVER) -> EngineEnvironment:
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "llama-server").write_text(script)
-    return Environment(
+    return EngineEnvironment(
         engine="llama.cpp", version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
     )
 
 
 def make_stub_readied(
-    name: str, environment: Environment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
-) -> Readied:
+    name: str, environment: EngineEnvironment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
+) -> PreparedModel:
     """A prepared service whose model equals the built-in one except for its name."""
     on = hardware or machine("cpu")
-    facts = replaced(builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
-    ask = Ask(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
-    (part,) = together(on, [ask])
+    facts = replace_fields(read_builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
+    ask = ServiceAsk(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
+    (part,) = divide_machine(on, [ask])
     chosen = plan(part.decision, facts, part.workload)
-    asked = Wanted(model=name, workload=WORK, replicas=replicas, **wanted)
-    return Readied(Decided(asked, on, facts, part, chosen), chosen, environment, None)
+    asked = ModelOrder(model=name, workload=WORK, replicas=replicas, **wanted)
+    return PreparedModel(ModelDecision(asked, on, facts, part, chosen), chosen, environment, None)
 
 
-def count_need_bytes(one: Readied) -> int:
+def count_need_bytes(one: PreparedModel) -> int:
     return sum(sum(need.values()) for need in one.needs)
 
 
@@ -104,7 +104,14 @@ def with_host(
 
     async def run() -> None:
         on = hardware or machine("cpu")
-        host = Host("test", Listen(port=0, grace_s=5), on, Silent(), logs, room=Room.of(on, budget_bytes))
+        host = Host(
+            "test",
+            ListenOptions(port=0, grace_s=5),
+            on,
+            SilentProgress(),
+            logs,
+            room=MemoryLimits.from_hardware(on, budget_bytes),
+        )
         await host.start()
         host.state = "ready"
         try:
@@ -115,10 +122,10 @@ def with_host(
 
     before = psutil.Process().children(recursive=True)  # processes left by an earlier test do not count
     asyncio.run(run())
-    wait_for(lambda: no_new_children(before), "the processes of the host to end")
+    wait_for(lambda: has_no_new_children(before), "the processes of the host to end")
 
 
-async def add(host: Host, one: Readied) -> None:
+async def add(host: Host, one: PreparedModel) -> None:
     await host.add_service(one.decided.wanted, one)
 
 

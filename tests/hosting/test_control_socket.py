@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.conftest import HANG_S
 
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
-from bedplate.hosting.control import ControlServer, Nothing, Operation, ask
-from bedplate.hosting.records import short_socket_path
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.hosting.control import ControlServer, NoArguments, Operation, ask
+from bedplate.hosting.records import get_short_socket_path
 from bedplate.values.record import Record
 from bedplate.values.service import ServiceRecord
 
@@ -48,15 +48,15 @@ async def add(host: Any, asked: Add, tell: Callable[[str], None]) -> Sum:
     return Sum(total=asked.a + asked.b)
 
 
-async def refuse(host: Any, asked: Nothing, tell: Callable[[str], None]) -> None:
-    raise AnswerIsNo("no", cause="because", hint="perhaps")
+async def refuse(host: Any, asked: NoArguments, tell: Callable[[str], None]) -> None:
+    raise NotPossible("no", cause="because", hint="perhaps")
 
 
-async def break_down(host: Any, asked: Nothing, tell: Callable[[str], None]) -> None:
+async def break_down(host: Any, asked: NoArguments, tell: Callable[[str], None]) -> None:
     raise ValueError("a mistake")
 
 
-async def take_long(host: Any, asked: Nothing, tell: Callable[[str], None]) -> None:
+async def take_long(host: Any, asked: NoArguments, tell: Callable[[str], None]) -> None:
     host.begun.set()
     try:
         await host.go.wait()
@@ -68,10 +68,10 @@ async def take_long(host: Any, asked: Nothing, tell: Callable[[str], None]) -> N
 
 OPERATIONS = {
     "add": Operation(Add, add),
-    "refuse": Operation(Nothing, refuse),
-    "break": Operation(Nothing, break_down),
-    "long": Operation(Nothing, take_long),
-    "lasting": Operation(Nothing, take_long, goes_on=True),
+    "refuse": Operation(NoArguments, refuse),
+    "break": Operation(NoArguments, break_down),
+    "long": Operation(NoArguments, take_long),
+    "lasting": Operation(NoArguments, take_long, goes_on=True),
 }
 
 
@@ -119,12 +119,12 @@ def test_client_gets_notes_and_the_answer(tmp_path: Path) -> None:
 
 def test_errors_of_the_host_are_raised_at_the_client(tmp_path: Path) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
-        with pytest.raises(AnswerIsNo) as caught:
+        with pytest.raises(NotPossible) as caught:
             await ask_in_thread(record, "refuse", answer=Sum)
         assert (caught.value.message, caught.value.cause, caught.value.hint) == ("no", "because", "perhaps")
-        with pytest.raises(BadQuestion, match="has no operation 'fly'"):
+        with pytest.raises(UsageError, match="has no operation 'fly'"):
             await ask_in_thread(record, "fly", answer=Sum)
-        with pytest.raises(BadQuestion, match="missing required field `a`"):
+        with pytest.raises(UsageError, match="missing required field `a`"):
             await ask_in_thread(record, "add", answer=Sum)
 
     run_server(tmp_path, then)
@@ -132,7 +132,7 @@ def test_errors_of_the_host_are_raised_at_the_client(tmp_path: Path) -> None:
 
 def test_unexpected_exception_is_reported_and_logged(tmp_path: Path) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
-        with pytest.raises(OutsideFailed, match="a mistake"):
+        with pytest.raises(ExternalFailure, match="a mistake"):
             await ask_in_thread(record, "break", answer=Sum)
         assert "a mistake" in host.said[0]
         assert (await ask_in_thread(record, "add", Add(a=1), answer=Sum)).total == 2
@@ -184,7 +184,7 @@ def test_waiting_clients_are_told_when_the_host_stops(tmp_path: Path, do: str) -
         waiting = asyncio.create_task(ask_in_thread(make_record(path), do, answer=Sum))
         await host.begun.wait()
         await server.stop()
-        with pytest.raises(OutsideFailed, match="is stopping"):
+        with pytest.raises(ExternalFailure, match="is stopping"):
             await waiting
         await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 
@@ -192,7 +192,7 @@ def test_waiting_clients_are_told_when_the_host_stops(tmp_path: Path, do: str) -
 
 
 def test_missing_socket_is_an_external_failure(tmp_path: Path) -> None:
-    with pytest.raises(OutsideFailed, match="does not answer") as caught:
+    with pytest.raises(ExternalFailure, match="does not answer") as caught:
         ask(make_record(tmp_path / "none.sock"), "add", answer=Sum)
     assert "bedplate stop chat" in str(caught.value.hint)
 
@@ -201,7 +201,7 @@ def test_client_times_out_if_the_host_is_silent(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
-        with pytest.raises(OutsideFailed, match="does not answer"):
+        with pytest.raises(ExternalFailure, match="does not answer"):
             ask(make_record(tmp_path / "s"), "add", answer=Sum, limit_s=0.1)
 
 
@@ -213,7 +213,7 @@ def test_falls_back_to_a_short_socket_path(tmp_path: Path, monkeypatch: pytest.M
     async def run() -> None:
         server = ControlServer(HostStub(), OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(tmp_path / ("x" * 120) / "chat.sock", "chat")
-        assert path == short_socket_path("chat") and path.is_socket()
+        assert path == get_short_socket_path("chat") and path.is_socket()
         await server.stop()
 
     asyncio.run(run())

@@ -21,32 +21,34 @@ from tests.hosting.stub_hosts import (
 )
 from tests.run.test_supervisor import until
 
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
-from bedplate.hosting.status import status
+from bedplate.hosting.status import collect_status
 from bedplate.hosting.tenants import add_key
-from bedplate.run.environments import Environment
+from bedplate.run.environments import EngineEnvironment
 from bedplate.serving.serve import declare_tenants
 from bedplate.show.services import render_list, render_status
 from bedplate.values.record import from_json, to_json
 from bedplate.values.service import HostStatus, Order, ServiceRecord
-from bedplate.values.tenant import Declared
+from bedplate.values.tenant import DeclaredTenant
 
 
 @pytest.fixture
-def stub(tmp_path: Path, bedplate_home: Path) -> Environment:
+def stub(tmp_path: Path, bedplate_home: Path) -> EngineEnvironment:
     return make_stub_environment(tmp_path / "stub")
 
 
 class TestEngines:
-    def test_second_engine_replaces_the_first_without_lost_requests(self, stub: Environment, tmp_path: Path) -> None:
+    def test_second_engine_replaces_the_first_without_lost_requests(
+        self, stub: EngineEnvironment, tmp_path: Path
+    ) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub)
             await add(host, one)
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 2500))
             await until(lambda: first.backend.in_flight, "the slow request to be in flight")
-            second = await host.add_engine(one.start(), share=0)
+            second = await host.add_engine(one.build_start(), share=0)
             assert [engine.id for engine in host.engines] == ["llama.cpp-1", "llama.cpp-2"]
             assert read_pid(await ask(host, "alpha")) == first.pid
             second.backend.share = 1.0
@@ -58,33 +60,33 @@ class TestEngines:
 
         with_host(then, tmp_path)
 
-    def test_requests_beyond_the_drain_time_end_with_an_error(self, stub: Environment, tmp_path: Path) -> None:
+    def test_requests_beyond_the_drain_time_end_with_an_error(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub)
             await add(host, one)
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 60_000))
             await until(lambda: first.backend.in_flight, "the slow request to be in flight")
-            await host.add_engine(one.start())
+            await host.add_engine(one.build_start())
             assert not await host.remove_engine(first, 0.1)
             code, body = await slow
             assert code in (502, 503) and body["error"]["message"]
 
         with_host(then, tmp_path)
 
-    def test_failed_start_does_not_affect_other_engines(self, stub: Environment, tmp_path: Path) -> None:
+    def test_failed_start_does_not_affect_other_engines(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         broken = make_stub_environment(tmp_path / "broken", DIES)
 
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub)
             await add(host, one)
-            with pytest.raises(OutsideFailed, match="did not start"):
-                await host.add_engine(replace(one.start(), environment=broken), share=0)
+            with pytest.raises(ExternalFailure, match="did not start"):
+                await host.add_engine(replace(one.build_start(), environment=broken), share=0)
             assert len(host.engines) == 1 and read_pid(await ask(host, "alpha")) == host.engines[0].pid
 
         with_host(then, tmp_path)
 
-    def test_replicas_share_the_requests(self, stub: Environment, tmp_path: Path) -> None:
+    def test_replicas_share_the_requests(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, replicas=3))
             # A conversation stays at its replica unless that has four more requests in flight than another.
@@ -94,42 +96,42 @@ class TestEngines:
 
         with_host(then, tmp_path)
 
-    def test_engine_that_does_not_fit_is_not_started(self, stub: Environment, tmp_path: Path) -> None:
+    def test_engine_that_does_not_fit_is_not_started(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         one = make_stub_readied("alpha", stub)
 
         async def then(host: Host) -> None:
             await add(host, one)
-            with pytest.raises(AnswerIsNo, match="does not fit next to") as caught:
-                await host.add_engine(one.start())
+            with pytest.raises(NotPossible, match="does not fit next to") as caught:
+                await host.add_engine(one.build_start())
             assert "budget" in str(caught.value.cause)
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(one)))
 
-    def test_memory_of_a_plan_equals_that_of_its_decision(self, stub: Environment, tmp_path: Path) -> None:
+    def test_memory_of_a_plan_equals_that_of_its_decision(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub)
-            assert dict(host.need_of(one.plan)) == dict(one.needs[0])
+            assert dict(host.compute_need(one.plan)) == dict(one.needs[0])
 
         with_host(then, tmp_path)
 
-    def test_rejects_engine_for_a_model_that_is_not_served(self, stub: Environment, tmp_path: Path) -> None:
+    def test_rejects_engine_for_a_model_that_is_not_served(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub)
-            with pytest.raises(BadQuestion, match="not served"):
-                await host.add_engine(one.start())
+            with pytest.raises(UsageError, match="not served"):
+                await host.add_engine(one.build_start())
             await add(host, one)
-            with pytest.raises(BadQuestion, match="already served"):
+            with pytest.raises(UsageError, match="already served"):
                 await add(host, one)
 
         with_host(then, tmp_path)
 
 
 class TestSeveralModels:
-    def test_request_goes_to_the_model_it_names(self, stub: Environment, tmp_path: Path) -> None:
+    def test_request_goes_to_the_model_it_names(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             for name in ("alpha", "beta"):
                 await add(host, make_stub_readied(name, stub))
-            pids = {name: host.service(name).engines[0].pid for name in ("alpha", "beta")}
+            pids = {name: host.get_service(name).engines[0].pid for name in ("alpha", "beta")}
             assert pids == {name: read_pid(await ask(host, name)) for name in pids}
             code, body = await ask(host, "gamma")
             assert code == 404 and "alpha, beta" in body["error"]["message"]
@@ -138,10 +140,10 @@ class TestSeveralModels:
 
 
 class TestOnDemand:
-    def test_loads_on_first_request_and_unloads_after_ttl(self, stub: Environment, tmp_path: Path) -> None:
+    def test_loads_on_first_request_and_unloads_after_ttl(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, ttl_s=0.6))
-            service = host.service()
+            service = host.get_service()
             assert not host.engines
             # All of them wait for one start.
             answers = await asyncio.gather(*(ask(host, "alpha") for _ in range(5)))
@@ -153,10 +155,10 @@ class TestOnDemand:
 
         with_host(then, tmp_path)
 
-    def test_every_alias_loads_the_model(self, stub: Environment, tmp_path: Path) -> None:
+    def test_every_alias_loads_the_model(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, ttl_s=600))
-            service = host.service()
+            service = host.get_service()
             for name in ("/models/ALPHA.gguf", "alpha"):
                 assert read_pid(await ask(host, name)) == host.engines[0].pid
                 await host.unload(service)
@@ -165,30 +167,30 @@ class TestOnDemand:
 
         with_host(then, tmp_path)
 
-    def test_state_is_loading_during_the_load(self, stub: Environment, tmp_path: Path) -> None:
+    def test_state_is_loading_during_the_load(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, ttl_s=600))
-            service = host.service()
-            assert service.doing is None
+            service = host.get_service()
+            assert service.current_operation is None
             loading = asyncio.create_task(host.load(service))
             await until(lambda: service.busy, "it to begin")
-            assert service.doing == "loading"
+            assert service.current_operation == "loading"
             await loading
-            assert service.doing is None
+            assert service.current_operation is None
             service.at_rest.clear()
-            assert service.doing == "unloading"
+            assert service.current_operation == "unloading"
             service.at_rest.set()
 
         with_host(then, tmp_path)
 
-    def test_preload_loads_at_start(self, stub: Environment, tmp_path: Path) -> None:
+    def test_preload_loads_at_start(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, ttl_s=600, preload=True))
-            assert host.service().state == "ready"
+            assert host.get_service().state == "ready"
 
         with_host(then, tmp_path)
 
-    def test_least_recently_used_model_is_unloaded(self, stub: Environment, tmp_path: Path) -> None:
+    def test_least_recently_used_model_is_unloaded(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         models = [make_stub_readied(name, stub, ttl_s=600) for name in ("alpha", "beta", "gamma")]
 
         async def then(host: Host) -> None:
@@ -201,21 +203,21 @@ class TestOnDemand:
 
         with_host(then, tmp_path, budget_bytes=round(2.5 * count_need_bytes(models[0])))
 
-    def test_load_waits_for_a_model_in_use(self, stub: Environment, tmp_path: Path) -> None:
+    def test_load_waits_for_a_model_in_use(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         models = [make_stub_readied(name, stub, ttl_s=600) for name in ("alpha", "beta")]
 
         async def then(host: Host) -> None:
             for one in models:
                 await add(host, one)
             long = asyncio.create_task(ask(host, "alpha", 1000))
-            await until(lambda: host.service("alpha").in_flight, "the first model to be in use")
+            await until(lambda: host.get_service("alpha").in_flight, "the first model to be in use")
             read_pid(await ask(host, "beta"))
             assert long.done() and read_pid(await long)
-            assert host.service("alpha").state == "unloaded"
+            assert host.get_service("alpha").state == "unloaded"
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(models[0])))
 
-    def test_model_that_never_fits_gets_503(self, stub: Environment, tmp_path: Path) -> None:
+    def test_model_that_never_fits_gets_503(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         stays, wants = make_stub_readied("alpha", stub), make_stub_readied("beta", stub, ttl_s=600)
 
         async def then(host: Host) -> None:
@@ -224,11 +226,13 @@ class TestOnDemand:
             code, body = await ask(host, "beta")
             assert code == 503 and body["error"]["code"] == "not_running"
             assert "not enough memory for beta next to alpha" in body["error"]["message"]
-            assert host.service("beta").state == "failed" and read_pid(await ask(host, "alpha"))
+            assert host.get_service("beta").state == "failed" and read_pid(await ask(host, "alpha"))
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(stays)))
 
-    def test_failed_load_is_reported_and_retried_by_the_next_request(self, stub: Environment, tmp_path: Path) -> None:
+    def test_failed_load_is_reported_and_retried_by_the_next_request(
+        self, stub: EngineEnvironment, tmp_path: Path
+    ) -> None:
         program = Path(stub.path) / "bin" / "llama-server"
         good = program.read_text()
         program.write_text(DIES)
@@ -239,11 +243,11 @@ class TestOnDemand:
             assert code == 503 and "no good" in body["error"]["message"] and not host.engines
             program.write_text(good)
             assert read_pid(await ask(host, "alpha"))
-            assert host.service().failure is None
+            assert host.get_service().failure is None
 
         with_host(then, tmp_path)
 
-    def test_requests_wait_while_a_killed_engine_restarts(self, stub: Environment, tmp_path: Path) -> None:
+    def test_requests_wait_while_a_killed_engine_restarts(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         import os
         import signal
 
@@ -259,10 +263,10 @@ class TestOnDemand:
 
 class TestOrderTenants:
     def test_tenants_of_the_order_apply_with_warnings(
-        self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, stub: EngineEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))  # a separate store of keys
-        order = Order(tenants=(Declared(name="ann", weight=2.0), Declared(name="bob")))
+        order = Order(tenants=(DeclaredTenant(name="ann", weight=2.0), DeclaredTenant(name="bob")))
         add_key("ann", {"weight": 5.0})
 
         async def then(host: Host) -> None:
@@ -270,7 +274,7 @@ class TestOrderTenants:
             declare_tenants(host, order)
             code, body = await ask(host, "alpha")
             assert code == 401 and body["error"]["code"] == "invalid_api_key"
-            ann = host.gateway.tenants.member("ann")
+            ann = host.gateway.tenants.get_member("ann")
             assert ann is not None and ann.weight == 2.0
             assert list(host.notes)[-2:] == [
                 "bob has no key yet and cannot send requests: run bedplate keys add bob",
@@ -281,7 +285,7 @@ class TestOrderTenants:
 
 
 class TestStatus:
-    def test_reports_models_and_engines_and_round_trips(self, stub: Environment, tmp_path: Path) -> None:
+    def test_reports_models_and_engines_and_round_trips(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         record = ServiceRecord(
             name="test", pid=1, birth="b", socket="s", log="l", version="1", started_at="2026-01-01T00:00:00+00:00"
         )
@@ -290,8 +294,8 @@ class TestStatus:
             await add(host, make_stub_readied("alpha", stub))
             await add(host, make_stub_readied("beta", stub, ttl_s=60))
             running = asyncio.create_task(ask(host, "alpha", 600_000))
-            await until(lambda: host.service("alpha").in_flight, "a request to be in flight")
-            found = await status(host, record)
+            await until(lambda: host.get_service("alpha").in_flight, "a request to be in flight")
+            found = await collect_status(host, record)
             running.cancel()
             assert from_json(HostStatus, to_json(found)) == found
             alpha, beta = found.models
@@ -302,23 +306,27 @@ class TestStatus:
 
         with_host(then, tmp_path)
 
-    def test_current_operation_is_in_list_and_status(self, stub: Environment, tmp_path: Path) -> None:
+    def test_current_operation_is_in_list_and_status(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         record = ServiceRecord(
             name="test", pid=1, birth="b", socket="s", log="l", version="1", started_at="2026-01-01T00:00:00+00:00"
         )
 
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub))
-            with host.service().engaged("migrating to vllm: it gets 10 % of the requests"):
-                found = await status(host, record)
+            with host.get_service().engage("migrating to vllm: it gets 10 % of the requests"):
+                found = await collect_status(host, record)
             assert found.models[0].busy == "migrating to vllm: it gets 10 % of the requests"
             console = Console(width=250, record=True, file=io.StringIO())
             console.print(render_list([(record, found)]))
             assert "ready, migrating to vllm " in console.export_text()
             console.print(render_status(found))
             assert "migrating to vllm: it gets 10 % of the requests" in console.export_text()
-            assert host.service().doing is None
-            with host.service().engaged("loading"), pytest.raises(RuntimeError), host.service().engaged("migrating"):
+            assert host.get_service().current_operation is None
+            with (
+                host.get_service().engage("loading"),
+                pytest.raises(RuntimeError),
+                host.get_service().engage("migrating"),
+            ):
                 raise AssertionError("two at once")
 
         with_host(then, tmp_path)

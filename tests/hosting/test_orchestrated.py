@@ -22,28 +22,28 @@ from tests.engines.plans import machine, model, plan
 from tests.hosting.stub_hosts import ask, make_stub_environment, make_stub_readied, read_pid, with_host
 from tests.run.test_supervisor import until
 
-from bedplate.changing.migrate import Migrate, migrate
-from bedplate.changing.shadow import Shadow, shadow
+from bedplate.changing.migrate import MigrationRequest, migrate
+from bedplate.changing.shadow import ShadowRequest, run_shadow
 from bedplate.decide.intent import read_intent
 from bedplate.decide.together import HOST
-from bedplate.engines import Engine, Failure, all_engines, engine
+from bedplate.engines import Engine, KnownFailure, get_engine, load_engines
 from bedplate.engines.shipped import ray_serve
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError
+from bedplate.errors import BedplateError, NotPossible, UsageError
 from bedplate.hosting import on_dynamo, on_ray, orchestrated
-from bedplate.hosting.detached import Errand
+from bedplate.hosting.detached import DetachedInput
 from bedplate.hosting.host import Host
-from bedplate.hosting.orchestrated import Member, Part
-from bedplate.hosting.orchestrators import kind_for
-from bedplate.hosting.ordering import order_of
-from bedplate.hosting.status import status
-from bedplate.run.environments import Environment
+from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole
+from bedplate.hosting.orchestrators import choose_orchestrator
+from bedplate.hosting.ordering import make_order
+from bedplate.hosting.status import collect_status
+from bedplate.run.environments import EngineEnvironment
 from bedplate.show.services import render_status
 from bedplate.show.serving import render_ready
 from bedplate.values import Launch, Plan, Workload
-from bedplate.values.endpoint import Above, Endpoint
+from bedplate.values.endpoint import Endpoint, EndpointOrchestrator
 from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
-from bedplate.values.service import Order, ServiceRecord, Wanted
+from bedplate.values.service import ModelOrder, Order, ServiceRecord
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs only on Linux")
 
@@ -51,38 +51,38 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo 
 class TestOrder:
     @pytest.mark.parametrize(("on", "replicas", "found"), [("ray", None, 2), ("dynamo", 3, 3), (None, None, 1)])
     def test_default_is_two_replicas(self, on: Any, replicas: int | None, found: int) -> None:
-        order = order_of(Intent(), on=on, replicas=replicas)
+        order = make_order(Intent(), on=on, replicas=replicas)
         assert (order.services[0].replicas, order.on) == (found, on)
 
     def test_orchestrator_reaches_a_background_host(self) -> None:
-        errand = Errand(order=order_of(Intent(), on="ray"), report_fd=3)
-        assert from_json(Errand, to_json(errand)).order.on == "ray"
+        errand = DetachedInput(order=make_order(Intent(), on="ray"), report_fd=3)
+        assert from_json(DetachedInput, to_json(errand)).order.on == "ray"
 
     @LINUX
     @pytest.mark.parametrize(
         ("order", "words"),
         [
-            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or the mocker, not llama.cpp"),
+            (Order(on="dynamo", services=(ModelOrder(engine="llama.cpp"),)), "vllm or the mocker, not llama.cpp"),
             (Order(on="dynamo", build="native"), "not a native build"),
-            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is part of Dynamo"),
-            (Order(on="ray", services=(Wanted(engine="vlm"),)), "no engine is called 'vlm'"),
-            (Order(on="ray", services=(Wanted(ttl_s=5),)), "Ray keeps its model loaded"),
-            (Order(on="dynamo", services=(Wanted(model="a"), Wanted(model="b"))), "there are 2 services"),
+            (Order(on="ray", services=(ModelOrder(engine="mocker"),)), "the mocker is part of Dynamo"),
+            (Order(on="ray", services=(ModelOrder(engine="vlm"),)), "no engine is called 'vlm'"),
+            (Order(on="ray", services=(ModelOrder(ttl_s=5),)), "Ray keeps its model loaded"),
+            (Order(on="dynamo", services=(ModelOrder(model="a"), ModelOrder(model="b"))), "there are 2 services"),
             (Order(on="ray", bundle="/b.tar"), "a bundle does not contain Ray"),
         ],
     )
     def test_rejects_impossible_orders(self, order: Order, words: str) -> None:
-        with pytest.raises(BadQuestion, match=words) as caught:
-            kind_for(order)
+        with pytest.raises(UsageError, match=words) as caught:
+            choose_orchestrator(order)
         assert caught.value.hint
 
     def test_no_orchestrator_by_default(self) -> None:
-        assert kind_for(Order()) is None
+        assert choose_orchestrator(Order()) is None
 
     def test_dynamo_is_rejected_outside_linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "platform", "darwin")
-        with pytest.raises(AnswerIsNo, match="only on Linux"):
-            kind_for(Order(on="dynamo"))
+        with pytest.raises(NotPossible, match="only on Linux"):
+            choose_orchestrator(Order(on="dynamo"))
 
     @LINUX
     def test_command_line_rejects_before_probing(self) -> None:
@@ -93,20 +93,20 @@ class TestOrder:
             assert answer.code == 2 and "--on ray runs any engine" in answer.err
 
     def test_rejects_several_services(self) -> None:
-        with pytest.raises(BadQuestion, match="2 services"):
-            kind_for(order_of(read_intent("services: [{model: a.gguf}, {model: b.gguf}]\n"), on="ray"))
+        with pytest.raises(UsageError, match="2 services"):
+            choose_orchestrator(make_order(read_intent("services: [{model: a.gguf}, {model: b.gguf}]\n"), on="ray"))
 
 
 def make_vllm_plan(on: str = "cpu") -> Plan:
-    return plan(engine("vllm"), machine(on), model("Qwen/Qwen3-32B", folder=True), workload=Workload(concurrency=4))
+    return plan(get_engine("vllm"), machine(on), model("Qwen/Qwen3-32B", folder=True), workload=Workload(concurrency=4))
 
 
 class TestDynamo:
-    place = on_dynamo.Place(Path("/tmp/b"), "/models/it is here")
+    place = on_dynamo.DynamoContext(Path("/tmp/b"), "/models/it is here")
 
     def test_front_end_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
-        launch = on_dynamo.Front(self.place).launch(make_vllm_plan(), 4321)
+        launch = on_dynamo.DynamoFrontEnd(self.place).launch(make_vllm_plan(), 4321)
         assert launch.argv == (
             "dynamo-front", "--http-host", "127.0.0.1", "--http-port", "4321", "--router-mode", "kv",
             "--migration-limit", "3", "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq",
@@ -118,7 +118,7 @@ class TestDynamo:
     def test_kv_events_use_the_private_folder(self, worker: Any) -> None:
         """The relay in the front end reads the same variable."""
         told = {one.launch(make_vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
-                for one in (on_dynamo.Front(self.place), worker(self.place, 1))}  # fmt: skip
+                for one in (on_dynamo.DynamoFrontEnd(self.place), worker(self.place, 1))}  # fmt: skip
         assert told == {"xsub=ipc:///tmp/b/published , xpub=ipc:///tmp/b/heard"}
         assert all("dynamo-front" in dict(recipe.programs) for recipe in (
             on_dynamo.ALONE, on_dynamo.WITH_VLLM_CPU, on_dynamo.WITH_VLLM_CUDA
@@ -126,16 +126,16 @@ class TestDynamo:
 
     def test_relay_forwards_published_events(self, tmp_path: Path) -> None:
         zmq = pytest.importorskip("zmq", reason="the relay is made of pyzmq")
-        from bedplate.engines.shipped.dynamo_front import begin_relay, places
+        from bedplate.engines.shipped.dynamo_front import parse_addresses, start_relay
 
-        publishers, subscribers = places(f"xsub=ipc://{tmp_path}/in , xpub=ipc://{tmp_path}/out")
+        publishers, subscribers = parse_addresses(f"xsub=ipc://{tmp_path}/in , xpub=ipc://{tmp_path}/out")
         context = zmq.Context()
         publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
         try:
             publisher.connect(publishers)  # workers connect before the front end starts
             subscriber.connect(subscribers)
             subscriber.subscribe(b"kv")
-            kept = begin_relay(publishers, subscribers)
+            kept = start_relay(publishers, subscribers)
             until_s = time.monotonic() + 20
             while not subscriber.poll(50):
                 assert time.monotonic() < until_s, "no event was received"
@@ -146,12 +146,12 @@ class TestDynamo:
 
     def test_dynamo_variable_chooses_the_router(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYN_ROUTER_MODE", "round-robin")
-        launch = on_dynamo.Front(self.place).launch(make_vllm_plan(), 4321)
+        launch = on_dynamo.DynamoFrontEnd(self.place).launch(make_vllm_plan(), 4321)
         assert launch.argv[launch.argv.index("--router-mode") + 1] == "round-robin"
-        assert "round-robin router over 2 workers" in on_dynamo.above(2, "cpu", None).text
+        assert "round-robin router over 2 workers" in on_dynamo.describe_orchestrator(2, "cpu", None).text
 
     def test_worker_has_vllm_options_without_server_options(self) -> None:
-        own = engine("vllm").launch(make_vllm_plan(), 4321)
+        own = get_engine("vllm").launch(make_vllm_plan(), 4321)
         launch = on_dynamo.VllmWorker(self.place, 1).launch(make_vllm_plan(), 4321)
         words = launch.argv
         assert words[:3] == ("dynamo-vllm", "--model", "/models/it is here")
@@ -183,20 +183,20 @@ class TestDynamo:
         [("cpu", "x86_64", None), ("cuda", "aarch64", None), ("cpu", "riscv64", "riscv64"), ("rocm", "x86_64", "rocm")],
     )
     def test_says_why_workers_are_mocked(self, device: Any, kind: str, why: str | None) -> None:
-        found = on_dynamo.why_mocked(device, kind)
+        found = on_dynamo.explain_mocked(device, kind)
         assert found is None if why is None else found is not None and why in found
 
     @pytest.mark.parametrize("mocked", [None, "--engine mocker"])
     def test_text_says_whether_workers_are_real(self, mocked: str | None) -> None:
-        found = on_dynamo.above(2, "cpu", mocked)
+        found = on_dynamo.describe_orchestrator(2, "cpu", mocked)
         assert found.real is (mocked is None) and found.workers == ("vllm" if mocked is None else "mocker")
         assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "timing is simulated") in found.text
         endpoint = Endpoint(url="http://x/v1", model="m", engine="vllm", engine_version="1", pid=1, log="l", on=found)
         assert found.text in render_text(render_ready(endpoint)) and from_json(Endpoint, to_json(endpoint)) == endpoint
 
-    def test_workers_start_before_the_front_end(self, stub: Environment, tmp_path: Path) -> None:
+    def test_workers_start_before_the_front_end(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         one = make_stub_readied("alpha", stub, replicas=2)
-        found = on_dynamo.Orchestrated(one, tmp_path / "on", None)
+        found = on_dynamo.DynamoOrchestration(one, tmp_path / "on", None)
         workers, (front,) = found.stages()
         assert [member.part.name for member in workers] == ["worker", "worker"]
         assert not any(member.part.routed for member in workers) and front.part.routed and not front.part.computes
@@ -204,14 +204,14 @@ class TestDynamo:
 
     @LINUX
     def test_plan_is_made_for_vllm(self) -> None:
-        found = kind_for(Order(on="dynamo", services=(Wanted(engine="mocker", replicas=2),)))
-        assert found is not None and found.services == (Wanted(engine="vllm", replicas=2),)
+        found = choose_orchestrator(Order(on="dynamo", services=(ModelOrder(engine="mocker", replicas=2),)))
+        assert found is not None and found.services == (ModelOrder(engine="vllm", replicas=2),)
 
 
 class TestRay:
     def test_node_options_bind_loopback_and_limit_memory(self) -> None:
-        head = on_ray.head_options(Path("/tmp/b"), 1234, 5678)
-        node = on_ray.further_options(Path("/tmp/b"), 1234)
+        head = on_ray.build_head_options(Path("/tmp/b"), 1234, 5678)
+        node = on_ray.build_worker_options(Path("/tmp/b"), 1234)
         for options in (head, node):
             assert "--block" in options
             assert options[options.index("--node-ip-address") + 1] == "127.0.0.1"
@@ -223,39 +223,39 @@ class TestRay:
         assert on_ray.VARIABLES["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] == "0"
 
     def test_each_node_has_its_number_and_a_health_check(self) -> None:
-        head = on_ray.Head(Path("c.json"), "llama.cpp", "t").launch(make_vllm_plan(), 4321)
-        node = on_ray.Node(Path("c.json"), "llama.cpp", "t", 1).launch(make_vllm_plan(), 4321)
+        head = on_ray.RayHeadNode(Path("c.json"), "llama.cpp", "t").launch(make_vllm_plan(), 4321)
+        node = on_ray.RayWorkerNode(Path("c.json"), "llama.cpp", "t", 1).launch(make_vllm_plan(), 4321)
         assert head.argv == ("ray-serve", "head", "c.json", "--port", "4321") and head.health_path == ray_serve.READY
         assert node.argv[1] == "node" and node.health_path == "/api/local_raylet_healthz"
         assert (head.env[ray_serve.NODE], node.env[ray_serve.NODE]) == ("0", "1")
         assert head.env["RAY_AUTH_TOKEN"] == node.env["RAY_AUTH_TOKEN"] == "t" and head.env["RAY_AUTH_MODE"] == "token"
 
-    @pytest.mark.parametrize("id", [one.id for one in all_engines().values()])
+    @pytest.mark.parametrize("id", [one.id for one in load_engines().values()])
     def test_port_of_every_engine_is_a_placeholder(self, id: str) -> None:
-        one = engine(id)
+        one = get_engine(id)
         for on in ("cpu", "H100 SXM", "RTX 4090"):
             target = one.target(machine(on))
             which = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
             if target is None or not one.weights(target, which, Workload()):
                 continue
             chosen = plan(one, machine(on), which)
-            marked, real = on_ray.with_port(one, chosen), one.launch(chosen, 4321)
+            marked, real = on_ray.replace_port(one, chosen), one.launch(chosen, 4321)
             assert [word.replace("{port}", "4321") for word in marked.argv] == list(real.argv)
             assert {k: v.replace("{port}", "4321") for k, v in marked.env.items()} == real.env
             assert "{port}" in " ".join([*marked.argv, *marked.env.values()])
 
-    def test_replica_config(self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replica_config(self, stub: EngineEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("BEDPLATE_API_KEY", "secret")
         one = make_stub_readied("alpha", stub, replicas=2)
         folder = tmp_path / "on"
         folder.mkdir()
-        found = on_ray.Orchestrated(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
+        found = on_ray.RayOrchestration(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
         written = json.loads(found.config.read_text())
         assert found.config.stat().st_mode & 0o777 == 0o600
         told = written["engine"]
         assert written["replicas"] == len(told["envs"]) == len(told["logs"]) == 2
         assert "BEDPLATE_API_KEY" not in told["envs"][0]
-        assert told["key_variable"] == engine("llama.cpp").key_variable
+        assert told["key_variable"] == get_engine("llama.cpp").key_variable
         assert any(word.endswith("warden.py") for word in told["argv"]) and "{port}" in told["argv"]
         assert written["ongoing"] == 2 * one.plan.settings.slots
         (members,) = found.stages()
@@ -264,13 +264,13 @@ class TestRay:
         found.close()
         assert not folder.exists()
 
-    def test_text_names_nodes_and_engine(self, stub: Environment) -> None:
-        found = on_ray.above(make_stub_readied("alpha", stub).plan, 2)
+    def test_text_names_nodes_and_engine(self, stub: EngineEnvironment) -> None:
+        found = on_ray.describe_orchestrator(make_stub_readied("alpha", stub).plan, 2)
         assert found.real and "cluster of 2 nodes" in found.text and "llama.cpp" in found.text
 
     def test_replica_explains_engine_failures(self) -> None:
         log = "RuntimeError: the engine ended with status 1\nValueError: Model architectures ['Nope'] are not supported"
-        found = on_ray.Head(Path("c"), "vllm", "t").explain(log)
+        found = on_ray.RayHeadNode(Path("c"), "vllm", "t").explain(log)
         assert found is not None and "Nope" in found.message
 
     def test_explains_a_lost_ray_process(self) -> None:
@@ -280,7 +280,7 @@ class TestRay:
             "2026-11-15 16:31:57,275\tERR scripts.py:87 --   raylet [exit code=-9]\n"
             "2026-11-15 16:31:57,306\tERR scripts.py:1315 -- Remaining processes will be killed.\n"
         )
-        found = on_ray.Node(Path("c"), "llama.cpp", "t", 1).explain(log)
+        found = on_ray.RayWorkerNode(Path("c"), "llama.cpp", "t", 1).explain(log)
         assert found is not None and not found.lasting and found.message == "its raylet exited (exit code=-9)"
 
     def test_worker_nodes_restart_with_their_head(self) -> None:
@@ -300,7 +300,7 @@ class TestRay:
             ]
             head, node = (one.supervisor for one in engines)
             first = node.process
-            keeping = asyncio.create_task(on_ray.Orchestrated.keep(SimpleNamespace(), engines))  # type: ignore[arg-type]
+            keeping = asyncio.create_task(on_ray.RayOrchestration.keep(SimpleNamespace(), engines))  # type: ignore[arg-type]
             await asyncio.sleep(0)
             assert not first.killed
             head.process.ended.set()
@@ -326,13 +326,13 @@ class TestFolder:
         left, theirs = tmp_path / f"bedplate-{dead.pid}-abc", tmp_path / f"bedplate-{os.getppid()}-abc"
         for folder in (left, theirs, tmp_path / "bedplate-notes"):
             folder.mkdir()
-        own = orchestrated.private_folder()
+        own = orchestrated.make_private_folder()
         assert own.stat().st_mode & 0o077 == 0 and own.parent == tmp_path
         assert not left.exists() and theirs.exists() and (tmp_path / "bedplate-notes").exists()
 
     def test_private_folder_path_is_short_enough_for_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "gettempdir", lambda: "/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T")
-        own = orchestrated.private_folder()
+        own = orchestrated.make_private_folder()
         own.rmdir()
         deepest = own / "session_2026-11-15_15-20-00_123456_4194304" / "sockets" / "plasma_store.12"
         assert len(str(deepest)) < 104
@@ -360,18 +360,18 @@ class Stub(Engine):
 class StubOrchestration:
     """One process that takes requests and two that compute."""
 
-    above = Above(
+    above = EndpointOrchestrator(
         orchestrator="ray", version="9", workers="llama.cpp", workers_version="1", real=True, replicas=2, text="Ray 9"
     )
 
-    def __init__(self, environment: Environment, worker: Environment | None = None) -> None:
+    def __init__(self, environment: EngineEnvironment, worker: EngineEnvironment | None = None) -> None:
         self.environment = environment
         self.kept: list[str] = []
         self.closed = False
 
-    def stages(self) -> Sequence[Sequence[Member]]:
-        worker = Member(Part("worker", routed=False), Stub(), {HOST: 2})
-        return ([worker, worker], [Member(Part("front", computes=False), Stub(), {HOST: 1})])
+    def stages(self) -> Sequence[Sequence[OrchestratedProcess]]:
+        worker = OrchestratedProcess(ProcessRole("worker", routed=False), Stub(), {HOST: 2})
+        return ([worker, worker], [OrchestratedProcess(ProcessRole("front", computes=False), Stub(), {HOST: 1})])
 
     async def keep(self, engines: Sequence[Any]) -> None:
         self.kept = [one.id for one in engines]
@@ -381,12 +381,12 @@ class StubOrchestration:
 
 
 @pytest.fixture
-def stub(tmp_path: Path, bedplate_home: Path) -> Environment:
+def stub(tmp_path: Path, bedplate_home: Path) -> EngineEnvironment:
     return make_stub_environment(tmp_path / "stub")
 
 
 class TestHost:
-    def test_one_process_takes_requests_and_all_are_supervised(self, stub: Environment, tmp_path: Path) -> None:
+    def test_one_process_takes_requests_and_all_are_supervised(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         on = StubOrchestration(stub)
 
         async def then(host: Host) -> None:
@@ -400,7 +400,7 @@ class TestHost:
             await until(lambda: on.kept, "their lives to be tied together")
             assert on.kept[0] == front.id
 
-            found = await status(host, ServiceRecord(
+            found = await collect_status(host, ServiceRecord(
                 name="test", pid=1, birth="b", socket="s", log="l", version="v", started_at="t"
             ))  # fmt: skip
             (told,) = found.models
@@ -417,19 +417,22 @@ class TestHost:
         with_host(then, tmp_path)
         assert on.closed
 
-    def test_orchestrated_engines_cannot_be_swapped(self, stub: Environment, tmp_path: Path) -> None:
+    def test_orchestrated_engines_cannot_be_swapped(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub, replicas=2)
             await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
-            for work in (migrate(host, Migrate(engine="vllm"), print), shadow(host, Shadow(engine="vllm"), print)):
-                with pytest.raises(AnswerIsNo, match="runs on Ray"):
+            for work in (
+                migrate(host, MigrationRequest(engine="vllm"), print),
+                run_shadow(host, ShadowRequest(engine="vllm"), print),
+            ):
+                with pytest.raises(NotPossible, match="runs on Ray"):
                     await work
 
         with_host(then, tmp_path)
 
     @pytest.mark.parametrize("lost", [["front"], ["worker", "worker"]])
     def test_service_fails_without_front_end_or_workers(
-        self, stub: Environment, tmp_path: Path, lost: list[str]
+        self, stub: EngineEnvironment, tmp_path: Path, lost: list[str]
     ) -> None:
         async def then(host: Host) -> None:
             one = make_stub_readied("alpha", stub, replicas=2)
@@ -437,7 +440,7 @@ class TestHost:
             for member in [member for member in service.engines if member.part.name in lost]:
                 assert service.state == "ready" and not host.fatal.done()
                 member.backend.state = "failed"
-                host._lost(service, member, Failure(message="no good", hint="none"))
+                host._handle_lost_engine(service, member, KnownFailure(message="no good", hint="none"))
             assert service.state == "failed" and isinstance(host.fatal.result(), BedplateError)
 
         with_host(then, tmp_path)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bedplate.decide.intent import read_intent
-from bedplate.errors import BadQuestion
-from bedplate.hosting.ordering import order_of
-from bedplate.hosting.tenants import remarks
+from bedplate.errors import UsageError
+from bedplate.hosting.ordering import make_order
+from bedplate.hosting.tenants import list_warnings
 from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
-from bedplate.values.service import Order, Wanted
-from bedplate.values.tenant import Declared, Tenant, TenantKey
+from bedplate.values.service import ModelOrder, Order
+from bedplate.values.tenant import DeclaredTenant, Tenant, TenantKey
 
 TWO = """
 services:
@@ -22,23 +22,23 @@ operations: {model_changes: often}
 
 
 def test_order_for_one_model() -> None:
-    order = order_of(Intent(), engine="llama.cpp", replicas=2, ttl="90s", port=0, name="chat")
-    assert order.services == (Wanted(engine="llama.cpp", replicas=2, ttl_s=90),)
+    order = make_order(Intent(), engine="llama.cpp", replicas=2, ttl="90s", port=0, name="chat")
+    assert order.services == (ModelOrder(engine="llama.cpp", replicas=2, ttl_s=90),)
     assert (order.port, order.name) == (0, "chat") and from_json(Order, to_json(order)) == order
 
 
 def test_order_for_several_services() -> None:
-    first, second = order_of(read_intent(TWO)).services
+    first, second = make_order(read_intent(TWO)).services
     assert (first.model, first.ttl_s, first.preload, first.workload.users) == ("a.gguf", 600, True, 3)
-    assert first.operations.model_changes == "often" and first.on_demand
-    assert (second.engine, second.replicas, second.ttl_s, second.on_demand) == ("llama.cpp", 2, None, False)
+    assert first.operations.model_changes == "often" and first.is_on_demand
+    assert (second.engine, second.replicas, second.ttl_s, second.is_on_demand) == ("llama.cpp", 2, None, False)
     assert second.operations.portable
 
 
 @pytest.mark.parametrize("option", [{"engine": "vllm"}, {"replicas": 2}, {"ttl": "1m"}])
 def test_rejects_model_options_for_several_services(option: dict[str, object]) -> None:
-    with pytest.raises(BadQuestion, match="2 services") as caught:
-        order_of(read_intent(TWO), **option)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="2 services") as caught:
+        make_order(read_intent(TWO), **option)  # type: ignore[arg-type]
     assert "in the file" in str(caught.value.hint)
 
 
@@ -54,36 +54,36 @@ def test_rejects_model_options_for_several_services(option: dict[str, object]) -
     ],
 )
 def test_errors_name_the_field(text: str, words: str) -> None:
-    with pytest.raises(BadQuestion, match=words):
+    with pytest.raises(UsageError, match=words):
         read_intent(text + "\n")
 
 
 def test_rejects_pools_and_models_given_by_facts() -> None:
-    with pytest.raises(BadQuestion, match="pools"):
-        order_of(read_intent("pools: [{name: x, accelerator: H100 SXM}]\nservices: [{model: a}]\n"))
-    with pytest.raises(BadQuestion, match=r"services\[0\].model: facts"):
-        order_of(read_intent("services: [{model: {params_b: 1}}]\n"))
-    with pytest.raises(BadQuestion, match="--ttl"):
-        order_of(Intent(), ttl="0")
+    with pytest.raises(UsageError, match="pools"):
+        make_order(read_intent("pools: [{name: x, accelerator: H100 SXM}]\nservices: [{model: a}]\n"))
+    with pytest.raises(UsageError, match=r"services\[0\].model: facts"):
+        make_order(read_intent("services: [{model: {params_b: 1}}]\n"))
+    with pytest.raises(UsageError, match="--ttl"):
+        make_order(Intent(), ttl="0")
 
 
 def read_weights(text: str) -> dict[str, float | None]:
-    return {one.name: one.weight for one in order_of(read_intent(text)).tenants}
+    return {one.name: one.weight for one in make_order(read_intent(text)).tenants}
 
 
 def test_tenants_of_a_file_apply_to_the_endpoint() -> None:
-    order = order_of(
+    order = make_order(
         read_intent(
             "services: [{model: a.gguf, tenants: [red]}, {model: b.gguf}]\n"
             "tenants: [{name: red, share: 0.6, in_flight: 8}, {name: blue, share: 0.4, tokens_per_minute: 1000}]\n"
         )
     )
     assert order.tenants == (
-        Declared(name="red", weight=1.2, in_flight=8),
-        Declared(name="blue", weight=0.8, tokens_per_minute=1000),
+        DeclaredTenant(name="red", weight=1.2, in_flight=8),
+        DeclaredTenant(name="blue", weight=0.8, tokens_per_minute=1000),
     )
     assert [one.tenants for one in order.services] == [("red",), ()] and from_json(Order, to_json(order)) == order
-    assert order_of(read_intent("model: a.gguf\ntenants: [{name: red}]\n")).tenants == (Declared(name="red"),)
+    assert make_order(read_intent("model: a.gguf\ntenants: [{name: red}]\n")).tenants == (DeclaredTenant(name="red"),)
 
 
 def test_equal_shares_become_weight_1() -> None:
@@ -96,9 +96,9 @@ def test_equal_shares_become_weight_1() -> None:
 
 
 def test_rejects_invalid_tenant_name() -> None:
-    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' is not a valid tenant name"):
-        order_of(read_intent("tenants: [{name: red team}]\n"))
-    with pytest.raises(BadQuestion, match=r"tenants\[0\].in_flight"):
+    with pytest.raises(UsageError, match=r"tenants\[0\].name: 'red team' is not a valid tenant name"):
+        make_order(read_intent("tenants: [{name: red team}]\n"))
+    with pytest.raises(UsageError, match=r"tenants\[0\].in_flight"):
         read_intent("tenants: [{name: red, in_flight: 0}]\n")
 
 
@@ -109,10 +109,13 @@ def test_warns_about_differences_to_stored_tenants() -> None:
         Tenant(name="blue", keys=()),
         Tenant(name="grey", keys=(key,)),
     ]
-    said = remarks([Declared(name="red", weight=1.2, in_flight=4), Declared(name="blue"), Declared(name="new")], stored)
+    said = list_warnings(
+        [DeclaredTenant(name="red", weight=1.2, in_flight=4), DeclaredTenant(name="blue"), DeclaredTenant(name="new")],
+        stored,
+    )
     assert said == (
         "blue and new have no key yet and cannot send requests: run bedplate keys add blue and bedplate keys add new",
         "red: weight 1.2 from the file applies here, not 3 from bedplate keys",
         "not in the file, but accepted because they have keys: grey",
     )
-    assert remarks([], stored) == () and remarks([Declared(name="red", weight=3.0)], stored[:1]) == ()
+    assert list_warnings([], stored) == () and list_warnings([DeclaredTenant(name="red", weight=3.0)], stored[:1]) == ()

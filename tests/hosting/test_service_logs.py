@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import NotPossible
 from bedplate.hosting import logs, records
-from bedplate.hosting.logs import Follower, follow, last_lines
+from bedplate.hosting.logs import LogFollower, follow, read_last_lines
 from bedplate.run import supervisor
 from bedplate.run.supervisor import EngineLog
 
@@ -34,21 +34,21 @@ def test_last_lines_span_rotated_files(
         name = path if number == 0 else path.with_name(f"a.log.{number}")
         name.write_text("".join(f"{line}\n" for line in lines))
     whole = [line for lines in pieces for line in lines]
-    assert last_lines(path, count) == (whole[-count:] if count else [])
+    assert read_last_lines(path, count) == (whole[-count:] if count else [])
 
 
 def test_large_file_is_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "BLOCK", 7)
     (tmp_path / "a.log").write_text("\n".join(str(number) for number in range(1000)))
-    assert last_lines(tmp_path / "a.log", 3) == ["997", "998", "999"]
-    assert last_lines(tmp_path / "none.log", 3) == []
+    assert read_last_lines(tmp_path / "a.log", 3) == ["997", "998", "999"]
+    assert read_last_lines(tmp_path / "none.log", 3) == []
 
 
 def test_each_line_is_followed_once_during_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOG_BYTES", 100)
     log = EngineLog(tmp_path / "a.log")
     log.write("before")
-    follower = Follower(tmp_path / "a.log", from_end=True)
+    follower = LogFollower(tmp_path / "a.log", from_end=True)
     seen: list[str] = []
     for number in range(40):
         log.write(f"line {number:02d} {'x' * (number % 17)}")
@@ -62,7 +62,7 @@ def test_each_line_is_followed_once_during_rotation(tmp_path: Path, monkeypatch:
 
 def test_only_complete_lines_are_read_and_truncation_restarts(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    follower = Follower(path, from_end=True)
+    follower = LogFollower(path, from_end=True)
     assert follower.read() == []
     path.write_text("one\ntw")
     assert follower.read() == ["one"]
@@ -91,12 +91,12 @@ def test_chooses_logs_by_service_name(own_home: Path) -> None:
     folder = own_home / "logs"
     for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "other.log"):
         (folder / name).write_text("x\n")
-    assert [path.name for path in logs.chosen("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
-    with pytest.raises(AnswerIsNo, match="no log of a service named cha") as caught:
-        logs.chosen("cha")
+    assert [path.name for path in logs.choose_files("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
+    with pytest.raises(NotPossible, match="no log of a service named cha") as caught:
+        logs.choose_files("cha")
     assert "chat, chat-2, other" in str(caught.value.hint)
-    with pytest.raises(AnswerIsNo, match="no service is running"):
-        logs.chosen(None)
+    with pytest.raises(NotPossible, match="no service is running"):
+        logs.choose_files(None)
 
 
 def test_running_service_shows_only_logs_of_this_run(own_home: Path) -> None:
@@ -106,5 +106,5 @@ def test_running_service_shows_only_logs_of_this_run(own_home: Path) -> None:
     for name in ("chat.log", "chat@pytorch-1.log", "chat@llama.cpp-1.log"):
         (folder / name).write_text("x\n")
     os.utime(folder / "chat@pytorch-1.log", (1, 1))
-    records.claimed("chat", "unused")
-    assert [path.name for path in logs.chosen(None)()] == ["chat.log", "chat@llama.cpp-1.log"]
+    records.claim_name("chat", "unused")
+    assert [path.name for path in logs.choose_files(None)()] == ["chat.log", "chat@llama.cpp-1.log"]

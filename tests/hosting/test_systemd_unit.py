@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.commands import invoke
 
-from bedplate.hosting.systemd import notify, quoted, unit
+from bedplate.hosting.systemd import notify, quote_word, render_unit
 
 
 def parse_fields(text: str) -> dict[str, list[str]]:
@@ -64,13 +64,13 @@ def parse_command(line: str) -> list[str]:
 )
 def test_quoting_round_trips(words: list[str]) -> None:
     words = [word for word in words if "\r" not in word]
-    line = " ".join(quoted(word, command=True) for word in words)
+    line = " ".join(quote_word(word, command=True) for word in words)
     assert "\n" not in line and parse_command(line) == words
 
 
 def test_unit_settings() -> None:
     found = parse_fields(
-        unit("chat", "a model", ["/usr/bin/python3", "-m", "bedplate"], "/home/me/it 100%", {"A": "b c"})
+        render_unit("chat", "a model", ["/usr/bin/python3", "-m", "bedplate"], "/home/me/it 100%", {"A": "b c"})
     )
     assert found["KillMode"] == ["mixed"] and found["Restart"] == ["on-failure"] and found["Type"] == ["notify"]
     assert found["OOMPolicy"] == ["continue"] and found["RestartPreventExitStatus"] == ["1 2"]
@@ -104,7 +104,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("systemd-analyze is not installed here")
     path = tmp_path / "bedplate-chat.service"
-    path.write_text(unit("chat", "a model", [sys.executable, "-m", "bedplate", "serve", "a b"], str(tmp_path), {}))
+    path.write_text(
+        render_unit("chat", "a model", [sys.executable, "-m", "bedplate", "serve", "a b"], str(tmp_path), {})
+    )
     env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run([program, "--user", "verify", str(path)], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and path.name not in done.stderr, done.stderr

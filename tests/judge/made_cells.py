@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from bedplate.values import replaced
+from bedplate.values import replace_fields
 from bedplate.values.decision import Settings
 from bedplate.values.run import Cell, EngineSeries, Load, Quality, Repeat, Sample, Subject
 
@@ -22,7 +22,7 @@ def make_sample(
         at_s=at_s, ttft_ms=ttft_ms, duration_ms=ttft_ms + step_ms * (tokens - 1), gaps_ms=gaps, prompt_tokens=64,
         output_tokens=tokens, finish="length",
     )  # fmt: skip
-    return replaced(base, **other)
+    return replace_fields(base, **other)
 
 
 def moment(second: float) -> str:
@@ -34,7 +34,7 @@ def make_repeat(
     samples: Sequence[Sample], second: float | None = None, seconds: float = 3.0, **other: object
 ) -> Repeat:
     at = None if second is None else moment(second)
-    return replaced(Repeat(at=at, seconds=seconds, samples=tuple(samples), warmup=4), **other)
+    return replace_fields(Repeat(at=at, seconds=seconds, samples=tuple(samples), warmup=4), **other)
 
 
 def make_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **other: object) -> Cell:
@@ -43,17 +43,17 @@ def make_cell(engine: str, repeats: Sequence[Repeat], concurrency: int = 4, **ot
         id=f"{engine}-{concurrency}", run="made", at="2026-11-15T09:00:00Z", machine="made-up", subject=subject,
         load=Load(concurrency=concurrency, prompt_tokens=64, output_tokens=32), repeats=tuple(repeats), quality=GOOD,
     )  # fmt: skip
-    return replaced(base, **other)
+    return replace_fields(base, **other)
 
 
 def with_settings(cell: Cell, **settings: object) -> Cell:
     base = Settings(slots=16, context_tokens=1024, threads=2)
-    return replaced(cell, subject=replaced(cell.subject, settings=replaced(base, **settings)))
+    return replace_fields(cell, subject=replace_fields(cell.subject, settings=replace_fields(base, **settings)))
 
 
 def with_engine(cell: Cell, **series: object) -> Cell:
-    told = replaced(EngineSeries(scrapes=10), **series)
-    return replaced(cell, repeats=tuple(replaced(repeat, engine=told) for repeat in cell.repeats))
+    told = replace_fields(EngineSeries(scrapes=10), **series)
+    return replace_fields(cell, repeats=tuple(replace_fields(repeat, engine=told) for repeat in cell.repeats))
 
 
 class Noise:

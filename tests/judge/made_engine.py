@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from tests.judge.made_cells import MODEL, make_cell, make_repeat, with_engine, with_settings
 
-from bedplate.decide.estimate.physics import Shape, shape_of, weights_read_bytes
-from bedplate.judge.ground import Ground
-from bedplate.run.models import known_model
-from bedplate.values import Figure, replaced
+from bedplate.decide.estimate.physics import ModelShape, count_weight_bytes, get_shape
+from bedplate.judge.ground import Roofline
+from bedplate.run.models import find_known_model
+from bedplate.values import Figure, replace_fields
 from bedplate.values.run import Cell, Load, Sample
 
 
@@ -40,7 +40,7 @@ class MadeEngine:
         cell = make_cell("llama.cpp", [make_repeat(samples, 0.0)], concurrency, load=load)
         cell = with_settings(cell, slots=self.slots, threads=self.threads)
         if not self.tells:
-            return replaced(cell, subject=replaced(cell.subject, settings=None))
+            return replace_fields(cell, subject=replace_fields(cell.subject, settings=None))
         full = self.cache_requests is not None and self.cache_requests < min(concurrency, self.slots)
         return with_engine(
             cell, waiting_mean=waiting, running_mean=running, kv_use_max=0.99 if full else 0.3,
@@ -58,11 +58,11 @@ class MadeEngine:
         samples = _Loop(self, concurrency).run(80)[0]
         return sum(one.ttft_ms or 0.0 for one in samples) / len(samples)
 
-    def ground(self, cores: int = 2) -> Ground:
+    def ground(self, cores: int = 2) -> Roofline:
         """A machine on which reading the weights takes `read_ms`."""
         shape = the_shape()
-        rate = weights_read_bytes(shape, 1) / (self.read_ms / 1000)
-        return Ground(shape=shape, bandwidth=exactly(rate), operations=exactly(1e12), cores=cores)
+        rate = count_weight_bytes(shape, 1) / (self.read_ms / 1000)
+        return Roofline(shape=shape, bandwidth=exactly(rate), operations=exactly(1e12), cores=cores)
 
 
 @dataclass
@@ -116,8 +116,8 @@ class _Request:
         )  # fmt: skip
 
 
-def the_shape() -> Shape:
-    return shape_of(known_model(MODEL))
+def the_shape() -> ModelShape:
+    return get_shape(find_known_model(MODEL))
 
 
 def exactly(value: float) -> Figure:

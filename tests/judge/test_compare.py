@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample, with_settings
 
 from bedplate.decide.evidence import PROVEN_GAIN
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.judge.compare import compare
-from bedplate.judge.effect import repeats_needed, turns_of, wilson
-from bedplate.values import from_json, replaced, to_json
+from bedplate.judge.effect import compute_repeats_needed, compute_wilson_interval, pair_rounds
+from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.run import Cell, Flag, Load, Quality, Repeat, Sample, Subject
 from bedplate.values.verdict import Verdict
 from bedplate.values.workload import LatencyTarget
@@ -28,16 +28,16 @@ def pair(gain: float, repeats: int = 5, loads: tuple[int, ...] = (4,), seed: int
 
 
 def change_cells(cells: list[Cell], **changes: object) -> list[Cell]:
-    return [replaced(cell, **changes) for cell in cells]
+    return [replace_fields(cell, **changes) for cell in cells]
 
 
 def change_repeats(cells: list[Cell], change: Callable[[Repeat], Repeat]) -> list[Cell]:
-    return [replaced(cell, repeats=tuple(map(change, cell.repeats))) for cell in cells]
+    return [replace_fields(cell, repeats=tuple(map(change, cell.repeats))) for cell in cells]
 
 
 def change_samples(cells: list[Cell], change: Callable[[int, Sample], Sample]) -> list[Cell]:
     return change_repeats(
-        cells, lambda repeat: replaced(repeat, samples=tuple(change(*one) for one in enumerate(repeat.samples)))
+        cells, lambda repeat: replace_fields(repeat, samples=tuple(change(*one) for one in enumerate(repeat.samples)))
     )
 
 
@@ -108,7 +108,7 @@ class TestAnswers:
 
     def test_repeats_that_were_not_interleaved_have_wider_intervals(self) -> None:
         one, other = pair(1.3)
-        later = change_repeats(other, lambda repeat: replaced(repeat, at=f"2026-11-16T{(repeat.at or '')[11:]}"))
+        later = change_repeats(other, lambda repeat: replace_fields(repeat, at=f"2026-11-16T{(repeat.at or '')[11:]}"))
         turns, apart = compare(one, other).effects[0], compare(one, later).effects[0]
         another_run = compare(one, change_cells(later, run="another")).effects[0]
         assert turns.paired and not apart.paired and not another_run.paired
@@ -175,20 +175,20 @@ class TestQualityAndErrors:
         self, mine: tuple[float, float | None], theirs: tuple[float, float | None], answer: str
     ) -> None:
         one, other = pair(1.3)
-        words, more = (replaced(GOOD, perplexity=own, reference_perplexity=ref) for own, ref in (mine, theirs))
+        words, more = (replace_fields(GOOD, perplexity=own, reference_perplexity=ref) for own, ref in (mine, theirs))
         assert compare(change_cells(one, quality=words), change_cells(other, quality=more)).answer == answer
 
     def test_failed_requests_outweigh_speed(self) -> None:
         one, other = pair(1.5)
         failing = change_samples(
-            other, lambda place, sample: replaced(sample, outcome="error") if place < 3 else sample
+            other, lambda place, sample: replace_fields(sample, outcome="error") if place < 3 else sample
         )
         verdict = compare(one, failing)
         assert (verdict.answer, verdict.constraint) == ("stay", "errors") and "15 of 60 requests" in verdict.text
 
     def test_a_later_first_token_needs_a_latency_target(self) -> None:
         one, other = pair(1.3)
-        later = change_samples(other, lambda _, sample: replaced(sample, ttft_ms=2 * (sample.ttft_ms or 0.0)))
+        later = change_samples(other, lambda _, sample: replace_fields(sample, ttft_ms=2 * (sample.ttft_ms or 0.0)))
         verdict = compare(one, later)
         assert (verdict.answer, verdict.constraint) == ("not proven", "latency") and "its TTFT is" in verdict.text
         assert compare(one, later, target=LatencyTarget(ttft_ms=1000)).answer == "migrate"
@@ -245,35 +245,37 @@ class TestTargets:
 class TestComparableCells:
     def test_invalid_cells_are_left_out_with_the_reason(self) -> None:
         one, other = pair(1.3, loads=(1, 4))
-        spoilt = replaced(other[1], flags=(Flag(kind="client", text="the client was the bottleneck", invalid=True),))
+        spoilt = replace_fields(
+            other[1], flags=(Flag(kind="client", text="the client was the bottleneck", invalid=True),)
+        )
         verdict = compare(one, [other[0], spoilt])
         assert [effect.load.concurrency for effect in verdict.effects if effect.metric == "output_tok_s"] == [1]
         assert verdict.left_out == ("other, 4 in flight, 64 + 32 tokens: the client was the bottleneck",)
-        with pytest.raises(BadQuestion, match="B has no valid cell") as caught:
+        with pytest.raises(UsageError, match="B has no valid cell") as caught:
             compare(one[1:], [spoilt])
         assert caught.value.cause is not None and "the client was the bottleneck" in caught.value.cause
 
     def test_rejects_another_model(self) -> None:
         one, other = pair(1.3)
-        another = [replaced(cell, subject=replaced(cell.subject, model="another")) for cell in other]
-        with pytest.raises(BadQuestion, match="not comparable") as caught:
+        another = [replace_fields(cell, subject=replace_fields(cell.subject, model="another")) for cell in other]
+        with pytest.raises(UsageError, match="not comparable") as caught:
             compare(one, another)
         assert caught.value.cause == "model: SmolLM2-135M-Instruct and another"
 
     def test_rejects_other_weights_unless_allowed(self) -> None:
         one, other = pair(1.3)
-        stored = [replaced(cell, subject=replaced(cell.subject, quantization="Q8_0")) for cell in other]
-        with pytest.raises(BadQuestion, match="not comparable") as caught:
+        stored = [replace_fields(cell, subject=replace_fields(cell.subject, quantization="Q8_0")) for cell in other]
+        with pytest.raises(UsageError, match="not comparable") as caught:
             compare(one, stored)
         assert caught.value.hint is not None and "--allow quantization" in caught.value.hint
         verdict = compare(one, stored, allow=("quantization",))
         assert verdict.answer == "migrate" and [each.what for each in verdict.differences] == ["quantization"]
-        with pytest.raises(BadQuestion, match="--allow model: cells with this difference cannot be compared"):
+        with pytest.raises(UsageError, match="--allow model: cells with this difference cannot be compared"):
             compare(one, stored, allow=("model",))
 
     def test_rejects_sides_without_a_common_load(self) -> None:
         one, other = pair(1.3, loads=(1,))[0], pair(1.3, loads=(4,))[1]
-        with pytest.raises(BadQuestion, match="no load in common") as caught:
+        with pytest.raises(UsageError, match="no load in common") as caught:
             compare(one, other)
         assert "1 request at a time" in str(caught.value.cause) and "4 in flight" in str(caught.value.cause)
 
@@ -281,7 +283,7 @@ class TestComparableCells:
     def test_rejects_a_side_without_cells(self, empty: int) -> None:
         sides = list(pair(1.3))
         sides[empty] = []
-        with pytest.raises(BadQuestion, match=f"{'AB'[empty]} has no valid cell"):
+        with pytest.raises(UsageError, match=f"{'AB'[empty]} has no valid cell"):
             compare(*sides)
 
     def test_prefers_the_run_with_both_sides(self) -> None:
@@ -293,7 +295,9 @@ class TestComparableCells:
     def test_prefers_the_quantization_measured_on_both_sides(self) -> None:
         one, other = pair(1.3)
         newer = [
-            replaced(cell, id="wide", at="2026-11-16T00:00:00Z", subject=replaced(cell.subject, quantization="BF16"))
+            replace_fields(
+                cell, id="wide", at="2026-11-16T00:00:00Z", subject=replace_fields(cell.subject, quantization="BF16")
+            )
             for cell in other
         ]
         verdict = compare(one, [*other, *newer])
@@ -301,7 +305,7 @@ class TestComparableCells:
 
     def test_rejects_comparing_a_cell_with_itself(self) -> None:
         one, _ = pair(1.0)
-        with pytest.raises(BadQuestion):
+        with pytest.raises(UsageError):
             compare(one, one)
 
     def test_lists_each_difference_once(self) -> None:
@@ -314,8 +318,8 @@ class TestCosts:
     def test_a_verdict_contains_the_costs_of_both_sides(self) -> None:
         one, other = pair(1.3)
         base = Subject(engine="llama.cpp", model=one[0].subject.model, quantization="Q4_1", weights_id="w")
-        native = replaced(base, build="native")
-        folder = replaced(base, engine="vllm", quantization="BF16", start_s=40.0, install_bytes=4_100_000_000)
+        native = replace_fields(base, build="native")
+        folder = replace_fields(base, engine="vllm", quantization="BF16", start_s=40.0, install_bytes=4_100_000_000)
         verdict = compare(change_cells(one, subject=native), change_cells(other, subject=folder))
         assert verdict.b.cost.install_bytes == 4_100_000_000 and verdict.b.cost.start_s == 40.0
         assert verdict.b.cost.steps == ("weights converted to BF16",)
@@ -328,7 +332,7 @@ class TestInterleavedRounds:
         moments: dict[str, list[str | None]] = {"A": [], "B": []}
         for second, side in enumerate(text):
             moments[side].append(f"2026-11-15T09:00:{second:02d}.000Z")
-        return len(turns_of(moments["A"], moments["B"]))
+        return len(pair_rounds(moments["A"], moments["B"]))
 
     def test_pairs_neighbours_in_either_order(self) -> None:
         assert self.count_rounds("ABABAB") == self.count_rounds("ABBAAB") == 3
@@ -345,7 +349,7 @@ class TestInterleavedRounds:
         )
 
     def test_repeats_without_start_times_are_not_interleaved(self) -> None:
-        assert turns_of([None, None, None], ["a", "b", "c"]) == []
+        assert pair_rounds([None, None, None], ["a", "b", "c"]) == []
 
 
 class TestSameWork:
@@ -353,8 +357,8 @@ class TestSameWork:
 
     def test_only_the_variation_between_rounds_counts(self) -> None:
         a, b = pair(1.0, repeats=3)
-        a = change_samples(a, lambda number, sample: replaced(sample, ttft_ms=(1 + number % 4) * 1000))
-        b = change_samples(b, lambda number, sample: replaced(sample, ttft_ms=(1 + number % 4) * 500))
+        a = change_samples(a, lambda number, sample: replace_fields(sample, ttft_ms=(1 + number % 4) * 1000))
+        b = change_samples(b, lambda number, sample: replace_fields(sample, ttft_ms=(1 + number % 4) * 500))
         wide, narrow = (
             next(one for one in compare(a, b, same_work=same).effects if one.metric == "ttft_ms").gain
             for same in (False, True)
@@ -367,18 +371,18 @@ class TestSameWork:
 class TestFigures:
     @given(st.floats(0.005, 0.3), st.floats(0.02, 0.5))
     def test_more_noise_needs_more_repeats(self, noise: float, distance: float) -> None:
-        few, more = repeats_needed(noise, distance, 0.95), repeats_needed(noise * 2, distance, 0.95)
+        few, more = compute_repeats_needed(noise, distance, 0.95), compute_repeats_needed(noise * 2, distance, 0.95)
         assert few is None or few >= 3
         assert more is None or (few is not None and few <= more)
 
     @given(st.integers(0, 200), st.integers(1, 200))
     def test_a_share_lies_within_its_interval(self, hits: int, count: int) -> None:
         share = min(hits, count) / count
-        low, high = wilson(share, count, 0.95)
+        low, high = compute_wilson_interval(share, count, 0.95)
         assert 0 <= low <= share + 1e-9 and share - 1e-9 <= high <= 1
 
     def test_a_share_of_one_from_few_requests_is_uncertain(self) -> None:
-        assert wilson(1.0, 5, 0.95)[0] < 0.6 < wilson(1.0, 100, 0.95)[0]
+        assert compute_wilson_interval(1.0, 5, 0.95)[0] < 0.6 < compute_wilson_interval(1.0, 100, 0.95)[0]
 
     @given(st.floats(0.3, 3.0), st.integers(3, 6), st.integers(0, 1000))
     def test_swapping_the_sides_inverts_the_effect(self, gain: float, repeats: int, seed: int) -> None:

@@ -18,19 +18,19 @@ from tests.judge.made_cells import make_cell, make_repeat, make_sample
 from tests.judge.made_engine import MadeEngine, exactly, the_shape
 
 import bedplate.engines
-from bedplate.engines import all_engines
-from bedplate.judge.diagnose import Ground, bottleneck, by_subject, diagnose
-from bedplate.values import from_json, replaced, to_json
+from bedplate.engines import load_engines
+from bedplate.judge.diagnose import Roofline, diagnose, diagnose_subject, group_by_subject
+from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.decision import Parallelism
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
-from bedplate.values.run import Cell, Client, EngineSeries
+from bedplate.values.run import Cell, ClientAccuracy, EngineSeries
 
 WITHIN = 0.3
 """Allowed relative error of a predicted gain."""
 
 
 def find_bottleneck(engine: MadeEngine, *loads: int, cores: int = 2) -> Bottleneck:
-    return bottleneck(engine.cells(*(loads or (1, 4, 8))), engine.ground(cores))
+    return diagnose_subject(engine.cells(*(loads or (1, 4, 8))), engine.ground(cores))
 
 
 def find_gain(found: Bottleneck) -> float:
@@ -83,11 +83,11 @@ class TestEachLimit:
     def test_slow_links_are_interconnect(self) -> None:
         engine = MadeEngine(read_ms=1.0, own_ms=9.0, token_ms=0.05, prompt=8)
         cells = [
-            replaced(cell, subject=replaced(cell.subject, device="cuda", parallelism=Parallelism(tensor=4)))
+            replace_fields(cell, subject=replace_fields(cell.subject, device="cuda", parallelism=Parallelism(tensor=4)))
             for cell in engine.cells(1, 8)
         ]
         ground = engine.ground()._replace(device="cuda", link_bytes_s=5e6)
-        found = bottleneck(cells, ground)
+        found = diagnose_subject(cells, ground)
         assert found.limit == "interconnect" and "replicas" in found.changes[0].text
         assert any(one.limit == "interconnect" for one in found.evidence)
 
@@ -134,7 +134,7 @@ class TestPredictions:
         engine = MadeEngine(token_ms=0.01, read_ms=20.0, prompt=16)
         wide = the_shape()._replace(dense_bytes=the_shape().dense_params * 2, bits=16.0)
         rate = wide.dense_bytes / (engine.read_ms / 1000)
-        found = bottleneck(engine.cells(1), Ground(shape=wide, bandwidth=exactly(rate), cores=2))
+        found = diagnose_subject(engine.cells(1), Roofline(shape=wide, bandwidth=exactly(rate), cores=2))
         assert found.limit == "memory bandwidth" and found.changes[0].kind == "quantization"
         real = replace(engine, read_ms=20.0 * 8.5 / 16).tok_s(1) / engine.tok_s(1)
         assert find_gain(found) == pytest.approx(real, rel=WITHIN)
@@ -143,21 +143,21 @@ class TestPredictions:
 class TestUnknown:
     def test_reports_that_the_bottleneck_is_unknown_without_a_bandwidth(self) -> None:
         engine = MadeEngine(own_ms=40.0, token_ms=0.05)
-        found = bottleneck(engine.cells(1), Ground(shape=the_shape()))
+        found = diagnose_subject(engine.cells(1), Roofline(shape=the_shape()))
         assert found.limit is None and "cannot be determined" in found.text and "probe --measure" in found.text
         assert found.changes[0].kind == "measure"
 
     def test_reports_that_the_bottleneck_is_unknown_without_a_model_size(self) -> None:
-        found = bottleneck(MadeEngine(own_ms=40.0).cells(1), Ground(bandwidth=exactly(1e9)))
+        found = diagnose_subject(MadeEngine(own_ms=40.0).cells(1), Roofline(bandwidth=exactly(1e9)))
         assert found.limit is None and any("size of" in one for one in found.unknown)
 
     def test_finds_a_queue_without_bandwidth_and_model_size(self) -> None:
-        assert bottleneck(MadeEngine(slots=1, token_ms=0.05).cells(8), Ground()).limit == "scheduler"
+        assert diagnose_subject(MadeEngine(slots=1, token_ms=0.05).cells(8), Roofline()).limit == "scheduler"
 
     def test_reports_no_bottleneck_if_the_client_was_the_limit(self) -> None:
         cell = MadeEngine().cell(4)
-        busy = replaced(cell, repeats=(replaced(cell.repeats[0], client=Client(limit=True)),))
-        found = bottleneck([busy], MadeEngine().ground())
+        busy = replace_fields(cell, repeats=(replace_fields(cell.repeats[0], client=ClientAccuracy(limit=True)),))
+        found = diagnose_subject([busy], MadeEngine().ground())
         assert found.limit is None and "the client was the bottleneck" in found.text
 
     @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ class TestUnknown:
         ],
     )
     def test_reports_no_bottleneck_without_usable_requests(self, cell: Cell) -> None:
-        found = bottleneck([cell], MadeEngine().ground())
+        found = diagnose_subject([cell], MadeEngine().ground())
         assert found.limit is None and found.loads[0].why
 
     def test_reports_that_no_single_request_was_measured(self) -> None:
@@ -198,33 +198,33 @@ class TestUnknown:
 
     def test_groups_cells_by_settings(self) -> None:
         one, other = MadeEngine(slots=4), MadeEngine(slots=8)
-        groups = by_subject([*one.cells(4, 1), *other.cells(1)])
+        groups = group_by_subject([*one.cells(4, 1), *other.cells(1)])
         assert [[cell.load.concurrency for cell in group] for group in groups] == [[1, 4], [1]]
 
     def test_accepts_incomplete_engine_metrics(self) -> None:
         cell = MadeEngine(slots=2).cell(8)
         series = EngineSeries(scrapes=1, running_max=2.0)
-        bare = replaced(cell, repeats=(replaced(cell.repeats[0], engine=series),))
-        assert bottleneck([bare], MadeEngine().ground()).limit is not None
+        bare = replace_fields(cell, repeats=(replace_fields(cell.repeats[0], engine=series),))
+        assert diagnose_subject([bare], MadeEngine().ground()).limit is not None
 
 
 class TestFlags:
-    @pytest.mark.parametrize("engine", sorted(all_engines()))
+    @pytest.mark.parametrize("engine", sorted(load_engines()))
     def test_advised_flags_are_used_by_the_engine(self, engine: str) -> None:
         """Each is used elsewhere in the engine's own file, or in the server shipped into its environment."""
         folder = Path(inspect.getfile(bedplate.engines)).parent
         shipped = "".join(path.read_text() for path in (folder / "shipped").glob("*.py"))
-        source = Path(inspect.getfile(type(all_engines()[engine]))).read_text()
+        source = Path(inspect.getfile(type(load_engines()[engine]))).read_text()
         stated = re.search(
             r"    flags = AdviceFlags\(.*?\n    \)\n|    flags = AdviceFlags\([^\n]*\)\n", source, re.DOTALL
         )
         assert stated is not None
         used = source.replace(stated[0], "") + shipped
-        flags = [flag for flag in msgspec.structs.astuple(all_engines()[engine].flags) if flag is not None]
+        flags = [flag for flag in msgspec.structs.astuple(load_engines()[engine].flags) if flag is not None]
         assert flags and [flag for flag in flags if flag.split()[0] not in used] == []
 
     def test_advised_flags_depend_on_the_device(self) -> None:
-        vllm = all_engines()["vllm"]
+        vllm = load_engines()["vllm"]
         assert vllm.advice_flags("cpu").cache_memory == "--kv-cache-memory-bytes"
         assert vllm.advice_flags("cuda").cache_memory == "--gpu-memory-utilization"
-        assert all_engines()["tensorrt-llm"].advice_flags(None).threads is None
+        assert load_engines()["tensorrt-llm"].advice_flags(None).threads is None

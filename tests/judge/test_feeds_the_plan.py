@@ -11,15 +11,15 @@ from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repea
 from bedplate import store
 from bedplate.decide import decide
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import simulated
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.judge.compare import compare
-from bedplate.measure.summary import result_of
-from bedplate.run.builtin import builtin_facts
-from bedplate.values import Decision, Model, Workload, replaced
+from bedplate.measure.summary import make_result
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.values import Decision, Model, Workload, replace_fields
 from bedplate.values.run import Cell, Flag, Load, Quality, Repeat, Subject
 from bedplate.values.verdict import Verdict
 
-MACHINE = simulated({"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048})
+MACHINE = make_simulated_hardware({"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048})
 MODEL = find_model("meta-llama/Meta-Llama-3.1-8B")
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
@@ -30,10 +30,10 @@ def make_repeats(*tok_s: float) -> list[Repeat]:
 
 def cell(engine: str, tok_s: float, at: str = "2026-11-15T09:00:00Z") -> Cell:
     made = make_cell(engine, make_repeats(tok_s, 1.002 * tok_s, 0.998 * tok_s))
-    return replaced(
+    return replace_fields(
         made,
         at=at,
-        machine=store.fingerprint(MACHINE),
+        machine=store.compute_fingerprint(MACHINE),
         subject=Subject(engine=engine, model=MODEL.name, quantization="FP8", device="cuda"),
         load=Load(concurrency=64, prompt_tokens=1024, output_tokens=256),
     )
@@ -41,10 +41,10 @@ def cell(engine: str, tok_s: float, at: str = "2026-11-15T09:00:00Z") -> Cell:
 
 def plan_engine_after(path: Path, *cells: Cell) -> str | None:
     for one in cells:
-        found = result_of(one)
+        found = make_result(one)
         if found is not None:
-            store.add(found, path)
-    kept = store.results(store.fingerprint(MACHINE), MODEL.name, path)
+            store.add_result(found, path)
+    kept = store.read_results(store.compute_fingerprint(MACHINE), MODEL.name, path)
     return decide(MACHINE, MODEL, WORK, results=kept).engine
 
 
@@ -55,7 +55,7 @@ def test_a_measured_gain_changes_the_plan(tmp_path: Path) -> None:
 
 def test_a_gain_that_is_not_significant_does_not_change_the_plan(tmp_path: Path) -> None:
     def make_cell_with(engine: str, *tok_s: float) -> Cell:
-        return replaced(cell(engine, tok_s[0]), repeats=tuple(make_repeats(*tok_s)))
+        return replace_fields(cell(engine, tok_s[0]), repeats=tuple(make_repeats(*tok_s)))
 
     steady = make_cell_with("vllm", 4000, 4010, 3990)
     assert plan_engine_after(tmp_path / "a", steady, make_cell_with("sglang", 3000, 7000, 5600)) == "vllm"
@@ -71,7 +71,9 @@ def test_a_gain_that_is_not_significant_does_not_change_the_plan(tmp_path: Path)
     ],
 )
 def test_wrong_answers_and_invalid_cells_do_not_change_the_plan(tmp_path: Path, spoilt: dict[str, object]) -> None:
-    assert plan_engine_after(tmp_path / "s", cell("vllm", 4000), replaced(cell("sglang", 9000), **spoilt)) == "vllm"
+    assert (
+        plan_engine_after(tmp_path / "s", cell("vllm", 4000), replace_fields(cell("sglang", 9000), **spoilt)) == "vllm"
+    )
 
 
 def test_the_newest_result_counts_and_not_the_fastest(tmp_path: Path) -> None:
@@ -82,8 +84,8 @@ def test_the_newest_result_counts_and_not_the_fastest(tmp_path: Path) -> None:
 # converted weights
 
 
-SMALL = simulated({"cpu": "Intel Xeon", "cores": 2, "ram_gb": 24})
-BUILTIN = builtin_facts()
+SMALL = make_simulated_hardware({"cpu": "Intel Xeon", "cores": 2, "ram_gb": 24})
+BUILTIN = read_builtin_facts()
 MANY = Workload(concurrency=16, prompt_tokens=128, output_tokens=64)
 FORMS = {"llama.cpp": "Q4_1", "vllm": "BF16", "sglang": "BF16"}
 
@@ -92,11 +94,11 @@ def make_cpu_cell(one: Cell, engine: str, **subject: object) -> Cell:
     """The cell as one of this engine, with the built-in model in the quantization that it serves."""
     made = Subject(engine=engine, model=BUILTIN.name, quantization=FORMS[engine], weights_id="b179c9523d0e",
                    device="cpu")  # fmt: skip
-    return replaced(
+    return replace_fields(
         one,
         run="20261115-143755-691c",
-        machine=store.fingerprint(SMALL),
-        subject=replaced(made, **subject),
+        machine=store.compute_fingerprint(SMALL),
+        subject=replace_fields(made, **subject),
         load=Load(concurrency=16, prompt_tokens=128, output_tokens=64),
     )
 
@@ -115,7 +117,7 @@ def judge_pair(gain: float, **subject: object) -> Verdict:
 def plan_with(
     *cells: Cell, verdicts: tuple[Verdict, ...] = (), work: Workload = MANY, model: Model = BUILTIN
 ) -> Decision:
-    results = tuple(found for one in cells if (found := result_of(one)) is not None)
+    results = tuple(found for one in cells if (found := make_result(one)) is not None)
     return decide(SMALL, model, work, results=results, verdicts=verdicts)
 
 
@@ -169,23 +171,23 @@ BROKEN = Quality(asked=48, agreement=0.11, verdict="broken")
 @pytest.mark.parametrize("quality", [None, UNCHECKED, COARSE, BROKEN], ids=["none", "unchecked", "coarse", "broken"])
 def test_worse_or_unchecked_answers_do_not_change_the_plan(quality: Quality | None) -> None:
     one, other = measure_pair(3.9)
-    worse = replaced(other, quality=quality)
-    verdict = compare([replaced(one, quality=None)], [worse])
+    worse = replace_fields(other, quality=quality)
+    verdict = compare([replace_fields(one, quality=None)], [worse])
     assert plan_with(one, worse).engine == "llama.cpp"
-    assert plan_with(verdicts=(replaced(verdict, answer="migrate"),)).engine == "llama.cpp"
-    assert plan_with(one, replaced(other, quality=GOOD)).engine == "vllm"
+    assert plan_with(verdicts=(replace_fields(verdict, answer="migrate"),)).engine == "llama.cpp"
+    assert plan_with(one, replace_fields(other, quality=GOOD)).engine == "vllm"
 
 
 def test_measurements_of_other_weights_do_not_change_the_plan() -> None:
     for source in (None, "another source"):
         assert plan_with(*measure_pair(3.9, weights_id=source)).engine == "llama.cpp"
         assert plan_with(verdicts=(judge_pair(3.9, weights_id=source),)).engine == "llama.cpp"
-    asked = replaced(BUILTIN, quantization="Q8_0")
+    asked = replace_fields(BUILTIN, quantization="Q8_0")
     assert plan_with(*measure_pair(3.9), verdicts=(judge_pair(3.9),), model=asked).engine == "llama.cpp"
 
 
 def test_measurements_of_another_model_do_not_change_the_plan() -> None:
-    asked = replaced(BUILTIN, name="another-135M")
+    asked = replace_fields(BUILTIN, name="another-135M")
     assert plan_with(*measure_pair(3.9), verdicts=(judge_pair(3.9),), model=asked).engine == "llama.cpp"
 
 
@@ -225,7 +227,7 @@ def test_ignores_a_verdict_of_another_machine(tmp_path: Path, monkeypatch: pytes
     fields = ("--set", "cpu=Intel Xeon", "--set", "cores=2", "--set", "ram_gb=24")
     asked = ("plan", *fields, "--concurrency", "16", "--prompt-tokens", "128", "--output-tokens", "64")
     verdict = judge_pair(3.9)
-    store.add_verdict(replaced(verdict, machine="another"), "2026-11-15T14:44:30Z")
+    store.add_verdict(replace_fields(verdict, machine="another"), "2026-11-15T14:44:30Z")
     assert '"engine": "llama.cpp"' in invoke(*asked, "--json").out
     store.add_verdict(verdict, "2026-11-15T14:44:30Z")
     assert '"engine": "vllm"' in invoke(*asked, "--json").out

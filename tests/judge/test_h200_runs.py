@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.commands import invoke
 
-from bedplate.cli.judging import diagnosis_of
-from bedplate.values import from_json, replaced, to_json
+from bedplate.cli.judging import diagnose_cells
+from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Run
 
@@ -21,7 +21,7 @@ def read_run(name: str) -> Run:
 
 
 def diagnose_run(run: Run) -> Bottleneck:
-    (found,) = diagnosis_of(run.cells, {run.id: run.environment}, None, run.models).bottlenecks
+    (found,) = diagnose_cells(run.cells, {run.id: run.environment}, None, run.models).bottlenecks
     return found
 
 
@@ -68,7 +68,7 @@ def test_exllamav3_with_sixteen_requests_is_limited_by_its_host_processes() -> N
 def test_a_run_without_model_facts_needs_the_model_option(source: str, tmp_path: Path) -> None:
     run = read_run("pytorch")
     if source != "run":
-        run = replaced(run, models=())
+        run = replace_fields(run, models=())
     (tmp_path / "run.json").write_text(to_json(run))
     options = ("--model", "meta-llama/Llama-3.1-8B") if source == "option" else ()
     done = invoke("diagnose", str(tmp_path / "run.json"), "--json", *options)

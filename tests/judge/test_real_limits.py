@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from tests.judge.real_engine import measure_cells, ready_engine
 
-from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.run.models import known_model
+from bedplate.judge.diagnose import build_roofline, diagnose_subject
+from bedplate.run.models import find_known_model
 from bedplate.values import Workload
 from bedplate.values.diagnosis import Bottleneck
 from bedplate.values.run import Cell, Load
@@ -25,7 +25,7 @@ pytestmark = [
 
 def find_bottleneck(cells: list[Cell]) -> Bottleneck:
     subject = cells[-1].subject
-    return bottleneck(cells, ground_for(subject, known_model(subject.model), None))
+    return diagnose_subject(cells, build_roofline(subject, find_known_model(subject.model), None))
 
 
 def make_loads(*in_flight: int, prompt: int, output: int) -> list[Load]:

@@ -11,7 +11,7 @@ import pytest
 from tests.judge.made_cells import Noise, make_pair, make_sample
 
 from bedplate.judge.compare import compare
-from bedplate.judge.effect import turns_of
+from bedplate.judge.effect import pair_rounds
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_finds_the_gain_that_was_put_in(same_engine: ModuleType) -> None:
     one, other = same_engine.drawn(a, b, 5, 1.15, random.Random(2))
     effects = compare([one], [other]).effects
     assert all(effect.gain.value == pytest.approx(1.15, rel=0.03) for effect in effects) and len(effects) == 3
-    assert len(turns_of([repeat.at for repeat in one.repeats], [repeat.at for repeat in other.repeats])) == 5
+    assert len(pair_rounds([repeat.at for repeat in one.repeats], [repeat.at for repeat in other.repeats])) == 5
 
 
 def test_a_faster_sample_keeps_its_duration_consistent(same_engine: ModuleType) -> None:

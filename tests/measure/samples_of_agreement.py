@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from bedplate.measure.prefixes import fixed_prefixes, prefix_hash
-from bedplate.measure.reference import Known, Reference
-from bedplate.run.builtin import builtin_facts
-from bedplate.values import Model, Plan, Settings, Weights, Workload, replaced
+from bedplate.measure.prefixes import hash_prefix, list_fixed_prefixes
+from bedplate.measure.reference import Reference, ReferenceAnswer
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.values import Model, Plan, Settings, Weights, Workload, replace_fields
 from bedplate.values.agreement import Agreement
 
 
 def make_reference(count: int = 100, gap: float = 3.0) -> Reference:
     answers = {
-        prefix_hash(prefix): Known(f" word{number}", "text", 7, gap)
-        for number, prefix in enumerate(fixed_prefixes()[:count])
+        hash_prefix(prefix): ReferenceAnswer(f" word{number}", "text", 7, gap)
+        for number, prefix in enumerate(list_fixed_prefixes()[:count])
     }
     return Reference(file="a.gguf", sha256="ab" * 32, file_bytes=10, made_with="a test", answers=answers)
 
@@ -22,7 +22,7 @@ def make_reference(count: int = 100, gap: float = 3.0) -> Reference:
 def make_plan(
     label: str = "Q4_1", made: str = "as it is", form: str = "gguf", *, model: Model | None = None, **settings: Any
 ) -> Plan:
-    model = model or replaced(builtin_facts(), files=())
+    model = model or replace_fields(read_builtin_facts(), files=())
     return Plan(
         engine="llama.cpp",
         engine_version="2026.10.11549",

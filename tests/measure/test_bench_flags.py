@@ -7,31 +7,31 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runs import made_cell
+from tests.runs import make_cell
 
-from bedplate.measure.flags import flags_of
-from bedplate.values import replaced
-from bedplate.values.run import Cell, Client, EngineSeries, Load, Quality, Sample, Use
+from bedplate.measure.flags import flag_cell
+from bedplate.values import replace_fields
+from bedplate.values.run import Cell, ClientAccuracy, EngineSeries, Load, Quality, ResourceUse, Sample
 
-GOOD = made_cell("vllm", 4, 100.0)
+GOOD = make_cell("vllm", 4, 100.0)
 
 
 def change_cell(cell: Cell = GOOD, samples: Any = lambda sample: sample, **changes: Any) -> Cell:
     """Changes all repeats and samples in the same way."""
     repeats = tuple(
-        replaced(repeat, samples=tuple(samples(sample) for sample in repeat.samples), **changes)
+        replace_fields(repeat, samples=tuple(samples(sample) for sample in repeat.samples), **changes)
         for repeat in cell.repeats
     )
-    return replaced(cell, repeats=repeats)
+    return replace_fields(cell, repeats=repeats)
 
 
 def find_flags(cell: Cell, **more: Any) -> dict[str, bool]:
     """The kinds of flags, and whether each makes the cell invalid."""
-    return {flag.kind: flag.invalid for flag in flags_of(cell, **more)}
+    return {flag.kind: flag.invalid for flag in flag_cell(cell, **more)}
 
 
 def change_sample(**changes: Any) -> Any:
-    return lambda sample: replaced(sample, **changes)
+    return lambda sample: replace_fields(sample, **changes)
 
 
 def test_a_good_cell_has_no_flags() -> None:
@@ -39,9 +39,9 @@ def test_a_good_cell_has_no_flags() -> None:
 
 
 def test_a_client_bottleneck_is_invalid() -> None:
-    cell = change_cell(client=Client(limit=True, reasons=("the client used 97% of a core",)))
+    cell = change_cell(client=ClientAccuracy(limit=True, reasons=("the client used 97% of a core",)))
     assert find_flags(cell) == {"client": True}
-    assert "in 3 of 3 repeats: the client used 97% of a core" in flags_of(cell)[0].text
+    assert "in 3 of 3 repeats: the client used 97% of a core" in flag_cell(cell)[0].text
 
 
 @pytest.mark.parametrize(("every", "invalid"), [(2, True), (30, False)])
@@ -49,10 +49,10 @@ def test_flags_failed_requests(every: int, invalid: bool) -> None:
     numbers = iter(range(1000))
     cell = change_cell(
         samples=lambda sample: (
-            replaced(sample, outcome="error", error="HTTP 500: oops") if next(numbers) % every == 0 else sample
+            replace_fields(sample, outcome="error", error="HTTP 500: oops") if next(numbers) % every == 0 else sample
         )
     )
-    assert find_flags(cell) == {"errors": invalid} and "HTTP 500: oops" in flags_of(cell)[0].text
+    assert find_flags(cell) == {"errors": invalid} and "HTTP 500: oops" in flag_cell(cell)[0].text
 
 
 def test_flags_truncated_streams() -> None:
@@ -60,9 +60,9 @@ def test_flags_truncated_streams() -> None:
 
 
 def test_flags_a_cell_without_ended_requests() -> None:
-    empty = replaced(GOOD, repeats=tuple(replaced(repeat, samples=()) for repeat in GOOD.repeats))
-    assert find_flags(empty) == {"short": True} and "no request ended within 10 s" in flags_of(empty)[0].text
-    assert find_flags(replaced(GOOD, repeats=())) == {}
+    empty = replace_fields(GOOD, repeats=tuple(replace_fields(repeat, samples=()) for repeat in GOOD.repeats))
+    assert find_flags(empty) == {"short": True} and "no request ended within 10 s" in flag_cell(empty)[0].text
+    assert find_flags(replace_fields(GOOD, repeats=())) == {}
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_flags_a_cell_without_ended_requests() -> None:
     ],
 )
 def test_flags_other_lengths_than_requested(changes: dict[str, Any], exact: bool, kind: str) -> None:
-    cell = replaced(change_cell(samples=change_sample(**changes)), exact_output=exact)
+    cell = replace_fields(change_cell(samples=change_sample(**changes)), exact_output=exact)
     assert find_flags(cell) == {kind: False}
 
 
 def test_does_not_check_the_lengths_of_a_replay() -> None:
     cell = change_cell(samples=change_sample(output_tokens=60, cached_tokens=400))
-    assert find_flags(replaced(cell, load=Load(arrivals="replay", trace="t 1"))) == {}
+    assert find_flags(replace_fields(cell, load=Load(arrivals="replay", trace="t 1"))) == {}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_does_not_check_the_lengths_of_a_replay() -> None:
 )
 def test_flags_unintended_cache_hits(cached: int, shared: int, flags: dict[str, bool]) -> None:
     cell = change_cell(samples=change_sample(cached_tokens=cached))
-    assert find_flags(replaced(cell, load=replaced(cell.load, shared_prefix_tokens=shared))) == flags
+    assert find_flags(replace_fields(cell, load=replace_fields(cell.load, shared_prefix_tokens=shared))) == flags
 
 
 def test_flags_cache_hits_from_engine_metrics() -> None:
@@ -101,29 +101,32 @@ def test_flags_cache_hits_from_engine_metrics() -> None:
 @pytest.mark.parametrize(
     ("use", "device", "flags"),
     [
-        (Use(other_cpu_share=0.05), "cpu", {}),
-        (Use(other_cpu_share=0.15), "cpu", {"busy": False}),
-        (Use(other_cpu_share=0.6), "cpu", {"busy": True}),
-        (Use(other_cpu_share=0.6), "cuda", {"busy": False}),
-        (Use(clock_share=0.7), "cuda", {"throttled": False}),
-        (Use(clock_share=0.95, throttled=("power limit",)), "cuda", {}),
-        (Use(throttled=("heat",)), "cuda", {"throttled": False}),
-        (Use(swapped_bytes=1_000_000), "cpu", {}),
-        (Use(swapped_bytes=50_000_000), "cpu", {"swapped": False}),
-        (Use(swapped_bytes=5_000_000_000), "cpu", {"swapped": True}),
+        (ResourceUse(other_cpu_share=0.05), "cpu", {}),
+        (ResourceUse(other_cpu_share=0.15), "cpu", {"busy": False}),
+        (ResourceUse(other_cpu_share=0.6), "cpu", {"busy": True}),
+        (ResourceUse(other_cpu_share=0.6), "cuda", {"busy": False}),
+        (ResourceUse(clock_share=0.7), "cuda", {"throttled": False}),
+        (ResourceUse(clock_share=0.95, throttled=("power limit",)), "cuda", {}),
+        (ResourceUse(throttled=("heat",)), "cuda", {"throttled": False}),
+        (ResourceUse(swapped_bytes=1_000_000), "cpu", {}),
+        (ResourceUse(swapped_bytes=50_000_000), "cpu", {"swapped": False}),
+        (ResourceUse(swapped_bytes=5_000_000_000), "cpu", {"swapped": True}),
     ],
 )
-def test_flags_a_disturbed_machine(use: Use, device: Any, flags: dict[str, bool]) -> None:
-    assert find_flags(change_cell(replaced(GOOD, subject=replaced(GOOD.subject, device=device)), use=use)) == flags
+def test_flags_a_disturbed_machine(use: ResourceUse, device: Any, flags: dict[str, bool]) -> None:
+    assert (
+        find_flags(change_cell(replace_fields(GOOD, subject=replace_fields(GOOD.subject, device=device)), use=use))
+        == flags
+    )
 
 
 def test_flags_wrong_and_garbled_answers() -> None:
     quality = Quality(agreement=0.1, verdict="broken", note="5 of 48 agree", garbled="the text is garbled: 'x'")
-    assert find_flags(replaced(GOOD, quality=quality)) == {"broken": False, "garbled": False}
+    assert find_flags(replace_fields(GOOD, quality=quality)) == {"broken": False, "garbled": False}
 
 
 def test_flags_mixed_quantizations() -> None:
-    flags = flags_of(GOOD, [("vllm", "Q4_1"), ("pytorch", "BF16"), ("x", None)])
+    flags = flag_cell(GOOD, [("vllm", "Q4_1"), ("pytorch", "BF16"), ("x", None)])
     assert [flag.kind for flag in flags] == ["mixed"] and "pytorch BF16" in flags[0].text
 
 
@@ -142,8 +145,8 @@ samples = st.builds(
 
 @given(st.lists(samples, max_size=20), st.booleans())
 def test_any_samples_are_flagged_without_errors(some: list[Sample], exact: bool) -> None:
-    cell = replaced(GOOD, repeats=(replaced(GOOD.repeats[0], samples=tuple(some)),), exact_output=exact)
-    kinds = [flag.kind for flag in flags_of(cell)]
+    cell = replace_fields(GOOD, repeats=(replace_fields(GOOD.repeats[0], samples=tuple(some)),), exact_output=exact)
+    kinds = [flag.kind for flag in flag_cell(cell)]
     ended = sum(sample.outcome == "ok" for sample in some)
     assert ("short" in kinds) == (ended < 8)
     assert len(set(kinds)) >= len(kinds) - 1  # answers and prompts may both have a length flag

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runs import made_cell, made_run
+from tests.runs import make_cell, make_run
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.measure.imports import read_run
-from bedplate.measure.summary import summarized
+from bedplate.measure.summary import summarize_cell
 from bedplate.values import to_json
 
 CAPTURES = Path(__file__).parents[1] / "captures" / "runs"
@@ -32,7 +32,7 @@ def test_imports_vllm_bench_serve() -> None:
     assert first.ttft_ms == pytest.approx(120) and first.duration_ms == pytest.approx(180)
     assert second.tpot_ms == pytest.approx(100 / 3) and second.gaps_ms == pytest.approx((20, 30, 50))
     assert third.error == "Service Unavailable" and third.ttft_ms is None
-    assert summarized(cell).error_share == pytest.approx(1 / 3)
+    assert summarize_cell(cell).error_share == pytest.approx(1 / 3)
     assert {flag.kind for flag in cell.flags} >= {"errors", "short"}
 
 
@@ -40,7 +40,7 @@ def test_a_real_vllm_file_gives_its_stated_figures() -> None:
     path = CAPTURES / "vllm-bench-serve-real.json"
     stated = json.loads(path.read_text())
     (cell,) = read_run(path).cells
-    found = summarized(cell)
+    found = summarize_cell(cell)
     assert found.ttft_ms is not None and found.ttft_ms.p50 == pytest.approx(stated["median_ttft_ms"])
     assert found.tpot_ms is not None and found.tpot_ms.mean == pytest.approx(stated["mean_tpot_ms"], rel=1e-3)
     assert found.ok == stated["completed"] and found.error_share == 0 and cell.load.concurrency == 2
@@ -69,7 +69,7 @@ def test_a_real_guidellm_file_gives_its_stated_means() -> None:
     path = CAPTURES / "guidellm-real.json"
     stated = json.loads(path.read_text())["benchmarks"][0]["metrics"]
     (cell,) = read_run(path).cells
-    found = summarized(cell)
+    found = summarize_cell(cell)
     ttft, latency = (stated[name]["successful"]["mean"] for name in ("time_to_first_token_ms", "request_latency"))
     assert found.ttft_ms is not None and found.ttft_ms.mean == pytest.approx(ttft)
     assert found.e2e_ms is not None and found.e2e_ms.mean == pytest.approx(1000 * latency)
@@ -84,7 +84,7 @@ def test_each_file_is_a_separate_run_and_machine() -> None:
 
 
 def test_imports_a_bedplate_run_unchanged(tmp_path: Path) -> None:
-    run = made_run([made_cell("vllm", 4, 100.0)])
+    run = make_run([make_cell("vllm", 4, 100.0)])
     path = tmp_path / "run.json"
     path.write_text(to_json(run))
     assert read_run(path) == run
@@ -94,7 +94,7 @@ def test_a_file_without_samples_gives_a_hint(tmp_path: Path) -> None:
     document = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
     for name in ("ttfts", "itls", "input_lens", "output_lens", "start_times"):
         del document[name]
-    with pytest.raises(BadQuestion) as refused:
+    with pytest.raises(UsageError) as refused:
         read_run(write_file(tmp_path, document))
     assert "--save-detailed" in (refused.value.hint or "")
 
@@ -103,9 +103,9 @@ def test_a_file_without_samples_gives_a_hint(tmp_path: Path) -> None:
 def test_rejects_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         read_run(path)
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         read_run(tmp_path / "none.json")
 
 
@@ -132,7 +132,7 @@ def test_rejects_invalid_fields_without_crashing(
     path = write_file(tmp_path_factory.mktemp("garbled"), document)
     try:
         run = read_run(path)
-    except BadQuestion:
+    except UsageError:
         return
     assert run.cells
 

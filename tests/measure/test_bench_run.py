@@ -16,23 +16,23 @@ import psutil
 import pytest
 from tests.commands import invoke
 from tests.commands import run as command
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 from tests.decide.test_tuned import MACHINE, make_tuning
 
 from bedplate import store
-from bedplate.engines import engine
-from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.engines import get_engine
+from bedplate.errors import BedplateError, ExternalFailure
 from bedplate.facts.hardware import probe
-from bedplate.measure.bench import _usual_turns, bench, closed_loads, longest_s
+from bedplate.measure.bench import _choose_turns, bench, compute_longest_s, make_closed_loads
 from bedplate.measure.load import serve_null
-from bedplate.measure.summary import differences
-from bedplate.progress import Silent
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment, make_environment
-from bedplate.run.ready import Decided, decided, installed_engines
-from bedplate.values import from_json, replaced
+from bedplate.measure.summary import list_differences
+from bedplate.progress import SilentProgress
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment, make_environment
+from bedplate.run.ready import ModelDecision, decide_engines, list_installed_engines
+from bedplate.values import from_json, replace_fields
 from bedplate.values.run import Run
-from bedplate.values.service import Wanted
+from bedplate.values.service import ModelOrder
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "2")
@@ -62,7 +62,7 @@ def test_measures_an_endpoint_by_its_url(home: Path, null: str) -> None:
             assert repeat.at and repeat.samples and repeat.client.error_p99_ms is not None
             assert repeat.use.peak_memory_bytes is not None  # the server is a process of this machine
             assert all(sample.ttft_ms is not None and sample.ttft_ms > 9 for sample in repeat.samples)
-    assert store.run().cells == run.cells and run.environment.command[:2] == ("bedplate", "bench")
+    assert store.find_run().cells == run.cells and run.environment.command[:2] == ("bedplate", "bench")
     assert "null-model" in done.err and "24 in, 8 out" in done.err and run.id in done.err
 
 
@@ -117,9 +117,9 @@ def test_reports_an_unreachable_endpoint(home: Path) -> None:
 def test_stores_and_shows_imported_runs(home: Path) -> None:
     file = Path(__file__).parents[1] / "captures" / "runs" / "guidellm.json"
     done = invoke("bench", "--import", str(file))
-    assert done.code == 0 and "2.5/s" in done.out and len(store.run().cells) == 2
+    assert done.code == 0 and "2.5/s" in done.out and len(store.find_run().cells) == 2
     again = invoke("bench", "--import", str(file), "--jsonl")
-    assert again.code == 0 and len(store.runs()) == 1
+    assert again.code == 0 and len(store.read_runs()) == 1
     assert [json.loads(line)["offered_per_s"] for line in again.out.splitlines()] == [None, 2.5]
 
 
@@ -139,7 +139,7 @@ def start_bench(*arguments: str) -> subprocess.Popen[str]:
 def count_finished_cells() -> int:
     """Cells with a reason to stop."""
     try:
-        return sum(cell.halt is not None for cell in store.cells())
+        return sum(cell.halt is not None for cell in store.read_cells())
     except BedplateError:
         return 0
 
@@ -150,8 +150,8 @@ def test_resumes_a_killed_run(home: Path, null: str) -> None:
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    wait_for(lambda: gone(below), "the generator to end")
-    before = store.run()
+    wait_for(lambda: have_ended(below), "the generator to end")
+    before = store.find_run()
     assert not before.finished and 1 <= len(before.cells) <= 3
     first = before.cells[0]
     done = command("bench", "--resume", before.id[:10], "--json")
@@ -173,15 +173,15 @@ def test_keeps_finished_cells_when_stopped(home: Path, null: str, number: int) -
     assert process.returncode == 130, err
     assert "--resume" in err and "Traceback" not in err, err
     assert out.startswith("engine,version") and len(out.splitlines()) >= 2
-    wait_for(lambda: gone(below), "its processes to end")
-    assert not store.run().finished
+    wait_for(lambda: have_ended(below), "its processes to end")
+    assert not store.find_run().finished
 
 
 # a real engine
 
 
 def test_starts_measures_checks_and_stops_a_real_engine(
-    own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
+    own_home: Path, builtin_gguf: Path, llama_environment: EngineEnvironment, one_core: None
 ) -> None:
     process = start_bench("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
     wait_for(lambda: count_finished_cells() >= 1, "the first cell to be kept")
@@ -189,7 +189,7 @@ def test_starts_measures_checks_and_stops_a_real_engine(
     assert any("llama-server" in " ".join(one.cmdline()) for one in below)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
-    wait_for(lambda: gone(below), "its processes to end")
+    wait_for(lambda: have_ended(below), "its processes to end")
     run = from_json(Run, out)
     assert [cell.load.concurrency for cell in run.cells] == [1, 2] and run.finished
     for cell in run.cells:
@@ -197,7 +197,7 @@ def test_starts_measures_checks_and_stops_a_real_engine(
         assert subject.engine == "llama.cpp" and subject.quantization == "Q4_1" and subject.build == "wheel"
         assert subject.weights_id and subject.start_s and subject.install_bytes and subject.settings is not None
         assert subject.settings.slots >= 2 and "--model" in subject.argv
-        assert cell.notes == "directly at the engine's port" and cell.machine == store.fingerprint(probe())
+        assert cell.notes == "directly at the engine's port" and cell.machine == store.compute_fingerprint(probe())
         quality = cell.quality
         assert quality is not None and quality.verdict == "ok" and (quality.agreement or 0) > 0.9
         assert quality.divergence is not None and quality.divergence < 0.1
@@ -208,11 +208,11 @@ def test_starts_measures_checks_and_stops_a_real_engine(
             assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
             assert repeat.engine.scrapes >= 2 and repeat.engine.running_max is not None
     valid = [cell for cell in run.cells if not any(flag.invalid for flag in cell.flags)]
-    assert len(store.results(store.fingerprint(probe()))) == len(valid)
+    assert len(store.read_results(store.compute_fingerprint(probe()))) == len(valid)
 
 
 def test_measures_through_the_gateway_and_reports_it(
-    own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
+    own_home: Path, builtin_gguf: Path, llama_environment: EngineEnvironment, one_core: None
 ) -> None:
     asked = ("--engines", "llama.cpp", "--through-gateway", "--concurrency", "2", *SHORT, "--repeats", "1")
     done = command("bench", *asked, "--no-quality", "--json")
@@ -227,18 +227,20 @@ def test_measures_through_the_gateway_and_reports_it(
     # Metrics and processes are those of the engine, not of the gateway.
     assert repeat.engine.scrapes >= 2 and repeat.engine.running_max == 2
     assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
-    direct = replaced(cell, subject=replaced(cell.subject, through_gateway=False))
-    found = differences(direct, cell)
+    direct = replace_fields(cell, subject=replace_fields(cell.subject, through_gateway=False))
+    found = list_differences(direct, cell)
     assert not found.meaningless
     assert [one.b for one in found.printed if one.what == "measured"] == ["through the gateway"]
 
 
-def test_measures_installed_engines_by_default(home: Path, bedplate_home: Path, llama_environment: Environment) -> None:
+def test_measures_installed_engines_by_default(
+    home: Path, bedplate_home: Path, llama_environment: EngineEnvironment
+) -> None:
     hardware = probe()
-    assert installed_engines(hardware) == ()
+    assert list_installed_engines(hardware) == ()
     (home / "engines").symlink_to(bedplate_home / "engines")
-    make_environment(engine("llama.cpp"))
-    assert "llama.cpp" in installed_engines(hardware)
+    make_environment(get_engine("llama.cpp"))
+    assert "llama.cpp" in list_installed_engines(hardware)
 
 
 def test_reports_why_an_engine_cannot_serve_the_model(
@@ -254,7 +256,7 @@ def test_reports_why_an_engine_cannot_serve_the_model(
 
 @pytest.mark.measures
 def test_distributes_repeats_over_interleaved_rounds(home: Path, null: str) -> None:
-    loads = closed_loads((1, 2), prompt_tokens=24, output_tokens=8)
+    loads = make_closed_loads((1, 2), prompt_tokens=24, output_tokens=8)
     run = bench(url=null, loads=loads, seconds=0.3, repeats=2, turns=2, check_quality=False)
     one, two = run.cells
     assert len(one.repeats) == len(two.repeats) == 2 and one.halt is not None
@@ -264,11 +266,11 @@ def test_distributes_repeats_over_interleaved_rounds(home: Path, null: str) -> N
 
 @pytest.mark.parametrize(("subjects", "repeats", "turns"), [(1, 5, 1), (2, 5, 2), (7, 5, 2), (2, 1, 1)])
 def test_several_engines_have_two_rounds_by_default(subjects: int, repeats: int, turns: int) -> None:
-    assert _usual_turns(subjects, repeats) == turns
+    assert _choose_turns(subjects, repeats) == turns
 
 
 def test_an_endpoint_has_one_round(home: Path, null: str) -> None:
-    run = bench(url=null, loads=closed_loads((1,), prompt_tokens=24, output_tokens=8), seconds=0.3, repeats=2,
+    run = bench(url=null, loads=make_closed_loads((1,), prompt_tokens=24, output_tokens=8), seconds=0.3, repeats=2,
                 check_quality=False)  # fmt: skip
     assert run.matrix is not None and run.matrix.turns == 1
 
@@ -279,35 +281,35 @@ def test_does_not_start_a_failed_engine_again(home: Path, monkeypatch: pytest.Mo
 
     tried: list[tuple[str, int]] = []
 
-    def measure(one: module.Bench, subject: Decided, turn: int) -> None:
+    def measure(one: module.BenchRun, subject: ModelDecision, turn: int) -> None:
         tried.append((subject.engine.id, turn))
         if subject.engine.id == "pytorch":
-            raise OutsideFailed("it does not start")
+            raise ExternalFailure("it does not start")
 
     monkeypatch.setattr(module, "_measure_engine", measure)
-    monkeypatch.setattr(module, "fetch_facts", lambda *asked: replaced(builtin_facts(), files=()))
-    loads = closed_loads((1,), prompt_tokens=24, output_tokens=8)
-    with pytest.raises(OutsideFailed, match="nothing could be measured"):
+    monkeypatch.setattr(module, "fetch_facts", lambda *asked: replace_fields(read_builtin_facts(), files=()))
+    loads = make_closed_loads((1,), prompt_tokens=24, output_tokens=8)
+    with pytest.raises(ExternalFailure, match="nothing could be measured"):
         bench(engines=("llama.cpp", "pytorch"), loads=loads)
     assert tried == [("llama.cpp", 0), ("pytorch", 0), ("llama.cpp", 1)]
-    assert [one.engine for one in store.run().left_out] == ["pytorch"]
+    assert [one.engine for one in store.find_run().left_out] == ["pytorch"]
 
 
 def test_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bedplate.measure import bench as module
 
-    store.add_tuning(replaced(make_tuning(ubatch="256"), machine=store.fingerprint(MACHINE)))
-    planned: list[Decided] = []
-    facts = replaced(builtin_facts(), files=())
+    store.add_tuning(replace_fields(make_tuning(ubatch="256"), machine=store.compute_fingerprint(MACHINE)))
+    planned: list[ModelDecision] = []
+    facts = replace_fields(read_builtin_facts(), files=())
     monkeypatch.setattr(module, "probe", lambda: MACHINE)
     monkeypatch.setattr(module, "fetch_facts", lambda *asked: facts)
     monkeypatch.setattr(module, "_measure_engine", lambda one, subject, turn: planned.append(subject))
-    loads = closed_loads((4,), prompt_tokens=512, output_tokens=128)
+    loads = make_closed_loads((4,), prompt_tokens=512, output_tokens=128)
     bench(engines=("llama.cpp",), loads=loads)
     bench(engines=("llama.cpp",), loads=loads, path=tmp_path / "another store")
     tuned, untuned = planned
-    wanted = Wanted(engine="llama.cpp", workload=tuned.plan.workload)
-    (served,) = decided([wanted], MACHINE, Silent(), models=[facts])
+    wanted = ModelOrder(engine="llama.cpp", workload=tuned.plan.workload)
+    (served,) = decide_engines([wanted], MACHINE, SilentProgress(), models=[facts])
     assert tuned.plan == served.plan and tuned.plan.settings.turned is not None
     assert untuned.plan.settings.turned is None
 
@@ -325,9 +327,9 @@ def test_replays_a_trace(home: Path, null: str, tmp_path: Path) -> None:
 
 
 def test_extends_the_window_for_slow_engines_within_the_budget() -> None:
-    assert longest_s(10, 100, 1, 4) == 60 and longest_s(10, 40, 1, 4) == 40
-    assert longest_s(5, 1000, 20, 16) == 360 and longest_s(5, 100, 20, 16) == 100
-    assert longest_s(5, 1, 20, 1) == 60 and longest_s(5, 1, 0, 1) == 5
+    assert compute_longest_s(10, 100, 1, 4) == 60 and compute_longest_s(10, 40, 1, 4) == 40
+    assert compute_longest_s(5, 1000, 20, 16) == 360 and compute_longest_s(5, 100, 20, 16) == 100
+    assert compute_longest_s(5, 1, 20, 1) == 60 and compute_longest_s(5, 1, 0, 1) == 5
 
 
 def test_is_part_of_the_python_api(home: Path, null: str) -> None:

@@ -11,19 +11,19 @@ from tests.measure.samples_of_agreement import make_agreement
 
 from bedplate import store
 from bedplate.decide import decide
-from bedplate.engines import engine
-from bedplate.errors import OutsideFailed
-from bedplate.facts.simulated import simulated
-from bedplate.run.builtin import builtin_facts
+from bedplate.engines import get_engine
+from bedplate.errors import ExternalFailure
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import Decision, Settings, Workload
 from bedplate.values.agreement import Agreement
 
-MACHINE = simulated({"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16})
-VERSION = engine("llama.cpp").version or ""
+MACHINE = make_simulated_hardware({"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16})
+VERSION = get_engine("llama.cpp").version or ""
 
 
 def decide_with(*agreements: Agreement, wanted: str | None = None) -> Decision:
-    return decide(MACHINE, builtin_facts(), Workload(), wanted, agreements=agreements)
+    return decide(MACHINE, read_builtin_facts(), Workload(), wanted, agreements=agreements)
 
 
 def make_broken(verdict: str = "broken", **changes: Any) -> Agreement:
@@ -77,12 +77,12 @@ class TestStore:
         older, newer = make_agreement(at="2026-11-01T10:00:00Z"), make_agreement("ok", at="2026-11-02T10:00:00Z")
         for one in (newer, older, make_agreement(machine="m2"), make_agreement(model="another")):
             store.add_agreement(one, path)
-        assert store.agreements("m1", "SmolLM2-135M-Instruct", path) == (newer, older)
-        assert len(store.agreements("m1", path=path)) == 3
-        assert store.results("m1", path=path) == ()
+        assert store.read_agreements("m1", "SmolLM2-135M-Instruct", path) == (newer, older)
+        assert len(store.read_agreements("m1", path=path)) == 3
+        assert store.read_results("m1", path=path) == ()
 
     def test_reading_creates_no_file(self, path: Path) -> None:
-        assert store.agreements("m1", path=path) == () and not path.exists()
+        assert store.read_agreements("m1", path=path) == () and not path.exists()
 
     def test_migrates_a_store_of_the_first_version(self, path: Path) -> None:
         with sqlite3.connect(path) as connection:  # the schema of version 1
@@ -94,15 +94,15 @@ class TestStore:
                 """"prompt_tokens":1,"output_tokens":1}'); PRAGMA user_version=1;"""
             )
         connection.close()
-        assert store.agreements("m1", path=path) == ()
+        assert store.read_agreements("m1", path=path) == ()
         store.add_agreement(make_agreement(), path)
-        assert store.agreements("m1", path=path) == (make_agreement(),)
-        assert [one.engine for one in store.results("m1", path=path)] == ["vllm"]
+        assert store.read_agreements("m1", path=path) == (make_agreement(),)
+        assert [one.engine for one in store.read_results("m1", path=path)] == ["vllm"]
 
     def test_an_unreadable_row_raises_outside_failed(self, path: Path) -> None:
         store.add_agreement(make_agreement(), path)
         with sqlite3.connect(path) as connection:
             connection.execute("UPDATE agreements SET body = '{}'")
         connection.close()
-        with pytest.raises(OutsideFailed):
-            store.agreements("m1", path=path)
+        with pytest.raises(ExternalFailure):
+            store.read_agreements("m1", path=path)

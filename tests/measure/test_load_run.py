@@ -31,9 +31,19 @@ from tests.measure.rough_server import (
     serve_rough,
 )
 
-from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.measure.load import Prepared, Target, measure, measure_apart, prepare, run, self_check, serve_null, wire
-from bedplate.measure.load.null_server import Null
+from bedplate.errors import ExternalFailure, UsageError
+from bedplate.measure.load import (
+    LoadTarget,
+    PreparedEndpoint,
+    measure,
+    measure_apart,
+    measure_client_error,
+    prepare,
+    run,
+    serve_null,
+    wire,
+)
+from bedplate.measure.load.null_server import NullServer
 from bedplate.values.run import Load, Repeat
 from bedplate.values.workload import RequestShape
 
@@ -42,18 +52,18 @@ QUICK = {"seconds": 0.6, "warmup_s": 0.2, "least_requests": 1, "check": False}
 
 
 @pytest.fixture(scope="module")
-def null() -> Iterator[Null]:
+def null() -> Iterator[NullServer]:
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as one:
         yield one
 
 
 def measure_url(url: str, load: Load, *, key: str | None = None, api: Any = None, **options: Any) -> Repeat:
-    return run(measure(Target.of(url, key=key, api=api), load, **{**QUICK, **options}))
+    return run(measure(LoadTarget.from_url(url, key=key, api=api), load, **{**QUICK, **options}))
 
 
-def make_prepared(**changes: Any) -> Prepared:
+def make_prepared(**changes: Any) -> PreparedEndpoint:
     """A prepared endpoint, for servers that do not answer test requests."""
-    return Prepared(model="m", api="completions", fields=("usage",), request_s=0.01, **changes)
+    return PreparedEndpoint(model="m", api="completions", fields=("usage",), request_s=0.01, **changes)
 
 
 def send_always(data: bytes) -> Callable[[socket.socket, Asked], None]:
@@ -65,7 +75,7 @@ def send_always(data: bytes) -> Callable[[socket.socket, Asked], None]:
 
 @pytest.mark.measures
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_a_closed_loop_keeps_its_concurrency_and_measures_times(null: Null, api: str) -> None:
+def test_a_closed_loop_keeps_its_concurrency_and_measures_times(null: NullServer, api: str) -> None:
     load = Load(concurrency=4, prompt_tokens=32, output_tokens=8)
     repeat = measure_url(null.url, load, api=api, seconds=1.0)
     assert repeat.in_flight_max == 4 and repeat.reopened == 0 and repeat.warmup >= 1
@@ -80,7 +90,7 @@ def test_a_closed_loop_keeps_its_concurrency_and_measures_times(null: Null, api:
 
 
 @pytest.mark.measures
-def test_counts_tokens_by_arrival_time(null: Null) -> None:
+def test_counts_tokens_by_arrival_time(null: NullServer) -> None:
     """Four streams of eight tokens in at least 85 ms; a busy machine can only be slower."""
     repeat = measure_url(null.url, Load(concurrency=4, prompt_tokens=32, output_tokens=8), seconds=1.0)
     assert repeat.delivered_tokens is not None
@@ -91,7 +101,7 @@ def test_counts_tokens_by_arrival_time(null: Null) -> None:
 
 @pytest.mark.measures
 @pytest.mark.parametrize("arrivals", ["constant", "poisson", "burst"])
-def test_an_open_loop_keeps_its_rate(null: Null, arrivals: Any) -> None:
+def test_an_open_loop_keeps_its_rate(null: NullServer, arrivals: Any) -> None:
     load = Load(arrivals=arrivals, requests_per_s=40, burst=5, prompt_tokens=16, output_tokens=4)
     repeat = measure_url(null.url, load, seconds=1.5)
     due = 40 * repeat.seconds
@@ -103,7 +113,7 @@ def test_an_open_loop_keeps_its_rate(null: Null, arrivals: Any) -> None:
 
 
 @pytest.mark.measures
-def test_a_replay_has_the_lengths_of_its_trace(null: Null) -> None:
+def test_a_replay_has_the_lengths_of_its_trace(null: NullServer) -> None:
     shapes = [RequestShape(started_s=7 + 0.1 * n, prompt_tokens=20 + n, output_tokens=2 + n) for n in range(6)]
     repeat = measure_url(null.url, Load(arrivals="replay", trace="test"), shapes=shapes, seconds=30, most_seconds=30)
     found = sorted((sample.prompt_tokens, sample.output_tokens) for sample in repeat.samples)
@@ -115,7 +125,7 @@ def test_a_replay_has_the_lengths_of_its_trace(null: Null) -> None:
 
 
 @pytest.mark.measures
-def test_extends_the_window_until_enough_requests_have_ended(null: Null) -> None:
+def test_extends_the_window_until_enough_requests_have_ended(null: NullServer) -> None:
     repeat = measure_url(
         null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=8), seconds=0.1, least_requests=4
     )
@@ -123,7 +133,7 @@ def test_extends_the_window_until_enough_requests_have_ended(null: Null) -> None
 
 
 @pytest.mark.measures
-def test_ends_the_window_at_its_maximum_duration(null: Null) -> None:
+def test_ends_the_window_at_its_maximum_duration(null: NullServer) -> None:
     load = Load(concurrency=1, prompt_tokens=16, output_tokens=100)
     repeat = measure_url(null.url, load, seconds=0.1, most_seconds=0.3, least_requests=100)
     assert repeat.seconds < 30 and all(sample.outcome == "ok" for sample in repeat.samples), (
@@ -132,8 +142,8 @@ def test_ends_the_window_at_its_maximum_duration(null: Null) -> None:
 
 
 @pytest.mark.measures
-def test_reports_the_error_of_the_generator(null: Null) -> None:
-    own = run(self_check(8, seconds=0.5))
+def test_reports_the_error_of_the_generator(null: NullServer) -> None:
+    own = run(measure_client_error(8, seconds=0.5))
     assert own.streams == 8 and own.samples >= 4
     assert -0.5 < own.p50_ms <= own.p99_ms, "no token arrives before it was sent"
     repeat = measure_url(null.url, Load(concurrency=2, prompt_tokens=16, output_tokens=2), check=own)
@@ -141,13 +151,13 @@ def test_reports_the_error_of_the_generator(null: Null) -> None:
     assert repeat.client.loop_lag_p99_ms > 0 and repeat.client.cpu_share > 0
 
 
-def test_reports_the_phases_of_a_measurement(null: Null) -> None:
+def test_reports_the_phases_of_a_measurement(null: NullServer) -> None:
     moments: list[str] = []
     measure_url(null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=2), watch=moments.append)
     assert moments == ["warm-up", "begin", "end"]
 
 
-def test_an_error_in_the_watch_callback_ends_the_run(null: Null) -> None:
+def test_an_error_in_the_watch_callback_ends_the_run(null: NullServer) -> None:
     def fails(moment: str) -> None:
         if moment == "begin":
             raise ZeroDivisionError
@@ -169,10 +179,10 @@ def test_the_null_server_ends_with_its_parent() -> None:
 # in a separate process
 
 
-def test_measures_in_a_separate_process(null: Null) -> None:
+def test_measures_in_a_separate_process(null: NullServer) -> None:
     moments: list[str] = []
     load = Load(concurrency=2, prompt_tokens=16, output_tokens=4)
-    target = Target.of(null.url)
+    target = LoadTarget.from_url(null.url)
     prepared = run(prepare(target, load))
     repeat = measure_apart(target, load, prepared=prepared, watch=moments.append, **QUICK)  # type: ignore[arg-type]
     assert moments == ["warm-up", "begin", "end"]
@@ -180,14 +190,14 @@ def test_measures_in_a_separate_process(null: Null) -> None:
 
 
 def test_a_separate_process_raises_the_same_errors() -> None:
-    with pytest.raises(OutsideFailed, match="cannot connect to") as caught:
-        measure_apart(Target.of("http://127.0.0.1:9"), Load(concurrency=1), check=False)
+    with pytest.raises(ExternalFailure, match="cannot connect to") as caught:
+        measure_apart(LoadTarget.from_url("http://127.0.0.1:9"), Load(concurrency=1), check=False)
     assert caught.value.hint
-    with pytest.raises(BadQuestion):
-        measure_apart(Target.of("http://127.0.0.1:9"), Load(), check=False)
+    with pytest.raises(UsageError):
+        measure_apart(LoadTarget.from_url("http://127.0.0.1:9"), Load(), check=False)
 
 
-def test_a_separate_process_ends_with_its_caller(null: Null) -> None:
+def test_a_separate_process_ends_with_its_caller(null: NullServer) -> None:
     code = "import sys\nfrom bedplate.measure.load import *\nfrom bedplate.values.run import Load\n"
     code += f"measure_apart(Target.of({null.url!r}), Load(concurrency=1, prompt_tokens=8, output_tokens=2), seconds=60,"
     code += " check=False, watch=lambda moment: print(moment, flush=True))"
@@ -208,12 +218,12 @@ def test_omits_fields_that_the_endpoint_rejects() -> None:
         connection.sendall(make_response(error, "400 Bad Request") if refused else answer_correctly(asked))
 
     with serve_rough(strict) as server:
-        prepared = run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=20)))
+        prepared = run(prepare(LoadTarget.from_url(server.url, model="m"), Load(concurrency=1, prompt_tokens=20)))
     assert prepared.fields == ("usage",) and not prepared.takes_exact_output
     assert any("exact number" in note for note in prepared.notes)
 
 
-def test_uses_chat_if_there_is_no_completions_api(null: Null) -> None:
+def test_uses_chat_if_there_is_no_completions_api(null: NullServer) -> None:
     def chat_only(connection: socket.socket, asked: Asked) -> None:
         request = asked.json
         if asked.path != "/v1/chat/completions":
@@ -228,7 +238,7 @@ def test_uses_chat_if_there_is_no_completions_api(null: Null) -> None:
             connection.sendall(make_response({"choices": [{"message": {"content": "x"}}], "usage": usage}))
 
     with serve_rough(chat_only) as server:
-        target = Target.of(server.url, model="m")
+        target = LoadTarget.from_url(server.url, model="m")
         prepared = run(prepare(target, Load(concurrency=1, prompt_tokens=50, output_tokens=4)))
     assert (prepared.api, prepared.overhead, prepared.exact_prompt) == ("chat", 11, True)
 
@@ -251,7 +261,7 @@ def test_prompts_are_exact_if_some_words_have_several_tokens() -> None:
 
     with serve_rough(wordy) as server:
         load = Load(concurrency=1, prompt_tokens=77, output_tokens=1)
-        repeat = measure_url(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
+        repeat = measure_url(server.url, load, prepared=run(prepare(LoadTarget.from_url(server.url, model="m"), load)))
     assert repeat.exact_prompt and {sample.prompt_tokens for sample in repeat.samples} == {77}
 
 
@@ -265,7 +275,7 @@ def test_uses_the_tokenize_api_of_the_endpoint() -> None:
         connection.sendall(make_stream(make_event(" x", "length"), make_event(usage=usage)))
 
     with serve_rough(with_tokenizer) as server:
-        prepared = run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=60)))
+        prepared = run(prepare(LoadTarget.from_url(server.url, model="m"), Load(concurrency=1, prompt_tokens=60)))
     assert prepared.tokenizes and prepared.overhead == 1 and prepared.exact_prompt
 
 
@@ -277,7 +287,7 @@ def test_token_counts_are_unknown_without_usage() -> None:
     )
     with serve_rough(script) as server:
         load = Load(concurrency=1, prompt_tokens=10, output_tokens=3)
-        repeat = measure_url(server.url, load, prepared=run(prepare(Target.of(server.url, model="m"), load)))
+        repeat = measure_url(server.url, load, prepared=run(prepare(LoadTarget.from_url(server.url, model="m"), load)))
     assert {sample.output_tokens for sample in repeat.samples} == {None}
     assert (repeat.delivered_tokens, repeat.exact_output, repeat.exact_prompt) == (None, None, None)
     assert any("no usage" in note for note in repeat.notes) and any(
@@ -366,9 +376,9 @@ def test_reports_an_unreachable_endpoint() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(OutsideFailed, match="cannot connect to"):
+        with pytest.raises(ExternalFailure, match="cannot connect to"):
             measure_url(url, Load(concurrency=1))
-        with pytest.raises(OutsideFailed, match="cannot open 1 connections"):
+        with pytest.raises(ExternalFailure, match="cannot open 1 connections"):
             measure_url(url, Load(concurrency=1), prepared=make_prepared())
 
 
@@ -393,8 +403,8 @@ def test_reports_connections_lost_during_the_measurement() -> None:
 )
 def test_raises_if_the_endpoint_rejects_test_requests(status: str, match: str) -> None:
     script = send_always(make_response({"error": {"message": "no, sk-secret"}}, status))
-    with serve_rough(script) as server, pytest.raises(OutsideFailed, match=match) as caught:
-        run(prepare(Target.of(server.url, key="sk-secret", model="m"), Load(concurrency=1)))
+    with serve_rough(script) as server, pytest.raises(ExternalFailure, match=match) as caught:
+        run(prepare(LoadTarget.from_url(server.url, key="sk-secret", model="m"), Load(concurrency=1)))
     assert "sk-secret" not in f"{caught.value.message}{caught.value.cause}{caught.value.hint}"
     assert caught.value.cause and "no, ***" in caught.value.cause
 
@@ -405,8 +415,8 @@ def test_reports_the_endpoints_reason_for_rejecting_a_long_prompt() -> None:
         error = {"error": {"message": "maximum context length is 600 tokens"}}
         connection.sendall(make_response(error, "400 Bad Request") if long else answer_correctly(asked))
 
-    with serve_rough(small) as server, pytest.raises(OutsideFailed, match="2000 tokens") as caught:
-        run(prepare(Target.of(server.url, model="m"), Load(concurrency=1, prompt_tokens=2000)))
+    with serve_rough(small) as server, pytest.raises(ExternalFailure, match="2000 tokens") as caught:
+        run(prepare(LoadTarget.from_url(server.url, model="m"), Load(concurrency=1, prompt_tokens=2000)))
     assert "maximum context length" in (caught.value.cause or "")
 
 
@@ -444,7 +454,7 @@ def test_prompts_never_repeat() -> None:
     assert len(set(prompts)) == len(prompts) and {len(prompt.split()) for prompt in prompts} == {30}
 
 
-def test_results_do_not_contain_the_key(null: Null) -> None:
+def test_results_do_not_contain_the_key(null: NullServer) -> None:
     load = Load(concurrency=1, prompt_tokens=16, output_tokens=2)
     repeat = measure_url(null.url, load, key="sk-secret")
     assert "sk-secret" not in repr(repeat)
@@ -482,20 +492,21 @@ def test_https_needs_a_trusted_certificate(tmp_path: Path, monkeypatch: pytest.M
         async with server:
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             load = Load(concurrency=2, prompt_tokens=10, output_tokens=2)
-            return await measure(Target.of(url, model="m"), load, prepared=make_prepared(), **{**QUICK, "seconds": 0.3})  # type: ignore[arg-type]
+            target, quick = LoadTarget.from_url(url, model="m"), {**QUICK, "seconds": 0.3}
+            return await measure(target, load, prepared=make_prepared(), **quick)  # type: ignore[arg-type]
 
     try:
-        wire.tls.cache_clear()
-        with pytest.raises(OutsideFailed, match="cannot open") as caught:
+        wire.make_tls_context.cache_clear()
+        with pytest.raises(ExternalFailure, match="cannot open") as caught:
             run(secure(trusted=False))
         assert "certificate" in (caught.value.cause or "").lower()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        wire.tls.cache_clear()
+        wire.make_tls_context.cache_clear()
         repeat = run(secure(trusted=True))
         assert repeat.samples and {sample.outcome for sample in repeat.samples} == {"ok"}
     finally:
         monkeypatch.undo()
-        wire.tls.cache_clear()
+        wire.make_tls_context.cache_clear()
 
 
 # a real engine
@@ -508,7 +519,7 @@ def test_a_real_engine_returns_exact_lengths(serve: Callable[..., Any]) -> None:
     try:
         served = serve()
         load = Load(concurrency=2, prompt_tokens=96, output_tokens=12, shared_prefix_tokens=40)
-        target = Target.of(served.url)
+        target = LoadTarget.from_url(served.url)
         prepared = run(prepare(target, load))
         repeat = run(measure(target, load, prepared=prepared, seconds=1, warmup_s=0.5, least_requests=4, check=False))
     finally:

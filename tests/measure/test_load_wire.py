@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.measure.rough_server import make_chunk, make_event, make_stream, serve_rough
 
-from bedplate.errors import BadQuestion
-from bedplate.measure.load.answers import Answer, events_of, read
-from bedplate.measure.load.target import Target
-from bedplate.measure.load.wire import Connection, Exchange, ask
+from bedplate.errors import UsageError
+from bedplate.measure.load.answers import StreamedAnswer, read, split_events
+from bedplate.measure.load.target import LoadTarget
+from bedplate.measure.load.wire import HttpExchange, LoadConnection, ask
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
 EVENTS = (make_event(" one"), make_event(" tw\u00f6"), make_event(" three", "length"), make_event(usage=USAGE))
@@ -49,12 +49,12 @@ class Transport:
         return self.aborted
 
 
-def receive(*pieces: bytes, close: bool = False) -> Exchange:
+def receive(*pieces: bytes, close: bool = False) -> HttpExchange:
     """The exchange of a connection that receives these reads."""
-    ended: list[Exchange] = []
-    connection = Connection(lambda _connection, exchange: ended.append(exchange))
+    ended: list[HttpExchange] = []
+    connection = LoadConnection(lambda _connection, exchange: ended.append(exchange))
     connection.connection_made(cast(Any, Transport()))
-    connection.send(Exchange(0, 0), b"")
+    connection.send(HttpExchange(0, 0), b"")
     for number, piece in enumerate(pieces):
         assert not ended, f"it ended before read {number} of {len(pieces)}"
         connection.data_received(piece)
@@ -69,7 +69,7 @@ def split_bytes(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in itertools.pairwise(edges) if end > start]
 
 
-def check_streamed(exchange: Exchange) -> None:
+def check_streamed(exchange: HttpExchange) -> None:
     answer = read(exchange, keep_text=True)
     assert (answer.outcome, answer.error, answer.finish) == ("ok", None, "length")
     assert answer.text == " one tw\u00f6 three" and len(answer.text_ns) == 3
@@ -129,15 +129,15 @@ def test_an_error_event_in_a_stream_is_an_error() -> None:
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_an_exception(junk: bytes) -> None:
     for data in (junk, STREAMED[:80] + junk, make_stream(b"data: " + junk.replace(b"\n", b"") + b"\n\n")):
-        ended: list[Exchange] = []
-        connection = Connection(lambda _connection, exchange, ended=ended: ended.append(exchange))  # type: ignore[misc]
+        ended: list[HttpExchange] = []
+        connection = LoadConnection(lambda _connection, exchange, ended=ended: ended.append(exchange))  # type: ignore[misc]
         connection.connection_made(cast(Any, Transport()))
-        connection.send(Exchange(0, 0), b"")
+        connection.send(HttpExchange(0, 0), b"")
         connection.data_received(data)
         if not ended:
             connection.connection_lost(ConnectionResetError("gone"))
         (exchange,) = ended
-        assert isinstance(read(exchange), Answer)
+        assert isinstance(read(exchange), StreamedAnswer)
 
 
 @given(
@@ -157,7 +157,7 @@ def test_an_event_has_the_timestamp_of_the_read_with_its_first_byte(
         body += b"data: " + text.encode() + newline + newline + comment
     pieces = split_bytes(body, data.draw(st.lists(st.integers(1, len(body) - 1))))
     begins = list(itertools.accumulate(map(len, pieces), initial=0))[:-1]
-    found = list(events_of(pieces, range(len(pieces))))
+    found = list(split_events(pieces, range(len(pieces))))
     assert [text_event.decode() for _, text_event in found] == texts
     assert [stamp for stamp, _ in found] == [bisect_right(begins, start) - 1 for start in starts]
 
@@ -166,7 +166,7 @@ def test_only_events_with_text_count_as_text() -> None:
     role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
     thought = b'data: {"choices": [{"delta": {"reasoning_content": "Hm"}}]}\n\n'
     text_event = b'data: {"choices": [{"delta": {"content": "Yes"}, "finish_reason": "stop"}]}\n\n'
-    exchange = Exchange(0, 0)
+    exchange = HttpExchange(0, 0)
     exchange.status, exchange.content_type, exchange.whole = 200, b"text/event-stream", True
     exchange.pieces, exchange.stamps = [role, thought, text_event], [1, 2, 3]
     answer = read(exchange, keep_text=True)
@@ -179,7 +179,7 @@ def test_a_real_socket_gives_the_same_result() -> None:
             socket.sendall(STREAMED[place : place + 1])
 
     with serve_rough(byte_by_byte) as server:
-        target = Target.of(server.url)
+        target = LoadTarget.from_url(server.url)
         check_streamed(asyncio.run(ask(target, target.request("POST", "/v1/completions", b"{}"), 20)))
 
 
@@ -198,7 +198,7 @@ def test_a_real_socket_gives_the_same_result() -> None:
     ],
 )
 def test_parses_the_url_of_an_endpoint(url: str, host: str, port: int, prefix: str, api: str | None) -> None:
-    target = Target.of(url)
+    target = LoadTarget.from_url(url)
     assert (target.host, target.port, target.prefix, target.api) == (host, port, prefix, api)
 
 
@@ -206,14 +206,14 @@ def test_parses_the_url_of_an_endpoint(url: str, host: str, port: int, prefix: s
     "url", ["", "localhost:8000", "ftp://h", "http://", "http://h:port", "http://u:p@h", "http://h/?a"]
 )
 def test_rejects_invalid_urls(url: str) -> None:
-    with pytest.raises(BadQuestion):
-        Target.of(url)
+    with pytest.raises(UsageError):
+        LoadTarget.from_url(url)
 
 
 def test_sends_the_key_and_never_shows_it() -> None:
-    target = Target.of("http://h", key="sk-secret")
+    target = LoadTarget.from_url("http://h", key="sk-secret")
     assert b"authorization: Bearer sk-secret\r\n" in target.request("GET", "/v1/models")
     assert "secret" not in repr(target) + str(target) + f"{target}"
-    assert target.without_key("Incorrect API key: sk-secret.") == "Incorrect API key: ***."
-    with pytest.raises(BadQuestion):
-        Target.of("http://h", key="sk\r\nx-evil: 1")
+    assert target.hide_key("Incorrect API key: sk-secret.") == "Incorrect API key: ***."
+    with pytest.raises(UsageError):
+        LoadTarget.from_url("http://h", key="sk\r\nx-evil: 1")

@@ -17,25 +17,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.measure import quality
-from bedplate.measure.garbled import garbled
+from bedplate.measure.garbled import find_garbling
 from bedplate.measure.likelihood import (
-    Listed,
-    Place,
-    continued_perplexity,
-    divergence,
-    fixed_text,
-    likelihood_for,
-    mean_divergence,
+    ListedTokens,
+    TextPlace,
+    compute_continued_perplexity,
+    compute_divergence,
+    compute_mean_divergence,
+    find_likelihood,
     read_echo,
+    read_fixed_text,
     read_listed,
-    shipped,
-    written,
+    read_shipped_likelihoods,
+    write_likelihood,
 )
-from bedplate.measure.reference import Known, shipped_references
-from bedplate.run.builtin import FILE_SHA256, builtin_facts
+from bedplate.measure.reference import ReferenceAnswer, read_shipped_references
+from bedplate.run.builtin import FILE_SHA256, read_builtin_facts
 from bedplate.values.run import Quality
 
-KNOWN = likelihood_for(FILE_SHA256)
+KNOWN = find_likelihood(FILE_SHA256)
 PROSE = (
     "walked past the mill and the school. He said good morning to the baker, who was always up before him, and to the "
     "two old dogs that slept on the church steps. It's a half-forgotten road, the 12th-century one, he'd say."
@@ -47,11 +47,11 @@ PROSE = (
 
 def test_shipped_likelihood_matches_the_built_in_model_and_the_text() -> None:
     assert KNOWN is not None and KNOWN.tokens > 300 and 15 < KNOWN.perplexity < 40
-    text = fixed_text()
+    text = read_fixed_text()
     for make_place in KNOWN.places:
         assert text[make_place.end :].startswith(make_place.next[0]) and len(make_place.top) == 20
         assert sum(math.exp(value) for _, value in make_place.top) <= 1.001
-    assert 250 < len(text.split()) < 350 and len(shipped()) == 1 and likelihood_for("0" * 64) is None
+    assert 250 < len(text.split()) < 350 and len(read_shipped_likelihoods()) == 1 and find_likelihood("0" * 64) is None
 
 
 def test_shipped_file_round_trips() -> None:
@@ -59,7 +59,7 @@ def test_shipped_file_round_trips() -> None:
 
     assert KNOWN is not None
     file = importlib.resources.files("bedplate.measure") / "data" / f"likelihood_{KNOWN.sha256[:12]}.json"
-    assert file.read_text(encoding="utf-8") == written(KNOWN)
+    assert file.read_text(encoding="utf-8") == write_likelihood(KNOWN)
 
 
 logprobs = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 1), min_size=1).map(
@@ -71,8 +71,8 @@ logprobs = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 1), min_
 def test_divergence_is_not_negative_and_zero_for_equal_distributions(
     one: dict[str, float], other: dict[str, float]
 ) -> None:
-    assert divergence(one, one) == pytest.approx(0, abs=1e-9)
-    found = divergence(one, other)
+    assert compute_divergence(one, one) == pytest.approx(0, abs=1e-9)
+    found = compute_divergence(one, other)
     assert (found is None) == (not set(one) & set(other))
     assert found is None or (found >= 0 and math.isfinite(found))
 
@@ -80,26 +80,26 @@ def test_divergence_is_not_negative_and_zero_for_equal_distributions(
 def test_divergence_matches_the_formula() -> None:
     one = {"a": math.log(0.5), "b": math.log(0.25)}
     other = {"a": math.log(0.25), "b": math.log(0.5)}
-    assert divergence(one, other) == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
+    assert compute_divergence(one, other) == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
 
 
-def make_place(next_token: tuple[str, float], **top: float) -> Place:
-    return Place(end=1, tokens=1, next=next_token, top=tuple(top.items()))
+def make_place(next_token: tuple[str, float], **top: float) -> TextPlace:
+    return TextPlace(end=1, tokens=1, next=next_token, top=tuple(top.items()))
 
 
 def test_perplexity_over_the_tokens_in_both_lists() -> None:
     places = [make_place(("a", -1.0), a=-1.0), make_place(("b", -2.0), c=-0.1), make_place(("c", -3.0), c=-3.0)]
-    response = [Listed(top={"a": -2.0}), Listed(top={"x": -1.0}), None]
-    assert continued_perplexity(places, response) == pytest.approx((math.exp(2), math.e))
-    assert continued_perplexity(places, [None] * 3) is None and continued_perplexity([], []) is None
-    assert mean_divergence(places, [None] * 3) is None and mean_divergence(places, response) is not None
+    response = [ListedTokens(top={"a": -2.0}), ListedTokens(top={"x": -1.0}), None]
+    assert compute_continued_perplexity(places, response) == pytest.approx((math.exp(2), math.e))
+    assert compute_continued_perplexity(places, [None] * 3) is None and compute_continued_perplexity([], []) is None
+    assert compute_mean_divergence(places, [None] * 3) is None and compute_mean_divergence(places, response) is not None
 
 
 def test_reads_both_formats_of_alternatives() -> None:
     old = {"choices": [{"logprobs": {"top_logprobs": [{" a": -0.5, " b": -1.5}]}}]}
     new = {"choices": [{"logprobs": {"content": [{"top_logprobs": [
         {"token": " a", "logprob": -0.5}, {"token": " b", "logprob": -1.5}]}]}}]}  # fmt: skip
-    assert read_listed(json.dumps(old).encode()) == read_listed(json.dumps(new).encode()) == Listed(
+    assert read_listed(json.dumps(old).encode()) == read_listed(json.dumps(new).encode()) == ListedTokens(
         top={" a": -0.5, " b": -1.5}
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_any_response_is_read_without_errors(response: Any) -> None:
     ],
 )
 def test_normal_text_is_not_garbled(text: str) -> None:
-    assert garbled(text) is None
+    assert find_garbling(text) is None
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_normal_text_is_not_garbled(text: str) -> None:
     ],
 )
 def test_garbled_text_is_detected(text: str) -> None:
-    assert garbled(text)
+    assert find_garbling(text)
 
 
 @given(st.text())
 def test_the_reason_is_short_for_any_text(text: str) -> None:
-    found = garbled(text)
+    found = find_garbling(text)
     assert found is None or len(found) < 200
 
 
@@ -178,9 +178,9 @@ def test_the_reason_is_short_for_any_text(text: str) -> None:
 
 
 @functools.cache
-def reference_answers() -> dict[str, Known]:
-    reference = next(one for one in shipped_references() if one.sha256 == FILE_SHA256)
-    return dict(reference.known())
+def reference_answers() -> dict[str, ReferenceAnswer]:
+    reference = next(one for one in read_shipped_references() if one.sha256 == FILE_SHA256)
+    return dict(reference.list_known())
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -218,7 +218,7 @@ class Endpoint(BaseHTTPRequestHandler):
         if "logprobs" in body:
             if "logprobs" not in self.gives or body["logprobs"] > 5:
                 return 400, {"error": "too many"}
-            found = next(one for one in KNOWN.places if prompt == fixed_text()[: one.end])
+            found = next(one for one in KNOWN.places if prompt == read_fixed_text()[: one.end])
             return 200, {"choices": [{"text": "x", "logprobs": {"top_logprobs": [dict(found.top[:5])]}}]}
         known = reference_answers()[prompt]
         right = known.text if "right" in self.gives else "wrong"
@@ -240,7 +240,7 @@ def check(builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check
     def check_endpoint(*gives: str, text: str = PROSE, known: bool = True) -> Quality:
         monkeypatch.setattr(Endpoint, "gives", frozenset(gives))
         monkeypatch.setattr(Endpoint, "text", text)
-        model = builtin_facts() if known else None
+        model = read_builtin_facts() if known else None
         return asyncio.run(quality.check(f"http://127.0.0.1:{server.server_address[1]}", "m", None, model=model))
 
     yield check_endpoint
@@ -281,5 +281,5 @@ def test_unchecked_without_a_reference(check: Check) -> None:
 
 
 def test_an_unreachable_endpoint_is_unchecked(builtin_gguf: Path) -> None:
-    found = asyncio.run(quality.check("http://127.0.0.1:9", "m", None, model=builtin_facts()))
+    found = asyncio.run(quality.check("http://127.0.0.1:9", "m", None, model=read_builtin_facts()))
     assert found.verdict == "unchecked" and found.garbled is None and found.perplexity is None

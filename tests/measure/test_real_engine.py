@@ -13,9 +13,9 @@ from tests.measure.samples_of_agreement import make_plan
 
 from bedplate import store
 from bedplate.facts.hardware import probe
-from bedplate.measure.agreement import ask, compare, judged, quick_ones
-from bedplate.measure.reference import shipped_references
-from bedplate.run.builtin import FILE_SHA256, builtin_facts
+from bedplate.measure.agreement import ask, choose_quick_prefixes, compare, record_agreement
+from bedplate.measure.reference import read_shipped_references
+from bedplate.run.builtin import FILE_SHA256, read_builtin_facts
 from bedplate.values.agreement import Agreement
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_core")]
@@ -41,7 +41,7 @@ def test_serve_checks_answers_once_and_stores_the_result(
 
 
 def read_store(path: Path) -> tuple[Agreement, ...]:
-    return store.agreements(store.fingerprint(probe()), builtin_facts().name, path)
+    return store.read_agreements(store.compute_fingerprint(probe()), read_builtin_facts().name, path)
 
 
 def test_detects_a_wrong_rotary_base(serve: Callable[..., Served], builtin_gguf: Path, tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_detects_a_wrong_rotary_base(serve: Callable[..., Served], builtin_gguf:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(with_rope_base(builtin_gguf.read_bytes(), 10_000.0))
     served = serve(str(broken))
-    (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
-    pairs = quick_ones(reference.known())
+    (reference,) = [one for one in read_shipped_references() if one.sha256 == FILE_SHA256]
+    pairs = choose_quick_prefixes(reference.list_known())
     replies = asyncio.run(ask(served.root, pairs, model=served.endpoint["model"]))
-    found = judged(make_plan(), reference, compare(pairs, replies), at="2026-11-15T10:00:00Z", machine="m1")
+    found = record_agreement(make_plan(), reference, compare(pairs, replies), at="2026-11-15T10:00:00Z", machine="m1")
     assert found.verdict == "broken" and found.answered == len(pairs) and found.evidence
 
 

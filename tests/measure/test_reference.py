@@ -8,57 +8,57 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bedplate.engines.shipped.reference import batches, read_prefixes, turned
-from bedplate.errors import OutsideFailed
-from bedplate.measure.agreement import QUICK, is_clear, quick_ones
-from bedplate.measure.prefixes import fixed_prefixes, prefix_hash, short_prefixes
+from bedplate.engines.shipped.reference import group_prompts, perturb_rope, read_prefixes
+from bedplate.errors import ExternalFailure
+from bedplate.measure.agreement import QUICK, choose_quick_prefixes, is_clear
+from bedplate.measure.prefixes import hash_prefix, list_fixed_prefixes, list_short_prefixes
 from bedplate.measure.reference import (
     DATA,
-    Known,
     Reference,
+    ReferenceAnswer,
+    find_reference,
+    hash_file,
     read_answers,
-    reference_for,
-    sha256_of,
-    shipped_references,
-    written,
+    read_shipped_references,
+    write_reference,
 )
 from bedplate.run import builtin
-from bedplate.values import replaced
+from bedplate.values import replace_fields
 
 
 def test_the_built_in_model_has_an_answer_for_every_prefix() -> None:
-    (one,) = [one for one in shipped_references() if one.sha256 == builtin.FILE_SHA256]
+    (one,) = [one for one in read_shipped_references() if one.sha256 == builtin.FILE_SHA256]
     assert (one.file, one.file_bytes) == (builtin.FILE, builtin.FILE_BYTES) and "float32" in one.made_with
-    assert set(one.answers) == {prefix_hash(prefix) for prefix in (*fixed_prefixes(), *short_prefixes())}
-    assert len(one.known(short_prefixes())) == len(short_prefixes())
-    assert len(one.known()) >= 500 and sum(is_clear(known) for _, known in one.known()) >= 250
-    quick = quick_ones(one.known())
+    assert set(one.answers) == {hash_prefix(prefix) for prefix in (*list_fixed_prefixes(), *list_short_prefixes())}
+    assert len(one.list_known(list_short_prefixes())) == len(list_short_prefixes())
+    assert len(one.list_known()) >= 500 and sum(is_clear(known) for _, known in one.list_known()) >= 250
+    quick = choose_quick_prefixes(one.list_known())
     assert len(quick) == QUICK
     # Seven wrong answers prove that an unchanged file is broken; wrong positions change more than that.
     assert sum(known.turned_gap is not None and known.turned_gap < 0 for _, known in quick) >= 10
 
 
 def test_shipped_references_round_trip() -> None:
-    for one in shipped_references():
+    for one in read_shipped_references():
         text = (Path(__file__).parents[2] / "src/bedplate/measure/data" / f"reference_{one.id}.json").read_text()
-        assert text == written(one)
+        assert text == write_reference(one)
     assert DATA == "bedplate.measure"
 
 
 class TestReferenceForFile:
     def make_reference(self, path: Path) -> Reference:
         return Reference(
-            file=path.name, sha256=sha256_of(path), file_bytes=path.stat().st_size, made_with="a test", answers={}
+            file=path.name, sha256=hash_file(path), file_bytes=path.stat().st_size, made_with="a test", answers={}
         )
 
     def test_finds_a_reference_by_hash(self, tmp_path: Path) -> None:
         path = tmp_path / "a.gguf"
         path.write_bytes(b"some weights")
-        model = replaced(builtin.builtin_facts(), files=(str(path),))
+        model = replace_fields(builtin.read_builtin_facts(), files=(str(path),))
         known = self.make_reference(path)
-        assert reference_for(model, [known]) == known
+        assert find_reference(model, [known]) == known
         path.write_bytes(b"same length!")
-        assert reference_for(model, [known]) is None
+        assert find_reference(model, [known]) is None
 
     def test_does_not_read_a_file_of_another_size(self, tmp_path: Path) -> None:
         path = tmp_path / "a.gguf"
@@ -66,13 +66,13 @@ class TestReferenceForFile:
         known = self.make_reference(path)
         path.write_bytes(b"more weights than that")
         path.chmod(0)
-        assert reference_for(replaced(builtin.builtin_facts(), files=(str(path),)), [known]) is None
+        assert find_reference(replace_fields(builtin.read_builtin_facts(), files=(str(path),)), [known]) is None
 
     def test_a_missing_file_has_no_reference(self, tmp_path: Path) -> None:
-        facts = builtin.builtin_facts()
-        assert reference_for(replaced(facts, files=())) is None
-        assert reference_for(replaced(facts, files=(str(tmp_path / "gone.gguf"),))) is None
-        assert reference_for(replaced(facts, files=(str(tmp_path),))) is None
+        facts = builtin.read_builtin_facts()
+        assert find_reference(replace_fields(facts, files=())) is None
+        assert find_reference(replace_fields(facts, files=(str(tmp_path / "gone.gguf"),))) is None
+        assert find_reference(replace_fields(facts, files=(str(tmp_path),))) is None
 
 
 class TestProgramOutput:
@@ -85,28 +85,29 @@ class TestProgramOutput:
         assert read_answers(printed) == (
             "torch 2.13.0, transformers 5.22.2, float32",
             {
-                "0123456789ab": Known(" é", "text", 4, 1.5),
-                "ba9876543210": Known(" é", "text", 4, 1.5, -0.5),
+                "0123456789ab": ReferenceAnswer(" é", "text", 4, 1.5),
+                "ba9876543210": ReferenceAnswer(" é", "text", 4, 1.5, -0.5),
             },
         )
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": 1, "transformers": 2, "answers": [{}]}', "Traceback"])
     def test_rejects_other_output(self, text: str) -> None:
-        with pytest.raises(OutsideFailed, match="is not a reference"):
+        with pytest.raises(ExternalFailure, match="is not a reference"):
             read_answers(text)
 
     def test_a_written_reference_round_trips(self) -> None:
         one = Reference(
             file="a.gguf", sha256="ab" * 32, file_bytes=3, made_with="a test",
-            answers={"x": Known(' "quoted"\n', "text", 3, 1.25), "y": Known("\ufffd", "part", 4, 0.5)},
+            answers={"x": ReferenceAnswer(' "quoted"\n', "text", 3, 1.25), "y": ReferenceAnswer("\ufffd", "part", 4,
+            0.5)},
         )  # fmt: skip
-        assert msgspec.json.decode(written(one), type=Reference) == one
+        assert msgspec.json.decode(write_reference(one), type=Reference) == one
 
 
 class TestReferenceProgram:
     def test_batches_contain_prompts_of_one_length(self) -> None:
         prompts = [[1] * length for length in (3, 5, 3, 5, 5, 900, 3)]
-        found = list(batches(prompts, 10))
+        found = list(group_prompts(prompts, 10))
         assert sorted(number for batch in found for number in batch) == list(range(7))
         for batch in found:
             lengths = {len(prompts[number]) for number in batch}
@@ -118,12 +119,12 @@ class TestReferenceProgram:
 
         config = Config()
         config.rope_parameters = {"rope_type": "default", "rope_theta": 100_000.0}
-        other = turned(config)
+        other = perturb_rope(config)
         assert other is not None and other.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
         assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100_000.0}
         for none in (None, {}, {"full_attention": {"rope_theta": 1.0}}):
             config.rope_parameters = none
-            assert turned(config) is None
+            assert perturb_rope(config) is None
 
     @pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", '[""]', "nonsense"])
     def test_rejects_invalid_prefixes(self, tmp_path: Path, content: str) -> None:

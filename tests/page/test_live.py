@@ -20,28 +20,28 @@ from tests.run.test_supervisor import until
 from bedplate import store
 from bedplate.engines import EngineState
 from bedplate.hosting.host import Host
-from bedplate.page.binding import IDLE, TOO_FEW, binding
+from bedplate.page.binding import IDLE, TOO_FEW, diagnose_window
 from bedplate.page.live import (
     MOST_RECENT,
     MOST_TENANTS,
     SPAN_S,
     SPELL_S,
     WINDOW_S,
-    Recorder,
-    Standing,
-    Tally,
-    class_of,
-    series,
-    times,
+    LiveRecorder,
+    ModelSnapshot,
+    RequestCounts,
+    build_series,
+    find_bucket,
+    summarize_times,
 )
-from bedplate.page.page import FIGURES, LiveFigures, put_up
-from bedplate.run.environments import Environment
+from bedplate.page.page import FIGURES, LiveFigures, add_live_page
+from bedplate.run.environments import EngineEnvironment
 from bedplate.run.gateway.tenants import KeyDigest, Tenants
 from bedplate.values.live import Live
-from bedplate.values.record import from_json, replaced, to_json
-from bedplate.values.tenant import Tenant, key_digest
+from bedplate.values.record import from_json, replace_fields, to_json
+from bedplate.values.tenant import Tenant, digest_key
 from bedplate.values.traffic import ServedRequest
-from bedplate.values.verdict import Cost, Side, Verdict
+from bedplate.values.verdict import ComparedEngine, OperatingCost, Verdict
 
 HTML = {"accept": "text/html,*/*"}
 OPERATOR = "the-operators-key"
@@ -56,7 +56,7 @@ def use_temporary_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> Environment:
+def stub(tmp_path: Path) -> EngineEnvironment:
     return make_stub_environment(tmp_path / "stub")
 
 
@@ -82,8 +82,8 @@ class TestCounting:
     def test_quantiles_are_accurate_to_one_bucket(self, values: list[float]) -> None:
         counts: dict[int, int] = {}
         for value in values:
-            counts[class_of(value)] = counts.get(class_of(value), 0) + 1
-        found = times([counts])
+            counts[find_bucket(value)] = counts.get(find_bucket(value), 0) + 1
+        found = summarize_times([counts])
         assert found.p50_ms == pytest.approx(find_nearest_rank(values, 0.5), rel=0.016)
         assert found.p95_ms == pytest.approx(find_nearest_rank(values, 0.95), rel=0.016)
 
@@ -91,7 +91,7 @@ class TestCounting:
     def test_each_second_covers_the_minute_before_it(self, seconds: list[list[float] | None], asked: int) -> None:
         tallies = [None if values is None else count_values(values) for values in seconds]
         new = min(asked, len(tallies))
-        found = series(tallies, new)
+        found = build_series(tallies, new)
         assert len(found.ended) == len(found.ttft_p50_ms) == new
         for number, second in enumerate(range(len(tallies) - new, len(tallies))):
             window = [tally for tally in tallies[max(0, second - WINDOW_S + 1) : second + 1] if tally is not None]
@@ -99,61 +99,61 @@ class TestCounting:
             assert found.output_tok_s[number] == pytest.approx(
                 sum(tally.completion_tokens for tally in window) / min(WINDOW_S, second + 1), abs=0.01
             )
-            expected = times(tally.ttft for tally in window)
+            expected = summarize_times(tally.ttft for tally in window)
             assert (found.ttft_p50_ms[number], found.ttft_p95_ms[number]) == (expected.p50_ms, expected.p95_ms)
 
     @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.data())
     def test_incremental_history_equals_full_history(self, requests: list[int], data: st.DataObject) -> None:
-        recorder = Recorder(1000.0)
+        recorder = LiveRecorder(1000.0)
         cut = data.draw(st.integers(0, len(requests)))
-        first = recorder.history(["alpha"])
+        first = recorder.build_history(["alpha"])
         for second, number in enumerate(requests):
             if second == cut:
-                first = recorder.history(["alpha"])
+                first = recorder.build_history(["alpha"])
             for _ in range(number):
-                recorder.hear(make_request())
-            recorder.close({"alpha": Standing(number, 0)}, now_s=1000.0 + data.draw(st.integers(-5, second)))
+                recorder.record_request(make_request())
+            recorder.end_second({"alpha": ModelSnapshot(number, 0)}, now_s=1000.0 + data.draw(st.integers(-5, second)))
         if cut == len(requests):
-            first = recorder.history(["alpha"])
-        later = recorder.history(["alpha"], first.at_s[-1] if first.at_s else 0)
-        whole = recorder.history(["alpha"])
+            first = recorder.build_history(["alpha"])
+        later = recorder.build_history(["alpha"], first.at_s[-1] if first.at_s else 0)
+        whole = recorder.build_history(["alpha"])
         assert first.at_s + later.at_s == whole.at_s
         for name in ("in_flight", "ended", "output_tok_s", "tpot_p95_ms"):
             parts = [getattr(part.models["alpha"], name) for part in (first, later)]
             assert parts[0] + parts[1] == getattr(whole.models["alpha"], name)
 
     def test_history_and_recent_requests_are_bounded(self) -> None:
-        recorder = Recorder()
+        recorder = LiveRecorder()
         for second in range(SPAN_S + 3 * WINDOW_S):
-            recorder.hear(make_request(second))
-            recorder.close({"alpha": Standing(1, 0)}, now_s=second)
-        assert len(recorder.history(["alpha"]).at_s) == SPAN_S
+            recorder.record_request(make_request(second))
+            recorder.end_second({"alpha": ModelSnapshot(1, 0)}, now_s=second)
+        assert len(recorder.build_history(["alpha"]).at_s) == SPAN_S
         assert len(recorder.seconds) == SPAN_S + WINDOW_S
         assert len(recorder.recent["alpha"]) == MOST_RECENT
 
     def test_rejected_requests_are_counted_separately(self) -> None:
-        recorder = Recorder()
-        recorder.hear(make_request(tenant="ann"))
-        recorder.hear(make_request(tenant="ann", outcome="failed", status=502))
-        recorder.hear(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+        recorder = LiveRecorder()
+        recorder.record_request(make_request(tenant="ann"))
+        recorder.record_request(make_request(tenant="ann", outcome="failed", status=502))
+        recorder.record_request(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
         used = recorder.used["ann"]
         assert (used.requests, used.failed, used.turned_away, used.completion_tokens) == (2, 1, 1, 22)
-        recorder.close({})
-        (tally,) = recorder.window("alpha")
+        recorder.end_second({})
+        (tally,) = recorder.get_window("alpha")
         assert (tally.ended, tally.failed, sum(tally.ttft.values())) == (2, 1, 1)
-        assert recorder.tokens_of("ann") == 222 and recorder.tokens_of("bob") == 0
+        assert recorder.count_tokens("ann") == 222 and recorder.count_tokens("bob") == 0
 
 
 class TestTenantHistory:
     def test_covers_the_minute_before_each_interval_and_no_other_tenant(self) -> None:
-        recorder = Recorder(1000.0)
+        recorder = LiveRecorder(1000.0)
         for second in range(120):
-            recorder.hear(make_request(tenant="ann", ttft_ms=100.0))
-            recorder.hear(make_request(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
+            recorder.record_request(make_request(tenant="ann", ttft_ms=100.0))
+            recorder.record_request(make_request(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
             if second % 10 == 0:
-                recorder.hear(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
-            recorder.close({"alpha": Standing(7, 3)}, now_s=1001.0 + second, in_flight={"ann": 2, "bob": 5})
-        found = recorder.history_of("ann")
+                recorder.record_request(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+            recorder.end_second({"alpha": ModelSnapshot(7, 3)}, now_s=1001.0 + second, in_flight={"ann": 2, "bob": 5})
+        found = recorder.build_tenant_history("ann")
         own = found.own
         assert own is not None and not found.models
         assert found.at_s == tuple(range(1000, 1120, SPELL_S)) and len(own.ended) == len(found.at_s)
@@ -161,54 +161,54 @@ class TestTenantHistory:
         assert own.tokens[-1] == 60 * 111 and own.output_tok_s[-1] == pytest.approx(11)
         assert own.ttft_p50_ms[-1] == pytest.approx(100, rel=0.016) and own.ttft_p95_ms[-1] == own.ttft_p50_ms[-1]
         assert set(own.in_flight) == {2} and set(own.waiting) == {0} and set(own.memory_bytes) == {None}
-        later = recorder.history_of("ann", since_s=1100)
+        later = recorder.build_tenant_history("ann", since_s=1100)
         assert later.at_s == (1105, 1110, 1115) and later.own is not None and later.own.ended == own.ended[-3:]
-        nobody = recorder.history_of("carol").own
+        nobody = recorder.build_tenant_history("carol").own
         assert nobody is not None and set(nobody.ended) == {0} and set(nobody.ttft_p50_ms) == {None}
 
     def test_number_of_tenants_with_history_is_bounded(self) -> None:
-        recorder = Recorder(1000.0)
+        recorder = LiveRecorder(1000.0)
         for number in range(MOST_TENANTS + 10):
-            recorder.hear(make_request(tenant=f"t{number}"))
-        recorder.close({}, now_s=1000.0 + SPELL_S)
+            recorder.record_request(make_request(tenant=f"t{number}"))
+        recorder.end_second({}, now_s=1000.0 + SPELL_S)
         assert len(recorder.spells[-1].tenants) == MOST_TENANTS
         assert recorder.used[f"t{MOST_TENANTS + 9}"].requests == 1
         for second in range(2 * SPAN_S):
-            recorder.close({}, now_s=1010.0 + second)
+            recorder.end_second({}, now_s=1010.0 + second)
         assert len(recorder.spells) == (SPAN_S + WINDOW_S) // SPELL_S
-        assert len(recorder.history_of("t0").at_s) == SPAN_S // SPELL_S
+        assert len(recorder.build_tenant_history("t0").at_s) == SPAN_S // SPELL_S
 
 
-def count_values(values: list[float]) -> Tally:
-    tally = Tally()
+def count_values(values: list[float]) -> RequestCounts:
+    tally = RequestCounts()
     tally.ended, tally.completion_tokens = len(values), 3 * len(values)
     for value in values:
-        tally.ttft[class_of(value)] = tally.ttft.get(class_of(value), 0) + 1
+        tally.ttft[find_bucket(value)] = tally.ttft.get(find_bucket(value), 0) + 1
     return tally
 
 
 class TestBottleneck:
-    def diagnose(self, standing: Standing, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
-        environment = Environment(
+    def diagnose(self, standing: ModelSnapshot, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
+        environment = EngineEnvironment(
             engine="llama.cpp", version="1", path="/", packages=(), python="3", made_at="now", disk_bytes=0
         )
         plan = make_stub_readied("alpha", environment).plan
-        tally = Tally()
+        tally = RequestCounts()
         tally.standing, tally.ended = standing, len(requests)
-        return binding([tally] * 10, requests, plan, slots, machine("cpu"), states, now_s=1000.0)
+        return diagnose_window([tally] * 10, requests, plan, slots, machine("cpu"), states, now_s=1000.0)
 
     def test_idle_endpoint_has_no_bottleneck(self) -> None:
-        assert self.diagnose(Standing(0, 0), [], 4) == IDLE
+        assert self.diagnose(ModelSnapshot(0, 0), [], 4) == IDLE
 
     def test_two_responses_are_too_few(self) -> None:
-        assert self.diagnose(Standing(1, 0), [make_request(999.0)] * 2, 4) == TOO_FEW
+        assert self.diagnose(ModelSnapshot(1, 0), [make_request(999.0)] * 2, 4) == TOO_FEW
 
     def test_old_responses_do_not_count(self) -> None:
-        assert self.diagnose(Standing(1, 0), [make_request(900.0)] * 20, 4) == TOO_FEW
+        assert self.diagnose(ModelSnapshot(1, 0), [make_request(900.0)] * 20, 4) == TOO_FEW
 
     def test_many_requests_for_few_slots_name_the_scheduler(self) -> None:
         waited = [make_request(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
-        found = self.diagnose(Standing(2, 18), waited, 2)
+        found = self.diagnose(ModelSnapshot(2, 18), waited, 2)
         assert found.limit == "scheduler" and found.text.startswith("Scheduler is the bottleneck with 20 in flight")
         assert any("2 slots for 20 requests" in one for one in found.evidence)
         assert found.change
@@ -216,7 +216,7 @@ class TestBottleneck:
     def test_full_kv_cache_is_named(self) -> None:
         waited = [make_request(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
         full = EngineState(running=4, waiting=16, kv_use=0.99, preemptions=0)
-        found = self.diagnose(Standing(20, 0), waited, 64, full, replace_state(full, preemptions=7))
+        found = self.diagnose(ModelSnapshot(20, 0), waited, 64, full, replace_state(full, preemptions=7))
         assert found.limit == "KV cache"
         assert any("99% full" in one for one in found.evidence)
 
@@ -227,9 +227,9 @@ def replace_state(state: EngineState, **changes: Any) -> EngineState:
     return msgspec.structs.replace(state, **changes)
 
 
-def with_page(stub: Environment, tmp_path: Path, then: Callable[[Host, LiveFigures], Awaitable[None]]) -> None:
+def with_page(stub: EngineEnvironment, tmp_path: Path, then: Callable[[Host, LiveFigures], Awaitable[None]]) -> None:
     async def run(host: Host) -> None:
-        figures = put_up(host)
+        figures = add_live_page(host)
         await add(host, make_stub_readied("alpha", stub))
         await then(host, figures)
 
@@ -252,13 +252,13 @@ def require_keys(host: Host, *, admin: bool = False) -> None:
     tenants = Tenants(OPERATOR)
     tenants.replace(
         (Tenant(name="ann", tokens_per_minute=100_000, requests_per_minute=60, in_flight=4, admin=admin),),
-        (KeyDigest(key_digest(ANNS.encode(), tenants.salt), "ann"),),
+        (KeyDigest(digest_key(ANNS.encode(), tenants.salt), "ann"),),
     )
     host.gateway.tenants = tenants
 
 
 class TestPage:
-    def test_browsers_get_html_and_other_clients_get_text(self, stub: Environment, tmp_path: Path) -> None:
+    def test_browsers_get_html_and_other_clients_get_text(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             status, headers, page = await get(host, "/", **HTML)
             assert status == 200 and page.startswith("<!doctype html>")
@@ -269,15 +269,15 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_shows_models_engines_and_reasons(self, stub: Environment, tmp_path: Path) -> None:
+    def test_shows_models_engines_and_reasons(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             for _ in range(3):
                 await ask(host, "alpha")
             running = asyncio.create_task(ask(host, "alpha", 600_000))
-            await until(lambda: host.service().in_flight, "a request to be in flight")
-            figures.tick()
+            await until(lambda: host.get_service().in_flight, "a request to be in flight")
+            figures.record_second()
             await read_live(host)
-            await figures.look()
+            await figures.read_engines()
             found = await read_live(host)
             running.cancel()
             assert from_json(Live, to_json(found)) == found
@@ -298,27 +298,27 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_shows_the_last_verdict_for_this_machine(self, stub: Environment, tmp_path: Path) -> None:
-        def side(engine: str) -> Side:
-            return Side(engine=engine, cells=(), runs=(), cost=Cost(engine=engine))
+    def test_shows_the_last_verdict_for_this_machine(self, stub: EngineEnvironment, tmp_path: Path) -> None:
+        def side(engine: str) -> ComparedEngine:
+            return ComparedEngine(engine=engine, cells=(), runs=(), cost=OperatingCost(engine=engine))
 
         async def then(host: Host, figures: LiveFigures) -> None:
             verdict = Verdict(
                 answer="stay", constraint="noise", text="It is no faster.", model="alpha", effects=(), least_gain=1.1,
-                machine=store.fingerprint(host.hardware), a=side("llama.cpp"), b=side("vllm"),
+                machine=store.compute_fingerprint(host.hardware), a=side("llama.cpp"), b=side("vllm"),
             )  # fmt: skip
-            store.add_verdict(replaced(verdict, answer="migrate"), "2026-11-14T10:00:00+00:00")
+            store.add_verdict(replace_fields(verdict, answer="migrate"), "2026-11-14T10:00:00+00:00")
             store.add_verdict(verdict, "2026-11-15T10:00:00+00:00")
-            store.add_verdict(replaced(verdict, machine="another"), "2026-11-16T10:00:00+00:00")
+            store.add_verdict(replace_fields(verdict, machine="another"), "2026-11-16T10:00:00+00:00")
             await read_live(host)
-            await figures.look()
+            await figures.read_engines()
             found = (await read_live(host)).verdict
             assert found is not None and (found.answer, found.at) == ("stay", "2026-11-15T10:00:00+00:00")
             assert (found.incumbent, found.challenger) == ("llama.cpp", "vllm")
 
         with_page(stub, tmp_path, then)
 
-    def test_seconds_are_recorded_in_the_background(self, stub: Environment, tmp_path: Path) -> None:
+    def test_seconds_are_recorded_in_the_background(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             running = asyncio.create_task(figures.run())
             await until(lambda: len(figures.recorder.seconds) >= 2, "two seconds to pass")
@@ -328,23 +328,23 @@ class TestPage:
 
         with_page(stub, tmp_path, then)
 
-    def test_engine_metrics_are_read_only_while_the_page_is_open(self, stub: Environment, tmp_path: Path) -> None:
+    def test_engine_metrics_are_read_only_while_the_page_is_open(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            await figures.look()
+            await figures.read_engines()
             (unseen,) = figures._seen.values()
             assert unseen.memory_bytes is not None and unseen.state is None
-            assert not figures.is_looked_at
+            assert not figures.is_page_open
             await read_live(host)
-            assert figures.is_looked_at
-            await figures.look()
+            assert figures.is_page_open
+            await figures.read_engines()
             (seen,) = figures._seen.values()
             assert seen.state is not None
 
         with_page(stub, tmp_path, then)
 
-    def test_invalid_since_returns_the_full_history(self, stub: Environment, tmp_path: Path) -> None:
+    def test_invalid_since_returns_the_full_history(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            figures.tick()
+            figures.record_second()
             for asked in ("x", "", "-1", "nan", "1e400"):
                 status, _, text = await get(host, f"{FIGURES}?since={asked}")
                 assert status == 200 and from_json(Live, text)
@@ -353,7 +353,7 @@ class TestPage:
 
 
 class TestAccess:
-    def test_page_loads_without_a_key_but_figures_need_one(self, stub: Environment, tmp_path: Path) -> None:
+    def test_page_loads_without_a_key_but_figures_need_one(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             require_keys(host)
             status, _, page = await get(host, "/", **HTML)
@@ -364,13 +364,13 @@ class TestAccess:
 
         with_page(stub, tmp_path, then)
 
-    def test_operator_sees_all_tenants_and_a_tenant_sees_itself(self, stub: Environment, tmp_path: Path) -> None:
+    def test_operator_sees_all_tenants_and_a_tenant_sees_itself(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             require_keys(host)
             now = time.time()
             for name in ("ann", "default", "default"):
-                figures.recorder.hear(make_request(now, tenant=name))
-            figures.tick()
+                figures.recorder.record_request(make_request(now, tenant=name))
+            figures.record_second()
             host.say("something happened")
             whole = await read_live(host, OPERATOR)
             assert {one.name: one.requests for one in whole.tenants} == {"ann": 1, "default": 2}
@@ -384,21 +384,21 @@ class TestAccess:
             assert model.engines[0].memory_bytes is None and model.engines[0].in_flight is None
             assert not own.notes and not own.history.models and own.verdict is None and own.hardware is None
             assert own.history.own is not None and own.tenants[0].tokens_left == 100_000
-            assert "default" not in to_json(replaced(own, name="x"))
+            assert "default" not in to_json(replace_fields(own, name="x"))
 
         with_page(stub, tmp_path, then)
 
-    def test_admin_sees_what_the_operator_sees(self, stub: Environment, tmp_path: Path) -> None:
+    def test_admin_sees_what_the_operator_sees(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             require_keys(host, admin=True)
-            figures.tick()
+            figures.record_second()
             seen = await read_live(host, ANNS)
             assert (seen.eyes, seen.tenant) == ("all", "ann")
             assert {one.name for one in seen.tenants} == {"ann", "default"} and seen.history.models
 
         with_page(stub, tmp_path, then)
 
-    def test_tenant_sees_only_models_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
+    def test_tenant_sees_only_models_it_may_use(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             await add(host, make_stub_readied("beta", stub, tenants=("bob",)))
             require_keys(host)
@@ -407,7 +407,7 @@ class TestAccess:
 
         with_page(stub, tmp_path, then)
 
-    def test_revoked_key_is_rejected(self, stub: Environment, tmp_path: Path) -> None:
+    def test_revoked_key_is_rejected(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
             require_keys(host)
             await read_live(host, ANNS)

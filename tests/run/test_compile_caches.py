@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.engines.plans import machine, model, plan
 
-from bedplate.engines import engine
-from bedplate.run.environments import Environment, remove
-from bedplate.run.supervisor import surroundings
+from bedplate.engines import get_engine
+from bedplate.run.environments import EngineEnvironment, uninstall_engine
+from bedplate.run.supervisor import build_engine_variables
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -23,13 +23,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build_variables(name: str) -> dict[str, str]:
-    one = engine(name)
+    one = get_engine(name)
     chosen = plan(one, machine("H100 SXM", 1), model(LLAMA))
-    environment = Environment(
+    environment = EngineEnvironment(
         engine=one.id, version=chosen.engine_version, path="/nowhere", packages=(), python="3.12", made_at="",
         disk_bytes=0,
     )  # fmt: skip
-    return surroundings(chosen, one, environment, one.launch(chosen, 8000), {})
+    return build_engine_variables(chosen, one, environment, one.launch(chosen, 8000), {})
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_cache_folder_depends_on_the_engine_version(name: str, variable: str, ow
     first, again, newer = build_variables(name), build_variables(name), build_variables(name.partition("@")[0])
     assert Path(first[variable]).is_relative_to(own_home) and first[variable] == again[variable]
     assert newer[variable] != first[variable]
-    folders = [first[one] for one in engine(name).compile_caches]
+    folders = [first[one] for one in get_engine(name).compile_caches]
     assert len(set(folders)) == len(folders)
 
 
@@ -51,7 +51,7 @@ def test_user_variables_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cache_is_removed_with_the_engine() -> None:
     folder = Path(build_variables("vllm@0.26.0")["VLLM_CACHE_ROOT"])
     folder.mkdir(parents=True)
-    remove("vllm")
+    uninstall_engine("vllm")
     assert not folder.exists()
 
 

@@ -17,19 +17,19 @@ from typing import ClassVar
 
 import psutil
 import pytest
-from tests.conftest import HANG_S, gone, no_new_children, wait_for
+from tests.conftest import HANG_S, has_no_new_children, have_ended, wait_for
 
-from bedplate.engines import Engine, Recipe, engine
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.engines import Engine, EnvironmentRecipe, get_engine
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run import environments
 from bedplate.run.environments import (
-    Environment,
-    command,
-    environment_path,
+    EngineEnvironment,
+    build_command,
     find_environment,
-    installed,
+    get_environment_path,
+    list_installed,
     make_environment,
-    remove,
+    uninstall_engine,
 )
 from bedplate.values import Launch
 
@@ -50,7 +50,7 @@ class Tiny(Engine):
     id = "tiny"
     name = "Tiny"
     version = "1.0"
-    recipe: ClassVar[Recipe | None] = Recipe(
+    recipe: ClassVar[EnvironmentRecipe | None] = EnvironmentRecipe(
         packages=("bedplate-tiny-engine==1.0",),
         programs=(("tiny", "llama_server.py"),),
         download_bytes=1000,
@@ -64,7 +64,7 @@ class Wanting(Tiny):
 
     id = "wanting"
     name = "Wanting"
-    recipe = Recipe(packages=("no-such-engine-of-bedplate==1",), download_bytes=1, disk_bytes=1, check="")
+    recipe = EnvironmentRecipe(packages=("no-such-engine-of-bedplate==1",), download_bytes=1, disk_bytes=1, check="")
 
 
 def make_wheel(folder: Path, name: str, version: str, files: dict[str, str | bytes]) -> Path:
@@ -137,13 +137,13 @@ def install_process(**env: str) -> subprocess.Popen[str]:
 
 
 class TestMaking:
-    def test_installs_a_real_engine(self, llama_environment: Environment) -> None:
+    def test_installs_a_real_engine(self, llama_environment: EngineEnvironment) -> None:
         assert llama_environment.packages == ("xllamacpp==2026.10.11549",)
         assert llama_environment.python.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
         assert 50_000_000 < llama_environment.disk_bytes < 200_000_000
-        assert find_environment(engine("llama.cpp")) == llama_environment
+        assert find_environment(get_engine("llama.cpp")) == llama_environment
         done = subprocess.run(
-            command(llama_environment, Launch(argv=("llama-server", "--help"))), capture_output=True, text=True
+            build_command(llama_environment, Launch(argv=("llama-server", "--help"))), capture_output=True, text=True
         )
         assert done.returncode == 0 and "--ctx-size" in done.stdout
 
@@ -171,28 +171,30 @@ class TestMaking:
         first = make_environment(Tiny())
         first.interpreter.unlink()
         first.interpreter.symlink_to(own_home / "uninstalled")
-        assert find_environment(Tiny()) is None and installed() == []
+        assert find_environment(Tiny()) is None and list_installed() == []
         again = make_environment(Tiny())
         assert again.path == first.path and again.interpreter.exists()
 
     def test_another_version_has_another_environment(self, wheels: Path, own_home: Path) -> None:
         class Newer(Tiny):
             version = "1.1"
-            recipe = Recipe(packages=("bedplate-tiny-engine==1.1",), download_bytes=1, disk_bytes=1, check="import sys")
+            recipe = EnvironmentRecipe(
+                packages=("bedplate-tiny-engine==1.1",), download_bytes=1, disk_bytes=1, check="import sys"
+            )
 
         make_wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": ""})
         old, new = make_environment(Tiny()), make_environment(Newer())
         assert old.path != new.path
-        assert {environment.packages[0] for environment in installed()} == {
+        assert {environment.packages[0] for environment in list_installed()} == {
             "bedplate-tiny-engine==1.0",
             "bedplate-tiny-engine==1.1",
         }
-        assert [environment.version for environment in remove("tiny")] == ["1.0", "1.1"]
-        assert installed() == [] and not (own_home / "engines" / "tiny").exists()
+        assert [environment.version for environment in uninstall_engine("tiny")] == ["1.0", "1.1"]
+        assert list_installed() == [] and not (own_home / "engines" / "tiny").exists()
 
     def test_removing_an_engine_that_is_not_installed_is_a_usage_error(self, own_home: Path) -> None:
-        with pytest.raises(BadQuestion, match="tiny is not installed"):
-            remove("tiny")
+        with pytest.raises(UsageError, match="tiny is not installed"):
+            uninstall_engine("tiny")
 
     def test_interrupted_removal_leaves_no_complete_environment(
         self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,8 +206,8 @@ class TestMaking:
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(shutil, "rmtree", killed)
-            remove("tiny")
-        assert find_environment(Tiny()) is None and installed() == []
+            uninstall_engine("tiny")
+        assert find_environment(Tiny()) is None and list_installed() == []
         assert make_environment(Tiny()) == find_environment(Tiny())
 
     def test_uses_pip_settings(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +232,13 @@ class TestMaking:
 class TestKilled:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     def test_kill_at_any_moment_leaves_no_incomplete_environment(
-        self, own_home: Path, number: signal.Signals, llama_environment: Environment
+        self, own_home: Path, number: signal.Signals, llama_environment: EngineEnvironment
     ) -> None:
         began = time.monotonic()
         with install_process() as process:
             process.communicate()
         whole_s = time.monotonic() - began
-        remove("llama.cpp")
+        uninstall_engine("llama.cpp")
         dice = random.Random(number)
         for moment in sorted(dice.uniform(0.1, 1.0) for _ in range(5)):
             with install_process() as process:
@@ -245,14 +247,14 @@ class TestKilled:
                 below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
                 process.send_signal(number)
                 process.communicate()
-            wait_for(lambda below=below: gone(below), "uv to end too")  # type: ignore[misc]
-            found = find_environment(engine("llama.cpp"))
+            wait_for(lambda below=below: have_ended(below), "uv to end too")  # type: ignore[misc]
+            found = find_environment(get_engine("llama.cpp"))
             if found is not None:
                 check = [str(found.interpreter), "-I", "-c", "import xllamacpp; xllamacpp.CommonParams()"]
                 subprocess.run(check, check=True)
-                remove("llama.cpp")
-        make_environment(engine("llama.cpp"))
-        assert find_environment(engine("llama.cpp")) is not None
+                uninstall_engine("llama.cpp")
+        make_environment(get_engine("llama.cpp"))
+        assert find_environment(get_engine("llama.cpp")) is not None
         assert list_leftovers(own_home) == []
 
     def test_ctrl_c_leaves_nothing(self, own_home: Path) -> None:
@@ -262,7 +264,7 @@ class TestKilled:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=HANG_S)
         assert "KeyboardInterrupt" in errors
-        assert list_leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and list_installed() == []
 
 
 def test_second_process_waits_for_the_installation(own_home: Path) -> None:
@@ -272,7 +274,7 @@ def test_second_process_waits_for_the_installation(own_home: Path) -> None:
     printed = [output.splitlines() for output, _ in outputs]
     assert len({lines[-1] for lines in printed}) == 1
     assert sum(line.startswith("installing") for lines in printed for line in lines) == 1
-    assert len(installed()) == 1 and list_leftovers(own_home) == []
+    assert len(list_installed()) == 1 and list_leftovers(own_home) == []
 
 
 class TestFailing:
@@ -298,7 +300,7 @@ class TestFailing:
             monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             make_environment(Wanting())
         assert caught.value.exit_code == 3
         assert caught.value.message == "installing Wanting failed"
@@ -307,12 +309,12 @@ class TestFailing:
 
     def test_discards_engine_that_does_not_run(self, wheels: Path, own_home: Path) -> None:
         class Broken(Tiny):
-            recipe = Recipe(
+            recipe = EnvironmentRecipe(
                 packages=("bedplate-tiny-engine==1.0",), download_bytes=1, disk_bytes=1, check="import tiny_missing"
             )
 
         class Crashing(Tiny):
-            recipe = Recipe(
+            recipe = EnvironmentRecipe(
                 packages=("bedplate-tiny-engine==1.0",),
                 download_bytes=1,
                 disk_bytes=1,
@@ -320,14 +322,14 @@ class TestFailing:
             )
 
         for kind, cause in ((Broken(), "No module named 'tiny_missing'"), (Crashing(), "killed by SIGILL")):
-            with pytest.raises(OutsideFailed, match="does not run on this machine") as caught:
+            with pytest.raises(ExternalFailure, match="does not run on this machine") as caught:
                 make_environment(kind)
             assert cause in str(caught.value.cause)
-            assert list_leftovers(own_home) == [] and installed() == []
+            assert list_leftovers(own_home) == [] and list_installed() == []
 
     def test_stops_a_hanging_check(self, wheels: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Hanging(Tiny):
-            recipe = Recipe(
+            recipe = EnvironmentRecipe(
                 packages=("bedplate-tiny-engine==1.0",),
                 download_bytes=1,
                 disk_bytes=1,
@@ -335,17 +337,17 @@ class TestFailing:
             )
 
         monkeypatch.setattr(environments, "CHECK_LIMIT_S", 0.5)
-        with pytest.raises(OutsideFailed, match="does not run on this machine") as caught:
+        with pytest.raises(ExternalFailure, match="does not run on this machine") as caught:
             make_environment(Hanging())
         assert "not done after" in str(caught.value.cause)
-        wait_for(lambda: no_new_children([]), "uv to end")
+        wait_for(lambda: has_no_new_children([]), "uv to end")
         assert list_leftovers(own_home) == []
 
     def test_unwritable_home_is_named_in_the_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         for home in (tmp_path / "file", tmp_path / "file" / "below"):
             monkeypatch.setenv("BEDPLATE_HOME", str(home))
-            with pytest.raises(OutsideFailed) as caught:
+            with pytest.raises(ExternalFailure) as caught:
                 make_environment(Tiny())
             assert str(home) in caught.value.message and "BEDPLATE_HOME" in str(caught.value.hint)
             assert caught.value.exit_code == 3
@@ -353,14 +355,14 @@ class TestFailing:
     def test_reports_read_only_home(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             make_environment(Tiny())
         assert caught.value.cause == "Read-only file system"
 
     def test_checks_disk_space_before_the_download(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
-        with pytest.raises(OutsideFailed, match=r"not enough disk space for llama\.cpp: 161 MB needed") as caught:
-            make_environment(engine("llama.cpp"))
+        with pytest.raises(ExternalFailure, match=r"not enough disk space for llama\.cpp: 161 MB needed") as caught:
+            make_environment(get_engine("llama.cpp"))
         assert "BEDPLATE_HOME" in str(caught.value.hint)
         assert list_leftovers(small_disk) == []
 
@@ -368,12 +370,14 @@ class TestFailing:
         self, wheels: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Fat(Tiny):
-            recipe = Recipe(packages=("bedplate-tiny-engine==2.0",), download_bytes=1, disk_bytes=1, check="")
+            recipe = EnvironmentRecipe(
+                packages=("bedplate-tiny-engine==2.0",), download_bytes=1, disk_bytes=1, check=""
+            )
 
         fat: dict[str, str | bytes] = {"bedplate_tiny_engine.py": "", "bedplate_tiny_data.bin": bytes(20_000_000)}
         make_wheel(wheels, "bedplate-tiny-engine", "2.0", fat)
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             make_environment(Fat())
         assert "No space left on device" in str(caught.value.cause)
         assert "free some space" in str(caught.value.hint)
@@ -384,7 +388,7 @@ class TestFailing:
             while True:
                 ballast.write(bytes(4096))
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk / "home"))
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             make_environment(Tiny())
         assert caught.value.cause == "No space left on device" and "free some space" in str(caught.value.hint)
         assert list_leftovers(small_disk / "home") == []
@@ -393,14 +397,16 @@ class TestFailing:
         class Planned(Tiny):
             recipe = None
 
-        with pytest.raises(OutsideFailed, match="cannot install Tiny"):
+        with pytest.raises(ExternalFailure, match="cannot install Tiny"):
             make_environment(Planned())
 
 
 def test_folder_depends_on_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tiny.recipe is not None
-    paths = {environment_path(Tiny(), Tiny.recipe)}
-    paths.add(environment_path(Tiny(), Recipe(packages=("a",), download_bytes=1, disk_bytes=1, check="")))
+    paths = {get_environment_path(Tiny(), Tiny.recipe)}
+    paths.add(
+        get_environment_path(Tiny(), EnvironmentRecipe(packages=("a",), download_bytes=1, disk_bytes=1, check=""))
+    )
     monkeypatch.setenv("UV_PYTHON", "3.12")
-    paths.add(environment_path(Tiny(), Tiny.recipe))
+    paths.add(get_environment_path(Tiny(), Tiny.recipe))
     assert len(paths) == 3

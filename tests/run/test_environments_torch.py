@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tests.run.test_environments import Tiny, make_wheel, own_home, wheels
 
-from bedplate.engines import Engine, Recipe
-from bedplate.errors import OutsideFailed
+from bedplate.engines import Engine, EnvironmentRecipe
+from bedplate.errors import ExternalFailure
 from bedplate.run import environments
-from bedplate.run.environments import command, environment_path, find_environment, make_environment
-from bedplate.run.uv import torch_arguments, torch_backend
+from bedplate.run.environments import build_command, find_environment, get_environment_path, make_environment
+from bedplate.run.uv import build_torch_arguments, choose_torch_backend
 from bedplate.values import Launch
 from bedplate.values.decision import Device
 
@@ -41,18 +41,18 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class TestBackend:
     def test_machine_without_gpu_never_gets_the_cuda_build(self, links: Path) -> None:
-        assert torch_backend(PINNED, "cpu") == "cpu"
-        assert torch_arguments(PINNED, "cpu", HERE) == ["--torch-backend", "cpu", *PINNED]
+        assert choose_torch_backend(PINNED, "cpu") == "cpu"
+        assert build_torch_arguments(PINNED, "cpu", HERE) == ["--torch-backend", "cpu", *PINNED]
 
     @pytest.mark.parametrize("device", ["cuda", "rocm", "xpu"])
     def test_machine_with_gpu_gets_the_build_for_it(self, links: Path, device: Device) -> None:
         put(links, "2.13.0+cpu")
-        assert torch_backend(PINNED, device) == "auto"
-        assert torch_arguments(PINNED, "auto", HERE) == ["--torch-backend", "auto", *PINNED]
+        assert choose_torch_backend(PINNED, device) == "auto"
+        assert build_torch_arguments(PINNED, "auto", HERE) == ["--torch-backend", "auto", *PINNED]
 
     def test_local_wheel_takes_precedence_over_index(self, links: Path) -> None:
         put(links, "2.13.0+cpu")
-        assert torch_arguments(PINNED, "cpu", HERE) == ["engine==1", "torch==2.13.0+cpu", PINNED[2]]
+        assert build_torch_arguments(PINNED, "cpu", HERE) == ["engine==1", "torch==2.13.0+cpu", PINNED[2]]
 
     @pytest.mark.parametrize(
         ("version", "tag", "machine"),
@@ -66,38 +66,38 @@ class TestBackend:
     )
     def test_ignores_wheel_for_another_platform(self, links: Path, version: str, tag: str, machine: str) -> None:
         put(links, version, tag, machine)
-        assert torch_arguments(PINNED, "cpu", HERE)[0] == "--torch-backend"
+        assert build_torch_arguments(PINNED, "cpu", HERE)[0] == "--torch-backend"
 
     def test_uses_pip_find_links(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("UV_FIND_LINKS")
         monkeypatch.setenv("PIP_FIND_LINKS", f"/nowhere {links}")
         put(links, "2.13.0+cpu")
-        assert "torch==2.13.0+cpu" in torch_arguments(PINNED, "cpu", HERE)
+        assert "torch==2.13.0+cpu" in build_torch_arguments(PINNED, "cpu", HERE)
 
     def test_user_setting_takes_precedence(self, links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UV_TORCH_BACKEND", "cu126")
-        assert torch_backend(PINNED, "cpu") == "cu126"
+        assert choose_torch_backend(PINNED, "cpu") == "cu126"
 
     def test_engines_without_torch_are_unaffected(self, links: Path) -> None:
-        assert torch_backend(("torchaudio==1", "engine==1"), "cpu") is None
-        assert torch_arguments(("engine==1",), None, HERE) == ["engine==1"]
+        assert choose_torch_backend(("torchaudio==1", "engine==1"), "cpu") is None
+        assert build_torch_arguments(("engine==1",), None, HERE) == ["engine==1"]
 
     def test_each_torch_build_has_a_separate_environment(self, links: Path, own_home: Path) -> None:
         class Torch(Tiny):
-            recipe = Recipe(packages=PINNED, download_bytes=1, disk_bytes=1, check="")
+            recipe = EnvironmentRecipe(packages=PINNED, download_bytes=1, disk_bytes=1, check="")
 
         one = Torch()
-        assert environment_path(one, one.recipe, "cpu") != environment_path(one, one.recipe, "cuda")
+        assert get_environment_path(one, one.recipe, "cpu") != get_environment_path(one, one.recipe, "cuda")
         tiny = Tiny()
         assert tiny.recipe is not None
-        assert environment_path(tiny, tiny.recipe, "cpu") == environment_path(tiny, tiny.recipe, "cuda")
+        assert get_environment_path(tiny, tiny.recipe, "cpu") == get_environment_path(tiny, tiny.recipe, "cuda")
 
 
 def test_removes_packages_that_break_the_engine(wheels: Path, own_home: Path) -> None:
     make_wheel(wheels, "bedplate-tiny-poison", "1.0", {"bedplate_tiny_poison.py": ""})
 
     class Poisoned(Tiny):
-        recipe = Recipe(
+        recipe = EnvironmentRecipe(
             packages=("bedplate-tiny-engine==1.0", "bedplate-tiny-poison==1.0"),
             removes=("bedplate-tiny-poison", "bedplate-tiny-absent"),
             download_bytes=1,
@@ -124,7 +124,7 @@ def test_installs_bare_packages_without_dependencies(wheels: Path, own_home: Pat
     )
 
     class Asking(Tiny):
-        recipe = Recipe(
+        recipe = EnvironmentRecipe(
             packages=("bedplate-tiny-engine==1.0",),
             bare=("bedplate-tiny-asking==1.0",),
             download_bytes=1,
@@ -139,24 +139,24 @@ def test_installs_bare_packages_without_dependencies(wheels: Path, own_home: Pat
 
 def test_rejects_device_without_recipe(own_home: Path) -> None:
     class OnCpus(Tiny):
-        def recipe_for(self, device: Device) -> Recipe | None:
+        def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
             return self.recipe if device == "cpu" else None
 
     assert find_environment(OnCpus(), "cuda") is None
-    with pytest.raises(OutsideFailed, match="cannot install"):
+    with pytest.raises(ExternalFailure, match="cannot install"):
         make_environment(OnCpus(), device="cuda")
 
 
 def test_uses_recipe_of_the_device(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = Recipe(packages=("for-cards==1",), download_bytes=1, disk_bytes=1, check="")
+    cards = EnvironmentRecipe(packages=("for-cards==1",), download_bytes=1, disk_bytes=1, check="")
 
     class Both(Tiny):
-        def recipe_for(self, device: Device) -> Recipe | None:
+        def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
             return cards if device == "cuda" else self.recipe
 
-    asked: list[Recipe] = []
+    asked: list[EnvironmentRecipe] = []
 
-    def note(engine: Engine, recipe: Recipe, *_: object) -> None:
+    def note(engine: Engine, recipe: EnvironmentRecipe, *_: object) -> None:
         asked.append(recipe)
 
     monkeypatch.setattr(environments, "_install", note)
@@ -167,6 +167,6 @@ def test_uses_recipe_of_the_device(own_home: Path, monkeypatch: pytest.MonkeyPat
 
 def test_command_uses_the_environments_python(wheels: Path, own_home: Path) -> None:
     environment = make_environment(Tiny())
-    words = command(environment, Launch(argv=("python", "-m", "some.module", "--port", "1")))
+    words = build_command(environment, Launch(argv=("python", "-m", "some.module", "--port", "1")))
     assert words == [str(environment.interpreter), "-I", "-m", "some.module", "--port", "1"]
     assert find_environment(Tiny()) == environment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.library import locate
 from bedplate.run import hub
 
@@ -26,7 +26,7 @@ def accept_any_size(size: int) -> bool:
 def fetch_gguf(
     reference: str, fits: Callable[[int], bool] = accept_any_size, progress: Callable[[int, int], None] | None = None
 ) -> Path:
-    return hub.download(hub.choose(reference, fits=fits), progress=progress)
+    return hub.download(hub.choose_files(reference, fits=fits), progress=progress)
 
 
 def make_content(name: str, size: int = 300_000) -> bytes:
@@ -180,7 +180,7 @@ SIZES = {
 class TestChoice:
     def chosen(self, server: Hub, sizes: dict[str, int], limit: int = 10**15, text: str = "me/model") -> str | None:
         server.sizes = sizes
-        return hub.choose(text, fits=lambda size: size <= limit).quantization
+        return hub.choose_files(text, fits=lambda size: size <= limit).quantization
 
     def test_chooses_usual_4_bit_quantization_even_if_a_larger_one_fits(self, server: Hub) -> None:
         assert self.chosen(server, SIZES) == "Q4_K_M"
@@ -192,7 +192,7 @@ class TestChoice:
         assert self.chosen(server, SIZES, limit * GB) == label
 
     def test_reports_smallest_file_if_none_fits(self, server: Hub) -> None:
-        with pytest.raises(AnswerIsNo) as caught:
+        with pytest.raises(NotPossible) as caught:
             self.chosen(server, SIZES, GB)
         assert caught.value.message == "no GGUF of me/model fits: the smallest is Q2_K, 2 GB"
 
@@ -210,19 +210,19 @@ class TestChoice:
         assert self.chosen(server, SIZES, 0, "me/model/m-Q6_K.gguf") == "Q6_K"
 
     def test_missing_quantization_error_lists_existing_ones(self, server: Hub) -> None:
-        with pytest.raises(BadQuestion) as caught:
+        with pytest.raises(UsageError) as caught:
             self.chosen(server, {"m-Q8_0.gguf": 8 * GB, "m-Q4_K_M.gguf": 5 * GB}, text="me/model:Q5_K_M")
         assert caught.value.message == "me/model has no Q5_K_M"
         assert caught.value.hint == "it has Q4_K_M (5 GB), Q8_0 (8 GB)"
 
     def test_missing_file_is_a_usage_error(self, server: Hub) -> None:
-        with pytest.raises(BadQuestion, match=r"has no file other\.gguf"):
+        with pytest.raises(UsageError, match=r"has no file other\.gguf"):
             self.chosen(server, SIZES, text="me/model/other.gguf")
 
     def test_split_files_are_one_model_with_their_total_size(self, server: Hub) -> None:
         parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": 40 * GB for n in (1, 2, 3)}
         server.sizes = {"m-Q2_K.gguf": 50 * GB, **parts}
-        choice = hub.choose("me/model", fits=accept_any_size)
+        choice = hub.choose_files("me/model", fits=accept_any_size)
         assert [file.path for file in choice.files] == list(parts)
         assert choice.size_bytes == choice.missing_bytes == 120 * GB
         assert self.chosen(server, server.sizes, 100 * GB) == "Q2_K"
@@ -232,7 +232,7 @@ class TestChoice:
 
     def test_choice_is_complete_before_the_download(self, server: Hub, tmp_path: Path) -> None:
         server.sizes = SIZES
-        choice = hub.choose("me/model", fits=accept_any_size)
+        choice = hub.choose_files("me/model", fits=accept_any_size)
         assert choice.name == "me/model:Q4_K_M"
         assert choice.revision == COMMIT
         assert choice.size_bytes == 5 * GB
@@ -242,8 +242,8 @@ class TestChoice:
 
     def test_repository_without_gguf_gets_a_hint(self, server: Hub) -> None:
         server.sizes = {"model.safetensors": 1, "config.json": 1}
-        with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=accept_any_size)
+        with pytest.raises(UsageError) as caught:
+            hub.choose_files("me/model", fits=accept_any_size)
         assert caught.value.message == "me/model has no GGUF files"
         assert caught.value.cause == "it has .safetensors files"
         assert caught.value.hint is not None
@@ -252,19 +252,19 @@ class TestChoice:
 
 class TestRefusals:
     def test_reports_missing_repository(self, server: Hub) -> None:
-        with pytest.raises(BadQuestion, match="me/other is not on the hub, or it is private"):
-            hub.choose("me/other", fits=accept_any_size)
+        with pytest.raises(UsageError, match="me/other is not on the hub, or it is private"):
+            hub.choose_files("me/other", fits=accept_any_size)
 
     @pytest.mark.parametrize("text", ["llama3", "a/b c", "", "../../etc"])
     def test_rejects_invalid_name(self, server: Hub, text: str) -> None:
-        with pytest.raises(BadQuestion, match="not the name of a model"):
-            hub.choose(text, fits=accept_any_size)
+        with pytest.raises(UsageError, match="not the name of a model"):
+            hub.choose_files(text, fits=accept_any_size)
         assert server.asked == []
 
     def test_reports_gated_repository_before_the_download(self, server: Hub) -> None:
         server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": make_content("m")}, True, "hf_good"
-        with pytest.raises(BadQuestion) as caught:
-            hub.choose("me/model", fits=accept_any_size)
+        with pytest.raises(UsageError) as caught:
+            hub.choose_files("me/model", fits=accept_any_size)
         assert "me/model is gated" in caught.value.message
         assert caught.value.hint is not None
         assert f"{server.url}/me/model" in caught.value.hint
@@ -277,22 +277,22 @@ class TestRefusals:
 
     def test_offline(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        with pytest.raises(OutsideFailed, match="HF_HUB_OFFLINE"):
-            hub.choose("me/model", fits=accept_any_size)
+        with pytest.raises(ExternalFailure, match="HF_HUB_OFFLINE"):
+            hub.choose_files("me/model", fits=accept_any_size)
         assert server.asked == []
 
     def test_no_network(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-        with pytest.raises(OutsideFailed) as caught:
-            hub.choose("me/model", fits=accept_any_size)
+        with pytest.raises(ExternalFailure) as caught:
+            hub.choose_files("me/model", fits=accept_any_size)
         assert caught.value.message == "cannot download me/model from http://127.0.0.1:9"
         assert caught.value.hint is not None
         assert "network" in caught.value.hint
 
     def test_checks_disk_space_before_downloading_from_the_hub(self, server: Hub) -> None:
         server.sizes = {"m-Q4_K_M.gguf": 10**18}
-        choice = hub.choose("me/model", fits=accept_any_size)
-        with pytest.raises(OutsideFailed) as caught:
+        choice = hub.choose_files("me/model", fits=accept_any_size)
+        with pytest.raises(ExternalFailure) as caught:
             hub.download(choice)
         assert "not enough disk space for me/model:Q4_K_M" in caught.value.message
         assert caught.value.hint is not None
@@ -306,7 +306,7 @@ class TestDownload:
 
         server.files = {"m-Q4_K_M.gguf": make_content("m")}
         seen: list[tuple[int, int]] = []
-        choice = hub.choose("me/model", fits=accept_any_size)
+        choice = hub.choose_files("me/model", fits=accept_any_size)
         path = hub.download(choice, progress=lambda done, total: seen.append((done, total)))
         assert path.read_bytes() == make_content("m")
         cache = tmp_path / "hf" / "hub"
@@ -324,7 +324,7 @@ class TestDownload:
     def test_does_not_download_cached_file_again(self, server: Hub) -> None:
         server.files = {"m-Q4_K_M.gguf": make_content("m")}
         first = fetch_gguf("me/model", fits=accept_any_size)
-        choice = hub.choose("me/model", fits=accept_any_size)
+        choice = hub.choose_files("me/model", fits=accept_any_size)
         assert choice.missing_bytes == 0
         assert hub.download(choice) == first
         assert len(server.downloads()) == 1
@@ -351,8 +351,8 @@ class TestDownload:
     def test_resumes_partial_file_of_an_earlier_attempt(self, server: Hub) -> None:
         data = make_content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 0, 0, 0, 0]
-        choice = hub.choose("me/model", fits=accept_any_size)
-        with pytest.raises(OutsideFailed) as caught:
+        choice = hub.choose_files("me/model", fits=accept_any_size)
+        with pytest.raises(ExternalFailure) as caught:
             hub.download(choice)
         assert caught.value.hint is not None
         assert "the next attempt resumes the download" in caught.value.hint
@@ -372,14 +372,14 @@ class TestDownload:
 
     def test_discards_file_with_wrong_checksum(self, server: Hub, tmp_path: Path) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, "0" * 64
-        with pytest.raises(OutsideFailed, match="does not have the checksum"):
+        with pytest.raises(ExternalFailure, match="does not have the checksum"):
             fetch_gguf("me/model", fits=accept_any_size)
         assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
 
     @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
     def test_rejects_etag_with_a_path(self, server: Hub, tmp_path: Path, etag: str) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, etag
-        with pytest.raises(OutsideFailed, match="no usable ETag"):
+        with pytest.raises(ExternalFailure, match="no usable ETag"):
             fetch_gguf("me/model", fits=accept_any_size)
         assert not list(tmp_path.rglob("*evil*"))
 
@@ -395,7 +395,7 @@ class TestDownload:
 
     def test_concurrent_downloads_transfer_the_file_once(self, server: Hub) -> None:
         server.files = {"m-Q4_K_M.gguf": make_content("m", 2_000_000)}
-        choice = hub.choose("me/model", fits=accept_any_size)
+        choice = hub.choose_files("me/model", fits=accept_any_size)
         paths: list[Path] = []
         threads = [threading.Thread(target=lambda: paths.append(hub.download(choice))) for _ in range(3)]
         for thread in threads:
@@ -439,7 +439,7 @@ class TestHeadersAlone:
                 {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.up_proj.weight": 128}
             ),
         }
-        model = hub.remote_model("me/model")
+        model = hub.read_remote_model("me/model")
         assert (model.name, model.origin) == ("me/model", "the hub: me/model, headers alone")
         assert model.weight_bytes == 2 * 5_000_128
         assert model.files == ()
@@ -450,7 +450,7 @@ class TestHeadersAlone:
             "config.json": json.dumps(CONFIG).encode(),
             "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
-        assert hub.remote_model("me/model").weight_bytes == 18
+        assert hub.read_remote_model("me/model").weight_bytes == 18
 
     def test_reads_header_from_server_without_ranges(self, server: Hub) -> None:
         server.ignore_ranges = True
@@ -458,7 +458,7 @@ class TestHeadersAlone:
             "config.json": json.dumps(CONFIG).encode(),
             "model.safetensors": make_shard({"lm_head.weight": 9}, pad=600_000),
         }
-        assert hub.remote_model("me/model").weight_bytes == 18
+        assert hub.read_remote_model("me/model").weight_bytes == 18
 
     def test_reads_shards_of_the_index(self, server: Hub) -> None:
         names = {f"model-0000{n}-of-00003.safetensors": f"model.layers.0.mlp.w{n}.weight" for n in (1, 2, 3)}
@@ -467,12 +467,12 @@ class TestHeadersAlone:
         index = {"weight_map": {name: file for file, name in names.items()}}
         server.files["model.safetensors.index.json"] = json.dumps(index).encode()
         server.files["other.safetensors"] = make_shard({"unrelated": 7})
-        assert hub.remote_model("me/model").weight_bytes == 600
+        assert hub.read_remote_model("me/model").weight_bytes == 600
 
     def test_reads_hf_quant_config(self, server: Hub) -> None:
         quant = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
         server.files = {"config.json": json.dumps(CONFIG).encode(), "hf_quant_config.json": json.dumps(quant).encode()}
-        details = hub.remote_model("me/model").quantization_details
+        details = hub.read_remote_model("me/model").quantization_details
         assert details is not None
         assert details.kv_cache == "FP8"
 
@@ -488,31 +488,31 @@ class TestHeadersAlone:
     )
     def test_rejects_hostile_headers(self, server: Hub, content: bytes) -> None:
         server.files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": content}
-        with pytest.raises(BadQuestion):
-            hub.remote_model("me/model")
+        with pytest.raises(UsageError):
+            hub.read_remote_model("me/model")
 
     def test_rejects_invalid_configuration(self, server: Hub) -> None:
         server.files = {"config.json": b"<html>", "model.safetensors": make_shard({"a": 1})}
-        with pytest.raises(BadQuestion, match="not JSON"):
-            hub.remote_model("me/model")
+        with pytest.raises(UsageError, match="not JSON"):
+            hub.read_remote_model("me/model")
 
     def test_gguf_repository_gets_a_hint(self, server: Hub) -> None:
         server.files = {"m-Q4_K_M.gguf": make_content("m")}
-        with pytest.raises(BadQuestion, match="contains GGUF files"):
-            hub.remote_model("me/model")
+        with pytest.raises(UsageError, match="contains GGUF files"):
+            hub.read_remote_model("me/model")
 
     def test_reports_gated_repository(self, server: Hub) -> None:
         server.files = {"config.json": json.dumps(CONFIG).encode()}
         server.gated, server.need_token = True, "hf_good"
-        with pytest.raises(BadQuestion, match="gated"):
-            hub.remote_model("me/model")
+        with pytest.raises(UsageError, match="gated"):
+            hub.read_remote_model("me/model")
 
     def test_inspect_contacts_the_hub_only_for_unknown_models(
         self, server: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from bedplate.run.models import inspected_model
+        from bedplate.run.models import find_inspected_model
 
         server.files = {"config.json": json.dumps(CONFIG).encode()}
-        assert inspected_model("meta-llama/Meta-Llama-3.1-8B").origin == "known facts"
+        assert find_inspected_model("meta-llama/Meta-Llama-3.1-8B").origin == "known facts"
         assert server.asked == []
-        assert inspected_model("me/model").name == "me/model"
+        assert find_inspected_model("me/model").name == "me/model"

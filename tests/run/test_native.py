@@ -23,29 +23,35 @@ from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
 from tests.run.test_environments import list_leftovers, own_home
 
-from bedplate.engines import Engine, SourceBuild, Variant, engine
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.engines import BuildVariant, Engine, SourceBuild, get_engine
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.progress import Silent
+from bedplate.progress import SilentProgress
 from bedplate.run import native
-from bedplate.run.environments import Environment, command, installed, remove, why_not
-from bedplate.run.native import (
-    NotUsable,
-    Toolchain,
-    Verdict,
-    build_environment,
-    build_path,
-    build_progress,
-    built_here,
-    cmake_version,
-    find_gpu_compiler,
-    first_error,
-    jobs_for,
-    local_archive,
-    toolchain,
-    unpack,
+from bedplate.run.environments import (
+    EngineEnvironment,
+    build_command,
+    explain_not_running,
+    list_installed,
+    uninstall_engine,
 )
-from bedplate.values import Hardware, Launch, replaced
+from bedplate.run.native import (
+    BuildNotUsable,
+    BuildTestResult,
+    Toolchain,
+    build_environment,
+    choose_jobs,
+    extract_tree,
+    find_first_error,
+    find_gpu_compiler,
+    find_local_archive,
+    find_native_build,
+    find_toolchain,
+    get_build_path,
+    parse_build_progress,
+    parse_cmake_version,
+)
+from bedplate.values import Hardware, Launch, replace_fields
 from bedplate.values.decision import Device
 
 __all__ = ["own_home"]
@@ -91,11 +97,11 @@ class Built(Engine):
     version = "1.0"
     build: ClassVar[SourceBuild | None] = BUILD
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
-        return (Variant(options=("-DKIND=fast",)), Variant(name="LUCK", options=("-DKIND=safe",)))
+    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
+        return (BuildVariant(options=("-DKIND=fast",)), BuildVariant(name="LUCK", options=("-DKIND=safe",)))
 
 
-class Notes(Silent):
+class Notes(SilentProgress):
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -129,16 +135,18 @@ def sources(tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
-def run_version(environment: Environment) -> str:
-    argv = command(environment, Launch(argv=("tiny-server", "--version")))
+def run_version(environment: EngineEnvironment) -> str:
+    argv = build_command(environment, Launch(argv=("tiny-server", "--version")))
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def accept_build(environment: Environment) -> Verdict:
-    return Verdict(runs=True, right=True, why=f"it says {run_version(environment)}")
+def accept_build(environment: EngineEnvironment) -> BuildTestResult:
+    return BuildTestResult(runs=True, right=True, why=f"it says {run_version(environment)}")
 
 
-def build(trial: Callable[[Environment], Verdict] = accept_build, notes: Notes | None = None) -> Environment:
+def build(
+    trial: Callable[[EngineEnvironment], BuildTestResult] = accept_build, notes: Notes | None = None
+) -> EngineEnvironment:
     return build_environment(Built(), HARDWARE, "cpu", trial, notes)
 
 
@@ -149,11 +157,11 @@ class TestBuilding:
         found = build(notes=notes)
         assert run_version(found) == "version: 7 (fast)"
         assert found.built and found.version == "1.0-native" and found.packages == ("bedplate-tiny-source==1.0",)
-        assert installed() == [found] and built_here(Built(), HARDWARE, "cpu") == found
-        assert command(found, Launch(argv=("made/by/hand/bin/tiny-server", "--port", "1"))) == [
+        assert list_installed() == [found] and find_native_build(Built(), HARDWARE, "cpu") == found
+        assert build_command(found, Launch(argv=("made/by/hand/bin/tiny-server", "--port", "1"))) == [
             f"{found.path}/bin/tiny-server", "--port", "1",
         ]  # fmt: skip
-        assert why_not(Path(found.path), engine("llama.cpp").recipe) is None  # type: ignore[arg-type]
+        assert explain_not_running(Path(found.path), get_engine("llama.cpp").recipe) is None  # type: ignore[arg-type]
         assert any("not the published file" in note for note in notes.said)
         assert any("about" in note and "estimate: guessed" in note for note in notes.said)
 
@@ -165,7 +173,7 @@ class TestBuilding:
 
     def test_a_second_call_builds_nothing(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = build()
-        monkeypatch.setattr(native, "take_source", None)
+        monkeypatch.setattr(native, "provide_source", None)
         assert build() == first
 
     def test_accepts_published_file_without_a_note(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,24 +186,24 @@ class TestBuilding:
 
     def test_native_build_is_removed_with_the_engine(self, sources: Path, own_home: Path) -> None:
         build()
-        assert len(remove("built")) == 1
-        assert installed() == [] and built_here(Built(), HARDWARE, "cpu") is None
+        assert len(uninstall_engine("built")) == 1
+        assert list_installed() == [] and find_native_build(Built(), HARDWARE, "cpu") is None
 
     def test_builds_with_make_without_ninja(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if shutil.which("make") is None:
             pytest.skip("needs make, which this machine has not")
-        whole = toolchain("Built", "cpu", os.environ)
+        whole = find_toolchain("Built", "cpu", os.environ)
         lacking = msgspec.structs.replace(whole, ninja=None)
-        monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
+        monkeypatch.setattr(native, "find_toolchain", lambda *_: lacking)
         assert run_version(build()) == "version: 7 (fast)"
 
 
 @needs_tools
 def test_installs_missing_cmake_and_ninja(sources: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UV_OFFLINE")
-    whole = toolchain("Built", "cpu", os.environ)
+    whole = find_toolchain("Built", "cpu", os.environ)
     lacking = msgspec.structs.replace(whole, cmake=None, ninja=None, make=None)
-    monkeypatch.setattr(native, "toolchain", lambda *_: lacking)
+    monkeypatch.setattr(native, "find_toolchain", lambda *_: lacking)
     notes = Notes()
     assert run_version(build(notes=notes)) == "version: 7 (fast)"
     assert any("cmake==" in note and "ninja==" in note for note in notes.said)
@@ -239,7 +247,7 @@ class TestFetching:
         assert list_leftovers(own_home) == []
 
     def test_rejects_source_package_with_another_hash(self, own_home: Path) -> None:
-        with pytest.raises(OutsideFailed, match="fetching bedplate-tiny-source") as caught:
+        with pytest.raises(ExternalFailure, match="fetching bedplate-tiny-source") as caught:
             build_environment(self.pinned("0" * 64), HARDWARE, "cpu", accept_build)
         assert "ash mismatch" in str(caught.value.cause)
         assert list_leftovers(own_home) == []
@@ -250,10 +258,10 @@ class TestTrials:
     def test_rebuilds_without_the_instruction_set_that_crashed(self, sources: Path) -> None:
         notes = Notes()
 
-        def dies(environment: Environment) -> Verdict:
+        def dies(environment: EngineEnvironment) -> BuildTestResult:
             if "fast" in run_version(environment):
-                return Verdict(runs=False, right=False, why="it met an illegal instruction")
-            return Verdict(runs=True, right=True, why="fine")
+                return BuildTestResult(runs=False, right=False, why="it met an illegal instruction")
+            return BuildTestResult(runs=True, right=True, why="fine")
 
         found = build(dies, notes)
         assert run_version(found) == "version: 7 (safe)"
@@ -266,56 +274,56 @@ class TestTrials:
     ) -> None:
         tried: list[str] = []
 
-        def dies(environment: Environment) -> Verdict:
+        def dies(environment: EngineEnvironment) -> BuildTestResult:
             tried.append(run_version(environment))
-            return Verdict(runs=False, right=False, why=f"death {len(tried)}")
+            return BuildTestResult(runs=False, right=False, why=f"death {len(tried)}")
 
-        with pytest.raises(NotUsable, match="death 2"):
+        with pytest.raises(BuildNotUsable, match="death 2"):
             build(dies)
         assert tried == ["version: 7 (fast)", "version: 7 (safe)"]
-        assert installed() == []
-        monkeypatch.setattr(native, "take_source", None)
-        with pytest.raises(NotUsable, match="an earlier build failed its test: death 2"):
+        assert list_installed() == []
+        monkeypatch.setattr(native, "provide_source", None)
+        with pytest.raises(BuildNotUsable, match="an earlier build failed its test: death 2"):
             build(dies)
 
     def test_wrong_answers_do_not_cause_another_variant(self, sources: Path) -> None:
         tried: list[str] = []
 
-        def wrong(environment: Environment) -> Verdict:
+        def wrong(environment: EngineEnvironment) -> BuildTestResult:
             tried.append(run_version(environment))
-            return Verdict(runs=True, right=False, why="nonsense", evidence=("after 'a' it says 'b'",))
+            return BuildTestResult(runs=True, right=False, why="nonsense", evidence=("after 'a' it says 'b'",))
 
         for _ in range(2):
-            with pytest.raises(NotUsable, match="nonsense") as caught:
+            with pytest.raises(BuildNotUsable, match="nonsense") as caught:
                 build(wrong)
             assert caught.value.evidence == ("after 'a' it says 'b'",)
-        assert len(tried) == 1 and installed() == []
+        assert len(tried) == 1 and list_installed() == []
 
     def test_build_is_tested_before_it_is_stored(self, sources: Path) -> None:
-        def looks(environment: Environment) -> Verdict:
-            assert installed() == [] and run_version(environment)
-            return Verdict(runs=True, right=True, why="")
+        def looks(environment: EngineEnvironment) -> BuildTestResult:
+            assert list_installed() == [] and run_version(environment)
+            return BuildTestResult(runs=True, right=True, why="")
 
         found = build(looks)
-        assert installed() == [found]
+        assert list_installed() == [found]
 
 
 @needs_tools
 class TestFailing:
     def test_reports_source_that_does_not_compile(self, sources: Path, own_home: Path) -> None:
         make_source(sources, **{"main.cpp": "int main() { return nothing; }\n"})
-        with pytest.raises(OutsideFailed, match="building Built failed") as caught:
+        with pytest.raises(ExternalFailure, match="building Built failed") as caught:
             build()
         assert "nothing" in str(caught.value.cause) and "error" in str(caught.value.cause)
         log = Path(str(caught.value.hint).partition(": ")[2])
         assert "main.cpp" in log.read_text()
-        assert list_leftovers(own_home) == [] and installed() == []
+        assert list_leftovers(own_home) == [] and list_installed() == []
 
     def test_reports_source_that_cannot_be_configured(self, sources: Path, own_home: Path) -> None:
         make_source(
             sources, **{"CMakeLists.txt": "cmake_minimum_required(VERSION 3.14)\nmessage(FATAL_ERROR no-luck)\n"}
         )
-        with pytest.raises(OutsideFailed, match="configuring Built failed") as caught:
+        with pytest.raises(ExternalFailure, match="configuring Built failed") as caught:
             build()
         assert "no-luck" in str(caught.value.cause)
         assert list_leftovers(own_home) == []
@@ -323,13 +331,13 @@ class TestFailing:
     def test_reports_truncated_source_archive(self, sources: Path, own_home: Path) -> None:
         whole = (sources / ARCHIVE).read_bytes()
         (sources / ARCHIVE).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(OutsideFailed, match="cannot extract"):
+        with pytest.raises(ExternalFailure, match="cannot extract"):
             build()
         assert list_leftovers(own_home) == []
 
     def test_reports_missing_source(self, sources: Path, own_home: Path) -> None:
         (sources / ARCHIVE).unlink()
-        with pytest.raises(OutsideFailed, match=r"fetching bedplate-tiny-source==1\.0 failed"):
+        with pytest.raises(ExternalFailure, match=r"fetching bedplate-tiny-source==1\.0 failed"):
             build()
         assert list_leftovers(own_home) == []
 
@@ -337,12 +345,12 @@ class TestFailing:
         class Huge(Built):
             build = msgspec.structs.replace(BUILD, disk_bytes=1 << 60)
 
-        with pytest.raises(OutsideFailed, match="not enough disk space for building Built"):
+        with pytest.raises(ExternalFailure, match="not enough disk space for building Built"):
             build_environment(Huge(), HARDWARE, "cpu", accept_build)
 
     def test_rejects_engine_without_source_build(self, own_home: Path) -> None:
-        with pytest.raises(BadQuestion, match="does not build"):
-            build_environment(engine("vllm"), HARDWARE, "cpu", accept_build)
+        with pytest.raises(UsageError, match="does not build"):
+            build_environment(get_engine("vllm"), HARDWARE, "cpu", accept_build)
 
 
 INTERRUPTED = """
@@ -376,7 +384,7 @@ def test_ctrl_c_stops_the_build_and_leaves_nothing(sources: Path, own_home: Path
     process.send_signal(number)
     process.communicate(timeout=HANG_S)
     wait_for(lambda: not any(one.is_running() for one in sleeping), "its processes to end")
-    assert installed() == []
+    assert list_installed() == []
     if number == signal.SIGINT:
         assert list_leftovers(own_home) == []
     else:  # the killed process could not clean up; the next build does
@@ -394,8 +402,8 @@ def _read_cmdline(process: psutil.Process) -> list[str]:
 
 class TestTools:
     def test_reports_missing_compiler(self, tmp_path: Path) -> None:
-        with pytest.raises(OutsideFailed, match=r"needs a C\+\+ compiler") as caught:
-            toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
+        with pytest.raises(ExternalFailure, match=r"needs a C\+\+ compiler") as caught:
+            find_toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
         assert "apt install g++" in str(caught.value.hint)
 
     @pytest.mark.parametrize(
@@ -407,8 +415,8 @@ class TestTools:
     ) -> None:
         self.program(tmp_path / "c++", "echo 'g++ 12.2'")
         monkeypatch.setattr(native, "find_gpu_compiler", lambda *_: None)
-        with pytest.raises(OutsideFailed, match=f"needs {program}") as caught:
-            toolchain("llama.cpp", device, {"PATH": str(tmp_path)})
+        with pytest.raises(ExternalFailure, match=f"needs {program}") as caught:
+            find_toolchain("llama.cpp", device, {"PATH": str(tmp_path)})
         assert kit in str(caught.value.hint)
 
     def test_finds_cuda_outside_the_path(self, tmp_path: Path) -> None:
@@ -418,13 +426,13 @@ class TestTools:
         assert find_gpu_compiler("cuda", {"PATH": "", "CUDA_HOME": str(tmp_path / "cuda-13")}) == nvcc
         assert find_gpu_compiler("cuda", {"PATH": str(nvcc.parent)}) == nvcc
         self.program(tmp_path / "c++", "echo 'g++ 12.2'")
-        found = toolchain("llama.cpp", "cuda", {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda-13")})
+        found = find_toolchain("llama.cpp", "cuda", {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda-13")})
         assert found.gpu == str(nvcc) and found.gpu_version == "Build cuda_13.0.r13.0"
 
     def test_ignores_old_cmake(self, tmp_path: Path) -> None:
         self.program(tmp_path / "c++", "echo 'g++ 12.2'")
         self.program(tmp_path / "cmake", "echo 'cmake version 3.10.2'")
-        found = toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
+        found = find_toolchain("llama.cpp", "cpu", {"PATH": str(tmp_path)})
         assert found.cmake is None and found.compiler_version == "g++ 12.2" and found.ninja is found.make is None
 
     def program(self, path: Path, line: str) -> None:
@@ -437,27 +445,27 @@ class TestTools:
     def test_parses_cmake_versions(self, line: str, version: tuple[int, int]) -> None:
         if line.startswith("cmake3"):
             line, version = line.replace("cmake3", "cmake"), (4, 4)
-        assert cmake_version(line) == version
+        assert parse_cmake_version(line) == version
 
     def test_memory_limits_the_number_of_jobs(self) -> None:
-        memory = replaced(HARDWARE.memory, available_bytes=5_000_000_000)
-        cpu = replaced(HARDWARE.cpu, allowed_cores=16.0)
-        assert jobs_for(replaced(HARDWARE, memory=memory, cpu=cpu)) == 2
-        assert jobs_for(replaced(HARDWARE, memory=replaced(memory, available_bytes=1))) == 1
+        memory = replace_fields(HARDWARE.memory, available_bytes=5_000_000_000)
+        cpu = replace_fields(HARDWARE.cpu, allowed_cores=16.0)
+        assert choose_jobs(replace_fields(HARDWARE, memory=memory, cpu=cpu)) == 2
+        assert choose_jobs(replace_fields(HARDWARE, memory=replace_fields(memory, available_bytes=1))) == 1
 
 
 class TestKey:
     TOOLS = Toolchain(compiler="/usr/bin/c++", compiler_version="g++ 12.2")
 
-    def path(self, variant: Variant | None = None, hardware: Hardware = HARDWARE, **tools: str) -> Path:
+    def path(self, variant: BuildVariant | None = None, hardware: Hardware = HARDWARE, **tools: str) -> Path:
         with_tools = msgspec.structs.replace(self.TOOLS, **tools)
-        return build_path(Built(), BUILD, variant or Variant(), with_tools, hardware, "cpu")
+        return get_build_path(Built(), BUILD, variant or BuildVariant(), with_tools, hardware, "cpu")
 
     def test_build_path_depends_on_compiler_flags_and_cpu(self) -> None:
-        other_cpu = replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, instruction_sets=("avx2",)))
+        other_cpu = replace_fields(HARDWARE, cpu=replace_fields(HARDWARE.cpu, instruction_sets=("avx2",)))
         paths = [
             self.path(),
-            self.path(Variant(options=("-DX=1",))),
+            self.path(BuildVariant(options=("-DX=1",))),
             self.path(compiler_version="g++ 14.1"),
             self.path(hardware=other_cpu),
         ]
@@ -477,18 +485,18 @@ class TestProgress:
         ],
     )
     def test_reads_progress_of_ninja_and_make(self, text: str, share: float | None) -> None:
-        assert build_progress(text) == share
+        assert parse_build_progress(text) == share
 
     @given(st.text(alphabet="[]/% \n0123456789ab"))
     def test_progress_is_valid_for_any_output(self, text: str) -> None:
-        share = build_progress(text)
+        share = parse_build_progress(text)
         assert share is None or 0 <= share <= 1
 
     def test_the_first_error_is_the_cause(self) -> None:
         text = "[1/2] c++ a.o\n/x/a.cpp:1:8: error: 'foo' was not declared\n/x/a.cpp:9: error: later\nninja: stopped\n"
-        assert first_error(text) == "/x/a.cpp:1:8: error: 'foo' was not declared"
-        assert "Killed" in first_error("c++: fatal error: Killed signal terminated program cc1plus\n")
-        assert first_error("") == "it printed nothing"
+        assert find_first_error(text) == "/x/a.cpp:1:8: error: 'foo' was not declared"
+        assert "Killed" in find_first_error("c++: fatal error: Killed signal terminated program cc1plus\n")
+        assert find_first_error("") == "it printed nothing"
 
 
 class TestUnpacking:
@@ -496,24 +504,24 @@ class TestUnpacking:
         path = make_archive(
             tmp_path / "a.tar.gz", {"p/vendor/x/CMakeLists.txt": "1", "p/vendor/x/s/f": "2", "p/other": "3"}
         )
-        unpack(path, "p/vendor/x", tmp_path / "to")
+        extract_tree(path, "p/vendor/x", tmp_path / "to")
         assert sorted(file.name for file in (tmp_path / "to").rglob("*")) == ["CMakeLists.txt", "f", "s"]
 
     @pytest.mark.parametrize("name", ["p/../../evil", "/evil", "p/x/../../../evil"])
     def test_extracts_nothing_outside_the_target(self, tmp_path: Path, name: str) -> None:
         path = make_archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})
-        with contextlib.suppress(OutsideFailed):
-            unpack(path, "p/x", tmp_path / "deep" / "to")
+        with contextlib.suppress(ExternalFailure):
+            extract_tree(path, "p/x", tmp_path / "deep" / "to")
         assert not (tmp_path / "evil").exists() and not Path("/evil").exists() and not (tmp_path / "deep/evil").exists()
 
     def test_rejects_archive_of_another_package(self, tmp_path: Path) -> None:
         path = make_archive(tmp_path / "a.tar.gz", {"q/setup.py": ""})
-        with pytest.raises(OutsideFailed, match="does not contain"):
-            unpack(path, "p/x", tmp_path / "to")
+        with pytest.raises(ExternalFailure, match="does not contain"):
+            extract_tree(path, "p/x", tmp_path / "to")
 
     def test_searches_folders_of_uv_and_pip(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
         (tmp_path / "b" / ARCHIVE).write_text("")
         links = f"https://example.com/links,{tmp_path}/a,file://{tmp_path}/b"
-        assert local_archive(ARCHIVE, {"UV_FIND_LINKS": links}) == tmp_path / "b" / ARCHIVE
-        assert local_archive(ARCHIVE, {}) is None
+        assert find_local_archive(ARCHIVE, {"UV_FIND_LINKS": links}) == tmp_path / "b" / ARCHIVE
+        assert find_local_archive(ARCHIVE, {}) is None

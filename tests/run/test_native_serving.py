@@ -11,44 +11,44 @@ from tests.engines.plans import plan as engine_plan
 from tests.run.test_environments import own_home
 from tests.run.test_native import Notes
 
-from bedplate.engines import engine
-from bedplate.engines.knobs import build_knob, turned_plan
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.engines import get_engine
+from bedplate.engines.knobs import apply_values, make_build_knob
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.run import ready, trials
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment
-from bedplate.run.listening import Listen
-from bedplate.run.native import NotUsable, Verdict
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.listening import ListenOptions
+from bedplate.run.native import BuildNotUsable, BuildTestResult
 from bedplate.serving.serve import serve
-from bedplate.values import Settings, replaced
+from bedplate.values import Settings, replace_fields
 
 __all__ = ["own_home"]
-LLAMA = engine("llama.cpp")
+LLAMA = get_engine("llama.cpp")
 
 
-def make_environment_record(path: Path, version: str, **more: Any) -> Environment:
-    return Environment(
+def make_environment_record(path: Path, version: str, **more: Any) -> EngineEnvironment:
+    return EngineEnvironment(
         engine="llama.cpp", version=version, path=str(path), packages=(), python="", made_at="", disk_bytes=0, **more
     )
 
 
 class TestEngineToBuild:
     def test_chooses_the_only_buildable_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ready, "toolchain", lambda *_: None)
-        assert ready._to_be_built(None, machine("cpu")).id == "llama.cpp"
-        assert ready._to_be_built("llama.cpp", machine("cpu")).id == "llama.cpp"
+        monkeypatch.setattr(ready, "find_toolchain", lambda *_: None)
+        assert ready._choose_build_engine(None, machine("cpu")).id == "llama.cpp"
+        assert ready._choose_build_engine("llama.cpp", machine("cpu")).id == "llama.cpp"
 
     def test_rejects_engines_that_cannot_be_built(self) -> None:
-        with pytest.raises(BadQuestion, match="does not build vLLM"):
-            ready._to_be_built("vllm", machine("cpu"))
+        with pytest.raises(UsageError, match="does not build vLLM"):
+            ready._choose_build_engine("vllm", machine("cpu"))
 
     def test_reports_missing_compiler_before_the_download(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(OutsideFailed, match=r"C\+\+ compiler"):
-            serve(build="native", listen=Listen(port=0))
+        with pytest.raises(ExternalFailure, match=r"C\+\+ compiler"):
+            serve(build="native", listen=ListenOptions(port=0))
         assert not (own_home / "models").exists()
 
 
@@ -58,40 +58,40 @@ class TestNotes:
         chosen = engine_plan(
             LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M", settings=Settings(slots=1, context_tokens=512)
         )
-        words = str(ready._idle_words(LLAMA, on, chosen))
+        words = str(ready._describe_idle_accelerators(LLAMA, on, chosen))
         assert "--build native" in words and on.accelerators[0].name in words and "only the CPU" in words
 
     def test_no_note_if_the_gpu_is_used(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert chosen.settings.device == "cuda" and ready._idle_words(LLAMA, on, chosen) is None
+        assert chosen.settings.device == "cuda" and ready._describe_idle_accelerators(LLAMA, on, chosen) is None
         cpu = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert ready._idle_words(LLAMA, machine("cpu"), cpu) is None
+        assert ready._describe_idle_accelerators(LLAMA, machine("cpu"), cpu) is None
 
     def test_note_about_unused_instructions(self, own_home: Path) -> None:
         x86 = machine("cpu")
         chosen = engine_plan(LLAMA, x86, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert ready._unused_words(LLAMA, x86, chosen) is None
-        arm = replaced(x86, cpu=replaced(x86.cpu, instruction_sets=("neon", "dotprod")))
-        words = str(ready._unused_words(LLAMA, arm, chosen))
+        assert ready._describe_unused_instructions(LLAMA, x86, chosen) is None
+        arm = replace_fields(x86, cpu=replace_fields(x86.cpu, instruction_sets=("neon", "dotprod")))
+        words = str(ready._describe_unused_instructions(LLAMA, arm, chosen))
         assert "without dot product instructions" in words and "--build native builds it from source" in words
-        elsewhere = replaced(chosen, settings=replaced(chosen.settings, device="cuda"))
-        assert ready._unused_words(LLAMA, arm, elsewhere) is None
+        elsewhere = replace_fields(chosen, settings=replace_fields(chosen.settings, device="cuda"))
+        assert ready._describe_unused_instructions(LLAMA, arm, elsewhere) is None
 
 
 class TestFailedBuild:
     @pytest.fixture(autouse=True)
     def no_good(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuses(*_: object) -> Environment:
-            raise NotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
+        def refuses(*_: object) -> EngineEnvironment:
+            raise BuildNotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
 
-        monkeypatch.setattr(ready, "native_environment", refuses)
+        monkeypatch.setattr(ready, "provide_native_environment", refuses)
         monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
 
     def test_cpu_falls_back_to_the_packaged_engine_with_a_warning(self) -> None:
         notes = Notes()
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        found = ready._environment(chosen, machine("cpu"), "native", notes, None)
+        found = ready._choose_environment(chosen, machine("cpu"), "native", notes, None)
         assert found.version == "packaged"
         said = "\n".join(notes.said)
         assert "WARNING" in said and "wrong answers" in said and "after 'a' it says 'b'" in said
@@ -99,14 +99,14 @@ class TestFailedBuild:
     def test_gpu_has_no_fallback(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers") as caught:
-            ready._environment(chosen, on, "native", Notes(), None)
+        with pytest.raises(ExternalFailure, match="is not used: it gives wrong answers") as caught:
+            ready._choose_environment(chosen, on, "native", Notes(), None)
         assert "after 'a'" in str(caught.value.cause)
 
     def test_measurement_has_no_fallback(self) -> None:
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers"):
-            ready._environment(chosen, machine("cpu"), "native", Notes(), None, to_measure=True)
+        with pytest.raises(ExternalFailure, match="is not used: it gives wrong answers"):
+            ready._choose_environment(chosen, machine("cpu"), "native", Notes(), None, to_measure=True)
 
 
 class TestTunedBuild:
@@ -115,13 +115,15 @@ class TestTunedBuild:
     @pytest.mark.parametrize("there", [True, False])
     def test_uses_tuned_native_build(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         built = make_environment_record(tmp_path, "built", built=True)
-        monkeypatch.setattr(ready, "usable_build", lambda *_: built if there else None)
+        monkeypatch.setattr(ready, "find_usable_build", lambda *_: built if there else None)
         monkeypatch.setattr(ready, "make_environment", lambda *_, **__: make_environment_record(tmp_path, "packaged"))
         on, notes = machine("cpu"), Notes()
         plain = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        tuned = turned_plan(plain, (build_knob(),), {"build": "native"})
-        assert ready._environment(plain, on, "packages", notes, None).version == "packaged" and not notes.said
-        assert ready._environment(tuned, on, "packages", notes, None).version == ("built" if there else "packaged")
+        tuned = apply_values(plain, (make_build_knob(),), {"build": "native"})
+        assert ready._choose_environment(plain, on, "packages", notes, None).version == "packaged" and not notes.said
+        assert ready._choose_environment(tuned, on, "packages", notes, None).version == (
+            "built" if there else "packaged"
+        )
         assert ("--build native builds it" in "".join(notes.said)) == (not there)
 
 
@@ -129,29 +131,31 @@ class TestTrial:
     """With a program that crashes like a build with an unsupported instruction."""
 
     def test_distinguishes_crash_from_answers(
-        self, tmp_path: Path, own_home: Path, llama_environment: Environment, builtin_gguf: Path
+        self, tmp_path: Path, own_home: Path, llama_environment: EngineEnvironment, builtin_gguf: Path
     ) -> None:
         (tmp_path / "bin").mkdir()
         program = tmp_path / "bin" / "llama-server"
         program.write_text(f"#!/bin/sh\necho $OMP_WAIT_POLICY > '{tmp_path}/policy'\nkill -ILL $$\n")
         program.chmod(0o755)
         dead = make_environment_record(tmp_path, "native", program="bin/llama-server", built=True)
-        facts = builtin_facts()
-        found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
+        facts = read_builtin_facts()
+        found = trials._run_trial(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
         assert not found.runs and "SIGILL" in found.why
         assert (
             tmp_path / "policy"
         ).read_text() == "passive\n"  # blocking threads, so that the trial is not slow on a busy machine
 
-    def test_trial_returns_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
+    def test_trial_returns_answers(
+        self, own_home: Path, llama_environment: EngineEnvironment, builtin_gguf: Path
+    ) -> None:
         class Asks:
             async def ask(self, chosen: Any, url: str, key: str | None) -> str:
                 return f"{chosen.model.name} by {key is not None}"
 
-            def judge(self, chosen: Any, built: Any, packaged: Any) -> Verdict:
-                return Verdict(runs=True, right=built == packaged, why=f"{built}")
+            def judge(self, chosen: Any, built: Any, packaged: Any) -> BuildTestResult:
+                return BuildTestResult(runs=True, right=built == packaged, why=f"{built}")
 
-        facts = builtin_facts()
-        facts = replaced(facts, files=(str(builtin_gguf),))
-        found = trials._tried(LLAMA, probe(), facts, llama_environment, Asks(), Notes(), llama_environment)
+        facts = read_builtin_facts()
+        facts = replace_fields(facts, files=(str(builtin_gguf),))
+        found = trials._run_trial(LLAMA, probe(), facts, llama_environment, Asks(), Notes(), llama_environment)
         assert found.runs and found.right and "SmolLM2" in found.why and "True" in found.why

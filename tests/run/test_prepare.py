@@ -16,19 +16,19 @@ from typing import ClassVar
 import msgspec
 import psutil
 import pytest
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 
-from bedplate.engines import Engine, Failure, Recipe
-from bedplate.engines.base import made_path
-from bedplate.errors import OutsideFailed
-from bedplate.facts.simulated import simulated
-from bedplate.home import home
-from bedplate.progress import Silent
+from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
+from bedplate.engines.base import get_converted_path
+from bedplate.errors import ExternalFailure
+from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.home import get_home
+from bedplate.progress import SilentProgress
 from bedplate.run import prepare as module
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment
-from bedplate.run.prepare import Prepared, offline, prepare, prepared_dir
-from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Workload, replaced
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.prepare import PreparationRecord, get_prepared_dir, prepare, set_offline
+from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Fake(Engine):
     name = "Fake"
     version = "1"
     vendors = ("nvidia",)
-    recipe: ClassVar[Recipe | None] = Recipe(
+    recipe: ClassVar[EnvironmentRecipe | None] = EnvironmentRecipe(
         packages=("fake==1",), download_bytes=1, disk_bytes=1, check="", programs=(("own", "transformers_server.py"),)
     )
 
@@ -67,12 +67,12 @@ class Fake(Engine):
 class Other(Fake):
     id = "other"
     name = "Other"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("other==1",), download_bytes=1, disk_bytes=1, check="", programs=(("unpack", "mlx_server.py"),)
     )
 
 
-class Notes(Silent):
+class Notes(SilentProgress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -80,14 +80,14 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def make_fake_environment(folder: Path, engine: str = "fake") -> Environment:
+def make_fake_environment(folder: Path, engine: str = "fake") -> EngineEnvironment:
     """Like an engine's environment: an interpreter, and programs next to it."""
     if not folder.exists():
         (folder / "bin").mkdir(parents=True)
         (folder / "bin" / "python").symlink_to(sys.executable)
         for name, script in {"make": MAKE, "break": BREAK, "hang": HANG, "tell": TELL, "unpack": MAKE}.items():
             (folder / "bin" / name).write_text(script)
-    return Environment(
+    return EngineEnvironment(
         engine=engine, version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
     )
 
@@ -96,7 +96,7 @@ def plan_for(source: Path) -> Plan:
     return Plan(
         engine="fake",
         engine_version="1",
-        model=replaced(builtin_facts(), files=(str(source),)),
+        model=replace_fields(read_builtin_facts(), files=(str(source),)),
         workload=Workload(),
         weights=Weights(label="BF16", made="converted", format="safetensors"),
         settings=Settings(slots=1, context_tokens=512),
@@ -108,7 +108,7 @@ def step(program: str, source: str | Path, where: str, **more: int) -> Preparati
 
 
 def list_leftovers() -> list[str]:
-    return [path.name for path in prepared_dir().glob(".*")] if prepared_dir().is_dir() else []
+    return [path.name for path in get_prepared_dir().glob(".*")] if get_prepared_dir().is_dir() else []
 
 
 @pytest.fixture
@@ -126,16 +126,16 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Environment:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> EngineEnvironment:
     engines = {"fake": Fake(), "other": Other()}
-    monkeypatch.setattr(module, "all_engines", lambda: engines)
+    monkeypatch.setattr(module, "load_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
-    monkeypatch.setattr(module, "gguf_server", lambda own, progress: None)
+    monkeypatch.setattr(module, "build_gguf_server_command", lambda own, progress: None)
     return make_fake_environment(tmp_path / "env")
 
 
-def read_record(folder: Path) -> Prepared:
-    return msgspec.json.decode((folder / "bedplate.json").read_bytes(), type=Prepared)
+def read_record(folder: Path) -> PreparationRecord:
+    return msgspec.json.decode((folder / "bedplate.json").read_bytes(), type=PreparationRecord)
 
 
 @pytest.fixture
@@ -147,41 +147,43 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestOnce:
-    def test_steps_see_earlier_results_and_the_launch_sees_all(self, own: Environment, source: Path) -> None:
+    def test_steps_see_earlier_results_and_the_launch_sees_all(self, own: EngineEnvironment, source: Path) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "folder-8-BIT")]
         folder = prepare(plan_for(source), steps, own)
-        assert folder is not None and folder.parent == prepared_dir()
+        assert folder is not None and folder.parent == get_prepared_dir()
         assert (folder / "folder" / "weights").read_text() == "bits+"
         assert (folder / "folder-8-BIT" / "weights").read_text() == "bits++"
         assert list_leftovers() == []
 
-    def test_without_steps_there_is_no_folder(self, own: Environment, source: Path, own_home: Path) -> None:
+    def test_without_steps_there_is_no_folder(self, own: EngineEnvironment, source: Path, own_home: Path) -> None:
         install = Preparation(kind="install", what="fake==1", where="an environment of its own")
         assert prepare(plan_for(source), [install], own) is None
         assert not own_home.exists()
 
-    def test_a_second_call_runs_nothing(self, own: Environment, source: Path, request: pytest.FixtureRequest) -> None:
+    def test_a_second_call_runs_nothing(
+        self, own: EngineEnvironment, source: Path, request: pytest.FixtureRequest
+    ) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "result")]
         first = prepare(plan_for(source), steps, own)
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(source), steps, own) == first
 
-    def test_stores_a_record_with_the_result(self, own: Environment, source: Path) -> None:
+    def test_stores_a_record_with_the_result(self, own: EngineEnvironment, source: Path) -> None:
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
         found = read_record(folder)
         assert (found.what, found.engine, found.version, found.disk_bytes) == ("folder", "fake", "1", 5)
 
-    def test_plans_share_common_steps(self, own: Environment, source: Path) -> None:
+    def test_plans_share_common_steps(self, own: EngineEnvironment, source: Path) -> None:
         first = step("make", source, "folder")
         one = prepare(plan_for(source), [first], own)
         two = prepare(plan_for(source), [first, step("make", "folder", "result")], own)
         assert one is not None and two is not None and one != two
         assert (two / "folder").resolve() == one / "folder"
-        assert len(list(prepared_dir().glob("*/bedplate.json"))) == 2
+        assert len(list(get_prepared_dir().glob("*/bedplate.json"))) == 2
 
     def test_results_depend_on_content_not_on_path(
-        self, own: Environment, source: Path, tmp_path: Path, request: pytest.FixtureRequest
+        self, own: EngineEnvironment, source: Path, tmp_path: Path, request: pytest.FixtureRequest
     ) -> None:
         first = prepare(plan_for(source), [step("make", source, "folder")], own)
         moved = source.rename(tmp_path / "moved.gguf")
@@ -190,20 +192,20 @@ class TestOnce:
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(moved), [step("make", moved, "folder")], own) == first
 
-    def test_all_files_of_a_folder_count(self, own: Environment, tmp_path: Path) -> None:
+    def test_all_files_of_a_folder_count(self, own: EngineEnvironment, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()
         for name in ("weights", "config.json"):
             (tmp_path / "model" / name).write_text(name)
         weights = tmp_path / "model" / "weights"
-        model = replaced(builtin_facts(), files=(str(weights),), format="safetensors")
-        plan = replaced(plan_for(weights), model=model)
+        model = replace_fields(read_builtin_facts(), files=(str(weights),), format="safetensors")
+        plan = replace_fields(plan_for(weights), model=model)
         steps = [step("make", weights.parent, "result")]
         first = prepare(plan, steps, own)
         (tmp_path / "model" / "config.json").write_text("another")
         assert prepare(plan, steps, own) != first
 
     def test_works_after_home_was_moved(
-        self, own: Environment, source: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "result")]
         prepare(plan_for(source), steps, own)
@@ -214,7 +216,7 @@ class TestOnce:
         assert (folder / "folder" / "weights").read_text() == "bits+"
 
     def test_changed_program_repeats_the_step(
-        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own_program = Path(own.path) / "bin" / "own"
         own_program.write_text(MAKE)
@@ -223,7 +225,7 @@ class TestOnce:
         assert prepare(plan_for(source), [step("own", source, "folder")], own) != first
 
     def test_inputs_of_a_finished_step_may_be_removed(
-        self, own: Environment, source: Path, request: pytest.FixtureRequest
+        self, own: EngineEnvironment, source: Path, request: pytest.FixtureRequest
     ) -> None:
         steps = [step("make", source, "folder"), step("make", "folder", "result")]
         folder = prepare(plan_for(source), steps, own)
@@ -232,13 +234,13 @@ class TestOnce:
         request.getfixturevalue("nothing_runs")
         assert prepare(plan_for(source), steps, own) == folder
 
-    def test_removes_temporary_folders(self, own: Environment, source: Path) -> None:
+    def test_removes_temporary_folders(self, own: EngineEnvironment, source: Path) -> None:
         script = "import pathlib; [pathlib.Path(name).mkdir() for name in ('it', 'it-work')]"
         made = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", script))
         folder = prepare(plan_for(source), [made], own)
         assert folder is not None and {path.name for path in folder.iterdir()} == {"it", "bedplate.json"}
 
-    def test_build_without_result_runs_once(self, own: Environment, source: Path, tmp_path: Path) -> None:
+    def test_build_without_result_runs_once(self, own: EngineEnvironment, source: Path, tmp_path: Path) -> None:
         place = tmp_path / "compiled"
         script = f"import os, pathlib; pathlib.Path({str(place)!r}).open('a').write(os.environ['MAX_JOBS'])"
         built = Preparation(
@@ -265,7 +267,7 @@ pathlib.Path(sys.argv[2], "weights").write_text("made with " + pathlib.Path("ker
 
 
 def make_hardware(name: str) -> Hardware:
-    return simulated({"accelerator": name, "count": 2, "ram_gb": 64, "os": "linux"})
+    return make_simulated_hardware({"accelerator": name, "count": 2, "ram_gb": 64, "os": "linux"})
 
 
 ADA, HOPPER = make_hardware("RTX 4090"), make_hardware("H100 SXM")
@@ -274,7 +276,7 @@ ADA, HOPPER = make_hardware("RTX 4090"), make_hardware("H100 SXM")
 class Kernels:
     """Plans with compiled kernels, and what the launch and the conversions see of them."""
 
-    def __init__(self, own: Environment, tmp_path: Path) -> None:
+    def __init__(self, own: EngineEnvironment, tmp_path: Path) -> None:
         self.own, self.log, self.folder = own, tmp_path / "compiled", tmp_path
 
     def compile(self, jobs: int = 3) -> Preparation:
@@ -300,7 +302,7 @@ class Kernels:
             argv = ("python", "-c", USE, str(source), "result")
             steps.append(Preparation(kind="convert", what="it", where="result", argv=argv))
         own = msgspec.structs.replace(self.own, **changed)
-        plan = replaced(plan_for(source), settings=Settings(slots=1, context_tokens=512, device=device))
+        plan = replace_fields(plan_for(source), settings=Settings(slots=1, context_tokens=512, device=device))
         folder = prepare(plan, steps, own, hardware=hardware)
         assert folder is not None
         return folder
@@ -311,7 +313,7 @@ class Kernels:
 
 
 @pytest.fixture
-def kernels(own: Environment, tmp_path: Path) -> Kernels:
+def kernels(own: EngineEnvironment, tmp_path: Path) -> Kernels:
     return Kernels(own, tmp_path)
 
 
@@ -344,7 +346,7 @@ class TestCompiled:
         ],
     )
     def test_compiles_again_for_another_gpu_version_torch_or_environment(
-        self, kernels: Kernels, own: Environment, tmp_path: Path, changed: dict[str, object]
+        self, kernels: Kernels, own: EngineEnvironment, tmp_path: Path, changed: dict[str, object]
     ) -> None:
         first = kernels.served("one")
         if "path" in changed:
@@ -382,7 +384,7 @@ class TestCompiled:
     def test_conversion_is_compared_with_weights_not_with_compiled_code(self, kernels: Kernels, checker: Path) -> None:
         assert read_record(kernels.served("one")).checked == ("one.gguf result 16 made with 2",)
 
-    def test_links_compiled_code_for_each_model(self, own: Environment, source: Path, tmp_path: Path) -> None:
+    def test_links_compiled_code_for_each_model(self, own: EngineEnvironment, source: Path, tmp_path: Path) -> None:
         script = "open('options', 'w').write('of all')"
         options = Preparation(kind="build", what="options", where="options", argv=("python", "-c", script))
         other = tmp_path / "other.gguf"
@@ -418,15 +420,17 @@ class TestCompiled:
 
 class TestWhere:
     def test_step_runs_in_the_environment_that_it_names(
-        self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = make_fake_environment(tmp_path / "other env", "other")
         (Path(own.path) / "bin" / "make").unlink()
         monkeypatch.setattr(module, "find_environment", lambda engine: other)
-        folder = prepare(plan_for(source), [replaced(step("make", source, "folder"), within="other")], own)
+        folder = prepare(plan_for(source), [replace_fields(step("make", source, "folder"), within="other")], own)
         assert folder is not None and read_record(folder).engine == "other"
 
-    def test_scripts_import_modules_from_their_folder(self, own: Environment, source: Path, tmp_path: Path) -> None:
+    def test_scripts_import_modules_from_their_folder(
+        self, own: EngineEnvironment, source: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "tree").mkdir()
         (tmp_path / "tree" / "beside.py").write_text("def make(where): open(where, 'w').write('made')")
         (tmp_path / "tree" / "convert.py").write_text("import sys, beside; beside.make(sys.argv[1])")
@@ -435,7 +439,7 @@ class TestWhere:
         assert folder is not None and (folder / "it").read_text() == "made"
 
     def test_a_program_of_another_engine_runs_in_its_environment(
-        self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (Path(own.path) / "bin" / "unpack").unlink()
         notes = Notes()
@@ -450,17 +454,17 @@ class TestWhere:
         assert any("installing Other to convert the weights" in note for note in notes.notes)
 
     def test_steps_are_offline_and_get_no_secrets(
-        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HF_TOKEN", "secret")
         folder = prepare(plan_for(source), [step("tell", source, "told")], own)
         assert folder is not None
         told = json.loads((folder / "told").read_text())
         assert told["HF_HUB_OFFLINE"] == "1" and "HF_TOKEN" not in told
-        assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(home())
+        assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(get_home())
 
     def test_creates_hub_cache(self, own_home: Path) -> None:
-        assert Path(offline({})["HF_HOME"]).is_dir()
+        assert Path(set_offline({})["HF_HOME"]).is_dir()
 
 
 RIGHT = """
@@ -486,9 +490,11 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestCompared:
-    def test_compares_each_conversion_with_its_source(self, own: Environment, source: Path, checker: Path) -> None:
-        plan = replaced(plan_for(source), weights=Weights(label="Q4_K_M", made="converted", format="gguf"))
-        name = made_path(plan)
+    def test_compares_each_conversion_with_its_source(
+        self, own: EngineEnvironment, source: Path, checker: Path
+    ) -> None:
+        plan = replace_fields(plan_for(source), weights=Weights(label="Q4_K_M", made="converted", format="gguf"))
+        name = get_converted_path(plan)
         steps = [step("make", source, "folder"), step("make", "folder", name)]
         notes = Notes()
         folder = prepare(plan, steps, own, notes)
@@ -499,16 +505,16 @@ class TestCompared:
         assert set(first.checked + last.checked) <= set(notes.notes)
 
     def test_discards_wrong_result_and_reports_the_evidence(
-        self, own: Environment, source: Path, checker: Path
+        self, own: EngineEnvironment, source: Path, checker: Path
     ) -> None:
         checker.write_text(WRONG)
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             prepare(plan_for(source), [step("make", source, "folder")], own)
         assert caught.value.message == "folder: the result differs from its source and was discarded"
         assert "3 of 40 clear next tokens" in str(caught.value.cause) and "instead of 'z'" in str(caught.value.cause)
-        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(get_prepared_dir().glob("*/bedplate.json"))
 
-    def test_keeps_result_that_cannot_be_compared_with_a_note(self, own: Environment, source: Path) -> None:
+    def test_keeps_result_that_cannot_be_compared_with_a_note(self, own: EngineEnvironment, source: Path) -> None:
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
         (said,) = read_record(folder).checked
@@ -517,44 +523,44 @@ class TestCompared:
 
 class TestFailing:
     def test_failed_step_reports_the_cause_and_leaves_nothing(
-        self, own: Environment, source: Path, own_home: Path
+        self, own: EngineEnvironment, source: Path, own_home: Path
     ) -> None:
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             prepare(plan_for(source), [step("break", source, "folder")], own)
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "no such thing")
         log = Path(str(caught.value.hint).rpartition(": ")[2])
         assert log.is_relative_to(own_home) and "what it did" in log.read_text()
-        assert list_leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+        assert list_leftovers() == [] and not list(get_prepared_dir().glob("*/bedplate.json"))
 
     def test_explains_failure_known_to_the_engine(
-        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+        self, own: EngineEnvironment, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        known = Failure(message="it is too wide", hint="take a narrower one")
+        known = KnownFailure(message="it is too wide", hint="take a narrower one")
         monkeypatch.setattr(Fake, "explain", lambda self, log: known if "what it did" in log else None)
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             prepare(plan_for(source), [step("break", source, "folder")], own)
         assert (caught.value.message, caught.value.cause) == ("converting folder failed", "it is too wide")
         assert str(caught.value.hint).startswith("take a narrower one; log: ")
 
-    def test_step_without_result_is_an_error(self, own: Environment, source: Path) -> None:
+    def test_step_without_result_is_an_error(self, own: EngineEnvironment, source: Path) -> None:
         idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))
-        with pytest.raises(OutsideFailed) as caught:
+        with pytest.raises(ExternalFailure) as caught:
             prepare(plan_for(source), [idle], own)
         assert caught.value.cause == "it ended without creating it; its last line of output: done"
         assert list_leftovers() == []
 
-    def test_step_without_command_is_an_error(self, own: Environment, source: Path) -> None:
-        with pytest.raises(OutsideFailed, match="cannot prepare it"):
+    def test_step_without_command_is_an_error(self, own: EngineEnvironment, source: Path) -> None:
+        with pytest.raises(ExternalFailure, match="cannot prepare it"):
             prepare(plan_for(source), [Preparation(kind="build", what="it", where="there")], own)
 
     @pytest.mark.usefixtures("nothing_runs")
-    def test_checks_disk_space_before_the_first_step(self, own: Environment, source: Path) -> None:
-        with pytest.raises(OutsideFailed, match="not enough disk space for the converted weights"):
+    def test_checks_disk_space_before_the_first_step(self, own: EngineEnvironment, source: Path) -> None:
+        with pytest.raises(ExternalFailure, match="not enough disk space for the converted weights"):
             prepare(plan_for(source), [step("make", source, "folder", disk_bytes=10**18)], own)
 
-    def test_reports_missing_source_files(self, own: Environment, tmp_path: Path) -> None:
+    def test_reports_missing_source_files(self, own: EngineEnvironment, tmp_path: Path) -> None:
         missing = tmp_path / "gone.gguf"
-        with pytest.raises(OutsideFailed, match=r"cannot read .*gone\.gguf"):
+        with pytest.raises(ExternalFailure, match=r"cannot read .*gone\.gguf"):
             prepare(plan_for(missing), [step("make", missing, "folder")], own)
 
 
@@ -574,7 +580,7 @@ print(prepare(plan_for(source), steps, make_fake_environment(env), Notes()), flu
 
 
 @pytest.fixture
-def start(tmp_path: Path, own: Environment, source: Path) -> Iterator[object]:
+def start(tmp_path: Path, own: EngineEnvironment, source: Path) -> Iterator[object]:
     running: list[subprocess.Popen[str]] = []
 
     def one(program: str) -> subprocess.Popen[str]:
@@ -598,15 +604,15 @@ def start(tmp_path: Path, own: Environment, source: Path) -> Iterator[object]:
 class TestKilled:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_kill_stops_the_step_and_leaves_no_complete_result(
-        self, own: Environment, source: Path, start: object, number: signal.Signals
+        self, own: EngineEnvironment, source: Path, start: object, number: signal.Signals
     ) -> None:
         process = start("hang")  # type: ignore[operator]
-        wait_for(lambda: list(prepared_dir().glob(".making-*/folder")) or None, "the step to be at work")
+        wait_for(lambda: list(get_prepared_dir().glob(".making-*/folder")) or None, "the step to be at work")
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         process.communicate(timeout=HANG_S)
-        wait_for(lambda: gone(below), "the program to end too")
-        assert not list(prepared_dir().glob("*/bedplate.json"))
+        wait_for(lambda: have_ended(below), "the program to end too")
+        assert not list(get_prepared_dir().glob("*/bedplate.json"))
         if number == signal.SIGINT:
             assert list_leftovers() == []
         (Path(own.path) / "bin" / "hang").write_text(MAKE)

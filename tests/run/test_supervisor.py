@@ -16,31 +16,31 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import HANG_S, gone, wait_for
+from tests.conftest import HANG_S, have_ended, wait_for
 
 from bedplate.decide import decide, plan
-from bedplate.engines import Engine, Failure, engine
-from bedplate.errors import OutsideFailed
+from bedplate.engines import Engine, KnownFailure, get_engine
+from bedplate.errors import ExternalFailure
 from bedplate.facts.hardware import probe
 from bedplate.run import supervisor as module
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment
-from bedplate.run.gateway import Backend
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.gateway import GatewayBackend
 from bedplate.run.supervisor import (
     EARLY_DEATHS,
     LATER_DEATHS,
     MAX_BACK_OFF_S,
     MIN_BACK_OFF_S,
-    Death,
+    EngineExit,
     EngineLog,
     EngineProcess,
     Supervisor,
-    back_off_s,
-    explain,
-    free_port,
-    give_up,
+    compute_back_off_s,
+    explain_exit,
+    find_final_failure,
+    find_free_port,
 )
-from bedplate.values import Launch, Plan, Workload, replaced
+from bedplate.values import Launch, Plan, Workload, replace_fields
 
 HEALTHY = """
 import http.server, sys
@@ -67,7 +67,7 @@ class Fake(Engine):
         return Launch(argv=("fake", str(port)))
 
 
-class Recorder(Backend):
+class Recorder(GatewayBackend):
     """Records the states and the loading progress."""
 
     def __init__(self) -> None:
@@ -83,18 +83,18 @@ class Recorder(Backend):
             self.seen_progress.append(value)
 
 
-def make_fake_environment(folder: Path, script: str) -> Environment:
+def make_fake_environment(folder: Path, script: str) -> EngineEnvironment:
     """Like an engine's environment: an interpreter, and a program next to it."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "fake").write_text(script)
-    return Environment(
+    return EngineEnvironment(
         engine="fake", version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
     )
 
 
 def make_real_plan(model_file: Path) -> Plan:
-    model = replaced(builtin_facts(), files=(str(model_file),))
+    model = replace_fields(read_builtin_facts(), files=(str(model_file),))
     workload = Workload(concurrency=1, context_tokens=1024)
     return plan(decide(probe(), model, workload), model, workload)
 
@@ -111,7 +111,7 @@ async def until(look: Callable[[], object], what: str, seconds: float = 30) -> N
 
 
 def supervise(
-    environment: Environment,
+    environment: EngineEnvironment,
     log: Path,
     then: Callable[[Supervisor, Recorder], Awaitable[None]],
     *,
@@ -136,15 +136,15 @@ def supervise(
     return backend
 
 
-async def expect_failure(one: Supervisor) -> OutsideFailed:
-    with pytest.raises(OutsideFailed) as caught:
-        await one.ready()
+async def expect_failure(one: Supervisor) -> ExternalFailure:
+    with pytest.raises(ExternalFailure) as caught:
+        await one.wait_for_start()
     return caught.value
 
 
 class TestTheRealEngine:
     def test_becomes_ready_and_is_restarted_after_a_kill(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         pids: list[int | None] = []
         log = tmp_path / "log"
@@ -154,7 +154,7 @@ class TestTheRealEngine:
             await until(lambda: log.read_text().count("model loaded") == times, f"{times} x 'model loaded' in the log")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
+            await one.wait_for_start()
             assert backend.address is not None and backend.restarts == 0
             await said_so(1)
             assert one.process is not None and one.process.pid is not None
@@ -165,37 +165,37 @@ class TestTheRealEngine:
             assert backend.restarts == 1 and backend.reason is None
             await said_so(2)
 
-        backend = supervise(llama_environment, log, then, model_file=builtin_gguf, kind=engine("llama.cpp"))
+        backend = supervise(llama_environment, log, then, model_file=builtin_gguf, kind=get_engine("llama.cpp"))
         assert backend.states == ["loading", "ready", "restarting", "ready", "stopped"]
         assert backend.seen_progress[0] == 0 and backend.seen_progress[-1] == 1
         assert None not in pids and pids[0] != pids[1]
         assert log.read_text().count("# 2") == 2
 
     def test_killed_warden_kills_the_engine(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
+            await one.wait_for_start()
             (warden,) = psutil.Process().children()
             engines = warden.children()
             warden.kill()
             await until(lambda: backend.states[-2:] == ["restarting", "ready"], "the restart")
-            assert engines and gone(engines)
+            assert engines and have_ended(engines)
 
-        supervise(llama_environment, tmp_path / "log", then, model_file=builtin_gguf, kind=engine("llama.cpp"))
+        supervise(llama_environment, tmp_path / "log", then, model_file=builtin_gguf, kind=get_engine("llama.cpp"))
 
-    def test_missing_file_is_not_retried(self, llama_environment: Environment, tmp_path: Path) -> None:
+    def test_missing_file_is_not_retried(self, llama_environment: EngineEnvironment, tmp_path: Path) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
             error = await expect_failure(one)
             assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf does not exist any more"
             assert str(tmp_path / "log") in str(error.hint)
 
         file = tmp_path / "gone.gguf"
-        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=get_engine("llama.cpp"))
         assert backend.states == ["loading", "failed", "stopped"] and backend.restarts == 0
 
     def test_truncated_file_is_not_retried(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         file = tmp_path / "cut.gguf"
         with builtin_gguf.open("rb") as whole:
@@ -204,25 +204,25 @@ class TestTheRealEngine:
         async def then(one: Supervisor, backend: Recorder) -> None:
             assert "the model file is damaged" in (await expect_failure(one)).message
 
-        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=get_engine("llama.cpp"))
         assert backend.restarts == 0
 
     def test_stops_restarting_after_the_file_was_removed(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
     ) -> None:
         file = tmp_path / "model.gguf"
         file.write_bytes(builtin_gguf.read_bytes())
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
+            await one.wait_for_start()
             file.unlink()
             assert one.process is not None and one.process.pid is not None
             os.kill(one.process.pid, signal.SIGKILL)
-            failure = await one.ended()
+            failure = await one.wait_for_failure()
             assert failure.message == f"{file} does not exist any more"
-            assert backend.address is None and backend.unavailable().endswith(failure.message)
+            assert backend.address is None and backend.explain_unavailable().endswith(failure.message)
 
-        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=get_engine("llama.cpp"))
         assert backend.states == ["loading", "ready", "restarting", "failed", "stopped"]
 
 
@@ -299,7 +299,7 @@ class TestGivingUp:
 
         async def then(one: Supervisor, backend: Recorder) -> None:
             with pytest.raises(ZeroDivisionError):
-                await one.ready()
+                await one.wait_for_start()
             assert backend.state == "failed" and backend.reason == "a mistake"
 
         supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
@@ -347,7 +347,7 @@ class TestStopping:
 
     def test_engine_ends_when_bedplate_is_killed(self, tmp_path: Path) -> None:
         environment = make_fake_environment(tmp_path / "env", HEALTHY)
-        argv = [str(environment.interpreter), str(environment.interpreter.parent / "fake"), str(free_port())]
+        argv = [str(environment.interpreter), str(environment.interpreter.parent / "fake"), str(find_free_port())]
         code = f"""
 import asyncio, os, pathlib
 from bedplate.run.supervisor import EngineLog, EngineProcess
@@ -363,52 +363,52 @@ asyncio.run(main())
             processes = bedplate.children(recursive=True)
             assert len(processes) == 2
             bedplate.kill()
-        wait_for(lambda: gone(processes), "warden and engine to end")
+        wait_for(lambda: have_ended(processes), "warden and engine to end")
 
 
 deaths = st.builds(
-    Death,
+    EngineExit,
     code=st.sampled_from([None, 0, 1, -6, -9]),
     log=st.just(""),
     was_ready=st.booleans(),
     worked=st.booleans(),
 )
-idle_deaths = st.builds(Death, code=st.just(1), log=st.just(""), was_ready=st.booleans(), worked=st.just(False))
+idle_deaths = st.builds(EngineExit, code=st.just(1), log=st.just(""), was_ready=st.booleans(), worked=st.just(False))
 
 
 class TestPolicy:
     @given(st.lists(deaths, min_size=1, max_size=30))
-    def test_back_off_is_bounded(self, history: list[Death]) -> None:
-        assert MIN_BACK_OFF_S <= back_off_s(history) <= MAX_BACK_OFF_S
+    def test_back_off_is_bounded(self, history: list[EngineExit]) -> None:
+        assert MIN_BACK_OFF_S <= compute_back_off_s(history) <= MAX_BACK_OFF_S
 
     @given(st.lists(deaths, max_size=20), st.lists(idle_deaths, min_size=1, max_size=20))
-    def test_back_off_grows_with_exits_without_answers(self, history: list[Death], idle: list[Death]) -> None:
-        waits = [back_off_s([*history, *idle[:count]]) for count in range(1, len(idle) + 1)]
+    def test_back_off_grows_with_exits_without_answers(self, history: list[EngineExit], idle: list[EngineExit]) -> None:
+        waits = [compute_back_off_s([*history, *idle[:count]]) for count in range(1, len(idle) + 1)]
         assert waits == sorted(waits)
         if len(idle) > 10:
             assert waits[-1] == MAX_BACK_OFF_S
 
     @given(st.lists(deaths, max_size=20))
-    def test_answered_request_resets_back_off(self, history: list[Death]) -> None:
-        assert back_off_s([*history, Death(1, "", was_ready=True, worked=True)]) == MIN_BACK_OFF_S
+    def test_answered_request_resets_back_off(self, history: list[EngineExit]) -> None:
+        assert compute_back_off_s([*history, EngineExit(1, "", was_ready=True, worked=True)]) == MIN_BACK_OFF_S
 
     @given(st.lists(deaths, min_size=1, max_size=30), st.integers(0, 2 * LATER_DEATHS))
-    def test_stops_after_consecutive_early_exits(self, history: list[Death], more: int) -> None:
+    def test_stops_after_consecutive_early_exits(self, history: list[EngineExit], more: int) -> None:
         """After three, or after ten if the engine has been ready before."""
-        history = [*history, *[Death(-9, "", was_ready=False, worked=False)] * more]
+        history = [*history, *[EngineExit(-9, "", was_ready=False, worked=False)] * more]
         most = LATER_DEATHS if any(death.was_ready for death in history) else EARLY_DEATHS
         in_a_row = [not death.was_ready for death in history[-most:]]
-        assert (give_up(history, Fake()) is not None) == (len(in_a_row) == most and all(in_a_row))
+        assert (find_final_failure(history, Fake()) is not None) == (len(in_a_row) == most and all(in_a_row))
 
     def test_permanent_failure_is_not_retried_before_first_readiness(self) -> None:
         class Telling(Fake):
-            def explain(self, log: str) -> Failure | None:
-                return Failure(message=log, hint="", lasting=log == "lasting")
+            def explain(self, log: str) -> KnownFailure | None:
+                return KnownFailure(message=log, hint="", lasting=log == "lasting")
 
-        early = Death(1, "lasting", was_ready=False, worked=False)
-        assert give_up([early], Telling()) == Failure(message="lasting", hint="")
-        assert give_up([Death(1, "lasting", was_ready=True, worked=False)], Telling()) is None
-        assert give_up([Death(1, "passing", was_ready=False, worked=False)], Telling()) is None
+        early = EngineExit(1, "lasting", was_ready=False, worked=False)
+        assert find_final_failure([early], Telling()) == KnownFailure(message="lasting", hint="")
+        assert find_final_failure([EngineExit(1, "lasting", was_ready=True, worked=False)], Telling()) is None
+        assert find_final_failure([EngineExit(1, "passing", was_ready=False, worked=False)], Telling()) is None
 
     @pytest.mark.parametrize(
         ("code", "says"),
@@ -422,7 +422,9 @@ class TestPolicy:
         ],
     )
     def test_explains_exit_status(self, code: int | None, says: str) -> None:
-        failure = explain(Death(code, "# launch\nthe last line\n\n# a note", was_ready=False, worked=False), Fake())
+        failure = explain_exit(
+            EngineExit(code, "# launch\nthe last line\n\n# a note", was_ready=False, worked=False), Fake()
+        )
         assert says in failure.message and failure.hint
 
 
@@ -431,14 +433,14 @@ class TestLog:
         monkeypatch.setattr(module, "LOG_BYTES", 1000)
         log = EngineLog(tmp_path / "engine.log")
         for number in range(1000):
-            assert log.feed(f"line {number}\n".encode()) == [f"line {number}"]
+            assert log.append_output(f"line {number}\n".encode()) == [f"line {number}"]
         log.close()
         files = sorted(tmp_path.iterdir(), key=lambda file: file.suffix.replace(".log", ".0"), reverse=True)
         assert [file.name for file in files] == [*(f"engine.log.{number}" for number in (4, 3, 2, 1)), "engine.log"]
         assert all(0 < file.stat().st_size <= 1000 for file in files)
         kept = [int(line.split()[1]) for file in files for line in file.read_text().splitlines()]
         assert kept == list(range(kept[0], 1000)) and len(kept) > 300
-        assert log.text().splitlines() == [f"line {number}" for number in range(800, 1000)]
+        assert log.read_tail().splitlines() == [f"line {number}" for number in range(800, 1000)]
 
     def test_appends_to_existing_log(self, tmp_path: Path) -> None:
         for text in ("one", "two"):
@@ -450,13 +452,13 @@ class TestLog:
     @given(st.lists(st.binary(max_size=20)))
     def test_lines_are_the_same_however_output_is_split(self, chunks: list[bytes]) -> None:
         log = EngineLog(Path("/nonexistent/log"))
-        lines = [line for chunk in chunks if chunk for line in log.feed(chunk)] + log.feed(b"")
+        lines = [line for chunk in chunks if chunk for line in log.append_output(chunk)] + log.append_output(b"")
         whole = b"".join(chunks).decode("utf-8", "replace").split("\n")
         assert [line for line in lines if line] == [line.rstrip("\r") for line in whole if line.rstrip("\r")]
 
     def test_splits_endless_line(self, tmp_path: Path) -> None:
         log = EngineLog(tmp_path / "log")
-        lines = [line for _ in range(100) for line in log.feed(b"x" * 10_000)]
+        lines = [line for _ in range(100) for line in log.append_output(b"x" * 10_000)]
         log.close()
         assert sum(map(len, lines)) > 900_000 and max(map(len, lines)) < 80_000
 
@@ -466,8 +468,8 @@ class TestLog:
         path.symlink_to("/dev/full")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
-            assert one.log.text().splitlines()[1:] == ["listening"]
+            await one.wait_for_start()
+            assert one.log.read_tail().splitlines()[1:] == ["listening"]
             # Once there is free space again, lines are written again.
             path.unlink()
             one.log.write("there is room")
@@ -481,8 +483,8 @@ class TestLog:
         (tmp_path / "a file").write_text("")
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
-            assert one.log.text().splitlines()[1:] == ["listening"]
+            await one.wait_for_start()
+            assert one.log.read_tail().splitlines()[1:] == ["listening"]
 
         supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
 
@@ -492,7 +494,7 @@ class TestLog:
                 raise KeyError(line)
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
+            await one.wait_for_start()
 
         chatty = "print('x' * 1_000_000, flush=True)\n" + HEALTHY
         supervise(make_fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
@@ -504,7 +506,7 @@ class TestLog:
         )
 
         async def then(one: Supervisor, backend: Recorder) -> None:
-            await one.ready()
-            assert "yes" in one.log.text().splitlines()
+            await one.wait_for_start()
+            assert "yes" in one.log.read_tail().splitlines()
 
         supervise(environment, tmp_path / "log", then)

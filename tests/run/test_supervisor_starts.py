@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.run.test_supervisor import HEALTHY, Fake, Recorder, make_fake_environment, make_real_plan
 
-from bedplate.errors import OutsideFailed
-from bedplate.home import home
+from bedplate.errors import ExternalFailure
+from bedplate.home import get_home
 from bedplate.run import supervisor as module
-from bedplate.run.environments import Environment
-from bedplate.run.supervisor import Patience, Supervisor, busy_seconds
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.supervisor import StartDeadline, Supervisor, measure_busy_seconds
 
 SLOWLY = f"import time\nbegan = time.monotonic()\nwhile time.monotonic() - began < 2.5: pass\n{HEALTHY}"
 CIRCLES = "while True: pass"
@@ -28,7 +28,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EARLY_DEATHS", 1)
 
 
-def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Supervisor:
+def start(environment: EngineEnvironment, folder: Path, cwd: Path | None = None) -> Supervisor:
     async def run() -> Supervisor:
         one = Supervisor(
             make_real_plan(folder / "model.gguf"),
@@ -41,7 +41,7 @@ def start(environment: Environment, folder: Path, cwd: Path | None = None) -> Su
         )
         one.start()
         try:
-            await one.ready()
+            await one.wait_for_start()
         finally:
             await one.stop()
         return one
@@ -57,23 +57,23 @@ class TestStartLimit:
 
     def test_extension_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LONGEST_START_S", 1.0)
-        with pytest.raises(OutsideFailed, match="Fake did not start: it was not ready after"):
+        with pytest.raises(ExternalFailure, match="Fake did not start: it was not ready after"):
             start(make_fake_environment(tmp_path / "env", CIRCLES), tmp_path)
 
 
 def test_cpu_time_includes_descendants() -> None:
-    own = busy_seconds(os.getpid())
+    own = measure_busy_seconds(os.getpid())
     sum(range(3_000_000))
-    assert busy_seconds(os.getpid()) > own > 0
-    assert busy_seconds(2**22 + 1) == 0
+    assert measure_busy_seconds(os.getpid()) > own > 0
+    assert measure_busy_seconds(2**22 + 1) == 0
 
 
 def test_no_extension_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = Patience(60)
-    assert patience.longer(os.getpid()) is None
+    patience = StartDeadline(60)
+    assert patience.extend(os.getpid()) is None
     monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
-    assert patience.longer(None) is None
-    longer = patience.longer(os.getpid())
+    assert patience.extend(None) is None
+    longer = patience.extend(os.getpid())
     assert longer is not None and 59 < longer <= 60
 
 
@@ -87,7 +87,7 @@ def test_starts_in_the_folder_of_its_weights_and_offline(tmp_path: Path, monkeyp
     cwd, env = json.loads(told)
     assert cwd == str(tmp_path / "prepared")
     assert env["HF_HUB_OFFLINE"] == "1" and Path(env["HF_HUB_CACHE"]).is_dir() and "HF_TOKEN" not in env
-    assert Path(env["HF_HOME"]).is_relative_to(home())
+    assert Path(env["HF_HOME"]).is_relative_to(get_home())
 
 
 def test_last_words_exclude_lines_of_bedplate(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from bedplate.run.child import run_child
-from bedplate.run.uv import environment, failure, python_for_engines, reasons, tell_writes, uv_binary
+from bedplate.run.uv import (
+    build_uv_environment,
+    explain_failure,
+    find_engine_python,
+    find_uv,
+    parse_reasons,
+    report_written_bytes,
+)
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "uv"
 
@@ -37,7 +44,7 @@ def read_captures(kind: str) -> list[str]:
 )
 def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: str, hint: str) -> None:
     for output in read_captures(kind):
-        error = failure("installing it", output)
+        error = explain_failure("installing it", output)
         assert error.message == "installing it failed" and error.exit_code == 3
         assert error.cause is not None and hint in str(error.hint)
         assert error.cause.startswith(starts) and error.cause.endswith(ends)
@@ -47,13 +54,13 @@ def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: st
 
 def test_error_names_the_unreachable_url() -> None:
     for output in read_captures("refused"):
-        assert "https://index.example/simple/xllamacpp/" in str(failure("x", output).cause)
+        assert "https://index.example/simple/xllamacpp/" in str(explain_failure("x", output).cause)
 
 
 def test_joins_cause_over_several_lines() -> None:
     newest, oldest = read_captures("not-found")
-    assert reasons(oldest) == reasons(newest)
-    assert len(reasons(oldest)) == 2
+    assert parse_reasons(oldest) == parse_reasons(newest)
+    assert len(parse_reasons(oldest)) == 2
 
 
 @pytest.mark.parametrize(
@@ -61,17 +68,19 @@ def test_joins_cause_over_several_lines() -> None:
     [("", "uv gave no reason"), ("\n  \n", "uv gave no reason"), ("Segmentation fault\n", "Segmentation fault")],
 )
 def test_shows_other_output_unchanged(output: str, cause: str) -> None:
-    assert failure("x", output).cause == cause
+    assert explain_failure("x", output).cause == cause
 
 
 def test_shortens_very_long_cause_in_the_middle() -> None:
-    cause = failure("x", f"error: began {'-' * 2000} ended").cause
+    cause = explain_failure("x", f"error: began {'-' * 2000} ended").cause
     assert cause is not None and len(cause) < 700
     assert cause.startswith("began") and cause.endswith("ended")
 
 
 def test_removes_variables_that_select_another_environment() -> None:
-    assert environment({"VIRTUAL_ENV": "/a", "PYTHONPATH": "/b", "CONDA_PREFIX": "/c", "HOME": "/d"}) == {"HOME": "/d"}
+    assert build_uv_environment({"VIRTUAL_ENV": "/a", "PYTHONPATH": "/b", "CONDA_PREFIX": "/c", "HOME": "/d"}) == {
+        "HOME": "/d"
+    }
 
 
 def test_pip_settings_apply_unless_uv_settings_exist() -> None:
@@ -82,7 +91,7 @@ def test_pip_settings_apply_unless_uv_settings_exist() -> None:
         "PIP_TRUSTED_HOST": "mirror",
         "PIP_CERT": "/ca.pem",
     }
-    uv = {name: value for name, value in environment(pip).items() if name not in pip}
+    uv = {name: value for name, value in build_uv_environment(pip).items() if name not in pip}
     assert uv == {
         "UV_DEFAULT_INDEX": "https://mirror/simple",
         "UV_EXTRA_INDEX_URL": "https://more/simple https://still-more/simple",
@@ -91,7 +100,7 @@ def test_pip_settings_apply_unless_uv_settings_exist() -> None:
         "SSL_CERT_FILE": "/ca.pem",
     }
     own = {"UV_INDEX_URL": "a", "UV_INDEX": "b", "UV_FIND_LINKS": "c", "UV_INSECURE_HOST": "d", "SSL_CERT_FILE": "e"}
-    assert environment({**pip, **own}) == {**pip, **own}
+    assert build_uv_environment({**pip, **own}) == {**pip, **own}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts what a process writes")
@@ -100,7 +109,7 @@ def test_progress_is_the_number_of_written_bytes(tmp_path: Path) -> None:
     told: list[int] = []
 
     def tick(pid: int) -> None:
-        tell_writes(pid, told.append)
+        report_written_bytes(pid, told.append)
         if told[-1] >= 20_000_000:
             seen.touch()
 
@@ -112,7 +121,7 @@ def test_progress_is_the_number_of_written_bytes(tmp_path: Path) -> None:
 
 def test_engine_environments_use_uv_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_PYTHON", "3.12")
-    assert python_for_engines() == "3.12"
+    assert find_engine_python() == "3.12"
     monkeypatch.delenv("UV_PYTHON")
-    assert Path(python_for_engines()).exists()
-    assert Path(uv_binary()).exists()
+    assert Path(find_engine_python()).exists()
+    assert Path(find_uv()).exists()

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import HANG_S, wait_for
 
 from bedplate.run.child import run_child
-from bedplate.run.warden import guarded
+from bedplate.run.warden import wrap_with_warden
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux lets a process adopt its orphaned descendants"
@@ -69,7 +69,7 @@ class Tree:
 
     def guard(self, code: str, *arguments: str) -> subprocess.Popen[str]:
         """A warden with a Python program under it."""
-        return self.start(guarded([sys.executable, "-c", code, *arguments]))
+        return self.start(wrap_with_warden([sys.executable, "-c", code, *arguments]))
 
     def alive(self) -> list[psutil.Process]:
         found = []
@@ -140,7 +140,7 @@ def test_reports_signal_that_ended_the_engine(tree: Tree) -> None:
 
 
 def test_reports_program_that_cannot_be_executed(tree: Tree, tmp_path: Path) -> None:
-    warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
+    warden = tree.start(wrap_with_warden([str(tmp_path / "nothing-here"), "--option"]))
     report = read_line(warden)
     assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
     assert warden.wait(HANG_S) == 127
@@ -195,7 +195,7 @@ def test_process_tree_ends_with_the_engine(tree: Tree, how: str) -> None:
 
 
 def test_process_tree_ends_when_the_lifeline_closes(tree: Tree) -> None:
-    holder = tree.start([sys.executable, "-c", HOLDER, *guarded([sys.executable, "-c", FOREVER])])
+    holder = tree.start([sys.executable, "-c", HOLDER, *wrap_with_warden([sys.executable, "-c", FOREVER])])
     assert read_line(holder).startswith("started")
     assert {log_line(holder), log_line(holder)} == {"up", "daemon is up"}
     assert len(tree.alive()) == 3 + IN_TREE

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.run import wheels
-from bedplate.run.uv import uv_binary
+from bedplate.run.uv import find_uv
 
 INFO = "odd_package-1.2.dist-info"
 FILES = {
@@ -49,7 +49,7 @@ def format_record(file: tuple[str, str]) -> str:
 
 
 def install(wheel: Path, environment: Path) -> Path:
-    uv = [uv_binary(), "--quiet", "--offline", "--no-config"]
+    uv = [find_uv(), "--quiet", "--offline", "--no-config"]
     subprocess.run([*uv, "venv", "--relocatable", "--python", sys.executable, str(environment)], check=True)
     python = str(environment / "bin" / "python")
     subprocess.run([*uv, "pip", "install", "--no-index", "--python", python, str(wheel)], check=True)
@@ -57,7 +57,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def find_distribution(environment: Path) -> importlib.metadata.Distribution:
-    return wheels.distributions(environment)["odd-package"]
+    return wheels.find_distributions(environment)["odd-package"]
 
 
 def run_program(environment: Path, program: str) -> str:
@@ -67,7 +67,7 @@ def run_program(environment: Path, program: str) -> str:
 def test_packed_package_installs_and_runs_like_the_original(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    packed = wheels.pack(find_distribution(installed), out)
+    packed = wheels.pack_wheel(find_distribution(installed), out)
     assert packed.name == "odd_package-1.2-py3-none-any.whl" and list(out.iterdir()) == [packed]
     again = install(packed, tmp_path / "second")
     for program, words in (("odd-entry", "made by its own entry"), ("odd-tool", "made by"), ("odd-shell", "from the")):
@@ -80,44 +80,44 @@ def test_the_same_files_give_the_same_bytes(installed: Path, tmp_path: Path) -> 
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-        wheels.pack(find_distribution(installed), folder)
+        wheels.pack_wheel(find_distribution(installed), folder)
     assert next(one.iterdir()).read_bytes() == next(two.iterdir()).read_bytes()
 
 
 def test_excludes_installation_metadata(installed: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheels.pack(find_distribution(installed), tmp_path / "first")) as archive:
+    with zipfile.ZipFile(wheels.pack_wheel(find_distribution(installed), tmp_path / "first")) as archive:
         names = {name.rpartition("/")[2] for name in archive.namelist()}
     assert "METADATA" in names and not names & {"INSTALLER", "REQUESTED", "direct_url.json", "odd-entry"}
 
 
 def test_rejects_package_with_missing_file(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob("odd_package/__init__.py")).unlink()
-    with pytest.raises(OutsideFailed, match=r"odd_package/__init__\.py") as raised:
-        wheels.pack(find_distribution(installed), tmp_path)
+    with pytest.raises(ExternalFailure, match=r"odd_package/__init__\.py") as raised:
+        wheels.pack_wheel(find_distribution(installed), tmp_path)
     assert "install it again" in str(raised.value.hint)
 
 
 def test_packs_modified_file_with_a_note(installed: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    telling = wheels.Telling(note=notes.append)
-    wheels.pack(find_distribution(installed), tmp_path, telling)
+    telling = wheels.PackingCallbacks(note=notes.append)
+    wheels.pack_wheel(find_distribution(installed), tmp_path, telling)
     assert notes == []
     file = next(installed.rglob("odd_package/__init__.py"))
     file.unlink()  # it may be a hard link to uv's cache, which must not change
     file.write_text("def main(): print('changed')\n")
-    again = install(wheels.pack(find_distribution(installed), tmp_path, telling), tmp_path / "second")
+    again = install(wheels.pack_wheel(find_distribution(installed), tmp_path, telling), tmp_path / "second")
     assert len(notes) == 1 and "odd_package/__init__.py differs from its package's hash" in notes[0]
     assert "changed" in run_program(again, "odd-entry")
 
 
 def test_rejects_package_without_file_list(installed: Path, tmp_path: Path) -> None:
     next(installed.rglob(f"{INFO}/RECORD")).unlink()
-    with pytest.raises(OutsideFailed, match="without a list of its files"):
-        wheels.pack(find_distribution(installed), tmp_path)
+    with pytest.raises(ExternalFailure, match="without a list of its files"):
+        wheels.pack_wheel(find_distribution(installed), tmp_path)
 
 
 def test_lists_exactly_the_dependencies_of_bedplate() -> None:
-    needed = {wheels.normal(one.name) for one in wheels.needed_by("bedplate")}
+    needed = {wheels.normalize_name(one.name) for one in wheels.list_dependencies("bedplate")}
     assert {"bedplate", "aiohttp", "multidict", "msgspec", "uv", "huggingface-hub", "typer", "click"} <= needed
     assert not needed & {"pytest", "ruff", "mypy", "numpy"}, "what tests and developers need is not of it"
 
@@ -137,7 +137,7 @@ def test_parses_requirements(
     text: str, extras: tuple[str, ...], found: tuple[str, tuple[str, ...], bool] | None
 ) -> None:
     expected = None if found is None else (found[0], frozenset(found[1]), found[2])
-    assert wheels._required(text, frozenset(extras)) == expected
+    assert wheels._parse_requirement(text, frozenset(extras)) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_parses_requirements(
     ],
 )
 def test_wheel_tags_match_the_running_python(tags: list[str], found: list[str]) -> None:
-    assert wheels.fitting(tags, (3, 12)) == found
+    assert wheels.select_tags(tags, (3, 12)) == found
 
 
 @pytest.mark.parametrize(
@@ -171,4 +171,4 @@ def test_wheel_tags_match_the_running_python(tags: list[str], found: list[str]) 
     ],
 )
 def test_reads_least_glibc_from_wheel_names(names: list[str], own: str | None, found: str | None) -> None:
-    assert wheels.least_glibc(names, own) == found
+    assert wheels.find_least_glibc(names, own) == found

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from bedplate.facts.hardware import probe
-from bedplate.facts.known_models import find_model, known_names
+from bedplate.facts.known_models import find_model, list_known_names
 from bedplate.show.inspect import render_model
-from bedplate.values import Figure, Hardware, replaced
+from bedplate.values import Figure, Hardware, replace_fields
 
 
 def render_page(name: str, hardware: Hardware | None = None) -> str:
@@ -24,7 +24,7 @@ def machine() -> Hardware:
     """This machine, with a memory bandwidth of 51 GB/s."""
     real = probe()
     speed = Figure(value=51e9, low=50e9, high=52e9, basis="measured")
-    return replaced(real, memory=replaced(real.memory, bandwidth_bytes_s=speed))
+    return replace_fields(real, memory=replace_fields(real.memory, bandwidth_bytes_s=speed))
 
 
 def test_the_speed_limit_is_shown_if_the_bandwidth_is_known(machine: Hardware) -> None:
@@ -68,5 +68,5 @@ def test_estimates_are_marked() -> None:
 
 
 def test_every_known_model_has_a_page() -> None:
-    for name in known_names():
+    for name in list_known_names():
         assert "Parameters" in render_page(name)

@@ -10,10 +10,10 @@ from tests.judge.made_cells import Noise, make_pair
 from tests.judge.made_engine import MadeEngine
 
 from bedplate.judge.compare import compare
-from bedplate.judge.diagnose import Ground, diagnose
+from bedplate.judge.diagnose import Roofline, diagnose
 from bedplate.show.compare import render_verdict
 from bedplate.show.diagnose import render_diagnosis
-from bedplate.values import replaced
+from bedplate.values import replace_fields
 from bedplate.values.run import Cell, Load, Quality
 from bedplate.values.verdict import Verdict
 from bedplate.values.workload import LatencyTarget
@@ -46,7 +46,7 @@ def test_the_answer_comes_first_and_nothing_is_truncated(width: int) -> None:
 
 def test_each_answer_has_its_headline() -> None:
     assert "Stay with one." in render_page(render_verdict(make_verdict(0.7)))
-    unchecked = compare(make_sides(1.3)[0], [replaced(cell, quality=Quality()) for cell in make_sides(1.3)[1]])
+    unchecked = compare(make_sides(1.3)[0], [replace_fields(cell, quality=Quality()) for cell in make_sides(1.3)[1]])
     text = render_page(render_verdict(unchecked))
     assert "Not proven." in text and "Stay with one." in text and "Evidence that would settle it" in text
     assert "not checked" in text
@@ -54,16 +54,16 @@ def test_each_answer_has_its_headline() -> None:
 
 def test_left_out_cells_and_differences_are_on_the_page() -> None:
     one, other = make_sides(1.3)
-    other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
+    other = [replace_fields(cell, load=replace_fields(cell.load, seed=5)) for cell in other]
     found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
-    text = render_page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
+    text = render_page(render_verdict(replace_fields(found, left_out=("16 in flight: [broken]",))))
     assert "seed: 0 and 5 (different prompts of the same length)" in text and "[broken]" in text
     assert "of requests meet the target" in text
 
 
 def test_an_open_loop_comparison_shows_latencies_instead_of_throughput() -> None:
     load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
-    one, other = ([replaced(side[0], load=load)] for side in make_sides(1.3, (4,)))
+    one, other = ([replace_fields(side[0], load=load)] for side in make_sides(1.3, (4,)))
     text = render_page(render_verdict(compare(one, other)))
     assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests per second" in text
 
@@ -78,5 +78,5 @@ def test_a_diagnosis_names_the_bottleneck_and_the_option(width: int) -> None:
 
 
 def test_an_unknown_bottleneck_is_reported() -> None:
-    text = render_page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Ground())])))
+    text = render_page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Roofline())])))
     assert "unknown" in text and "not measured" in text and "probe --measure" in text

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 from tests.browser import Page as Tab
-from tests.browser import opened
+from tests.browser import open_browser
 from tests.engines.plans import machine
 from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readied
 from tests.page.test_live import ANNS, OPERATOR, make_request, require_keys
 
 from bedplate.hosting.host import Host
-from bedplate.hosting.memory import Room
+from bedplate.hosting.memory import MemoryLimits
 from bedplate.page import page
-from bedplate.page.live import Second, Spell, Standing
-from bedplate.page.page import LiveFigures, put_up
-from bedplate.progress import Silent
-from bedplate.run.listening import Listen
-from bedplate.show.live import live_page, policy
-from bedplate.values import replaced
-from bedplate.values.live import Binding
+from bedplate.page.live import IntervalCounts, ModelSnapshot, SecondCounts
+from bedplate.page.page import LiveFigures, add_live_page
+from bedplate.progress import SilentProgress
+from bedplate.run.listening import ListenOptions
+from bedplate.show.live import load_live_page, write_policy
+from bedplate.values import replace_fields
+from bedplate.values.live import LiveBottleneck
 
 SAID = "The sky is blue since <b>air</b> scatters blue light more than red light."
 STREAMS = f"""
@@ -74,25 +74,32 @@ SHOWN = "!document.getElementById('all').hidden"
 
 
 def test_the_page_is_small_and_self_contained() -> None:
-    page = live_page()
+    page = load_live_page()
     text = page.body.decode()
     assert len(page.body) < 60_000
     assert not re.findall(r"""(?:src|href)=["'](?!data:|/)""", text) and "@import" not in text and "url(" not in text
     assert "innerHTML" not in text and "style=" not in text and " onclick" not in text
-    assert page.headers["Content-Security-Policy"] == policy(text)
+    assert page.headers["Content-Security-Policy"] == write_policy(text)
 
 
 def test_the_policy_covers_the_script() -> None:
-    text = live_page().body.decode()
-    assert policy(text) != policy(text.replace('"use strict";', '"use strict"; alert(1);'))
+    text = load_live_page().body.decode()
+    assert write_policy(text) != write_policy(text.replace('"use strict";', '"use strict"; alert(1);'))
 
 
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, LiveFigures]]:
     hardware = machine("cpu")
     stub = make_stub_environment(tmp_path / "stub", STREAMS)
-    host = Host("demo", Listen(port=0, grace_s=1), hardware, Silent(), tmp_path, room=Room.of(hardware))
-    figures = put_up(host)
+    host = Host(
+        "demo",
+        ListenOptions(port=0, grace_s=1),
+        hardware,
+        SilentProgress(),
+        tmp_path,
+        room=MemoryLimits.from_hardware(hardware),
+    )
+    figures = add_live_page(host)
     await host.start()
     running = asyncio.create_task(figures.run())
     try:
@@ -108,17 +115,17 @@ async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, Liv
 def add_history(figures: LiveFigures, models: tuple[str, ...]) -> None:
     """Add ten minutes of history up to now."""
     now = time.time()
-    figures.recorder._now = Second(int(now) - 600)
-    figures.recorder._spell = Spell(int(now) - 600)
+    figures.recorder._now = SecondCounts(int(now) - 600)
+    figures.recorder._spell = IntervalCounts(int(now) - 600)
     for second in range(600):
         for model in models:
             for number in range(second % 3):
                 request = make_request(now - 600 + second, ttft_ms=80.0 + second % 40 + 30 * number, duration_ms=900.0)
                 for tenant in ("default", "ann"):
-                    figures.recorder.hear(replaced(request, model=model, tenant=tenant))
-        standing = Standing(second % 5, second % 2, 400_000_000 + 100_000 * second)
+                    figures.recorder.record_request(replace_fields(request, model=model, tenant=tenant))
+        standing = ModelSnapshot(second % 5, second % 2, 400_000_000 + 100_000 * second)
         in_flight = {"default": 3, "ann": second % 4}
-        figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second, in_flight=in_flight)
+        figures.recorder.end_second(dict.fromkeys(models, standing), now - 599 + second, in_flight=in_flight)
 
 
 def run_in_browser(
@@ -127,7 +134,7 @@ def run_in_browser(
     async def main() -> None:
         async with serving(tmp_path, *models) as (host, figures):
             add_history(figures, tuple(host.services))
-            async with opened(tmp_path / "profile") as tab:
+            async with open_browser(tmp_path / "profile") as tab:
                 await then(tab, host, figures)
                 assert tab.complaints == []
                 assert {one for one in tab.requested if not one.startswith((host.url, "data:"))} == set()
@@ -145,21 +152,21 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
         for width in (1280, 800, 360):
             for theme in ("light", "dark"):
                 await tab.open(host.url, width, theme)
-                await tab.until(SHOWN)
-                assert await tab.value("document.documentElement.scrollWidth") <= width
+                await tab.wait_until(SHOWN)
+                assert await tab.evaluate("document.documentElement.scrollWidth") <= width
                 drawn = "[...document.querySelectorAll('.plot .a')].map(one => one.getBBox().width)"
-                assert all(found > 100 for found in await tab.until(drawn))
-                assert await tab.value("document.getElementById('title').textContent") == "alpha"
-                assert await tab.value("document.getElementById('notes').textContent") == hostile
-                seen[width, theme] = await tab.value("getComputedStyle(document.body).backgroundColor")
+                assert all(found > 100 for found in await tab.wait_until(drawn))
+                assert await tab.evaluate("document.getElementById('title').textContent") == "alpha"
+                assert await tab.evaluate("document.getElementById('notes').textContent") == hostile
+                seen[width, theme] = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert {seen[width, "light"] for width in (1280, 800, 360)} != {
             seen[width, "dark"] for width in (1280, 800, 360)
         }
         assert len(set(seen.values())) == 2
         # With two models, the charts show the selected one.
-        await tab.value("document.querySelector('input[value=beta]').click()")
-        assert await tab.value("document.getElementById('title').textContent") == "beta"
-        assert await tab.value("document.querySelectorAll('#engines tr').length") == 2
+        await tab.evaluate("document.querySelector('input[value=beta]').click()")
+        assert await tab.evaluate("document.getElementById('title').textContent") == "beta"
+        assert await tab.evaluate("document.querySelectorAll('#engines tr').length") == 2
 
     run_in_browser(tmp_path, ("alpha", "beta"), then)
 
@@ -167,13 +174,13 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
 @needs_browser
 def test_shows_the_bottleneck_and_the_whole_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name comes from its field, so the sentence may begin with anything."""
-    found = Binding(limit="scheduler", text="Requests wait for a slot.")
-    monkeypatch.setattr(page, "judged", lambda work, hardware: dict.fromkeys(work, found))
+    found = LiveBottleneck(limit="scheduler", text="Requests wait for a slot.")
+    monkeypatch.setattr(page, "diagnose_models", lambda work, hardware: dict.fromkeys(work, found))
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")
-        await tab.until("document.getElementById('binding').textContent == 'Scheduler'")
-        assert await tab.value("document.getElementById('bound').textContent") == found.text
+        await tab.wait_until("document.getElementById('binding').textContent == 'Scheduler'")
+        assert await tab.evaluate("document.getElementById('bound').textContent") == found.text
 
     run_in_browser(tmp_path, ("alpha",), then)
 
@@ -182,41 +189,43 @@ def test_shows_the_bottleneck_and_the_whole_sentence(tmp_path: Path, monkeypatch
 def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")
-        await tab.until(SHOWN)
+        await tab.wait_until(SHOWN)
         await tab.press("/")
-        assert await tab.value("document.activeElement.id") == "prompt"
+        assert await tab.evaluate("document.activeElement.id") == "prompt"
         await tab.write("Why?")
         await tab.press("Enter")
-        await tab.until(f"{TOLD}.includes('200 tokens')")
-        said = await tab.value(ANSWER)
+        await tab.wait_until(f"{TOLD}.includes('200 tokens')")
+        said = await tab.evaluate(ANSWER)
         # The answer is shown as text, not as markup.
         assert said.startswith(SAID) and "<b>air</b>" in said
-        told = await tab.value(TOLD)
+        told = await tab.evaluate(TOLD)
         assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · token limit reached", told), told
         # The endpoint has counted the request.
         before = sum(600 // 3 * number for number in (1, 2)) * 11
         assert figures.recorder.used["default"].completion_tokens == before + 200
-        await tab.until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
+        await tab.wait_until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
         # Stopping a stream also cancels it in the engine.
-        await tab.value("document.getElementById('most').value = 5000")
+        await tab.evaluate("document.getElementById('most').value = 5000")
         await tab.press("Enter")
-        await tab.until(f"{TOLD}.startsWith('first token')")
+        await tab.wait_until(f"{TOLD}.startsWith('first token')")
         await tab.press("Escape")
-        await tab.until(f"{TOLD}.endsWith('stopped')")
-        await tab.value("document.querySelector('#chart-ttft .plot').focus()")
+        await tab.wait_until(f"{TOLD}.endsWith('stopped')")
+        await tab.evaluate("document.querySelector('#chart-ttft .plot').focus()")
         for _ in range(3):
             await tab.press("ArrowLeft")
         spoken = "document.activeElement.getAttribute('aria-valuetext')"
-        assert re.match(r"1\d s ago: [\d.]+ ms p50, [\d.]+ ms p95", await tab.value(spoken)), await tab.value(spoken)
-        assert await tab.value("document.querySelectorAll('.plot .cursor').length") == 6
+        assert re.match(r"1\d s ago: [\d.]+ ms p50, [\d.]+ ms p95", await tab.evaluate(spoken)), await tab.evaluate(
+            spoken
+        )
+        assert await tab.evaluate("document.querySelectorAll('.plot .cursor').length") == 6
         await tab.press("Escape")
-        assert (await tab.value(spoken)).startswith("now: ")
+        assert (await tab.evaluate(spoken)).startswith("now: ")
 
     run_in_browser(tmp_path, ("alpha",), then)
 
 
 async def enter(tab: Tab, key: str) -> None:
-    await tab.until("!document.getElementById('door').hidden && document.activeElement.id == 'key'")
+    await tab.wait_until("!document.getElementById('door').hidden && document.activeElement.id == 'key'")
     await tab.write(key)
     await tab.press("Enter")
 
@@ -231,28 +240,28 @@ def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
         require_keys(host)
         before = figures.recorder.used["ann"].requests
         await tab.open(host.url, 360, "dark")
-        await tab.until(door)
-        assert "alpha" not in await tab.value("document.body.innerText")
+        await tab.wait_until(door)
+        assert "alpha" not in await tab.evaluate("document.body.innerText")
         await enter(tab, "wrong")
-        await tab.until(f"{why}.includes('is not valid')")
+        await tab.wait_until(f"{why}.includes('is not valid')")
         await enter(tab, ANNS)
-        assert await tab.until(names) == ["ann"]
-        assert await tab.value(charts) == "none" and await tab.value(own) == "grid"
+        assert await tab.wait_until(names) == ["ann"]
+        assert await tab.evaluate(charts) == "none" and await tab.evaluate(own) == "grid"
         # The key is stored for this tab and also used for prompts.
         await tab.open(host.url, 360, "dark")
-        await tab.until(SHOWN)
-        await tab.value("document.getElementById('prompt').focus()")
+        await tab.wait_until(SHOWN)
+        await tab.evaluate("document.getElementById('prompt').focus()")
         await tab.press("Enter")
-        await tab.until(f"{TOLD}.includes('200 tokens')")
+        await tab.wait_until(f"{TOLD}.includes('200 tokens')")
         assert figures.recorder.used["ann"].requests == before + 1
-        await tab.value("document.getElementById('forget').click()")
+        await tab.evaluate("document.getElementById('forget').click()")
         await tab.open(host.url, 360, "dark")
-        await tab.until(door)
-        assert await tab.value(names) == []
-        assert await tab.value("sessionStorage.length") == 0
+        await tab.wait_until(door)
+        assert await tab.evaluate(names) == []
+        assert await tab.evaluate("sessionStorage.length") == 0
         await enter(tab, OPERATOR)
-        assert sorted(await tab.until(names)) == ["ann", "default"]
-        assert await tab.value(charts) == "grid" and await tab.value(own) == "none"
+        assert sorted(await tab.wait_until(names)) == ["ann", "default"]
+        assert await tab.evaluate(charts) == "grid" and await tab.evaluate(own) == "none"
         # The browser logs each rejected request. There are no other messages.
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]
 
@@ -263,28 +272,30 @@ def test_a_tenants_key_shows_only_its_own_usage(tmp_path: Path) -> None:
 def test_a_tenant_sees_its_history_and_remaining_limits(tmp_path: Path) -> None:
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         require_keys(host)
-        found = host.gateway.tenants.member("ann")
+        found = host.gateway.tenants.get_member("ann")
         assert found is not None
         found.admit(90_000, time.monotonic())
         await tab.open(host.url, 360, "dark")
         await enter(tab, ANNS)
-        await tab.until(SHOWN)
+        await tab.wait_until(SHOWN)
         for width, theme in ((360, "dark"), (800, "dark"), (1280, "light")):
             await tab.open(host.url, width, theme)
-            await tab.until(SHOWN)
-            assert await tab.value("document.documentElement.scrollWidth") <= width
+            await tab.wait_until(SHOWN)
+            assert await tab.evaluate("document.documentElement.scrollWidth") <= width
             drawn = "[...document.querySelectorAll('#ours .plot .a')].map(one => one.getBBox().width)"
-            assert [found > 100 for found in await tab.until(drawn)] == [True] * 6
-        limits = await tab.value("[...document.querySelectorAll('#limits tr')].map(row => row.innerText.split('\\t'))")
+            assert [found > 100 for found in await tab.wait_until(drawn)] == [True] * 6
+        limits = await tab.evaluate(
+            "[...document.querySelectorAll('#limits tr')].map(row => row.innerText.split('\\t'))"
+        )
         assert [row[:2] for row in limits] == [
             ["requests per minute", "60"], ["tokens per minute", "100.0k"], ["requests in flight", "4"],
         ]  # fmt: skip
         assert float(limits[1][2].rstrip("k")) < 50 and limits[2][2] == "3"
-        await tab.value("document.querySelector('#chart-own-ttft .plot').focus()")
+        await tab.evaluate("document.querySelector('#chart-own-ttft .plot').focus()")
         await tab.press("ArrowLeft")
-        spoken = await tab.value("document.activeElement.getAttribute('aria-valuetext')")
+        spoken = await tab.evaluate("document.activeElement.getAttribute('aria-valuetext')")
         assert re.match(r"\d+ s ago: [\d.]+ ms p50, [\d.]+ ms p95", spoken), spoken
-        assert "default" not in await tab.value("document.body.innerText")
+        assert "default" not in await tab.evaluate("document.body.innerText")
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]  # before there was a key
 
     run_in_browser(tmp_path, ("alpha",), then)
@@ -296,11 +307,11 @@ def test_the_page_reports_a_lost_endpoint_and_reconnects(tmp_path: Path) -> None
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")
-        await tab.until(f"{link}.startsWith('up ')")
+        await tab.wait_until(f"{link}.startsWith('up ')")
         page = host.gateway.handed.pop("/bedplate/live")
-        await tab.until(f"{link}.startsWith('no response since')")
+        await tab.wait_until(f"{link}.startsWith('no response since')")
         host.gateway.handed["/bedplate/live"] = page
-        await tab.until(f"{link}.startsWith('up ')")
+        await tab.wait_until(f"{link}.startsWith('up ')")
         tab.complaints[:] = [one for one in tab.complaints if "404" not in one]
 
     run_in_browser(tmp_path, ("alpha",), then)

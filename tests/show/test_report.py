@@ -12,30 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.browser import Page as Tab
-from tests.browser import opened
-from tests.runs import MODEL, made_cell, made_run
+from tests.browser import open_browser
+from tests.runs import MODEL, make_cell, make_run
 
-from bedplate.run.builtin import builtin_facts
+from bedplate.run.builtin import read_builtin_facts
 from bedplate.show import plots
-from bedplate.show.report import Page, html, knee, markdown, page_of
-from bedplate.values import replaced
+from bedplate.show.report import ReportPage, find_knee, make_report, to_html, to_markdown
+from bedplate.values import replace_fields
 from bedplate.values.run import Flag, Quality, Run
 
-CELLS = [made_cell("llama.cpp", load, rate, 50 * load) for load, rate in ((1, 60), (4, 140), (8, 170), (16, 175))]
-CELLS += [made_cell("vllm", load, rate, 40 * load, label="BF16") for load, rate in ((1, 40), (4, 120), (16, 260))]
-WRONG = made_cell(
+CELLS = [make_cell("llama.cpp", load, rate, 50 * load) for load, rate in ((1, 60), (4, 140), (8, 170), (16, 175))]
+CELLS += [make_cell("vllm", load, rate, 40 * load, label="BF16") for load, rate in ((1, 40), (4, 120), (16, 260))]
+WRONG = make_cell(
     "mlx", 1, 20, label="4-BIT", quality=Quality(asked=48, agreement=0.11, verdict="broken"),
     flags=(Flag(kind="broken", text="answers disagree with the reference"),),
 )  # fmt: skip
 
 
 def make_report_run() -> Run:
-    return made_run([*CELLS, WRONG], engines=["llama.cpp", "vllm", "mlx", "pytorch"])
+    return make_run([*CELLS, WRONG], engines=["llama.cpp", "vllm", "mlx", "pytorch"])
 
 
-def make_page(one: Run | None = None) -> Page:
-    facts = builtin_facts()
-    return page_of([one or make_report_run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
+def make_page(one: Run | None = None) -> ReportPage:
+    facts = read_builtin_facts()
+    return make_report([one or make_report_run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
 
 
 class Tags(HTMLParser):
@@ -49,14 +49,14 @@ class Tags(HTMLParser):
 
 def test_the_report_loads_no_external_resource() -> None:
     tags = Tags()
-    tags.feed(html(make_page()))
+    tags.feed(to_html(make_page()))
     assert not [tag for tag, _ in tags.found if tag in ("script", "link", "img", "iframe", "object")]
     assert not [given for _, given in tags.found if "src" in given or "href" in given]
-    assert "url(" not in html(make_page()) and "@import" not in html(make_page())
+    assert "url(" not in to_html(make_page()) and "@import" not in to_html(make_page())
 
 
 def test_the_report_gives_reasons_and_shows_every_row() -> None:
-    text = html(make_page())
+    text = to_html(make_page())
     assert "Deploy vLLM BF16." in text and "1.49 times" in text
     assert "answers disagree with the reference" in text
     assert make_page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
@@ -66,9 +66,9 @@ def test_the_report_gives_reasons_and_shows_every_row() -> None:
 
 
 def test_names_are_escaped() -> None:
-    cell = made_cell("<script>alert(1)</script>", 1, 10)
-    cell = replaced(cell, subject=replaced(cell.subject, model='a"b<c'))
-    text = html(page_of([made_run([cell])]))
+    cell = make_cell("<script>alert(1)</script>", 1, 10)
+    cell = replace_fields(cell, subject=replace_fields(cell.subject, model='a"b<c'))
+    text = to_html(make_report([make_run([cell])]))
     assert "<script" not in text and "a&#34;b&lt;c" in text
 
 
@@ -79,26 +79,26 @@ def test_charts_are_well_formed() -> None:
 
 
 def test_markdown_has_the_same_table() -> None:
-    lines = markdown(make_page()).splitlines()
+    lines = to_markdown(make_page()).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + len(make_page().rows)
     assert all(line.count("|") == len(make_page().columns) + 1 for line in table)
 
 
 def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
-    text = html(page_of([made_run([], engines=["vllm"])]))
+    text = to_html(make_report([make_run([], engines=["vllm"])]))
     assert "no valid measurement" in text and "TBD" in text and "<svg" not in text
 
 
 def test_the_knee_has_the_best_throughput_per_latency() -> None:
-    assert knee([(1.0, 60), (2.0, 140), (5.0, 170), (11.0, 175)]) == 1
-    assert knee([(1.0, 60), (2.0, 140)]) is None
+    assert find_knee([(1.0, 60), (2.0, 140), (5.0, 170), (11.0, 175)]) == 1
+    assert find_knee([(1.0, 60), (2.0, 140)]) is None
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e12), st.floats(1e-6, 1e12)), min_size=1, max_size=20))
 def test_all_values_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
-    series = [plots.Series("one", tuple(plots.Point(x, y) for x, y in values), 0)]
-    for svg in (plots.lines("t", series, "x", "y"), plots.roofline("t", series, 1e9, 1e12)):
+    series = [plots.PlotSeries("one", tuple(plots.Point(x, y) for x, y in values), 0)]
+    for svg in (plots.draw_lines("t", series, "x", "y"), plots.draw_roofline("t", series, 1e9, 1e12)):
         root = ET.fromstring(svg)
         marks = [one for one in root if one.tag == "circle"]
         assert len(marks) == len(values)
@@ -108,32 +108,32 @@ def test_all_values_are_drawn_within_the_frame(values: list[tuple[float, float]]
 
 @given(st.floats(1e-6, 1e9), st.floats(1.0, 1e6))
 def test_axes_have_ticks(low: float, ratio: float) -> None:
-    scale = plots.scale_for([low, low * ratio], 0, 100)
-    assert 1 <= len(scale.ticks()) <= 16
-    assert all(scale.low * 0.99 <= tick <= scale.high * 1.01 for tick in scale.ticks())
+    scale = plots.make_scale([low, low * ratio], 0, 100)
+    assert 1 <= len(scale.choose_ticks()) <= 16
+    assert all(scale.low * 0.99 <= tick <= scale.high * 1.01 for tick in scale.choose_ticks())
 
 
 @pytest.mark.browser
 def test_a_browser_shows_the_report_in_both_themes_and_prints_one_page(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(html(make_page()), encoding="utf-8")
+    file.write_text(to_html(make_page()), encoding="utf-8")
 
     async def look(tab: Tab, width: int, theme: str) -> tuple[str, str]:
         await tab.open(file, width, theme)
-        assert await tab.value("document.documentElement.scrollWidth") <= width
+        assert await tab.evaluate("document.documentElement.scrollWidth") <= width
         drawn = "[...document.querySelectorAll('svg.plot')].every(s => s.getBoundingClientRect().width > 250)"
-        assert await tab.value(drawn)
+        assert await tab.evaluate(drawn)
         style = "getComputedStyle(document.body)"
-        return await tab.value(f"{style}.backgroundColor"), await tab.value(f"{style}.color")
+        return await tab.evaluate(f"{style}.backgroundColor"), await tab.evaluate(f"{style}.color")
 
     async def main() -> None:
-        async with opened(tmp_path / "profile") as tab:
+        async with open_browser(tmp_path / "profile") as tab:
             light = [await look(tab, width, "light") for width in (1200, 360)]
             dark = [await look(tab, width, "dark") for width in (1200, 360)]
             assert light[0] == light[1] and dark[0] == dark[1]
             assert _compute_brightness(light[0][0]) > 200 > 60 > _compute_brightness(dark[0][0])
             assert _compute_brightness(dark[0][1]) > 180
-            assert await tab.pdf_pages() == 1
+            assert await tab.count_pdf_pages() == 1
             assert {address for address in tab.requested if not address.startswith("file:")} == set()
 
     asyncio.run(main())

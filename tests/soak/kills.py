@@ -617,9 +617,9 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
     until = time.monotonic() + GONE_LIMIT_S
     while (left := orphans.look(None)) and time.monotonic() < until:
         await asyncio.sleep(0.1)
-    where = store.store_path()
+    where = store.get_store_path()
     deaths = [life.killed_s for life in service.lives if life.killed_s is not None]
-    kept = compared(clients.answers, store.requests(clients.answers[0].sent_s - 1, path=where), deaths)
+    kept = compared(clients.answers, store.read_requests(clients.answers[0].sent_s - 1, path=where), deaths)
     return Outcome(
         clients.answers, killer.kills, service.lives, service.own_ends, service.given_up, orphans, left, kept,
         check_integrity(where), options.kills, time.monotonic() - began,

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import aiohttp
 import psutil
 
-from bedplate.values.statistics import quantile
+from bedplate.values.statistics import compute_quantile
 
 NAME = "soak-shadows"
 Phase = Literal["without", "while it loads", "while it is tried"]
@@ -213,7 +213,7 @@ def table(timed: Sequence[Timed]) -> tuple[str, bool]:
             ([one.ttft_ms for one in own], [one.ttft_ms for one in usual]),
             ([one.tpot_ms for one in own], [one.tpot_ms for one in usual]),
         ):
-            cells += [f"{quantile(sorted(values), 0.5):,.1f}", f"{quantile(sorted(values), 0.95):,.1f}"]
+            cells += [f"{compute_quantile(sorted(values), 0.5):,.1f}", f"{compute_quantile(sorted(values), 0.95):,.1f}"]
             if phase == "without":
                 cells.append("")
                 continue

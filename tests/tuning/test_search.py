@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.plans import machine, model, plan
 
-from bedplate.engines import engine
-from bedplate.facts.known_models import with_label
+from bedplate.engines import get_engine
+from bedplate.facts.known_models import apply_label
 from bedplate.tuning.search import (
-    Climbed,
-    Lever,
     Move,
     Point,
+    SearchResult,
+    SearchSetting,
     climb,
-    front_of,
-    gain_figure,
-    levers_of,
-    score_of,
-    turned,
+    compute_score,
+    find_front,
+    make_gain_figure,
+    order_settings,
+    with_value,
 )
-from bedplate.values import replaced
-from bedplate.values.tuning import Taken, Trial, Turn, words_of
+from bedplate.values import replace_fields
+from bedplate.values.tuning import SettingChange, Trial, TrialMeasurement, describe_changes
 
 NOISE = 0.02
 
@@ -45,13 +45,13 @@ class MadeUpEngine:
         }
         self.drift = 0.0
 
-    def _make_lever(self, number: int, size: int) -> Lever:
+    def _make_lever(self, number: int, size: int) -> SearchSetting:
         values = tuple(str(2**one) for one in range(size))
-        return Lever(
+        return SearchSetting(
             f"k{number}", values, values[0 if number % 2 else size // 2], ordered=number in (1, 2), alone=not number
         )
 
-    def _draw_effect(self, lever: Lever, value: str) -> float:
+    def _draw_effect(self, lever: SearchSetting, value: str) -> float:
         if lever.alone:
             return self.random.choice((-1.0, -0.2, 0.4, 1.0))
         if lever.ordered:  # one maximum
@@ -75,7 +75,7 @@ class MadeUpEngine:
         return math.prod(len(lever.values) for lever in self.levers)
 
 
-def run_search(made: MadeUpEngine, **options: Callable[[Point], bool]) -> Climbed:
+def run_search(made: MadeUpEngine, **options: Callable[[Point], bool]) -> SearchResult:
     return climb(made.levers, made.measure, **options)  # type: ignore[arg-type]
 
 
@@ -125,7 +125,7 @@ def test_failed_values_are_skipped() -> None:
 
 
 def test_next_best_is_kept_if_the_winner_is_rejected() -> None:
-    lever = Lever("weights", ("own", "wrong", "right"), "own", alone=True)
+    lever = SearchSetting("weights", ("own", "wrong", "right"), "own", alone=True)
     speeds = {"own": 0.0, "wrong": 1.0, "right": 0.7}
     seen: list[str] = []
 
@@ -153,7 +153,7 @@ def test_search_stops_when_time_is_up() -> None:
 
 
 def test_values_without_time_are_skipped() -> None:
-    lever, other = Lever("slow", ("1", "2"), "1"), Lever("quick", ("1", "2"), "1")
+    lever, other = SearchSetting("slow", ("1", "2"), "1"), SearchSetting("quick", ("1", "2"), "1")
     asked: list[Point] = []
 
     def measure(point: Point, bar: float | None) -> float | None:
@@ -166,7 +166,7 @@ def test_values_without_time_are_skipped() -> None:
 
 
 def test_other_values_of_the_winning_setting_are_not_tried_again() -> None:
-    lever = Lever("weights", ("own", "a", "b", "c"), "own", alone=True)
+    lever = SearchSetting("weights", ("own", "a", "b", "c"), "own", alone=True)
     speeds = {"own": 0.0, "a": 0.3, "b": 0.2, "c": 0.1}
     asked: list[str] = []
 
@@ -179,7 +179,7 @@ def test_other_values_of_the_winning_setting_are_not_tried_again() -> None:
 
 
 def test_scale_starts_at_its_preferred_value() -> None:
-    lever = Lever("batch", ("256", "516", "1024", "2048", "4096"), "2048", ordered=True, first=("516",))
+    lever = SearchSetting("batch", ("256", "516", "1024", "2048", "4096"), "2048", ordered=True, first=("516",))
     asked: list[str] = []
 
     def measure(point: Point, bar: float | None) -> float | None:
@@ -194,7 +194,7 @@ class ScriptedEngine:
     """Settings a, b, … with two values each: their gains per measurement are given, and measurements drift."""
 
     def __init__(self, drift: float = 0.0, **gains: list[float]) -> None:
-        self.levers = tuple(Lever(name, ("off", "on"), "off") for name in gains)
+        self.levers = tuple(SearchSetting(name, ("off", "on"), "off") for name in gains)
         self.gains, self.drift, self.measured = {name: iter(one) for name, one in gains.items()}, drift, list[Point]()
 
     def measure(self, point: Point, bar: float | None) -> float | None:
@@ -267,7 +267,7 @@ def test_large_gain_measured_once_is_kept_when_time_is_up() -> None:
         assert bool(found.best) == taken and not found.whole
         assert [one.gains for one in found.kept] == ([(gain,)] if taken else [])
         assert bool(asked) == (gain > 1)
-    assert gain_figure([2.0]).source == "one short run"
+    assert make_gain_figure([2.0]).source == "one short run"
 
 
 def test_short_budget_keeps_a_clear_gain_after_one_measurement() -> None:
@@ -280,10 +280,10 @@ def test_short_budget_keeps_a_clear_gain_after_one_measurement() -> None:
 
 
 def test_lossy_weights_are_tried_only_if_allowed() -> None:
-    llama, on = engine("llama.cpp"), machine("cpu")
-    facts = replaced(with_label(model("Qwen/Qwen3-32B"), "Q4_1"), format="gguf", files=("/models/a.gguf",))
+    llama, on = get_engine("llama.cpp"), machine("cpu")
+    facts = replace_fields(apply_label(model("Qwen/Qwen3-32B"), "Q4_1"), format="gguf", files=("/models/a.gguf",))
     knobs = llama.knobs(on, plan(llama, on, facts))
-    strict, loose = (levers_of(knobs, None, {"weights"}, lossy=lossy)[0].values for lossy in (False, True))
+    strict, loose = (order_settings(knobs, None, {"weights"}, lossy=lossy)[0].values for lossy in (False, True))
     assert set(strict) == {"Q4_1", "Q8_0", "F16"} and set(loose) == {*strict, "Q4_0"}
 
 
@@ -294,25 +294,27 @@ def test_candidates_with_time_continue_without_the_others() -> None:
 
 
 def test_engine_defaults_come_first_if_they_were_better() -> None:
-    vllm, on = engine("vllm"), machine("cpu")
+    vllm, on = get_engine("vllm"), machine("cpu")
     knobs = vllm.knobs(on, plan(vllm, on, model("Qwen/Qwen3-32B")))
-    usual = [lever.name for lever in levers_of(knobs, "KV cache", hints={"split-kv"})]
-    better = levers_of(knobs, "KV cache", hints={"split-kv"}, as_own=True)
+    usual = [lever.name for lever in order_settings(knobs, "KV cache", hints={"split-kv"})]
+    better = order_settings(knobs, "KV cache", hints={"split-kv"}, as_own=True)
     assert usual[0] == "split-kv" and usual[1] != "compile"
     assert better[0].name == "compile" and better[0].first == (ON,) and better[1].name == "split-kv"
 
 
 def test_dtype_comes_first_on_a_cpu_without_bf16() -> None:
-    torch, on = engine("pytorch"), machine("cpu")
+    torch, on = get_engine("pytorch"), machine("cpu")
     first = {}
     for sets in (("avx2",), ("avx2", "avx512_bf16")):
-        here = replaced(on, cpu=replaced(on.cpu, instruction_sets=sets))
-        first[sets[-1]] = levers_of(torch.knobs(here, plan(torch, here, model("Qwen/Qwen3-32B"))), "compute")[0].name
+        here = replace_fields(on, cpu=replace_fields(on.cpu, instruction_sets=sets))
+        first[sets[-1]] = order_settings(torch.knobs(here, plan(torch, here, model("Qwen/Qwen3-32B"))), "compute")[
+            0
+        ].name
     assert first["avx2"] == "dtype" and first["avx512_bf16"] != "dtype"
 
 
 def test_preferred_value_is_tried_before_the_others() -> None:
-    lever = Lever("way", ("a", "b", "c"), "a", first=("c",))
+    lever = SearchSetting("way", ("a", "b", "c"), "a", first=("c",))
     asked: list[str] = []
 
     def measure(point: Point, bar: float | None) -> float | None:
@@ -324,31 +326,33 @@ def test_preferred_value_is_tried_before_the_others() -> None:
 
 
 def test_plan_value_is_not_part_of_a_point() -> None:
-    lever = Lever("a", ("1", "2"), "1")
-    assert turned(turned((), lever, "2"), lever, "1") == ()
+    lever = SearchSetting("a", ("1", "2"), "1")
+    assert with_value(with_value((), lever, "2"), lever, "1") == ()
 
 
 def test_bottleneck_decides_the_order_of_settings() -> None:
-    llama, on = engine("llama.cpp"), machine("cpu")
+    llama, on = get_engine("llama.cpp"), machine("cpu")
     knobs = llama.knobs(on, plan(llama, on, model("Qwen/Qwen3-32B")))
-    by_compute = [lever.name for lever in levers_of(knobs, "compute")]
-    by_cache = [lever.name for lever in levers_of(knobs, "KV cache")]
+    by_compute = [lever.name for lever in order_settings(knobs, "compute")]
+    by_cache = [lever.name for lever in order_settings(knobs, "KV cache")]
     assert by_compute.index("ubatch") < by_compute.index("kv-type")
     assert by_cache.index("kv-type") < by_cache.index("ubatch")
-    assert [lever.name for lever in levers_of(knobs, None, {"threads"})] == ["threads"]
+    assert [lever.name for lever in order_settings(knobs, None, {"threads"})] == ["threads"]
 
 
-def make_measurement(tok_s: float, ttft: float, memory: int) -> Taken:
-    return Taken(at="", seconds=1, score=math.log(tok_s), output_tok_s=tok_s, ttft_ms=ttft, peak_memory_bytes=memory)
+def make_measurement(tok_s: float, ttft: float, memory: int) -> TrialMeasurement:
+    return TrialMeasurement(
+        at="", seconds=1, score=math.log(tok_s), output_tok_s=tok_s, ttft_ms=ttft, peak_memory_bytes=memory
+    )
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100), st.integers(1, 100)), min_size=1, max_size=12))
 def test_no_point_on_the_pareto_front_is_dominated(figures: list[tuple[float, float, int]]) -> None:
     trials = [
-        Trial(turned=(Turn(knob="n", value=str(number)),), taken=(make_measurement(*one),))
+        Trial(turned=(SettingChange(knob="n", value=str(number)),), taken=(make_measurement(*one),))
         for number, one in enumerate(figures)
     ]
-    front = front_of(trials, lambda trial: words_of(trial.turned))
+    front = find_front(trials, lambda trial: describe_changes(trial.turned))
     assert front
     for one in front:
         assert not any(
@@ -362,12 +366,12 @@ def test_score_depends_on_the_objective() -> None:
     slow = {"output_tok_s": 10.0, "ttft_ms": 1000.0, "tpot_ms": 50.0, "peak_memory_bytes": 100}
     fast = {"output_tok_s": 20.0, "ttft_ms": 500.0, "tpot_ms": 40.0, "peak_memory_bytes": 200}
     for objective in ("throughput", "latency", "cost"):
-        assert score_of(objective, **fast) > score_of(objective, **slow)  # type: ignore[arg-type, operator]
-    assert score_of("memory", **fast) < score_of("memory", **slow)  # type: ignore[arg-type, operator]
-    assert score_of("energy", **fast) is None  # type: ignore[arg-type]
+        assert compute_score(objective, **fast) > compute_score(objective, **slow)  # type: ignore[arg-type, operator]
+    assert compute_score("memory", **fast) < compute_score("memory", **slow)  # type: ignore[arg-type, operator]
+    assert compute_score("energy", **fast) is None  # type: ignore[arg-type]
     # Half the TTFT is worth a seventh of the tokens.
     sooner = {**slow, "output_tok_s": 8.6, "ttft_ms": 500.0}
-    assert score_of("throughput", **sooner) > score_of("throughput", **slow)  # type: ignore[arg-type, operator]
+    assert compute_score("throughput", **sooner) > compute_score("throughput", **slow)  # type: ignore[arg-type, operator]
     # Less memory at half the speed is not a gain, and tokens that miss the latency target do not count.
-    assert score_of("memory", **slow, floor_tok_s=20.0) < score_of("memory", **fast, floor_tok_s=20.0)  # type: ignore[arg-type, operator]
-    assert score_of("throughput", **fast, on_target=0.4) < score_of("throughput", **slow)  # type: ignore[arg-type, operator]
+    assert compute_score("memory", **slow, floor_tok_s=20.0) < compute_score("memory", **fast, floor_tok_s=20.0)  # type: ignore[arg-type, operator]
+    assert compute_score("throughput", **fast, on_target=0.4) < compute_score("throughput", **slow)  # type: ignore[arg-type, operator]

@@ -8,23 +8,30 @@ import gguf
 import msgspec
 import psutil
 import pytest
-from tests.conftest import gone, wait_for
+from tests.conftest import have_ended, wait_for
 
 from bedplate import store
 from bedplate.facts.hardware import probe
-from bedplate.progress import Silent
-from bedplate.run.builtin import builtin_facts
-from bedplate.run.environments import Environment
-from bedplate.run.ready import readied
+from bedplate.progress import SilentProgress
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.ready import prepare_model
 from bedplate.tuning import answers
 from bedplate.tuning import rounds as proving
 from bedplate.tuning import state as states
 from bedplate.tuning import tune as tuning
-from bedplate.tuning.search import Teller
+from bedplate.tuning.search import TuningListener
 from bedplate.tuning.state import TuningState
-from bedplate.tuning.tune import Stopped, Tuner, all_knobs, chosen_plan, tune
+from bedplate.tuning.tune import Tuner, TuningStopped, choose_plan, list_settings, tune
 from bedplate.values.run import Load, Repeat
-from bedplate.values.tuning import Choice, Knob, Refused, Taken, Tuned, Turn
+from bedplate.values.tuning import (
+    RefusedSetting,
+    SettingChange,
+    SettingChoice,
+    TrialMeasurement,
+    TunableSetting,
+    TuningRun,
+)
 
 pytestmark = [pytest.mark.measures, pytest.mark.timeout(1800), pytest.mark.usefixtures("one_core")]
 LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
@@ -63,10 +70,10 @@ def write_model_with_few_layers(source: Path, result: Path) -> None:
     writer.close()
 
 
-def make_wrong_setting(path: Path) -> Knob:
-    return Knob(
+def make_wrong_setting(path: Path) -> TunableSetting:
+    return TunableSetting(
         name="depth", meaning="a model without most of its layers", now="whole", own="whole", alone=True,
-        choices=(Choice(value="whole"), Choice(value="few", options=("--model", str(path)))),
+        choices=(SettingChoice(value="whole"), SettingChoice(value="few", options=("--model", str(path)))),
         risk=("answers",), prior=0.9, source="made for this test",
     )  # fmt: skip
 
@@ -76,7 +83,7 @@ def list_children() -> list[psutil.Process]:
 
 
 def test_setting_with_wrong_answers_is_refused_and_not_tried_again(
-    builtin_gguf: Path, llama_environment: Environment, tmp_path: Path, own_store: Path
+    builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path, own_store: Path
 ) -> None:
     path = tmp_path / "few.gguf"
     write_model_with_few_layers(builtin_gguf, path)
@@ -89,68 +96,70 @@ def test_setting_with_wrong_answers_is_refused_and_not_tried_again(
     }
     found = tune(budget_s=1800, **asked)  # type: ignore[arg-type]
     trials = {trial.turned: trial.best for trial in found.trials if not trial.own_defaults}
-    planned, trapped = trials[()], trials[(Turn(knob="depth", value="few"),)]
+    planned, trapped = trials[()], trials[(SettingChange(knob="depth", value="few"),)]
     assert planned is not None and trapped is not None
     assert (trapped.output_tok_s or 0) > 1.2 * (planned.output_tok_s or 0)  # it is faster, but wrong
     (refused,) = found.refused
     assert refused.kind == "answers" and refused.turn.value == "few" and refused.evidence
     assert "agree with the reference" in refused.why
     assert all(not one.turned for one in found.front)
-    assert not found.proven and found.side("tuned") is None and found.finished
-    assert store.refused_settings(found.machine, "llama.cpp", own_store) == (refused,)
-    hardware, facts = probe(), builtin_facts()
-    chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
+    assert not found.is_proven and found.find_side("tuned") is None and found.finished
+    assert store.read_refused_settings(found.machine, "llama.cpp", own_store) == (refused,)
+    hardware, facts = probe(), read_builtin_facts()
+    chosen = choose_plan("llama.cpp", hardware, facts, LOAD, None)
     again = Tuner(
-        TuningState(hardware, facts, chosen, (make_wrong_setting(path),), found, Silent(), Teller(), own_store)
+        TuningState(
+            hardware, facts, chosen, (make_wrong_setting(path),), found, SilentProgress(), TuningListener(), own_store
+        )
     )
-    assert again._refused_before() == {("depth", "few")}  # tests/tuning/test_search.py checks that a search skips these
+    assert again._find_refused() == {("depth", "few")}  # tests/tuning/test_search.py checks that a search skips these
     assert not list_children()
 
 
-class InterruptAfter(Teller):
+class InterruptAfter(TuningListener):
     """Simulates Ctrl-C after `count` measurements."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.seen: list[Taken] = []
+        self.seen: list[TrialMeasurement] = []
 
-    def taken(self, turned: tuple[Turn, ...], taken: Taken, tuned: Tuned) -> None:
+    def taken(self, turned: tuple[SettingChange, ...], taken: TrialMeasurement, tuned: TuningRun) -> None:
         self.seen.append(taken)
         if len(self.seen) == self.count:
             raise KeyboardInterrupt
 
 
 def test_resume_reuses_measurements_from_before_ctrl_c(
-    builtin_gguf: Path, llama_environment: Environment, own_store: Path
+    builtin_gguf: Path, llama_environment: EngineEnvironment, own_store: Path
 ) -> None:
     asked = {"engine": "llama.cpp", "load": LOAD, "knobs": ("threads",), "path": own_store}
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(TuningStopped) as stopped:
         tune(budget_s=1800, teller=InterruptAfter(3), **asked)  # type: ignore[arg-type]
     kept = stopped.value.tuned
     assert kept.measurements == 3 and not kept.finished and kept.id in str(stopped.value)
-    wait_for(lambda: gone(list_children()), "the engines to end")
+    wait_for(lambda: have_ended(list_children()), "the engines to end")
     counting = InterruptAfter(-1)
     whole = tune(resume=kept.id, budget_s=1800, teller=counting, path=own_store)
     assert whole.finished and whole.id == kept.id
     assert whole.measurements == 3 + len(counting.seen)
     assert whole.trials[0].taken[0] == kept.trials[0].taken[0]
-    assert whole.side("own defaults") is not None and whole.side("plan") is not None
+    assert whole.find_side("own defaults") is not None and whole.find_side("plan") is not None
 
 
-class RefusalRecorder(Teller):
+class RefusalRecorder(TuningListener):
     def __init__(self) -> None:
-        self.found: list[Refused] = []
+        self.found: list[RefusedSetting] = []
 
-    def refused(self, refused: Refused) -> None:
+    def refused(self, refused: RefusedSetting) -> None:
         self.found.append(refused)
 
 
 def test_setting_that_does_not_start_is_refused_with_the_engine_error(
-    builtin_gguf: Path, llama_environment: Environment, own_store: Path
+    builtin_gguf: Path, llama_environment: EngineEnvironment, own_store: Path
 ) -> None:
-    broken = Knob(
+    broken = TunableSetting(
         name="cache", meaning="an unknown cache type", now="f16", own="f16", prior=0.9, source="made for this test",
-        choices=(Choice(value="f16"), Choice(value="q9", options=("--cache-type-k", "q9_9"))),
+        choices=(SettingChoice(value="f16"), SettingChoice(value="q9", options=("--cache-type-k", "q9_9"))),
     )  # fmt: skip
     teller = RefusalRecorder()
     found = tune(
@@ -159,28 +168,39 @@ def test_setting_that_does_not_start_is_refused_with_the_engine_error(
     )  # fmt: skip
     (refused,) = teller.found
     assert refused.kind == "start" and "q9_9" in refused.why and found.finished
-    assert store.refused_settings(store.fingerprint(probe()), "llama.cpp", own_store) == (refused,)
+    assert store.read_refused_settings(store.compute_fingerprint(probe()), "llama.cpp", own_store) == (refused,)
 
 
 def test_native_build_is_compared_with_the_package(
-    builtin_gguf: Path, llama_environment: Environment, own_store: Path, monkeypatch: pytest.MonkeyPatch
+    builtin_gguf: Path, llama_environment: EngineEnvironment, own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build is a stand-in, the same program with another version: a real one takes long."""
     built = msgspec.structs.replace(llama_environment, version="as built", built=True)
     hardware = probe()
-    chosen = chosen_plan("llama.cpp", hardware, builtin_facts(), LOAD, None)
-    assert "build" not in [knob.name for knob in all_knobs(chosen)]
+    chosen = choose_plan("llama.cpp", hardware, read_builtin_facts(), LOAD, None)
+    assert "build" not in [knob.name for knob in list_settings(chosen)]
     for module in (tuning, states):
-        monkeypatch.setattr(module, "usable_build", lambda *_: built)
-    assert all_knobs(chosen)[0].name == "build"
+        monkeypatch.setattr(module, "find_usable_build", lambda *_: built)
+    assert list_settings(chosen)[0].name == "build"
     found = tune(engine="llama.cpp", load=LOAD, knobs=("build",), budget_s=1800, path=own_store)
-    native = (Turn(knob="build", value="native"),)
+    native = (SettingChange(knob="build", value="native"),)
     assert native in [trial.turned for trial in found.trials] and not found.refused
-    state = TuningState(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
-    state.ready = readied(chosen, Silent(), to_measure=True)
+    state = TuningState(
+        hardware,
+        read_builtin_facts(),
+        chosen,
+        list_settings(chosen),
+        found,
+        SilentProgress(),
+        TuningListener(),
+        own_store,
+    )
+    state.ready = prepare_model(chosen, SilentProgress(), to_measure=True)
     point = (("build", "native"),)
     assert Tuner(state).engines.start_at(point).environment == built
-    assert state.plan_at(point).engine_version == "as built"
-    subject = state.cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
+    assert state.make_plan_at(point).engine_version == "as built"
+    subject = state.make_cell(
+        point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned"
+    ).subject
     assert (subject.build, subject.engine_version) == ("native", "as built")
     assert not list_children()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
-from bedplate.values.units import figure, parsed_bytes, parsed_seconds
+from bedplate.errors import UsageError
+from bedplate.values.units import format_figure, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from bedplate.values.units import figure, parsed_bytes, parsed_seconds
     ],
 )
 def test_durations_are_parsed(text: str, found: float) -> None:
-    assert parsed_seconds(text) == pytest.approx(found)
+    assert parse_duration(text) == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ def test_durations_are_parsed(text: str, found: float) -> None:
     [("8GiB", 8 << 30), ("8G", 8 << 30), ("8 GB", 8_000_000_000), ("1.5k", 1536), ("900mb", 900_000_000), ("7", 7)],
 )
 def test_memory_sizes_are_parsed(text: str, found: int) -> None:
-    assert parsed_bytes(text) == found
+    assert parse_size(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10x", "m", "-1", "1h-3m", "1e3"])
 def test_invalid_amounts_are_rejected(text: str) -> None:
-    with pytest.raises(BadQuestion, match="--ttl: "):
-        parsed_seconds(text, "--ttl")
-    with pytest.raises(BadQuestion, match="--memory-budget: "):
-        parsed_bytes(text if text != "m" else "mm", "--memory-budget")
+    with pytest.raises(UsageError, match="--ttl: "):
+        parse_duration(text, "--ttl")
+    with pytest.raises(UsageError, match="--memory-budget: "):
+        parse_size(text if text != "m" else "mm", "--memory-budget")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_invalid_amounts_are_rejected(text: str) -> None:
      (-4567.8, 3, "-4,568")],
 )  # fmt: skip
 def test_figures_are_formatted(value: float, digits: int, shown: str) -> None:
-    assert figure(value, digits) == shown
+    assert format_figure(value, digits) == shown
 
 
 @given(st.floats(min_value=1e-6, max_value=1e12), st.integers(1, 5))
 def test_a_formatted_figure_has_no_exponent_and_keeps_the_value(value: float, digits: int) -> None:
-    shown = figure(value, digits)
+    shown = format_figure(value, digits)
     assert "e" not in shown
     assert float(shown.replace(",", "")) == pytest.approx(value, rel=0.6 * 10 ** (1 - digits))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values import (
     Accelerator,
     Cpu,
@@ -33,13 +33,13 @@ from bedplate.values import (
     TensorGroup,
     Weights,
     Workload,
-    estimate,
     from_json,
+    make_estimate,
     to_json,
 )
 from bedplate.values.portfolio import Placement, Portfolio
 from bedplate.values.result import Result
-from bedplate.values.units import memory, seconds, size
+from bedplate.values.units import format_memory, format_seconds, format_size
 
 text = st.text(max_size=20)
 count = st.integers(0, 2**60)
@@ -135,27 +135,27 @@ def test_records_cannot_be_changed(kind: type[Record]) -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    with pytest.raises(BadQuestion) as bad:
+    with pytest.raises(UsageError) as bad:
         from_json(Workload, '{"user": 3}')
     assert "user" in (bad.value.cause or "") and bad.value.exit_code == 2
 
 
 def test_a_value_out_of_range_is_named() -> None:
-    with pytest.raises(BadQuestion) as bad:
+    with pytest.raises(UsageError) as bad:
         from_json(Workload, '{"users": 0}')
     assert "$.users" in (bad.value.cause or "")
 
 
 def test_a_record_of_another_version_is_rejected() -> None:
-    with pytest.raises(BadQuestion):
+    with pytest.raises(UsageError):
         from_json(Workload, '{"schema": "workload/99"}')
 
 
 def test_concurrency_by_littles_law() -> None:
-    assert Workload(users=200, think_time_s=30).in_flight(request_s=10) == 50
-    assert Workload(requests_per_s=4).in_flight(request_s=2.5) == 10
-    assert Workload(users=200, concurrency=7).in_flight(request_s=10) == 7
-    assert Workload(users=200).in_flight() == 200
+    assert Workload(users=200, think_time_s=30).compute_in_flight(request_s=10) == 50
+    assert Workload(requests_per_s=4).compute_in_flight(request_s=2.5) == 10
+    assert Workload(users=200, concurrency=7).compute_in_flight(request_s=10) == 7
+    assert Workload(users=200).compute_in_flight() == 200
 
 
 def test_request_tokens_are_the_context_or_prompt_plus_output() -> None:
@@ -166,8 +166,8 @@ def test_request_tokens_are_the_context_or_prompt_plus_output() -> None:
 def test_a_device_need_fits_only_if_its_upper_bound_does() -> None:
     def need(usable_bytes: int | None) -> DeviceNeed:
         return DeviceNeed(
-            device="host", weights_bytes=1000, kv_bytes=200, activation_bytes=estimate(10, 1.0),
-            overhead_bytes=estimate(100, 0.5), usable_bytes=usable_bytes,
+            device="host", weights_bytes=1000, kv_bytes=200, activation_bytes=make_estimate(10, 1.0),
+            overhead_bytes=make_estimate(100, 0.5), usable_bytes=usable_bytes,
         )  # fmt: skip
 
     assert need(1370).fits and not need(1369).fits
@@ -187,10 +187,10 @@ def test_a_device_need_fits_only_if_its_upper_bound_does() -> None:
     ],
 )
 def test_sizes_in_decimal_units(given_bytes: float, shown: str) -> None:
-    assert size(given_bytes) == shown
+    assert format_size(given_bytes) == shown
 
 
 def test_memory_in_binary_units_and_durations() -> None:
-    assert memory(25_275_125_760) == "23.5 GiB" and memory(1024) == "1 KiB"
-    written = [seconds(s) for s in (0.035, 1.44, 125.0, 9000.0, 86_400.0)]
+    assert format_memory(25_275_125_760) == "23.5 GiB" and format_memory(1024) == "1 KiB"
+    written = [format_seconds(s) for s in (0.035, 1.44, 125.0, 9000.0, 86_400.0)]
     assert written == ["35 ms", "1.4 s", "2 min 05 s", "2 h 30 min", "24 h"]

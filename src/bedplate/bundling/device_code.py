@@ -32,11 +32,11 @@ class DeviceCode(NamedTuple):
     size_bytes: int
 
 
-def fat_binaries(data: bytes | mmap.mmap) -> Iterator[list[DeviceCode]]:
+def find_fat_binaries(data: bytes | mmap.mmap) -> Iterator[list[DeviceCode]]:
     """Yield the entries of each fat binary; one of unknown format is skipped and so stays unchanged."""
     position = 0
     while (position := data.find(MAGIC, position)) >= 0:
-        found = _entries(data, position)
+        found = _read_entries(data, position)
         if found is None:
             position += len(MAGIC)
             continue
@@ -44,7 +44,7 @@ def fat_binaries(data: bytes | mmap.mmap) -> Iterator[list[DeviceCode]]:
         yield entries
 
 
-def _entries(data: bytes | mmap.mmap, position: int) -> tuple[list[DeviceCode], int] | None:
+def _read_entries(data: bytes | mmap.mmap, position: int) -> tuple[list[DeviceCode], int] | None:
     if position + _HEADER.size > len(data):
         return None
     _, version, header, size = _HEADER.unpack_from(data, position)
@@ -64,7 +64,7 @@ def _entries(data: bytes | mmap.mmap, position: int) -> tuple[list[DeviceCode], 
     return entries, end
 
 
-def unused_on(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
+def find_unused(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
     """Return the entries that a GPU of this architecture never loads.
 
     Machine code runs on the same major version with the same or a newer minor version. The driver compiles PTX for
@@ -90,7 +90,7 @@ def clear_unused(library: Path, architecture: int) -> int:
     if library.stat().st_size < _HEADER.size:
         return 0
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        unused = [one for entries in fat_binaries(data) for one in unused_on(entries, architecture)]
+        unused = [one for entries in find_fat_binaries(data) for one in find_unused(entries, architecture)]
     if not unused:
         return 0
     copy = library.with_name(f"{library.name}.cleared")

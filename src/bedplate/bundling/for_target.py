@@ -21,21 +21,21 @@ from typing import Any, BinaryIO
 
 from bedplate import _version
 from bedplate.bundling.device_code import clear_unused
-from bedplate.bundling.texts import target_readme
+from bedplate.bundling.texts import write_target_readme
 from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.engines import Engine, OverlayRecipe
-from bedplate.engines import engine as engine_by_id
+from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.roles import FIRST
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
-from bedplate.home import need_free
-from bedplate.progress import Progress, Silent
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.home import check_free_space
+from bedplate.progress import Progress, SilentProgress
 from bedplate.run import wheels
 from bedplate.run.builtin import FILE as BUILTIN_FILE
 from bedplate.run.builtin import NAME as BUILTIN_NAME
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.models import intended_model
-from bedplate.run.uv import python_for_engines, run_uv
-from bedplate.values import replaced, to_json
+from bedplate.run.models import find_intended_model
+from bedplate.run.uv import find_engine_python, run_uv
+from bedplate.values import replace_fields, to_json
 from bedplate.values.bundle import (
     MANIFEST,
     BundledEngine,
@@ -45,7 +45,7 @@ from bedplate.values.bundle import (
     TargetBundle,
 )
 from bedplate.values.intent import ModelNamed
-from bedplate.values.units import size
+from bedplate.values.units import format_size
 
 INSTALLER, DECOMPRESSOR = "install.py", "zstandard.zip"
 ZSTANDARD = "zstandard==0.25.0"
@@ -96,7 +96,7 @@ class _Contents:
     glibc: list[str] = field(default_factory=list)
     cleared_bytes: int = 0
 
-    def files(self) -> Iterator[tuple[str, Path]]:
+    def list_files(self) -> Iterator[tuple[str, Path]]:
         """Yield files sorted by suffix, which compresses better."""
         found = [(file.relative_to(self.root).as_posix(), file) for file in self.root.rglob("*") if _is_content(file)]
         yield from sorted(found, key=lambda one: (one[1].suffix, one[0]))
@@ -111,11 +111,11 @@ def parse_target(name: str, python: str, capability: str | None = None) -> Bundl
     found = re.fullmatch(r"linux-(\w+?)-(cpu|cuda(\d+))", name)
     if found is None or found[1] not in MACHINES or (found[3] and found[3] not in DRIVERS):
         known = [f"linux-{machine}-{kind}" for machine in MACHINES for kind in ("cpu", *(f"cuda{n}" for n in DRIVERS))]
-        raise BadQuestion(f"unknown target {name!r}", hint=f"choose {', '.join(known[:-1])} or {known[-1]}")
+        raise UsageError(f"unknown target {name!r}", hint=f"choose {', '.join(known[:-1])} or {known[-1]}")
     if re.fullmatch(r"3\.\d+", python) is None:
-        raise BadQuestion(f"--python: {python!r} is not a minor version", hint="for example 3.12")
+        raise UsageError(f"--python: {python!r} is not a minor version", hint="for example 3.12")
     if capability is not None and (found[3] is None or re.fullmatch(r"\d+\.\d", capability) is None):
-        raise BadQuestion(
+        raise UsageError(
             f"--capability: {capability!r} is not the compute capability of a GPU of {name}",
             hint="for example 9.0, for a target with CUDA; nvidia-smi --query-gpu=compute_cap --format=csv shows it",
         )
@@ -132,21 +132,21 @@ def parse_target(name: str, python: str, capability: str | None = None) -> Bundl
 
 
 def make_target_bundle(request: TargetRequest, progress: Progress | None = None) -> PackedForTarget:
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     target = parse_target(request.target, request.python, request.capability)
     if unknown := request.without - set(PARTS):
-        raise BadQuestion(f"--without: {min(unknown)!r} is not one of {', '.join(PARTS)}")
+        raise UsageError(f"--without: {min(unknown)!r} is not one of {', '.join(PARTS)}")
     if request.piece_bytes is not None and request.piece_bytes < LEAST_PIECE_BYTES:
-        raise BadQuestion("--pieces: a piece must have at least 1 MiB", hint="for example --pieces 48M")
+        raise UsageError("--pieces: a piece must have at least 1 MiB", hint="for example --pieces 48M")
     if request.without == set(PARTS) or ("engine" in request.without and request.engines):
-        raise BadQuestion("--without leaves nothing to pack, or excludes an engine that --engine names")
+        raise UsageError("--without leaves nothing to pack, or excludes an engine that --engine names")
     engines = request.engines or (STANDARD_ENGINE if target.cuda else FIRST.id,)
-    named = [_engine_version(text) for text in engines if "engine" not in request.without]
+    named = [_parse_engine_version(text) for text in engines if "engine" not in request.without]
     overlay = _Overlay.parse(request.overlay) if request.overlay is not None else None
     default = "-".join(["bedplate", *(one.id for one, _ in named), "for", target.name])
     output = (request.output or Path(default)).expanduser().absolute()
     if output.exists() or output.is_symlink():
-        raise BadQuestion(f"{output} already exists", hint="name another path with -o, or remove it")
+        raise UsageError(f"{output} already exists", hint="name another path with -o, or remove it")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".making-{output.name}-"
@@ -155,7 +155,7 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
         with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as holder:
             scratch = Path(holder)
             (root := scratch / "contents").mkdir()
-            download = _Download(target, scratch, progress)
+            download = _PackageDownloader(target, scratch, progress)
             contents = _Contents(root)
             for engine, version in named:
                 _add_engine(contents, engine, version, overlay, download)
@@ -163,17 +163,17 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
                 _add_bedplate(contents, download)
             if "model" not in request.without:
                 _add_model(contents, request.model, progress)
-            target = replaced(target, glibc=wheels.least_glibc(contents.glibc, GLIBC))
+            target = replace_fields(target, glibc=wheels.find_least_glibc(contents.glibc, GLIBC))
             bundle = _write(contents, target, request.piece_bytes, download, scratch / "bundle")
             (scratch / "bundle").rename(output)
     except OSError as error:
         hint = "free some disk space, or name another path with -o"
-        raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
+        raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
     total = sum(file.stat().st_size for file in output.iterdir())
     return PackedForTarget(path=str(output), size_bytes=total, bundle=bundle)
 
 
-def _engine_version(text: str) -> tuple[Engine, str | None]:
+def _parse_engine_version(text: str) -> tuple[Engine, str | None]:
     name, _, version = text.partition("@")
     return engine_by_id(name), version or None
 
@@ -195,16 +195,16 @@ class _Overlay:
             return cls(found[1], ())
         file = Path(text).expanduser()
         if not file.is_file():
-            raise BadQuestion(
+            raise UsageError(
                 f"--overlay: {text!r} is neither torch==VERSION nor a file",
                 hint="for example --overlay torch==2.11.0, or a file with the output of `pip freeze` on the target",
             )
         lines = (line.partition("#")[0].partition(";")[0].strip() for line in file.read_text().splitlines())
         pins = tuple(line for line in lines if re.fullmatch(r"[\w.-]+==[\w.+!]+", line))
         versions = dict(line.split("==") for line in pins)
-        torch = next((version for name, version in versions.items() if wheels.normal(name) == "torch"), None)
+        torch = next((version for name, version in versions.items() if wheels.normalize_name(name) == "torch"), None)
         if torch is None:
-            raise BadQuestion(f"--overlay: {file} has no torch==VERSION", hint="an overlay needs PyTorch on the target")
+            raise UsageError(f"--overlay: {file} has no torch==VERSION", hint="an overlay needs PyTorch on the target")
         return cls(torch.partition("+")[0], pins)
 
     @property
@@ -214,7 +214,8 @@ class _Overlay:
     def has(self, pin: str) -> bool:
         name, _, version = pin.partition("==")
         return any(
-            wheels.normal(own.partition("==")[0]) == name and own.partition("==")[2].partition("+")[0] == version
+            wheels.normalize_name(own.partition("==")[0]) == name
+            and own.partition("==")[2].partition("+")[0] == version
             for own in self.pins
         )
 
@@ -235,10 +236,10 @@ class _EngineContents:
     as_of: str | None = None
 
 
-def _engine_contents(
+def _find_engine_contents(
     engine: Engine, version: str | None, overlay: _Overlay | None, target: BundleTarget
 ) -> _EngineContents:
-    recipe = _overlay_recipe(engine, version, overlay, target) if target.cuda is not None else None
+    recipe = _find_overlay_recipe(engine, version, overlay, target) if target.cuda is not None else None
     if recipe is not None:
         major = (target.capability or "").partition(".")[0]
         kernels = [pattern for of, patterns in recipe.other_kernels if of == major for pattern in patterns]
@@ -259,7 +260,7 @@ def _engine_contents(
         known = [f"{engine.id}@{one.version} over torch {one.torch} and CUDA {one.cuda}" for one in engine.overlays]
         if engine.recipe_for(target.device) is not None:
             known.append(f"{engine.id}@{engine.version} without --overlay")
-        raise AnswerIsNo(
+        raise NotPossible(
             f"bedplate has no recipe for {asked}{over} on {target.name}",
             hint=f"known: {'; '.join(known)}" if known else "choose another engine with --engine",
         )
@@ -268,7 +269,7 @@ def _engine_contents(
     )
 
 
-def _overlay_recipe(
+def _find_overlay_recipe(
     engine: Engine, version: str | None, overlay: _Overlay | None, target: BundleTarget
 ) -> OverlayRecipe | None:
     """Return the recipe of the named version, or the first that fits the PyTorch of the target."""
@@ -282,7 +283,7 @@ def _overlay_recipe(
 # contents
 
 
-class _Download:
+class _PackageDownloader:
     """Runs uv for the target's platform."""
 
     def __init__(self, target: BundleTarget, scratch: Path, progress: Progress) -> None:
@@ -290,9 +291,9 @@ class _Download:
         major, minor = GLIBC.split(".")
         platform = f"{target.machine}-manylinux_{major}_{minor}"
         self._arguments = ["--python-platform", platform, "--python-version", target.python]
-        self._arguments += ["--python", python_for_engines()]
+        self._arguments += ["--python", find_engine_python()]
 
-    def _torch_backend(self, packages: Iterable[str]) -> list[str]:
+    def _choose_torch_backend(self, packages: Iterable[str]) -> list[str]:
         on_cpu = self.target.device == "cpu" and any(package.startswith("torch==") for package in packages)
         return ["--torch-backend", "cpu"] if on_cpu else []
 
@@ -305,7 +306,7 @@ class _Download:
         wanted.write_text("\n".join(packages) + "\n")
         limits.write_text("\n".join(constraints) + "\n")
         command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
-        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._torch_backend(packages)]
+        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._choose_torch_backend(packages)]
         label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
         # Some engines pin pre-releases, and some indexes have no upload times.
         dates = [["--exclude-newer", as_of], []] if as_of is not None else [[]]
@@ -314,7 +315,7 @@ class _Download:
             for number, options in enumerate(attempts):
                 try:
                     self._run([*command, *options], label, folder)
-                except OutsideFailed:
+                except ExternalFailure:
                     if number == len(attempts) - 1:
                         raise
                     continue
@@ -326,11 +327,11 @@ class _Download:
     def _run(self, command: list[str], label: str, folder: Path) -> None:
         try:
             run_uv(command, label, folder)
-        except OutsideFailed as error:
+        except ExternalFailure as error:
             if "unsatisfiable" not in (error.cause or ""):
                 raise
             hint = f"the index has no such packages for Python {self.target.python} on {self.target.name}"
-            raise OutsideFailed(error.message, cause=error.cause, hint=hint) from error
+            raise ExternalFailure(error.message, cause=error.cause, hint=hint) from error
 
     def install(self, what: str, pins: Sequence[str], folder: Path) -> None:
         """Unpack exactly these wheels; nothing is built."""
@@ -349,9 +350,9 @@ class _Download:
 
 
 def _add_engine(
-    contents: _Contents, engine: Engine, version: str | None, overlay: _Overlay | None, download: _Download
+    contents: _Contents, engine: Engine, version: str | None, overlay: _Overlay | None, download: _PackageDownloader
 ) -> None:
-    wanted = _engine_contents(engine, version, overlay, download.target)
+    wanted = _find_engine_contents(engine, version, overlay, download.target)
     what = f"{engine.name} {wanted.version}"
     resolved = download.resolve(what, wanted.packages, overlay.constraints if overlay is not None else (), wanted.as_of)
     left_out = [
@@ -360,7 +361,7 @@ def _add_engine(
         if any(fnmatch.fnmatch(pin.partition("==")[0], pattern) for pattern in wanted.left_out)
         or (overlay is not None and overlay.has(pin))
     ]
-    names = {wheels.normal(re.split(r"[=<>~\[; ]", pin)[0]) for pin in wanted.additional}
+    names = {wheels.normalize_name(re.split(r"[=<>~\[; ]", pin)[0]) for pin in wanted.additional}
     kept = [pin for pin in resolved if pin not in left_out and pin.partition("==")[0] not in names]
     path = f"engines/{engine.id}"
     tree = contents.root / path
@@ -381,7 +382,7 @@ def _add_engine(
             path=path,
             place=f"{path}/{wanted.version}-{download.target.name}",
             torch=overlay.torch if overlay is not None else None,
-            packages=tuple(sorted(_pins(site))),
+            packages=tuple(sorted(_list_pins(site))),
             left_out=tuple(left_out),
             environment=dict(wanted.environment),
             check=wanted.check,
@@ -390,7 +391,7 @@ def _add_engine(
     )
 
 
-def _add_libraries(engine: Engine, download: _Download, folder: Path) -> Iterator[str]:
+def _add_libraries(engine: Engine, download: _PackageDownloader, folder: Path) -> Iterator[str]:
     """Add libraries that the engine needs if the target's system lacks them."""
     recipe = engine.recipe_for(download.target.device)
     for library in recipe.libraries if recipe is not None else ():
@@ -405,7 +406,7 @@ def _add_libraries(engine: Engine, download: _Download, folder: Path) -> Iterato
         yield library.soname
 
 
-def _add_bedplate(contents: _Contents, download: _Download) -> None:
+def _add_bedplate(contents: _Contents, download: _PackageDownloader) -> None:
     import bedplate
 
     own = importlib.metadata.distribution("bedplate")
@@ -413,14 +414,14 @@ def _add_bedplate(contents: _Contents, download: _Download) -> None:
     if wheels.is_editable(own):
         wheel = wheels.pack_source(own, Path(bedplate.__file__).parent, folder)
     else:
-        wheel = wheels.pack(own, folder)
+        wheel = wheels.pack_wheel(own, folder)
     pins = download.resolve("bedplate", [f"bedplate @ {wheel.as_uri()}"])
     tree = contents.root / "bedplate"
     site = tree / download.site_packages
     download.install("bedplate", pins, site)
     _arrange(site, tree / "bin")
     _note_glibc(contents, site)
-    contents.own_packages = tuple(sorted(_pins(site)))
+    contents.own_packages = tuple(sorted(_list_pins(site)))
 
 
 def _add_model(contents: _Contents, model: ModelNamed | None, progress: Progress) -> None:
@@ -428,10 +429,10 @@ def _add_model(contents: _Contents, model: ModelNamed | None, progress: Progress
         contents.links = [(f"model/{BUILTIN_FILE}", fetch_builtin(progress))]
         contents.model, contents.model_place = BUILTIN_NAME, f"models/builtin/{BUILTIN_FILE}"
         return
-    facts = intended_model(model)
+    facts = find_intended_model(model)
     files = [Path(file) for file in facts.files]
     if not files:
-        raise AnswerIsNo(
+        raise NotPossible(
             f"the files of {facts.name} are not on this machine",
             hint=f"hf download {facts.name} --local-dir FOLDER, then name that folder; or --without model",
         )
@@ -482,12 +483,12 @@ def _clear(site: Path, architecture: int) -> int:
     return sum(clear_unused(file, architecture) for file in list(site.rglob("*.so*")) if file.is_file())
 
 
-def _pins(site: Path) -> list[str]:
-    return [wheels.pin(one) for one in wheels.distributions(site).values()]
+def _list_pins(site: Path) -> list[str]:
+    return [wheels.format_pin(one) for one in wheels.find_distributions(site).values()]
 
 
 def _note_glibc(contents: _Contents, site: Path) -> None:
-    for one in wheels.distributions(site).values():
+    for one in wheels.find_distributions(site).values():
         tags = re.findall(r"^Tag:\s*(\S+)\s*$", one.read_text("WHEEL") or "", re.MULTILINE)
         platforms = ".".join(dict.fromkeys(tag.rpartition("-")[2] for tag in tags))
         contents.glibc.append(f"{one.name}-{platforms}")
@@ -496,7 +497,7 @@ def _note_glibc(contents: _Contents, site: Path) -> None:
 # writing
 
 
-class _Pieces:
+class _PieceWriter:
     """A stream that is split into files of at most `piece_bytes`."""
 
     def __init__(self, folder: Path, piece_bytes: int | None) -> None:
@@ -531,16 +532,16 @@ class _Pieces:
 
 
 def _write(
-    contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: _Download, folder: Path
+    contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: _PackageDownloader, folder: Path
 ) -> TargetBundle:
-    files = list(contents.files())
+    files = list(contents.list_files())
     total = sum(file.stat().st_size for _, file in files)
-    need_free(folder.parent, total, "the bundle")
+    check_free_space(folder.parent, total, "the bundle")
     folder.mkdir()
-    compressor = _compressor(download.scratch, total)
-    pieces = _Pieces(folder, piece_bytes)
+    compressor = _make_compressor(download.scratch, total)
+    pieces = _PieceWriter(folder, piece_bytes)
     with (
-        download.progress.step(f"packing {size(total)}", total) as tell,
+        download.progress.step(f"packing {format_size(total)}", total) as tell,
         compressor.stream_writer(pieces, closefd=False) as out,
         tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive,
     ):
@@ -551,7 +552,7 @@ def _write(
             info.size, info.mtime = before.st_size, _MTIME
             info.mode = 0o755 if before.st_mode & 0o111 else 0o644
             with file.open("rb") as source:
-                archive.addfile(info, _Counting(source, lambda count, so_far=done: tell(so_far + count)))  # type: ignore[misc]
+                archive.addfile(info, _CountingFile(source, lambda count, so_far=done: tell(so_far + count)))  # type: ignore[misc]
             done += before.st_size
     pieces.close()
     decompressor = _add_decompressor(download, folder)
@@ -561,7 +562,7 @@ def _write(
         bedplate=_version.__version__,
         made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         target=target,
-        engines=tuple(replaced(one, place=f"{one.place}-{digest}") for one in contents.engines),
+        engines=tuple(replace_fields(one, place=f"{one.place}-{digest}") for one in contents.engines),
         own_place=f"bundles/bedplate-{_version.__version__}-{digest}" if contents.own_packages else None,
         own_packages=contents.own_packages,
         model=contents.model,
@@ -573,12 +574,12 @@ def _write(
     )
     installer = importlib.resources.files("bedplate.bundling") / INSTALLER
     (folder / INSTALLER).write_bytes(installer.read_bytes())
-    (folder / "README.txt").write_text(target_readme(bundle))
+    (folder / "README.txt").write_text(write_target_readme(bundle))
     (folder / MANIFEST).write_text(to_json(bundle) + "\n")
     return bundle
 
 
-class _Counting:
+class _CountingFile:
     """A file that reports how many bytes were read."""
 
     def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
@@ -591,11 +592,11 @@ class _Counting:
         return data
 
 
-def _compressor(scratch: Path, total: int) -> Any:
+def _make_compressor(scratch: Path, total: int) -> Any:
     """Install zstandard for this machine: Python has a zstd module only since 3.14."""
     folder = scratch / "compressor"
     command = ["pip", "install", "--quiet", "--no-deps", "--no-build", "--target", str(folder)]
-    run_uv([*command, "--python", python_for_engines(), ZSTANDARD], "fetching zstandard", scratch)
+    run_uv([*command, "--python", find_engine_python(), ZSTANDARD], "fetching zstandard", scratch)
     sys.path.insert(0, str(folder))
     try:
         zstandard = importlib.import_module("zstandard")
@@ -611,7 +612,7 @@ def _compressor(scratch: Path, total: int) -> Any:
     return zstandard.ZstdCompressor(compression_params=options)
 
 
-def _add_decompressor(download: _Download, folder: Path) -> BundlePiece:
+def _add_decompressor(download: _PackageDownloader, folder: Path) -> BundlePiece:
     """Pack the part of zstandard that the target needs to decompress."""
     site = Path(tempfile.mkdtemp(prefix="zstandard-", dir=download.scratch))
     download.install("zstandard", [ZSTANDARD], site)

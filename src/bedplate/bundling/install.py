@@ -46,7 +46,7 @@ SLACK_BYTES = 200_000_000
 CHECK_LIMIT_S = 900
 
 
-class Failure(Exception):
+class InstallFailure(Exception):
     """An error with exit code, hint and a list of problems."""
 
     def __init__(self, code: int, message: str, hint: str | None = None, problems: Iterable[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Failure(Exception):
         self.code, self.message, self.hint, self.problems = code, message, hint, list(problems)
 
 
-class Progress:
+class ProgressLines:
     """Progress lines on stderr, at most one every two seconds per step."""
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Progress:
 # checks
 
 
-def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
+def check_pieces(folder: Path, manifest: Manifest, progress: ProgressLines) -> list[str]:
     """Check size and sha256 of the pieces; return the problems."""
     pieces = [*manifest["pieces"], manifest["decompressor"]]
     total, done = sum(piece["size_bytes"] for piece in pieces), 0
     problems: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda piece: (piece, piece_problem(folder, piece)), pieces)
+        found = pool.map(lambda piece: (piece, find_piece_problem(folder, piece)), pieces)
         for piece, problem in found:
             done += piece["size_bytes"]
             progress.tell("checking the pieces", done, total)
@@ -87,7 +87,7 @@ def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[s
     return problems
 
 
-def piece_problem(folder: Path, piece: Manifest) -> str | None:
+def find_piece_problem(folder: Path, piece: Manifest) -> str | None:
     path = folder / piece["name"]
     if not path.is_file():
         return "is missing"
@@ -107,34 +107,34 @@ def check_target(manifest: Manifest, home: Path) -> list[str]:
     system, machine = platform.system().lower(), platform.machine().lower()
     if (system, machine) != (target["system"], target["machine"]):
         problems.append("the bundle is for {system} on {machine}".format(**target) + f"; this is {system} on {machine}")
-    if python_version() != target["python"]:
+    if get_python_version() != target["python"]:
         problems.append(
             "Python {} is required; {} is Python {}".format(target["python"], sys.executable, platform.python_version())
         )
     if importlib.util.find_spec("venv") is None:
         problems.append("this Python has no venv module (on Debian and Ubuntu, install the package python3-venv)")
     glibc = platform.libc_ver()[1]
-    if target.get("glibc") and glibc and numbers(glibc) < numbers(target["glibc"]):
+    if target.get("glibc") and glibc and parse_numbers(glibc) < parse_numbers(target["glibc"]):
         problems.append("glibc {} or newer is required; this system has {}".format(target["glibc"], glibc))
     torches = {engine["torch"]: engine["name"] for engine in manifest["engines"] if engine.get("torch")}
     for version, name in torches.items():
-        problems += torch_problems(version, target.get("cuda"), name)
+        problems += find_torch_problems(version, target.get("cuda"), name)
     if target.get("cuda") and manifest["engines"]:
-        problems += gpu_problems(target)
-    folder = existing(home)
+        problems += find_gpu_problems(target)
+    folder = find_existing_parent(home)
     needed = 0 if is_installed(manifest, home) else manifest["unpacked_bytes"] + SLACK_BYTES
     free = shutil.disk_usage(str(folder)).free
     if free < needed:
-        problems.append(f"{size(needed)} of disk space is required in {folder}; {size(free)} is free")
+        problems.append(f"{format_size(needed)} of disk space is required in {folder}; {format_size(free)} is free")
     if not os.access(str(folder), os.W_OK):
         problems.append(f"{folder} cannot be written to; name another folder with --home")
     return problems
 
 
-def torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
+def find_torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
     """Compare the version in torch/version.py: importing torch takes seconds."""
     needed = f"{engine} requires PyTorch {version} for CUDA {cuda}"
-    folder = torch_folder()
+    folder = find_torch_folder()
     if folder is None:
         return [f"{needed}; {sys.executable} has none (run install.py with the Python that has PyTorch)"]
     try:
@@ -153,13 +153,13 @@ def torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
     return problems
 
 
-def torch_folder() -> Path | None:
+def find_torch_folder() -> Path | None:
     spec = importlib.util.find_spec("torch")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
 
 
-def gpu_problems(target: Manifest) -> list[str]:
+def find_gpu_problems(target: Manifest) -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
@@ -171,7 +171,7 @@ def gpu_problems(target: Manifest) -> list[str]:
         return ["an NVIDIA GPU is required, but nvidia-smi failed: {}".format((text.splitlines() or ["no output"])[0])]
     problems = []
     driver = rows[0][1]
-    if target.get("driver") and numbers(driver) < numbers(target["driver"]):
+    if target.get("driver") and parse_numbers(driver) < parse_numbers(target["driver"]):
         problems.append(
             "CUDA {} requires driver {} or newer; this machine has {}".format(target["cuda"], target["driver"], driver)
         )
@@ -187,7 +187,7 @@ def gpu_problems(target: Manifest) -> list[str]:
 # installation
 
 
-class Joined(io.RawIOBase):
+class JoinedPieces(io.RawIOBase):
     """Reads the pieces as one stream."""
 
     def __init__(self, paths: Iterable[Path], tell: Callable[[int], None]) -> None:
@@ -223,11 +223,11 @@ def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
         sys.path.remove(str(scratch))
 
 
-def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: Progress) -> None:
+def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: ProgressLines) -> None:
     total = sum(piece["size_bytes"] for piece in manifest["pieces"])
     zstandard = load_decompressor(folder, manifest, scratch)
     paths = [folder / piece["name"] for piece in manifest["pieces"]]
-    joined = Joined(paths, lambda done: progress.tell("unpacking", done, total))
+    joined = JoinedPieces(paths, lambda done: progress.tell("unpacking", done, total))
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 30).stream_reader(joined)
         with tarfile.open(fileobj=reader, mode="r|") as archive:
@@ -235,7 +235,7 @@ def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress
                 archive.extraction_filter = tarfile.data_filter
             archive.extractall(str(into))  # noqa: S202
     except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
-        raise Failure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
+        raise InstallFailure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
 
 
 def make_environment(tree: Path, place: Path, engine: Manifest | None = None) -> None:
@@ -244,11 +244,11 @@ def make_environment(tree: Path, place: Path, engine: Manifest | None = None) ->
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         output = done.stdout.decode(errors="replace").strip().splitlines()
-        raise Failure(3, "cannot create an environment in {}: {}".format(tree, (output or ["no output"])[-1]))
-    site = tree / "lib" / ("python" + python_version()) / "site-packages"
+        raise InstallFailure(3, "cannot create an environment in {}: {}".format(tree, (output or ["no output"])[-1]))
+    site = tree / "lib" / ("python" + get_python_version()) / "site-packages"
     if engine is not None:
         lines = []
-        torch = torch_folder() if engine.get("torch") else None
+        torch = find_torch_folder() if engine.get("torch") else None
         if torch is not None:
             lines.append(str(torch.parent))
         for name, value in sorted(engine.get("environment", {}).items()):
@@ -288,7 +288,7 @@ def move_model(source: Path, place: Path) -> None:
         file.replace(goal)
 
 
-def places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
+def list_places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
     """List (tree in the archive, place, engine) of every environment."""
     found: list[tuple[str, Path, Manifest | None]] = [
         (engine["path"], home / engine["place"], engine) for engine in manifest["engines"]
@@ -300,12 +300,12 @@ def places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | N
 
 def is_installed(manifest: Manifest, home: Path) -> bool:
     model = manifest.get("model_place")
-    return all((place / INSTALLED).is_file() for _, place, _ in places(manifest, home)) and (
+    return all((place / INSTALLED).is_file() for _, place, _ in list_places(manifest, home)) and (
         model is None or (home / model).exists()
     )
 
 
-def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
+def install(folder: Path, manifest: Manifest, home: Path, progress: ProgressLines) -> None:
     if is_installed(manifest, home):
         progress.note("bundle {} is already unpacked".format(manifest["id"]))
     else:
@@ -314,9 +314,9 @@ def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) ->
         with tempfile.TemporaryDirectory(prefix=".installing-", dir=str(home)) as holder:
             staging = Path(holder) / "contents"
             staging.mkdir()
-            progress.note("unpacking {} to {}".format(size(manifest["unpacked_bytes"]), home))
+            progress.note("unpacking {} to {}".format(format_size(manifest["unpacked_bytes"]), home))
             unpack(folder, manifest, staging, Path(holder) / "zstandard", progress)
-            for path, place, engine in places(manifest, home):
+            for path, place, engine in list_places(manifest, home):
                 tree = staging / path
                 make_environment(tree, place, engine)
                 (tree / INSTALLED).write_text(manifest["id"] + "\n")
@@ -327,10 +327,10 @@ def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) ->
             if manifest.get("model_place"):
                 move_model(staging / "model", home / manifest["model_place"])
     if manifest.get("own_place"):
-        link(home / manifest["own_place"] / "bin" / "bedplate", home / "bin" / "bedplate")
+        link_program(home / manifest["own_place"] / "bin" / "bedplate", home / "bin" / "bedplate")
 
 
-def compile_bytecode(place: Path, progress: Progress) -> None:
+def compile_bytecode(place: Path, progress: ProgressLines) -> None:
     """Saves the compilation at every start, also where the environment forbids Python to write bytecode.
 
     Packages carry files that are not valid for this Python, so a failure here means nothing.
@@ -346,14 +346,14 @@ def compile_bytecode(place: Path, progress: Progress) -> None:
         progress.note(f"bytecode was not compiled, so engines start more slowly: {error}")
 
 
-def link(program: Path, place: Path) -> None:
+def link_program(program: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     new = place.with_name(f".{place.name}.{os.getpid()}")
     new.symlink_to(program)
     new.replace(place)
 
 
-def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
+def register(manifest: Manifest, home: Path, progress: ProgressLines) -> list[str]:
     """Register each engine with bedplate; return the commands that the user must run."""
     bedplate = home / "bin" / "bedplate"
     program = str(bedplate) if bedplate.exists() else shutil.which("bedplate")
@@ -362,17 +362,17 @@ def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
         place = home / engine["place"]
         python = place / "bin" / "python"
         variables = dict(os.environ, BEDPLATE_HOME=str(home))
-        missing = [name for name in engine.get("libraries", ()) if not loads(name)]
+        missing = [name for name in engine.get("libraries", ()) if not can_load(name)]
         if missing:
             paths = [str(place / "borrowed")] + [path for path in [variables.get("LD_LIBRARY_PATH")] if path]
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
         run_check(engine, python, variables, progress)
         command = [program or "bedplate", "engines", "use", engine["engine"], "--python", str(python)]
         if program is None:
-            left.append(shell_words(home, command))
+            left.append(quote_command(home, command))
             continue
         progress.note("registering {} {}".format(engine["name"], engine["version"]))
-        output = run(command, variables, "cannot register {}".format(engine["name"]))
+        output = run_command(command, variables, "cannot register {}".format(engine["name"]))
         progress.note(output.strip().splitlines()[0] if output.strip() else "registered")
         for name in missing:
             folder = home / "engines" / engine["engine"] / "adopted" / "borrowed"
@@ -381,30 +381,30 @@ def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
     return left
 
 
-def run_check(engine: Manifest, python: Path, variables: dict[str, str], progress: Progress) -> None:
+def run_check(engine: Manifest, python: Path, variables: dict[str, str], progress: ProgressLines) -> None:
     progress.note("checking that {} {} can be imported".format(engine["name"], engine["version"]))
-    run(
+    run_command(
         [str(python), "-c", engine["check"]],
         variables,
         "{} was installed but cannot be imported".format(engine["name"]),
     )
 
 
-def run(command: list[str], variables: dict[str, str], failure: str) -> str:
+def run_command(command: list[str], variables: dict[str, str], failure: str) -> str:
     try:
         done = subprocess.run(
             command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_LIMIT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failure(3, f"{failure}: {error}") from error
+        raise InstallFailure(3, f"{failure}: {error}") from error
     output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
         last = output.strip().splitlines()[-12:] or [f"exit status {done.returncode}"]
-        raise Failure(3, failure, "the command was: " + " ".join(command), last)
+        raise InstallFailure(3, failure, "the command was: " + " ".join(command), last)
     return output
 
 
-def loads(library: str) -> bool:
+def can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -415,28 +415,28 @@ def loads(library: str) -> bool:
 # helpers
 
 
-def python_version() -> str:
+def get_python_version() -> str:
     return ".".join(map(str, sys.version_info[:2]))
 
 
-def numbers(version: str) -> list[int]:
+def parse_numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     for unit, step in (("GB", 1e9), ("MB", 1e6)):
         if count >= step:
             return f"{count / step:.1f} {unit}"
     return f"{count} bytes"
 
 
-def existing(folder: Path) -> Path:
+def find_existing_parent(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
-def default_home() -> Path:
+def get_default_home() -> Path:
     """Return the same default as bedplate on Linux."""
     if os.environ.get("BEDPLATE_HOME"):
         return Path(os.environ["BEDPLATE_HOME"])
@@ -447,36 +447,36 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest: Manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise Failure(
+        raise InstallFailure(
             3, f"cannot read {folder / MANIFEST}: {error}", "copy it to the folder of install.py again"
         ) from error
     if manifest.get("schema") != "target-bundle/1":
-        raise Failure(3, "{} has an unknown schema: {}".format(folder / MANIFEST, manifest.get("schema")))
+        raise InstallFailure(3, "{} has an unknown schema: {}".format(folder / MANIFEST, manifest.get("schema")))
     return manifest
 
 
-def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
+def check(folder: Path, manifest: Manifest, home: Path, progress: ProgressLines) -> None:
     """Report everything that is missing before anything is unpacked."""
     pieces = [] if is_installed(manifest, home) else check_pieces(folder, manifest, progress)
     target = check_target(manifest, home)
     if pieces:
         hint = f"copy these files to {folder} again, then run install.py again"
-        raise Failure(3, "the bundle is incomplete", hint, pieces + target)
+        raise InstallFailure(3, "the bundle is incomplete", hint, pieces + target)
     if target:
         hint = "nothing was unpacked; install what is missing, or make another bundle with bedplate bundle --for"
-        raise Failure(1, "this machine cannot run the bundle", hint, target)
+        raise InstallFailure(1, "this machine cannot run the bundle", hint, target)
 
 
-def serve_commands(manifest: Manifest, home: Path) -> list[str]:
+def list_serve_commands(manifest: Manifest, home: Path) -> list[str]:
     model = home / manifest["model_place"] if manifest.get("model_place") else None
     named = [] if model is None or model.parent.name == "builtin" else [str(model)]
     program = str(home / "bin" / "bedplate")
     return [
-        shell_words(home, [program, "serve", *named, "--engine", engine["engine"]]) for engine in manifest["engines"]
+        quote_command(home, [program, "serve", *named, "--engine", engine["engine"]]) for engine in manifest["engines"]
     ]
 
 
-def shell_words(home: Path, command: list[str]) -> str:
+def quote_command(home: Path, command: list[str]) -> str:
     return " ".join(["BEDPLATE_HOME=" + shlex.quote(str(home)), *map(shlex.quote, command)])
 
 
@@ -487,22 +487,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     folder = Path(__file__).resolve().parent
-    home = (options.home or default_home()).expanduser().absolute()
-    progress = Progress()
+    home = (options.home or get_default_home()).expanduser().absolute()
+    progress = ProgressLines()
     result: dict[str, Any] = {"schema": "installed-bundle/1", "home": str(home), "installed": False, "problems": []}
     code = 0
     try:
         manifest = read_manifest(folder)
         result["id"] = manifest["id"]
         check(folder, manifest, home, progress)
-        result["commands"] = serve_commands(manifest, home)
+        result["commands"] = list_serve_commands(manifest, home)
         if not options.check:
             home.mkdir(parents=True, exist_ok=True)
             install(folder, manifest, home, progress)
             result["installed"] = True
             result["commands"] = register(manifest, home, progress) + result["commands"]
-    except (Failure, OSError) as caught:
-        error = caught if isinstance(caught, Failure) else Failure(3, f"{caught}", "name another folder with --home")
+    except (InstallFailure, OSError) as caught:
+        error = (
+            caught
+            if isinstance(caught, InstallFailure)
+            else InstallFailure(3, f"{caught}", "name another folder with --home")
+        )
         code = error.code
         result.update(error=error.message, hint=error.hint, problems=error.problems)
         print(f"error: {error.message}", file=sys.stderr)

@@ -20,31 +20,31 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from bedplate import _version
-from bedplate.bundling.texts import readme, serve_script
+from bedplate.bundling.texts import write_readme, write_serve_script
 from bedplate.decide import decide
 from bedplate.decide import plan as plan_decision
-from bedplate.decide.intent import resolved_hardware
-from bedplate.deploy.emit import emitted
-from bedplate.deploy.images import image_for
-from bedplate.deploy.platform import one_service
-from bedplate.engines import Engine, Recipe
-from bedplate.engines import engine as engine_by_id
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.decide.intent import resolve_hardware
+from bedplate.deploy.emit import emit_target
+from bedplate.deploy.images import choose_image
+from bedplate.deploy.platform import place_one_service
+from bedplate.engines import Engine, EnvironmentRecipe
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.home import need_free
-from bedplate.progress import Progress, Silent
+from bedplate.home import check_free_space
+from bedplate.progress import Progress, SilentProgress
 from bedplate.run import wheels
 from bedplate.run.environments import make_environment
-from bedplate.run.models import intended_model
+from bedplate.run.models import find_intended_model
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
-from bedplate.run.prepare import prepared_dir
-from bedplate.run.ready import decided, readied
-from bedplate.run.uv import python_for_engines, run_uv
-from bedplate.values import Decision, Hardware, Model, Plan, replaced, to_json
-from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Packed, Site
+from bedplate.run.prepare import get_prepared_dir
+from bedplate.run.ready import decide_engines, prepare_model
+from bedplate.run.uv import find_engine_python, run_uv
+from bedplate.values import Decision, Hardware, Model, Plan, replace_fields, to_json
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, PackedBundle, SiteRequirements
 from bedplate.values.intent import Intent
-from bedplate.values.service import Wanted
-from bedplate.values.units import size
+from bedplate.values.service import ModelOrder
+from bedplate.values.units import format_size
 
 CHUNK_BYTES = 1 << 20
 SUMS = "SHA256SUMS"
@@ -54,10 +54,10 @@ SLACK_BYTES = 4_000_000
 
 
 @dataclass
-class Load:
+class BundleContents:
     """Everything that goes into a bundle, known before the first byte is written."""
 
-    wanted: Wanted
+    wanted: ModelOrder
     hardware: Hardware
     plan: Plan
     decision: Decision
@@ -68,7 +68,7 @@ class Load:
     own: list[importlib.metadata.Distribution] = field(default_factory=list)
     carried: list[importlib.metadata.Distribution] = field(default_factory=list)
     """Packages with a library that the engine uses if the system lacks it."""
-    recipe: Recipe | None = None
+    recipe: EnvironmentRecipe | None = None
     python: str = ""
     image: str | None = None
     more: dict[str, str] = field(default_factory=dict)
@@ -76,53 +76,57 @@ class Load:
 
     @property
     def distributions(self) -> list[importlib.metadata.Distribution]:
-        return list({wheels.pin(one): one for one in (*self.own, *self.engine, *self.carried)}.values())
+        return list({wheels.format_pin(one): one for one in (*self.own, *self.engine, *self.carried)}.values())
 
     @property
     def size_bytes(self) -> int:
         """Upper bound: wheels are compressed."""
         files = sum(file.stat().st_size for _, file in self.model_files)
-        kept = sum(file.stat().st_size for _, file in self.prepared_files() if not file.is_symlink())
-        return files + kept + sum(_size_of(one) for one in self.distributions) + SLACK_BYTES
+        kept = sum(file.stat().st_size for _, file in self.list_prepared_files() if not file.is_symlink())
+        return files + kept + sum(_get_wheel_bytes(one) for one in self.distributions) + SLACK_BYTES
 
-    def prepared_files(self) -> Iterator[tuple[str, Path]]:
+    def list_prepared_files(self) -> Iterator[tuple[str, Path]]:
         for folder in self.prepared:
             for file in sorted(folder.rglob("*")):
                 if file.is_symlink() or file.is_file():
                     yield f"prepared/{folder.name}/{file.relative_to(folder).as_posix()}", file
 
 
-def default_output(plan: Plan) -> Path:
+def name_default_output(plan: Plan) -> Path:
     return Path(f"bedplate-{plan.model.short_name.lower()}-{plan.engine}.tar")
 
 
 def make_bundle(
     intent: Intent, engine: str | None = None, output: Path | None = None, progress: Progress | None = None
-) -> Packed:
+) -> PackedBundle:
     """Pack a bundle for machines like this one; for hypothetical hardware it names an image instead of packages."""
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     if os.name != "posix":
-        raise OutsideFailed("bundles need Linux or macOS", hint="on Windows, run bedplate inside WSL")
+        raise ExternalFailure("bundles need Linux or macOS", hint="on Windows, run bedplate inside WSL")
     if intent.services:
-        raise BadQuestion(
+        raise UsageError(
             "a bundle serves one model, but the intent lists services", hint="name one model: --set model=NAME"
         )
     if output is not None:
         _check_output(output)
     with tempfile.TemporaryDirectory(prefix="bedplate-bundle-") as scratch:
-        load = _on_paper(intent, engine) if intent.hardware is not None else _for_here(intent, engine, progress)
+        load = (
+            _collect_for_image(intent, engine)
+            if intent.hardware is not None
+            else _collect_for_this_machine(intent, engine, progress)
+        )
         if load.recipe is not None:
-            load.carried = _carried(load.recipe, Path(scratch), progress)
-        output = (output or default_output(load.plan)).expanduser().absolute()
+            load.carried = _download_libraries(load.recipe, Path(scratch), progress)
+        output = (output or name_default_output(load.plan)).expanduser().absolute()
         _check_output(output)
-        return _written(load, output, progress)
+        return _write_bundle(load, output, progress)
 
 
 def _check_output(output: Path) -> None:
     if output.exists() or output.is_symlink():
-        raise BadQuestion(f"{output} already exists", hint="name another path with -o, or remove it")
+        raise UsageError(f"{output} already exists", hint="name another path with -o, or remove it")
     if not output.absolute().parent.is_dir():
-        raise BadQuestion(
+        raise UsageError(
             f"the folder {output.absolute().parent} does not exist", hint="create it, or name another with -o"
         )
 
@@ -130,77 +134,79 @@ def _check_output(output: Path) -> None:
 # contents
 
 
-def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
+def _collect_for_this_machine(intent: Intent, engine: str | None, progress: Progress) -> BundleContents:
     """Decide, install and convert as `serve` would, without starting the engine."""
-    wanted = _wanted(intent, engine)
+    wanted = _read_wanted(intent, engine)
     hardware = probe()
     if engine is not None and engine_by_id(engine).recipe is None:
-        return _on_paper(intent, engine, hardware)
-    (found,) = decided([wanted], hardware, progress)
+        return _collect_for_image(intent, engine, hardware)
+    (found,) = decide_engines([wanted], hardware, progress)
     chosen = engine_by_id(found.plan.engine)
     recipe = chosen.recipe_for(found.plan.settings.device)
     if recipe is None:
-        return _on_paper(intent, chosen.id, hardware)
-    made = readied(found, progress)
+        return _collect_for_image(intent, chosen.id, hardware)
+    made = prepare_model(found, progress)
     # Do not pack an environment that the user registered with `engines use`.
     environment = make_environment(chosen, progress, made.plan.settings.device, own=True)
-    if _minor(environment.python) != _own_python():
-        raise AnswerIsNo(
+    if _get_minor_version(environment.python) != _get_own_python():
+        raise NotPossible(
             f"{chosen.name} is installed for Python {environment.python}, bedplate runs on {platform.python_version()}",
             cause="the site would need both versions of Python",
             hint="unset UV_PYTHON and make the bundle again",
         )
-    load = Load(wanted, hardware, made.plan, found.decision, recipe=recipe, python=_minor(environment.python))
-    load.engine = list(wheels.distributions(Path(environment.path)).values())
+    load = BundleContents(
+        wanted, hardware, made.plan, found.decision, recipe=recipe, python=_get_minor_version(environment.python)
+    )
+    load.engine = list(wheels.find_distributions(Path(environment.path)).values())
     _take_model(load)
     if made.folder is not None:
-        load.prepared = _chain_of(made.folder)
-    load.own = wheels.needed_by("bedplate")
+        load.prepared = _find_linked_folders(made.folder)
+    load.own = wheels.list_dependencies("bedplate")
     return load
 
 
-def _wanted(intent: Intent, engine: str | None) -> Wanted:
+def _read_wanted(intent: Intent, engine: str | None) -> ModelOrder:
     if isinstance(intent.model, dict):
         hint = "name a file, a folder or owner/name"
-        raise BadQuestion("model: a model given by its facts can be planned but not served", hint=hint)
-    return Wanted(model=intent.model, workload=intent.workload, operations=intent.operations, engine=engine)
+        raise UsageError("model: a model given by its facts can be planned but not served", hint=hint)
+    return ModelOrder(model=intent.model, workload=intent.workload, operations=intent.operations, engine=engine)
 
 
-def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = None) -> Load:
+def _collect_for_image(intent: Intent, engine: str | None, hardware: Hardware | None = None) -> BundleContents:
     """Describe a bundle for other hardware, or for an engine that runs from an image; nothing is installed."""
-    wanted = _wanted(intent, engine)
-    hardware = hardware or resolved_hardware(intent)
-    facts = intended_model(intent.model)
+    wanted = _read_wanted(intent, engine)
+    hardware = hardware or resolve_hardware(intent)
+    facts = find_intended_model(intent.model)
     decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
     plan = plan_decision(decision, facts, intent.workload)
     chosen = engine_by_id(plan.engine)
-    image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
+    image = choose_image(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
         here = intent.hardware is None
         why = "bedplate cannot install it" if here else "bedplate cannot install it for hypothetical hardware"
-        raise AnswerIsNo(
-            f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
+        raise NotPossible(
+            f"{chosen.name} cannot be bundled for {_describe_machine(hardware)}",
             cause=f"{why}, and there is no published image of it",
             hint="make the bundle on a machine like the target, or choose another engine with --engine",
         )
-    load = Load(wanted, hardware, plan, decision, image=image.name, python=_own_python())
+    load = BundleContents(wanted, hardware, plan, decision, image=image.name, python=_get_own_python())
     if not (plan.source or plan.model).files:
-        raise AnswerIsNo(
+        raise NotPossible(
             f"the files of {plan.model.name} are not on this machine",
             hint=f"run hf download {plan.model.name} --local-dir FOLDER, then name that folder",
         )
     _take_model(load)
-    load.own = wheels.needed_by("bedplate")
-    load.more = {f"compose/{name}": text for name, text in _compose(intent, hardware, facts, decision).items()}
+    load.own = wheels.list_dependencies("bedplate")
+    load.more = {f"compose/{name}": text for name, text in _write_compose(intent, hardware, facts, decision).items()}
     load.more["images.txt"] = f"{image.name}\n"
     return load
 
 
-def _compose(intent: Intent, hardware: Hardware, facts: Model, decision: Decision) -> dict[str, str]:
-    return dict(emitted(one_service(intent, hardware, facts, intent.workload, decision), "compose"))
+def _write_compose(intent: Intent, hardware: Hardware, facts: Model, decision: Decision) -> dict[str, str]:
+    return dict(emit_target(place_one_service(intent, hardware, facts, intent.workload, decision), "compose"))
 
 
-def _take_model(load: Load) -> None:
+def _take_model(load: BundleContents) -> None:
     """Add the model's files, and change the plan to their paths in the bundle."""
     source = load.plan.source or load.plan.model
     files = [Path(file) for file in source.files]
@@ -212,41 +218,45 @@ def _take_model(load: Load) -> None:
         load.model_files = [(f"model/{name}.gguf" if one_file else f"model/{file.name}", file) for file in files]
     else:
         top = files[0].parent
-        found = [file for file in sorted(top.rglob("*")) if file.is_file() and not _hidden(file.relative_to(top))]
+        found = [file for file in sorted(top.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(top))]
         load.model_files = [(f"model/{file.relative_to(top).as_posix()}", file) for file in found]
     for _, file in load.model_files:
         if not os.access(file, os.R_OK):
-            raise OutsideFailed(f"cannot read {file}", hint="check that the file exists and that this user may read it")
+            raise ExternalFailure(
+                f"cannot read {file}", hint="check that the file exists and that this user may read it"
+            )
     places = {str(file): path for path, file in load.model_files}
-    inside = replaced(source, files=tuple(places[file] for file in source.files))
-    load.plan = replaced(load.plan, **{"source" if load.plan.source is not None else "model": inside})
+    inside = replace_fields(source, files=tuple(places[file] for file in source.files))
+    load.plan = replace_fields(load.plan, **{"source" if load.plan.source is not None else "model": inside})
 
 
-def _hidden(path: Path) -> bool:
+def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _chain_of(folder: Path) -> list[Path]:
+def _find_linked_folders(folder: Path) -> list[Path]:
     """Return a folder with converted weights and all folders that it links to."""
     found = [folder]
     for link in folder.iterdir():
-        if link.is_symlink() and (other := prepared_dir() / link.readlink().parts[1]).is_dir():
-            found += [one for one in _chain_of(other) if one not in found]
+        if link.is_symlink() and (other := get_prepared_dir() / link.readlink().parts[1]).is_dir():
+            found += [one for one in _find_linked_folders(other) if one not in found]
     return [one for one in found if (one / PREPARED_MANIFEST).is_file()]
 
 
-def _carried(recipe: Recipe, scratch: Path, progress: Progress) -> list[importlib.metadata.Distribution]:
+def _download_libraries(
+    recipe: EnvironmentRecipe, scratch: Path, progress: Progress
+) -> list[importlib.metadata.Distribution]:
     """Download small packages with libraries that the site's system may lack."""
     found: list[importlib.metadata.Distribution] = []
     for number, library in enumerate(recipe.libraries if sys.platform.startswith("linux") else ()):
         folder = scratch / f"carrier{number}"
         arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
         try:
-            run_uv([*arguments, "--python", python_for_engines(), library.package], "fetching a library", scratch)
-        except OutsideFailed as error:
+            run_uv([*arguments, "--python", find_engine_python(), library.package], "fetching a library", scratch)
+        except ExternalFailure as error:
             progress.note(f"{library.soname} is not packed ({error.cause}): the site's system must provide it")
             continue
-        found += wheels.distributions(folder).values()
+        found += wheels.find_distributions(folder).values()
     return found
 
 
@@ -259,7 +269,7 @@ class _Sink(Protocol):
     def link(self, path: str, to: str) -> None: ...
 
 
-class _Folder:
+class _FolderSink:
     def __init__(self, root: Path) -> None:
         self._root = root
 
@@ -275,26 +285,26 @@ class _Folder:
         (self._root / path).symlink_to(to)
 
 
-class _Archive:
+class _ArchiveSink:
     def __init__(self, archive: tarfile.TarFile) -> None:
         self._archive = archive
 
     def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None:
-        info = self._info(path)
+        info = self._make_info(path)
         info.size, info.mode = size_bytes, mode
         self._archive.addfile(info, source)
 
     def link(self, path: str, to: str) -> None:
-        info = self._info(path)
+        info = self._make_info(path)
         info.type, info.linkname = tarfile.SYMTYPE, to
         self._archive.addfile(info)
 
     @staticmethod
-    def _info(path: str) -> tarfile.TarInfo:
+    def _make_info(path: str) -> tarfile.TarInfo:
         return tarfile.TarInfo(f"{TOP}/{path}")
 
 
-class _Read(io.RawIOBase):
+class _HashingReader(io.RawIOBase):
     """A file that computes its hash and size while it is read."""
 
     def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
@@ -309,7 +319,7 @@ class _Read(io.RawIOBase):
         return data
 
 
-class _Writer:
+class _BundleWriter:
     """Adds files and collects their manifest entries."""
 
     def __init__(self, sink: _Sink, tell: Callable[[int], None], note: Callable[[str], None]) -> None:
@@ -317,41 +327,44 @@ class _Writer:
         self.note = note
         self.files: list[BundledFile] = []
 
-    def told(self, count: int) -> None:
+    def report(self, count: int) -> None:
         self._done += count
         self._tell(self._done)
 
-    def file(self, path: str, source: Path, *, silent: bool = False) -> BundledFile:
+    def add_file(self, path: str, source: Path, *, silent: bool = False) -> BundledFile:
         before = source.stat()
         with source.open("rb") as opened:
-            reading = _Read(opened, (lambda count: None) if silent else self.told)
+            reading = _HashingReader(opened, (lambda count: None) if silent else self.report)
             self._sink.write(path, before.st_size, reading, 0o755 if before.st_mode & 0o111 else 0o644)  # type: ignore[arg-type]
         if reading.count != before.st_size:
-            raise OutsideFailed(f"{source} changed while it was packed", hint="try again when no process writes to it")
-        return self._kept(BundledFile(path=path, size_bytes=reading.count, sha256=reading.hash.hexdigest()))
+            raise ExternalFailure(
+                f"{source} changed while it was packed", hint="try again when no process writes to it"
+            )
+        return self._record(BundledFile(path=path, size_bytes=reading.count, sha256=reading.hash.hexdigest()))
 
-    def text(self, path: str, text: str, *, listed: bool = True) -> None:
+    def add_text(self, path: str, text: str, *, listed: bool = True) -> None:
         data = text.encode()
         mode = 0o755 if text.startswith("#!") else 0o644
         self._sink.write(path, len(data), io.BytesIO(data), mode)
         if listed:
-            self._kept(BundledFile(path=path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+            self._record(BundledFile(path=path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
     def link(self, path: str, to: str) -> None:
         self._sink.link(path, to)
-        self._kept(BundledFile(path=path, link=to))
+        self._record(BundledFile(path=path, link=to))
 
-    def _kept(self, file: BundledFile) -> BundledFile:
+    def _record(self, file: BundledFile) -> BundledFile:
         self.files.append(file)
         return file
 
 
-def _written(load: Load, output: Path, progress: Progress) -> Packed:
+def _write_bundle(load: BundleContents, output: Path, progress: Progress) -> PackedBundle:
     total = load.size_bytes
-    largest = max((_size_of(one) for one in load.distributions), default=0)
-    need_free(output.parent, total + largest, "the bundle")
+    largest = max((_get_wheel_bytes(one) for one in load.distributions), default=0)
+    check_free_space(output.parent, total + largest, "the bundle")
     progress.note(
-        f"packing {load.plan.model.name} and {load.image or load.plan.engine}, {size(total)} at most, to {output}"
+        f"packing {load.plan.model.name} and {load.image or load.plan.engine}, {format_size(total)} at most, to "
+        f"{output}"
     )
     for leftover in output.parent.glob(f".making-{output.name}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -360,126 +373,128 @@ def _written(load: Load, output: Path, progress: Progress) -> Packed:
             prefix=f".making-{output.name}-", dir=output.parent, ignore_cleanup_errors=True
         ) as holder:
             staging = Path(holder) / "bundle"
-            with progress.step("packing", total) as tell, _sink(output, staging) as sink:
-                bundle = _filled(load, _Writer(sink, tell, progress.note), Path(holder))
+            with progress.step("packing", total) as tell, _open_sink(output, staging) as sink:
+                bundle = _fill_bundle(load, _BundleWriter(sink, tell, progress.note), Path(holder))
             staging.chmod(0o644 if staging.is_file() else 0o755)
             staging.rename(output)
     except OSError as error:
         hint = "free some disk space, or name another path with -o"
-        raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
-    return Packed(path=str(output), size_bytes=_on_disk(output), bundle=bundle)
+        raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
+    return PackedBundle(path=str(output), size_bytes=_measure_bytes(output), bundle=bundle)
 
 
 @contextmanager
-def _sink(output: Path, staging: Path) -> Iterator[_Sink]:
+def _open_sink(output: Path, staging: Path) -> Iterator[_Sink]:
     if output.suffix == ".tar":
         with tarfile.open(staging, "x:", format=tarfile.PAX_FORMAT) as archive:
-            yield _Archive(archive)
+            yield _ArchiveSink(archive)
     else:
         staging.mkdir()
-        yield _Folder(staging)
+        yield _FolderSink(staging)
 
 
-def _filled(load: Load, writer: _Writer, scratch: Path) -> Bundle:
-    packed = {wheels.pin(one): _packed(one, writer, scratch) for one in load.distributions}
+def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> Bundle:
+    packed = {wheels.format_pin(one): _pack_package(one, writer, scratch) for one in load.distributions}
     for path, file in load.model_files:
-        writer.file(path, file)
-    for path, file in load.prepared_files():
+        writer.add_file(path, file)
+    for path, file in load.list_prepared_files():
         if file.is_symlink():
             writer.link(path, str(file.readlink()))
         else:
-            writer.file(path, file)
-    engine, own = ([wheels.pin(one) for one in some] for some in (load.engine, load.own))
+            writer.add_file(path, file)
+    engine, own = ([wheels.format_pin(one) for one in some] for some in (load.engine, load.own))
     if engine:
-        writer.text(ENGINE_PINS, _pins(engine, packed))
-    own_pins = _pins(own, packed)
-    writer.text(OWN_PINS, own_pins)
+        writer.add_text(ENGINE_PINS, _write_pins(engine, packed))
+    own_pins = _write_pins(own, packed)
+    writer.add_text(OWN_PINS, own_pins)
     for path, text in load.more.items():
-        writer.text(path, text)
-    writer.text("plan.json", to_json(load.plan) + "\n")
-    writer.text("decision.json", to_json(load.decision) + "\n")
+        writer.add_text(path, text)
+    writer.add_text("plan.json", to_json(load.plan) + "\n")
+    writer.add_text("decision.json", to_json(load.decision) + "\n")
     glibc = platform.libc_ver()[1] or None if sys.platform.startswith("linux") else None
     bundle = Bundle(
         bedplate=_version.__version__,
         made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        site=Site(
+        site=SiteRequirements(
             python=load.python,
             platform=sysconfig.get_platform(),
-            glibc=wheels.least_glibc([Path(one.path).name for one in packed.values()], glibc),
+            glibc=wheels.find_least_glibc([Path(one.path).name for one in packed.values()], glibc),
         ),
-        wanted=replaced(load.wanted, engine=load.plan.engine, model=load.plan.model.name),
+        wanted=replace_fields(load.wanted, engine=load.plan.engine, model=load.plan.model.name),
         hardware=load.hardware,
         plan=load.plan,
-        recipe=_recipe_words(load.recipe),
+        recipe=_list_recipe_packages(load.recipe),
         packages=tuple(sorted(engine)),
         own_packages=tuple(sorted(own)),
         image=load.image,
         prepared=tuple(folder.name for folder in load.prepared),
     )
-    writer.text("README.txt", readme(replaced(bundle, files=tuple(writer.files))))
+    writer.add_text("README.txt", write_readme(replace_fields(bundle, files=tuple(writer.files))))
     if load.image is None:
         uv = next(file.path for pin, file in packed.items() if pin.startswith("uv=="))
-        writer.text("serve", serve_script(bundle, OWN_PINS, hashlib.sha256(own_pins.encode()).hexdigest()[:10], uv))
-    bundle = replaced(bundle, files=tuple(writer.files))
+        writer.add_text(
+            "serve", write_serve_script(bundle, OWN_PINS, hashlib.sha256(own_pins.encode()).hexdigest()[:10], uv)
+        )
+    bundle = replace_fields(bundle, files=tuple(writer.files))
     manifest = to_json(bundle) + "\n"
     sums = [f"{one.sha256}  {one.path}\n" for one in bundle.files if one.link is None]
     sums.append(f"{hashlib.sha256(manifest.encode()).hexdigest()}  {MANIFEST}\n")
-    writer.text(SUMS, "".join(sums), listed=False)
-    writer.text(MANIFEST, manifest, listed=False)
+    writer.add_text(SUMS, "".join(sums), listed=False)
+    writer.add_text(MANIFEST, manifest, listed=False)
     return bundle
 
 
-def _packed(one: importlib.metadata.Distribution, writer: _Writer, scratch: Path) -> BundledFile:
+def _pack_package(one: importlib.metadata.Distribution, writer: _BundleWriter, scratch: Path) -> BundledFile:
     before = 0
 
     def tell(done: int) -> None:
         nonlocal before
-        writer.told(done - before)
+        writer.report(done - before)
         before = done
 
-    telling = wheels.Telling(tell, writer.note)
+    telling = wheels.PackingCallbacks(tell, writer.note)
     if one.name == "bedplate" and wheels.is_editable(one):
         import bedplate
 
         wheel = wheels.pack_source(one, Path(bedplate.__file__).parent, scratch, telling)
     else:
-        wheel = wheels.pack(one, scratch, telling)
+        wheel = wheels.pack_wheel(one, scratch, telling)
     try:
-        return writer.file(f"wheels/{wheel.name}", wheel, silent=True)
+        return writer.add_file(f"wheels/{wheel.name}", wheel, silent=True)
     finally:
         wheel.unlink()
 
 
-def _pins(pins: list[str], packed: dict[str, BundledFile]) -> str:
+def _write_pins(pins: list[str], packed: dict[str, BundledFile]) -> str:
     return "".join(f"{pin} --hash=sha256:{packed[pin].sha256}\n" for pin in sorted(pins))
 
 
-def _recipe_words(recipe: Recipe | None) -> tuple[str, ...]:
+def _list_recipe_packages(recipe: EnvironmentRecipe | None) -> tuple[str, ...]:
     return (*recipe.packages, *recipe.bare) if recipe is not None else ()
 
 
-def recipe_of(engine: Engine, plan: Plan) -> tuple[str, ...]:
+def get_recipe_packages(engine: Engine, plan: Plan) -> tuple[str, ...]:
     """Return the packages that this version of bedplate installs for the engine."""
-    return _recipe_words(engine.recipe_for(plan.settings.device))
+    return _list_recipe_packages(engine.recipe_for(plan.settings.device))
 
 
-def _size_of(one: importlib.metadata.Distribution) -> int:
-    return wheels.wheel_bytes(one)
+def _get_wheel_bytes(one: importlib.metadata.Distribution) -> int:
+    return wheels.measure_wheel_bytes(one)
 
 
-def _on_disk(path: Path) -> int:
+def _measure_bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
-def _minor(version: str) -> str:
+def _get_minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _own_python() -> str:
-    return _minor(platform.python_version())
+def _get_own_python() -> str:
+    return _get_minor_version(platform.python_version())
 
 
-def _machine_words(hardware: Hardware) -> str:
+def _describe_machine(hardware: Hardware) -> str:
     cards = [card.name for card in hardware.accelerators]
     return f"{len(cards)} × {cards[0]}" if cards else hardware.cpu.name

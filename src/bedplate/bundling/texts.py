@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bedplate.values.bundle import MANIFEST, Bundle, TargetBundle
-from bedplate.values.units import size
+from bedplate.values.units import format_size
 
 _README = """bedplate bundle: {model}, with {engine}
 
@@ -102,7 +102,7 @@ Files
 """
 
 
-def target_needs(bundle: TargetBundle) -> list[str]:
+def list_target_needs(bundle: TargetBundle) -> list[str]:
     """List what the target machine must have before the bundle is installed."""
     target = bundle.target
     needs = [f"Python {target.python} on {target.system}-{target.machine}"]
@@ -122,7 +122,7 @@ def target_needs(bundle: TargetBundle) -> list[str]:
     return needs
 
 
-def target_readme(bundle: TargetBundle) -> str:
+def write_target_readme(bundle: TargetBundle) -> str:
     what = [f"{one.name} {one.version}" for one in bundle.engines]
     what += [bundle.model] if bundle.model is not None else []
     what += [f"bedplate {bundle.bedplate}"] if bundle.own_place is not None else []
@@ -132,17 +132,17 @@ def target_readme(bundle: TargetBundle) -> str:
         what=", ".join(what),
         made_at=bundle.made_at,
         version=bundle.bedplate,
-        needs="\n  ".join(target_needs(bundle)),
-        disk=size(bundle.unpacked_bytes),
+        needs="\n  ".join(list_target_needs(bundle)),
+        disk=format_size(bundle.unpacked_bytes),
         over=over if any(one.torch is not None for one in bundle.engines) else "",
         manifest=MANIFEST,
         pieces=len(bundle.pieces),
         s="s" if len(bundle.pieces) != 1 else "",
-        packed=size(bundle.size_bytes),
+        packed=format_size(bundle.size_bytes),
     )
 
 
-def readme(bundle: Bundle) -> str:
+def write_readme(bundle: Bundle) -> str:
     site, plan = bundle.site, bundle.plan
     source = plan.source or plan.model
     needs = [f"Python {site.python} on {site.platform}"]
@@ -161,9 +161,9 @@ def readme(bundle: Bundle) -> str:
         made_at=bundle.made_at,
         version=bundle.bedplate,
         needs="\n  ".join(needs),
-        disk=f"about {size(4 * disk)}",
+        disk=f"about {format_size(4 * disk)}",
         start=start,
-        weights=f"{source.quantization or source.format}, {size(source.weight_bytes)}",
+        weights=f"{source.quantization or source.format}, {format_size(source.weight_bytes)}",
         wheels=len(packages),
         of_engine=f": {plan.engine}" if bundle.packages else ": none of the engine",
         machine=bundle.hardware.cpu.name
@@ -173,7 +173,7 @@ def readme(bundle: Bundle) -> str:
     )
 
 
-def serve_script(bundle: Bundle, pins: str, pins_id: str, uv: str) -> str:
+def write_serve_script(bundle: Bundle, pins: str, pins_id: str, uv: str) -> str:
     """Write the start script in POSIX shell, because the site may have no uv: the script unpacks it from its wheel.
 
     `pins_id` identifies the set of packages; each set has its own environment.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from bedplate.measure.answers import Where
+from bedplate.measure.answers import EngineAddress
 
 if TYPE_CHECKING:
     from bedplate.hosting.control import Tell
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from bedplate.values import Plan
 
 
-def where_of(engine: HostedEngine) -> Where | None:
+def find_address(engine: HostedEngine) -> EngineAddress | None:
     """The address of an engine behind the gateway; None if it is not ready."""
     url = engine.url
     if url is None or engine.state != "ready":
         return None
-    return Where(url, engine.backend.engine_key, engine.plan.model.served_name)
+    return EngineAddress(url, engine.backend.engine_key, engine.plan.model.served_name)
 
 
-def where_it_was(engine: HostedEngine) -> Where:
+def get_last_address(engine: HostedEngine) -> EngineAddress:
     """The address of an engine that was ready. If it is not ready any more, requests to the address fail."""
-    return where_of(engine) or Where("http://127.0.0.1:9", None, engine.plan.model.served_name)
+    return find_address(engine) or EngineAddress("http://127.0.0.1:9", None, engine.plan.model.served_name)
 
 
-def named(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     return f"{plan.engine} {plan.engine_version} ({plan.weights.label})"
 
 
-class Noted:
+class ThreadProgress:
     """Progress from a thread, sent to the client by the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:

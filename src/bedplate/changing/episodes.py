@@ -11,11 +11,11 @@ import msgspec
 
 from bedplate.facts.observed import MODEL_APIS
 from bedplate.facts.traces import BYTES_PER_TOKEN
-from bedplate.measure.flags import flags_of
-from bedplate.measure.prefixes import spread
-from bedplate.measure.statistics import half_width
-from bedplate.measure.summary import all_samples, is_valid
-from bedplate.values import Workload, replaced
+from bedplate.measure.flags import flag_cell
+from bedplate.measure.prefixes import choose_spread
+from bedplate.measure.statistics import compute_half_width
+from bedplate.measure.summary import is_valid, list_samples
+from bedplate.values import Workload, replace_fields
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
@@ -32,13 +32,13 @@ WRITES = MODEL_APIS - {"embeddings"}
 Episode = tuple[RequestShape, ...]
 
 
-class Recorded(NamedTuple):
+class RecordedShapes(NamedTuple):
     shapes: tuple[RequestShape, ...]
     too_long: int
     """Requests that exceed the context of one of the engines."""
 
 
-def recorded(rows: Iterable[ServedRequest], most_tokens: int) -> Recorded:
+def select_shapes(rows: Iterable[ServedRequest], most_tokens: int) -> RecordedShapes:
     """The recorded requests that can be replayed, in order of arrival, with their lengths and shared prefixes."""
     kept = [row for row in rows if row.outcome == "ok" and row.api in WRITES and row.prompt_tokens]
     tokens, num_bytes = sum(row.prompt_tokens or 0 for row in kept), sum(row.text_bytes for row in kept)
@@ -55,40 +55,40 @@ def recorded(rows: Iterable[ServedRequest], most_tokens: int) -> Recorded:
         for row in sorted(kept, key=lambda row: row.at_s)
     ]
     short = tuple(one for one in shapes if (one.prompt_tokens or 0) + (one.output_tokens or 0) <= most_tokens)
-    return Recorded(short, len(shapes) - len(short))
+    return RecordedShapes(short, len(shapes) - len(short))
 
 
-def assumed(workload: Workload) -> Recorded:
+def build_assumed_shapes(workload: Workload) -> RecordedShapes:
     """One burst of the workload that the plan assumed, if there are no recorded requests."""
     one = RequestShape(started_s=0.0, prompt_tokens=workload.prompt_tokens, output_tokens=workload.output_tokens)
-    concurrency = max(1, min(workload.in_flight(), MOST_REQUESTS, MOST_TOKENS // workload.output_tokens))
-    return Recorded((one,) * concurrency, 0)
+    concurrency = max(1, min(workload.compute_in_flight(), MOST_REQUESTS, MOST_TOKENS // workload.output_tokens))
+    return RecordedShapes((one,) * concurrency, 0)
 
 
-def episodes(shapes: Sequence[RequestShape], share: float) -> tuple[Episode, ...]:
+def split_episodes(shapes: Sequence[RequestShape], share: float) -> tuple[Episode, ...]:
     """About `share` of the requests, as episodes spread over the whole time, but at least `LEAST_EPISODES`."""
     found: list[list[RequestShape]] = []
     for shape in shapes:
-        if not found or not _goes_with(found[-1], shape):
+        if not found or not _fits_episode(found[-1], shape):
             found.append([])
         found[-1].append(shape)
     wanted = min(MOST_EPISODES, max(LEAST_EPISODES, round(share * len(found))))
-    chosen = [tuple(one) for one in spread(found, wanted)]
-    return tuple(_from_zero(chosen[number % len(chosen)]) for number in range(max(wanted, len(chosen))))
+    chosen = [tuple(one) for one in choose_spread(found, wanted)]
+    return tuple(_shift_to_zero(chosen[number % len(chosen)]) for number in range(max(wanted, len(chosen))))
 
 
-def _goes_with(episode: Sequence[RequestShape], shape: RequestShape) -> bool:
+def _fits_episode(episode: Sequence[RequestShape], shape: RequestShape) -> bool:
     tokens = sum(one.output_tokens or 0 for one in episode) + (shape.output_tokens or 0)
     span_s = (shape.started_s or 0.0) - (episode[0].started_s or 0.0)
     return len(episode) < MOST_REQUESTS and span_s <= MOST_SPAN_S and tokens <= MOST_TOKENS
 
 
-def _from_zero(episode: Episode) -> Episode:
+def _shift_to_zero(episode: Episode) -> Episode:
     first = episode[0].started_s or 0.0
-    return tuple(replaced(one, started_s=(one.started_s or 0.0) - first) for one in episode)
+    return tuple(replace_fields(one, started_s=(one.started_s or 0.0) - first) for one in episode)
 
 
-def load_of(chosen: Sequence[Episode], source: str) -> Load:
+def summarize_load(chosen: Sequence[Episode], source: str) -> Load:
     """One load that summarizes all episodes."""
     shapes = [shape for episode in chosen for shape in episode]
     spans_s = sum(max(1.0, episode[-1].started_s or 0.0) for episode in chosen)
@@ -102,7 +102,7 @@ def load_of(chosen: Sequence[Episode], source: str) -> Load:
     )
 
 
-def cell_of(
+def make_cell(
     run: str,
     at: str,
     machine: str,
@@ -127,10 +127,10 @@ def cell_of(
         notes=notes,
         halt="most",
     )
-    return replaced(cell, flags=flags_of(cell))
+    return replace_fields(cell, flags=flag_cell(cell))
 
 
-def results_of(a: Cell, b: Cell) -> tuple[Result, ...]:
+def derive_results(a: Cell, b: Cell) -> tuple[Result, ...]:
     """The results of both engines for later plans, converted to a closed loop.
 
     In an open loop the throughput is that of the arrivals. The engine's own speed is the rate of tokens while requests
@@ -138,18 +138,20 @@ def results_of(a: Cell, b: Cell) -> tuple[Result, ...]:
     """
     if not is_valid(a) or not is_valid(b):
         return ()
-    busy = [sum(s.duration_ms for s in repeat.samples) / 1000 / max(_span_s(repeat), 1e-3) for repeat in a.repeats]
+    busy = [
+        sum(s.duration_ms for s in repeat.samples) / 1000 / max(_measure_span(repeat), 1e-3) for repeat in a.repeats
+    ]
     in_flight = max(1, round(statistics.fmean(busy)))
-    return tuple(one for cell in (a, b) if (one := _result(cell, in_flight)) is not None)
+    return tuple(one for cell in (a, b) if (one := _derive_result(cell, in_flight)) is not None)
 
 
-def _span_s(repeat: Repeat) -> float:
+def _measure_span(repeat: Repeat) -> float:
     """From the first request to the last answer."""
     ends = [sample.at_s + sample.duration_ms / 1000 for sample in repeat.samples]
     return max(ends, default=0.0) - min((sample.at_s for sample in repeat.samples), default=0.0)
 
 
-def _result(cell: Cell, in_flight: int) -> Result | None:
+def _derive_result(cell: Cell, in_flight: int) -> Result | None:
     speeds = []
     for repeat in cell.repeats:
         good = [sample for sample in repeat.samples if sample.outcome == "ok" and sample.output_tokens]
@@ -158,8 +160,8 @@ def _result(cell: Cell, in_flight: int) -> Result | None:
             speeds.append(in_flight * sum(sample.output_tokens or 0 for sample in good) / took_s)
     if not speeds:
         return None
-    mean, wide = statistics.fmean(speeds), half_width(speeds)
-    samples, subject, quality = all_samples(cell), cell.subject, cell.quality
+    mean, wide = statistics.fmean(speeds), compute_half_width(speeds)
+    samples, subject, quality = list_samples(cell), cell.subject, cell.quality
     is_checked = quality is not None and quality.verdict != "unchecked"
     ttfts = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
     tpots = [sample.tpot_ms for sample in samples if sample.tpot_ms is not None]

@@ -8,17 +8,17 @@ import urllib.request
 from urllib.parse import urlsplit
 
 from bedplate._version import __version__
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 
 LIMIT_S = 10.0
 PAUSES_S = (1.0, 4.0)
 """Pauses before the second and the third attempt."""
 
 
-def checked_url(url: str) -> str:
+def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadQuestion("--webhook is not an HTTP URL", hint="for example https://example.com/hooks/bedplate")
+        raise UsageError("--webhook is not an HTTP URL", hint="for example https://example.com/hooks/bedplate")
     return url
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bedplate.changing.migrate import Migrate, migrate
-from bedplate.changing.outlook import AskOutlook, outlook
-from bedplate.changing.shadow import Shadow, shadow
+from bedplate.changing.migrate import MigrationRequest, migrate
+from bedplate.changing.outlook import OutlookRequest, report_outlook
+from bedplate.changing.shadow import ShadowRequest, run_shadow
 from bedplate.hosting.control import Operation
 
 CHANGING_OPERATIONS = {
-    "migrate": Operation(Migrate, migrate, goes_on=True),
-    "outlook": Operation(AskOutlook, outlook),
-    "shadow": Operation(Shadow, shadow),
+    "migrate": Operation(MigrationRequest, migrate, goes_on=True),
+    "outlook": Operation(OutlookRequest, report_outlook),
+    "shadow": Operation(ShadowRequest, run_shadow),
 }

@@ -12,12 +12,12 @@ from bedplate import store
 from bedplate.decide import decide
 from bedplate.errors import BedplateError
 from bedplate.facts.hardware import probe
-from bedplate.facts.observed import observed
+from bedplate.facts.observed import summarize_observed
 from bedplate.facts.workload import to_workload
-from bedplate.hosting.drift import ENOUGH, SPAN_S, drift
+from bedplate.hosting.drift import ENOUGH, SPAN_S, describe_drift
 from bedplate.measure.knee import MET
-from bedplate.store import fingerprint
-from bedplate.values import Hardware, Workload, replaced
+from bedplate.store import compute_fingerprint
+from bedplate.values import Hardware, Workload, replace_fields
 from bedplate.values.record import Record
 from bedplate.values.traffic import ServedRequest
 from bedplate.values.watch import Outlook
@@ -34,20 +34,24 @@ LEAST_LATE = 50
 """Fewest requests for a statement about a missed latency target."""
 
 
-class AskOutlook(Record, frozen=True, kw_only=True):
+class OutlookRequest(Record, frozen=True, kw_only=True):
     model: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
-async def outlook(host: Host, asked: AskOutlook, tell: Tell) -> Outlook:
-    return await asyncio.to_thread(_outlook, host, host.service(asked.model))
+async def report_outlook(host: Host, asked: OutlookRequest, tell: Tell) -> Outlook:
+    return await asyncio.to_thread(_build_outlook, host, host.get_service(asked.model))
 
 
-def _outlook(host: Host, service: HostedService) -> Outlook:
+def _build_outlook(host: Host, service: HostedService) -> Outlook:
     wanted, plan = service.wanted, service.readied.plan
-    workload, requests = _work(service)
-    hardware, machine = host.hardware, fingerprint(host.hardware)
+    workload, requests = _read_workload(service)
+    hardware, machine = host.hardware, compute_fingerprint(host.hardware)
     try:
-        results, agreements, verdicts = store.results(machine), store.agreements(machine), store.verdicts(machine)
+        results, agreements, verdicts = (
+            store.read_results(machine),
+            store.read_agreements(machine),
+            store.read_verdicts(machine),
+        )
     except BedplateError:  # the store cannot be read; decide without measurements
         results, agreements, verdicts = (), (), ()
     decision = decide(
@@ -60,45 +64,45 @@ def _outlook(host: Host, service: HostedService) -> Outlook:
         engine_version=plan.engine_version,
         quantization=plan.weights.label,
         machine=machine,
-        driver=driver_of(probe()),
+        driver=get_driver(probe()),
         requests=requests,
         workload=workload,
-        drift=drift(service),
-        late=_late(service),
+        drift=describe_drift(service),
+        late=_read_missed_target(service),
         target=wanted.workload.latency,
         decision=decision,
     )
 
 
-def _work(service: HostedService) -> tuple[Workload, int]:
+def _read_workload(service: HostedService) -> tuple[Workload, int]:
     try:
-        summary = observed(SPAN_S, model=service.name)
+        summary = summarize_observed(SPAN_S, model=service.name)
     except BedplateError:
         return service.wanted.workload, 0
     if summary.requests < ENOUGH:
         return service.wanted.workload, summary.requests
     # Observed requests do not state a latency target.
-    return replaced(to_workload(summary), latency=service.wanted.workload.latency), summary.requests
+    return replace_fields(to_workload(summary), latency=service.wanted.workload.latency), summary.requests
 
 
-def driver_of(hardware: Hardware) -> str | None:
+def get_driver(hardware: Hardware) -> str | None:
     found = dict.fromkeys(card.driver_version for card in hardware.accelerators if card.driver_version)
     return ", ".join(found) or None
 
 
-def _late(service: HostedService) -> str | None:
+def _read_missed_target(service: HostedService) -> str | None:
     target = service.wanted.workload.latency
     if target is None:
         return None
     try:
-        return late(store.requests(time.time() - LATE_SPAN_S, model=service.name), target)
+        return describe_missed_target(store.read_requests(time.time() - LATE_SPAN_S, model=service.name), target)
     except BedplateError:
         return None
 
 
-def late(rows: Iterable[ServedRequest], target: LatencyTarget) -> str | None:
+def describe_missed_target(rows: Iterable[ServedRequest], target: LatencyTarget) -> str | None:
     """A sentence about the share of requests that met the target, if it is too small. Pure."""
-    hits = [_in_time(row, target) for row in rows if row.outcome == "ok" and row.ttft_ms is not None]
+    hits = [_meets_target(row, target) for row in rows if row.outcome == "ok" and row.ttft_ms is not None]
     if len(hits) < LEAST_LATE or sum(hits) >= MET * len(hits):
         return None
     targets = [f"{name} {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value]
@@ -106,7 +110,7 @@ def late(rows: Iterable[ServedRequest], target: LatencyTarget) -> str | None:
     return f"{share:.0%} of the {len(hits):,} requests in the last hour met the target ({', '.join(targets)})"
 
 
-def _in_time(row: ServedRequest, target: LatencyTarget) -> bool:
+def _meets_target(row: ServedRequest, target: LatencyTarget) -> bool:
     ttft_ms, tokens = row.ttft_ms or 0.0, row.completion_tokens or 0
     if target.ttft_ms is not None and ttft_ms > target.ttft_ms:
         return False

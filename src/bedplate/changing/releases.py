@@ -8,13 +8,13 @@ import subprocess
 from collections.abc import Iterable
 
 from bedplate.engines import Engine
-from bedplate.run.uv import environment, uv_binary
+from bedplate.run.uv import build_uv_environment, find_uv
 
 ASK_LIMIT_S = 60.0
 QUIETLY = ("--no-deps", "--no-header", "--no-annotate", "--quiet")
 
 
-def package_of(engine: Engine) -> tuple[str, str] | None:
+def find_package(engine: Engine) -> tuple[str, str] | None:
     """The package of an engine and the version that bedplate pins; None if it has no package."""
     for text in engine.recipe.packages if engine.recipe is not None else ():
         found = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^;\s]+)(?:\s*;.*)?", text)
@@ -23,23 +23,23 @@ def package_of(engine: Engine) -> tuple[str, str] | None:
     return None
 
 
-def newest(packages: Iterable[str]) -> dict[str, str]:
+def find_newest(packages: Iterable[str]) -> dict[str, str]:
     """The newest release of each package that can be installed here. Packages that cannot be resolved are left out."""
     found: dict[str, str] = {}
     for package in packages:
-        command = [uv_binary(), "pip", "compile", "-", *QUIETLY, "--refresh-package", package]
+        command = [find_uv(), "pip", "compile", "-", *QUIETLY, "--refresh-package", package]
         try:
             done = subprocess.run(
                 command, input=package, capture_output=True, text=True, timeout=ASK_LIMIT_S,
-                env=environment(os.environ), check=False,
+                env=build_uv_environment(os.environ), check=False,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError):
             continue
-        found |= parse(done.stdout) if done.returncode == 0 else {}
+        found |= parse_requirements(done.stdout) if done.returncode == 0 else {}
     return found
 
 
-def parse(text: str) -> dict[str, str]:
+def parse_requirements(text: str) -> dict[str, str]:
     """Versions in a compiled requirements file, by package name."""
     found = {}
     for line in text.splitlines():

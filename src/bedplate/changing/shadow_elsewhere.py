@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bedplate.errors import BadQuestion
-from bedplate.measure.answers import Where
-from bedplate.measure.load import Target, prepare
+from bedplate.errors import UsageError
+from bedplate.measure.answers import EngineAddress
+from bedplate.measure.load import LoadTarget, prepare
 from bedplate.values.run import Load, Subject
 
 REHEARSED = Load(concurrency=1, prompt_tokens=64, output_tokens=16)
@@ -18,8 +18,8 @@ UNKNOWN_ELSEWHERE = ("quantization",)
 TELL_LIMIT_S = 10.0
 
 
-class Elsewhere(NamedTuple):
-    where: Where
+class RemoteChallenger(NamedTuple):
+    where: EngineAddress
     url: str
     engine: str
     engine_version: str | None
@@ -27,25 +27,25 @@ class Elsewhere(NamedTuple):
     """Request fields that fix the number of output tokens."""
 
     @property
-    def named(self) -> str:
+    def display_name(self) -> str:
         return f"{self.engine} {self.engine_version}" if self.engine_version else self.engine
 
-    def subject(self, model: str) -> Subject:
+    def to_subject(self, model: str) -> Subject:
         return Subject(engine=self.engine, engine_version=self.engine_version, model=model, url=self.url)
 
 
-async def found_at(url: str, key: str | None, served_model: str | None, engine: str) -> Elsewhere:
+async def probe_url(url: str, key: str | None, served_model: str | None, engine: str) -> RemoteChallenger:
     """Probe the endpoint with a few small requests. Raises if it does not answer or reports another engine."""
-    target = Target.of(url, key=key, model=served_model)
+    target = LoadTarget.from_url(url, key=key, model=served_model)
     prepared = await prepare(target, REHEARSED)
-    reported, version = told(await _listed(target), prepared.model)
+    reported, version = parse_engine(await _read_model_list(target), prepared.model)
     if reported is not None and reported != engine:
-        raise BadQuestion(f"{prepared.model} at {target.url} is served by {reported}, not by {engine}")
-    where = Where(target.url, target.key, prepared.model)
-    return Elsewhere(where, target.url, engine, version, prepared.fields)
+        raise UsageError(f"{prepared.model} at {target.url} is served by {reported}, not by {engine}")
+    where = EngineAddress(target.url, target.key, prepared.model)
+    return RemoteChallenger(where, target.url, engine, version, prepared.fields)
 
 
-async def _listed(target: Target) -> bytes:
+async def _read_model_list(target: LoadTarget) -> bytes:
     """The body of its model list; empty if it cannot be read."""
     import aiohttp
 
@@ -61,7 +61,7 @@ async def _listed(target: Target) -> bytes:
         return b""
 
 
-def told(listed: bytes, model: str) -> tuple[str | None, str | None]:
+def parse_engine(listed: bytes, model: str) -> tuple[str | None, str | None]:
     """The engine and its version, which only endpoints of bedplate report."""
     try:
         rows: list[Any] = msgspec.json.decode(listed)["data"]

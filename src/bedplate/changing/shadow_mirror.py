@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import msgspec
 
-from bedplate.errors import AnswerIsNo
-from bedplate.measure.answers import Where
-from bedplate.run.gateway.backend import Ended
+from bedplate.errors import NotPossible
+from bedplate.measure.answers import EngineAddress
+from bedplate.run.gateway.backend import FinishedRequest
 from bedplate.values.run import Load, Repeat, Sample
 
 REQUEST_LIMIT_S = 300.0
@@ -33,7 +33,7 @@ Pair = tuple[float, Sample, Sample]
 """Time of the response, the sample of the engine in service and that of the challenger."""
 
 
-class Sides(msgspec.Struct):
+class MeasuredSides(msgspec.Struct):
     """The measurements of both engines, one repeat per round or window."""
 
     load: Load
@@ -41,11 +41,11 @@ class Sides(msgspec.Struct):
     b: list[Repeat]
 
 
-class Mirror:
+class RequestMirror:
     """Sends copies of a sample of the answered requests to the challenger and keeps the timings of both engines."""
 
     def __init__(
-        self, where: Where, share: float, concurrency: int, for_s: float, fields: Collection[str] = ()
+        self, where: EngineAddress, share: float, concurrency: int, for_s: float, fields: Collection[str] = ()
     ) -> None:
         """`fields` are the request fields that fix the number of output tokens at the challenger."""
         self._where, self._share, self._concurrency, self._fields = where, share, concurrency, fields
@@ -79,7 +79,7 @@ class Mirror:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
 
-    def take(self, ended: Ended) -> None:
+    def take_sample(self, ended: FinishedRequest) -> None:
         if ended.outcome != "ok" or ended.ttft_s is None or ended.target.split(b"?")[0] not in STREAMED:
             return
         if self._random.random() >= self._share:
@@ -87,14 +87,14 @@ class Mirror:
         if len(self._tasks) >= self._concurrency:
             self.skipped += 1
             return
-        task = asyncio.get_running_loop().create_task(self._again(ended, time.monotonic() - self._began))
+        task = asyncio.get_running_loop().create_task(self._send_copy(ended, time.monotonic() - self._began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _again(self, ended: Ended, at_s: float) -> None:
+    async def _send_copy(self, ended: FinishedRequest, at_s: float) -> None:
         import aiohttp
 
-        body = as_long(msgspec.json.decode(ended.body), ended.completion_tokens, self._fields)
+        body = fix_length(msgspec.json.decode(ended.body), ended.completion_tokens, self._fields)
         url = f"{self._where.url}{ended.target.decode('ascii')}"
         began, first, pieces = time.monotonic(), None, []
         outcome, error = "ok", None
@@ -108,7 +108,7 @@ class Mirror:
                     outcome, error = "error", f"HTTP {answer.status}"
         except (aiohttp.ClientError, TimeoutError) as failure:
             outcome, error = "error", str(failure) or type(failure).__name__
-        prompt_tokens, output_tokens, finish = usage_in(b"".join(pieces))
+        prompt_tokens, output_tokens, finish = parse_usage(b"".join(pieces))
         if outcome == "ok" and finish is None:
             outcome, error = "cut", "the stream ended without a finish reason"
         theirs = Sample(
@@ -130,11 +130,11 @@ class Mirror:
         )
         self._pairs.append((at_s, mine, theirs))
 
-    def sides(self, model: str, run: str) -> Sides:
+    def build_sides(self, model: str, run: str) -> MeasuredSides:
         """The measurements of both engines, in windows with at least `LEAST_IN_WINDOW` requests."""
-        windows = stretches_of(self._pairs, self._window_s)
+        windows = split_windows(self._pairs, self._window_s)
         if not windows:
-            raise AnswerIsNo("no live request was sampled", hint="allow more time with --for, or a larger --share")
+            raise NotPossible("no live request was sampled", hint="allow more time with --for, or a larger --share")
         mine = [sample for window in windows for _, sample, _ in window]
         span_s = max(1.0, windows[-1][-1][0])
         load = Load(
@@ -144,10 +144,10 @@ class Mirror:
             prompt_tokens=max(1, round(statistics.median(sample.prompt_tokens or 1 for sample in mine))),
             output_tokens=max(1, round(statistics.median(sample.output_tokens or 1 for sample in mine))),
         )
-        a, b = ([self._repeat(window, side) for window in windows] for side in (0, 1))
-        return Sides(load, a, b)
+        a, b = ([self._build_repeat(window, side) for window in windows] for side in (0, 1))
+        return MeasuredSides(load, a, b)
 
-    def _repeat(self, window: Sequence[Pair], side: int) -> Repeat:
+    def _build_repeat(self, window: Sequence[Pair], side: int) -> Repeat:
         at_s = window[0][0] + self._began_at + side / 1000  # the two sides of a window are neighbours in time
         moment = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         samples = tuple((mine, theirs)[side] for _, mine, theirs in window)
@@ -155,7 +155,7 @@ class Mirror:
         return Repeat(at=moment, seconds=span_s, samples=samples)
 
 
-def stretches_of(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
+def split_windows(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
     """Pairs in windows, ordered by time. A last window with too few pairs is merged into the one before it."""
     found: list[list[Pair]] = []
     for pair in sorted(pairs, key=lambda pair: pair[0]):
@@ -168,7 +168,7 @@ def stretches_of(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
     return found
 
 
-def as_long(body: dict[str, Any], tokens: int | None, fields: Collection[str]) -> dict[str, Any]:
+def fix_length(body: dict[str, Any], tokens: int | None, fields: Collection[str]) -> dict[str, Any]:
     """The same request with a fixed output length. Sampling and other weights would change the length otherwise."""
     copy = {**body, "stream_options": {**(body.get("stream_options") or {}), "include_usage": True}}
     if not tokens or body.get("n") not in (None, 1):
@@ -180,7 +180,7 @@ def as_long(body: dict[str, Any], tokens: int | None, fields: Collection[str]) -
     return copy
 
 
-def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
+def parse_usage(stream: bytes) -> tuple[int | None, int | None, str | None]:
     """Prompt and output tokens as the engine counted them, and the finish reason."""
     prompt = output = finish = None
     for line in stream.split(b"\n"):

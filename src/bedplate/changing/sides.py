@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bedplate.measure.knee import MET
-from bedplate.run.gateway import Backend
-from bedplate.run.gateway.backend import Ended
-from bedplate.values.migration import Latency
+from bedplate.run.gateway import GatewayBackend
+from bedplate.run.gateway.backend import FinishedRequest
+from bedplate.values.migration import LatencySummary
 from bedplate.values.workload import LatencyTarget
 
 MOST_KEPT = 20_000
@@ -23,7 +23,7 @@ MOSTLY = 0.75
 """Share of the challenger's requests that must exceed the limit. A few slow requests do not count as slow."""
 
 
-class Seen(NamedTuple):
+class ObservedRequest(NamedTuple):
     """One request at one engine. Times count from the moment when the engine got it."""
 
     outcome: str
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     duration_ms: float
 
     @classmethod
-    def of(cls, ended: Ended) -> Seen:
+    def from_ended(cls, ended: FinishedRequest) -> ObservedRequest:
         ttft_ms, duration_ms = ended.ttft_s and 1000 * ended.ttft_s, 1000 * ended.duration_s
         tokens, tpot_ms = ended.completion_tokens, None
         if tokens is not None and tokens > 1 and ended.outcome == "ok":
@@ -42,13 +42,13 @@ class Seen(NamedTuple):
         return cls(ended.outcome, ended.begun, ttft_ms, tpot_ms, duration_ms)
 
 
-class Tally:
+class RequestTally:
     """Collects the outcomes of the requests of some backends."""
 
-    def __init__(self, backends: Iterable[Backend] = ()) -> None:
-        self._seen: list[Seen] = []
+    def __init__(self, backends: Iterable[GatewayBackend] = ()) -> None:
+        self._seen: list[ObservedRequest] = []
         self._forgotten = 0
-        self._backends: list[Backend] = []
+        self._backends: list[GatewayBackend] = []
         for backend in backends:
             self.listen(backend)
 
@@ -57,10 +57,10 @@ class Tally:
         """The number of requests so far: a mark for `since`."""
         return self._forgotten + len(self._seen)
 
-    def since(self, mark: int = 0) -> list[Seen]:
+    def list_since(self, mark: int = 0) -> list[ObservedRequest]:
         return self._seen[max(0, mark - self._forgotten) :]
 
-    def listen(self, backend: Backend) -> None:
+    def listen(self, backend: GatewayBackend) -> None:
         backend.on_end = self.add
         self._backends.append(backend)
 
@@ -69,16 +69,16 @@ class Tally:
             if backend.on_end == self.add:
                 backend.on_end = None
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: FinishedRequest) -> None:
         if ended.outcome == "cancelled":
             return
-        self._seen.append(Seen.of(ended))
+        self._seen.append(ObservedRequest.from_ended(ended))
         if len(self._seen) >= MOST_KEPT:
             self._forgotten += MOST_KEPT // 2
             del self._seen[: MOST_KEPT // 2]
 
 
-class Limits(NamedTuple):
+class LatencyLimits(NamedTuple):
     """The limits of the challenger's latency."""
 
     slower: float = 1.5
@@ -86,22 +86,28 @@ class Limits(NamedTuple):
     target: LatencyTarget | None = None
 
 
-def latency(seen: Sequence[Seen]) -> Latency:
-    return Latency(
+def summarize_latency(seen: Sequence[ObservedRequest]) -> LatencySummary:
+    return LatencySummary(
         requests=len(seen),
         failed=sum(one.outcome == "failed" for one in seen),
         refused=sum(one.outcome == "refused" for one in seen),
-        ttft_ms=_median(_ttfts(seen)),
-        tpot_ms=_median(_tpots(seen)),
+        ttft_ms=_compute_median(_list_ttfts(seen)),
+        tpot_ms=_compute_median(_list_tpots(seen)),
     )
 
 
-def worse(challenger: Sequence[Seen], incumbent: Sequence[Seen], limits: Limits) -> str | None:
+def explain_worse(
+    challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest], limits: LatencyLimits
+) -> str | None:
     """A clause that says why the challenger is worse; None if it is not, so far."""
-    return _failing(challenger, incumbent) or _refusing(challenger, incumbent) or _late(challenger, incumbent, limits)
+    return (
+        _explain_failures(challenger, incumbent)
+        or _explain_rejections(challenger, incumbent)
+        or _explain_latency(challenger, incumbent, limits)
+    )
 
 
-def _failing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | None:
+def _explain_failures(challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest]) -> str | None:
     lost = sum(one.outcome == "failed" and one.begun for one in challenger)
     if lost:
         return f"{lost} of {len(challenger)} responses were cut off"
@@ -111,7 +117,7 @@ def _failing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | Non
     return None
 
 
-def _refusing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | None:
+def _explain_rejections(challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest]) -> str | None:
     """Requests that only the incumbent accepts: too long for the challenger, or with fields that it does not have."""
     refused, usual = (sum(one.outcome == "refused" for one in side) for side in (challenger, incumbent))
     if refused >= LEAST_REFUSED and refused / len(challenger) > usual / max(1, len(incumbent)) + MORE_REFUSED:
@@ -119,11 +125,13 @@ def _refusing(challenger: Sequence[Seen], incumbent: Sequence[Seen]) -> str | No
     return None
 
 
-def _late(challenger: Sequence[Seen], incumbent: Sequence[Seen], limits: Limits) -> str | None:
+def _explain_latency(
+    challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest], limits: LatencyLimits
+) -> str | None:
     target = limits.target
     if target is not None and (target.ttft_ms is not None or target.tpot_ms is not None):
-        return _off_target(challenger, incumbent, target)
-    for name, read in (("TTFT", _ttfts), ("TPOT", _tpots)):
+        return _explain_missed_target(challenger, incumbent, target)
+    for name, read in (("TTFT", _list_ttfts), ("TPOT", _list_tpots)):
         mine, theirs = read(challenger), read(incumbent)
         if len(mine) < LEAST_SEEN or len(theirs) < LEAST_SEEN:
             continue
@@ -138,8 +146,10 @@ def _late(challenger: Sequence[Seen], incumbent: Sequence[Seen], limits: Limits)
     return None
 
 
-def _off_target(challenger: Sequence[Seen], incumbent: Sequence[Seen], target: LatencyTarget) -> str | None:
-    mine, theirs = _in_time(challenger, target), _in_time(incumbent, target)
+def _explain_missed_target(
+    challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest], target: LatencyTarget
+) -> str | None:
+    mine, theirs = _check_targets(challenger, target), _check_targets(incumbent, target)
     if len(mine) < LEAST_SEEN:
         return None
     share = sum(mine) / len(mine)
@@ -152,7 +162,7 @@ def _off_target(challenger: Sequence[Seen], incumbent: Sequence[Seen], target: L
     return None
 
 
-def _in_time(seen: Sequence[Seen], target: LatencyTarget) -> list[bool]:
+def _check_targets(seen: Sequence[ObservedRequest], target: LatencyTarget) -> list[bool]:
     return [
         (target.ttft_ms is None or one.ttft_ms is None or one.ttft_ms <= target.ttft_ms)
         and (target.tpot_ms is None or one.tpot_ms is None or one.tpot_ms <= target.tpot_ms)
@@ -161,7 +171,9 @@ def _in_time(seen: Sequence[Seen], target: LatencyTarget) -> list[bool]:
     ]
 
 
-def stuck(ended: int, in_flight: int, waited_s: float, incumbent: Sequence[Seen], limits: Limits) -> str | None:
+def explain_stuck(
+    ended: int, in_flight: int, waited_s: float, incumbent: Sequence[ObservedRequest], limits: LatencyLimits
+) -> str | None:
     """A clause that says that the challenger is too slow, if almost none of its requests have ended in `waited_s`."""
     durations = [one.duration_ms for one in incumbent if one.outcome == "ok"]
     if ended >= LEAST_SEEN or not in_flight or len(durations) < LEAST_SEEN:
@@ -172,13 +184,13 @@ def stuck(ended: int, in_flight: int, waited_s: float, incumbent: Sequence[Seen]
     return f"{ended} requests ended in {waited_s:.0f} s, with {in_flight} in flight; before, one took {usual_s:.1f} s"
 
 
-def _ttfts(seen: Sequence[Seen]) -> list[float]:
+def _list_ttfts(seen: Sequence[ObservedRequest]) -> list[float]:
     return [one.ttft_ms for one in seen if one.outcome == "ok" and one.ttft_ms is not None]
 
 
-def _tpots(seen: Sequence[Seen]) -> list[float]:
+def _list_tpots(seen: Sequence[ObservedRequest]) -> list[float]:
     return [one.tpot_ms for one in seen if one.tpot_ms is not None]
 
 
-def _median(values: Sequence[float]) -> float | None:
+def _compute_median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None

@@ -7,14 +7,14 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from bedplate.measure.watch import tree_of
-from bedplate.run.supervisor import busy_seconds
+from bedplate.measure.watch import list_process_tree
+from bedplate.run.supervisor import measure_busy_seconds
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
 
 
-class Standstill:
+class EnginePauser:
     """Pauses and continues a set of engines together.
 
     One signal to a process group stops it at once, even in the middle of a computation. A lower priority would still
@@ -30,35 +30,35 @@ class Standstill:
         if engine not in self.engines:
             self.engines.append(engine)
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         """Pause all engines, including those added since the last call and restarted processes."""
         self.is_still = True
-        self._signal(signal.SIGSTOP)
+        self._send_signal(signal.SIGSTOP)
 
-    def go(self) -> None:
+    def resume(self) -> None:
         self.is_still = False
-        self._signal(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
 
-    def look(self) -> None:
+    def find_groups(self) -> None:
         """Find the process groups that engines created for their child processes. Blocks for a moment."""
         found = {}
-        for pid in self._pids():
+        for pid in self._list_pids():
             groups = set()
-            for one in tree_of(pid):
+            for one in list_process_tree(pid):
                 with contextlib.suppress(ProcessLookupError):
                     groups.add(os.getpgid(one))
             found[pid] = frozenset(groups - {pid, os.getpgrp()})
         self._groups = found
 
-    def busy_s(self) -> float:
+    def read_cpu_seconds(self) -> float:
         """CPU time that the engines have used so far. Blocks for a moment."""
-        return sum(busy_seconds(pid) for pid in self._pids())
+        return sum(measure_busy_seconds(pid) for pid in self._list_pids())
 
-    def _pids(self) -> list[int]:
+    def _list_pids(self) -> list[int]:
         return [engine.pid for engine in self.engines if engine.pid is not None]
 
-    def _signal(self, number: int) -> None:
-        for pid in self._pids():
+    def _send_signal(self, number: int) -> None:
+        for pid in self._list_pids():
             # An engine leads its own process group: its warden starts it so.
             for group in (pid, *self._groups.get(pid, ())):
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bedplate import store
-from bedplate.changing.migrate import Migrate
+from bedplate.changing.migrate import MigrationRequest
 from bedplate.changing.notify import post
-from bedplate.changing.outlook import AskOutlook
-from bedplate.changing.releases import newest, package_of
-from bedplate.changing.shadow import Shadow
-from bedplate.engines import all_engines
-from bedplate.engines import engine as engine_by_id
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.changing.outlook import OutlookRequest
+from bedplate.changing.releases import find_newest, find_package
+from bedplate.changing.shadow import ShadowRequest
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.engines import load_engines
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.home import home, writable
-from bedplate.hosting.control import Nothing, ask
-from bedplate.hosting.operations import MOST_SAID, Say
-from bedplate.measure.moments import now_text
+from bedplate.home import ensure_writable, get_home
+from bedplate.hosting.control import NoArguments, ask
+from bedplate.hosting.operations import MOST_SAID, LogMessage
+from bedplate.measure.moments import format_now
 from bedplate.run.ready import is_installed
 from bedplate.values.migration import Migration
-from bedplate.values.record import from_json, replaced, to_json
-from bedplate.values.shadow import Shadowed
-from bedplate.values.units import seconds
-from bedplate.values.watch import Outlook, Seen, Trigger, Untried, Watched
+from bedplate.values.record import from_json, replace_fields, to_json
+from bedplate.values.shadow import ShadowResult
+from bedplate.values.units import format_seconds
+from bedplate.values.watch import Outlook, Trigger, UntriedChallenger, WatchEvaluation, WatchState
 
 if TYPE_CHECKING:
     from bedplate.values.service import ServiceRecord
@@ -48,7 +48,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Watching:
+class WatchOptions:
     """The options of a watch."""
 
     model: str | None = None
@@ -60,55 +60,57 @@ class Watching:
     tell: Tell = lambda text: None
 
 
-def watch_once(record: ServiceRecord, asked: Watching) -> Watched:
+def watch_once(record: ServiceRecord, asked: WatchOptions) -> WatchEvaluation:
     """Evaluate once, whether or not anything has changed. The changes are reported too."""
-    found = ask(record, "outlook", AskOutlook(model=asked.model), answer=Outlook, limit_s=120)
-    before = remembered(record.name, found.model)
-    now = seen_now(found, before, refresh=True)
-    triggers = triggered(found, before, now, asked.every_s) or (Trigger(kind="asked", text="evaluation requested"),)
-    return _evaluated(record, asked, found, triggers, now)
+    found = ask(record, "outlook", OutlookRequest(model=asked.model), answer=Outlook, limit_s=120)
+    before = read_last_state(record.name, found.model)
+    now = read_state(found, before, refresh=True)
+    triggers = find_triggers(found, before, now, asked.every_s) or (Trigger(kind="asked", text="evaluation requested"),)
+    return _evaluate(record, asked, found, triggers, now)
 
 
-def watch(record: ServiceRecord, asked: Watching, on_result: Callable[[Watched], None]) -> None:
+def watch(record: ServiceRecord, asked: WatchOptions, on_result: Callable[[WatchEvaluation], None]) -> None:
     """Evaluate repeatedly while the service runs, and call `on_result` with each evaluation."""
     looked_at_releases = float("-inf")
     asked.tell(
-        f"watching {record.name}: an evaluation every {seconds(asked.every_s)}, or when something changes; "
+        f"watching {record.name}: an evaluation every {format_seconds(asked.every_s)}, or when something changes; "
         f"{'migrating on a proven gain' if asked.auto else 'no migration without --auto'}"
     )
     while True:
         try:
-            found = ask(record, "outlook", AskOutlook(model=asked.model), answer=Outlook, limit_s=120)
-        except OutsideFailed as error:
+            found = ask(record, "outlook", OutlookRequest(model=asked.model), answer=Outlook, limit_s=120)
+        except ExternalFailure as error:
             from bedplate.hosting.records import is_alive
 
             if not is_alive(record):
                 asked.tell(f"{record.name} has exited; the watch ends")
                 return
-            asked.tell(f"{error.message}; trying again in {seconds(RETRY_S)}")
+            asked.tell(f"{error.message}; trying again in {format_seconds(RETRY_S)}")
             time.sleep(RETRY_S)  # the service is too busy to answer
             continue
-        before = remembered(record.name, found.model)
+        before = read_last_state(record.name, found.model)
         refresh = time.monotonic() - looked_at_releases > RELEASES_S
         if refresh:
             looked_at_releases = time.monotonic()
-        now = seen_now(found, before, refresh=refresh)
-        triggers = triggered(found, before, now, asked.every_s)
+        now = read_state(found, before, refresh=refresh)
+        triggers = find_triggers(found, before, now, asked.every_s)
         if triggers:
-            on_result(_evaluated(record, asked, found, triggers, now))
+            on_result(_evaluate(record, asked, found, triggers, now))
         time.sleep(min(LOOK_S, asked.every_s))
 
 
 # triggers
 
 
-def seen_now(found: Outlook, before: Seen | None, *, refresh: bool) -> Seen:
+def read_state(found: Outlook, before: WatchState | None, *, refresh: bool) -> WatchState:
     """The current state. The package index is queried only with `refresh`."""
-    packages = {name: package for name in _names(found) if (package := package_of(engine_by_id(name))) is not None}
+    packages = {
+        name: package for name in _list_engines(found) if (package := find_package(engine_by_id(name))) is not None
+    }
     releases = dict(before.releases) if before is not None else {}
     if refresh:
-        releases |= newest(package for package, _ in packages.values())
-    return Seen(
+        releases |= find_newest(package for package, _ in packages.values())
+    return WatchState(
         at_s=time.time(),
         driver=found.driver,
         drift=found.drift,
@@ -118,13 +120,13 @@ def seen_now(found: Outlook, before: Seen | None, *, refresh: bool) -> Seen:
     )
 
 
-def _names(found: Outlook) -> tuple[str, ...]:
+def _list_engines(found: Outlook) -> tuple[str, ...]:
     """The engine in service and the engines that may replace it."""
     wanted = (found.engine, found.decision.engine, *(one.engine for one in found.decision.challengers))
-    return tuple(dict.fromkeys(name for name in wanted if name is not None and name in all_engines()))
+    return tuple(dict.fromkeys(name for name in wanted if name is not None and name in load_engines()))
 
 
-def triggered(found: Outlook, before: Seen | None, now: Seen, every_s: float) -> tuple[Trigger, ...]:
+def find_triggers(found: Outlook, before: WatchState | None, now: WatchState, every_s: float) -> tuple[Trigger, ...]:
     """The reasons for an evaluation, most important first. Pure."""
     if before is None:
         return (Trigger(kind="schedule", text="first evaluation"),)
@@ -145,7 +147,7 @@ def triggered(found: Outlook, before: Seen | None, now: Seen, every_s: float) ->
             text = f"{package} {version} is on the index, after {before.releases[package]}"
             triggers.append(Trigger(kind="release", text=text))
     if not triggers and now.at_s - before.at_s >= every_s:
-        text = f"the last evaluation was {seconds(now.at_s - before.at_s)} ago"
+        text = f"the last evaluation was {format_seconds(now.at_s - before.at_s)} ago"
         triggers.append(Trigger(kind="schedule", text=text))
     return tuple(triggers)
 
@@ -153,16 +155,16 @@ def triggered(found: Outlook, before: Seen | None, now: Seen, every_s: float) ->
 # one evaluation
 
 
-def _evaluated(
-    record: ServiceRecord, asked: Watching, found: Outlook, triggers: tuple[Trigger, ...], now: Seen
-) -> Watched:
-    began, at = time.monotonic(), now_text()
+def _evaluate(
+    record: ServiceRecord, asked: WatchOptions, found: Outlook, triggers: tuple[Trigger, ...], now: WatchState
+) -> WatchEvaluation:
+    began, at = time.monotonic(), format_now()
     for trigger in triggers:
         asked.tell(f"{trigger.kind}: {trigger.text}")
-    shadows, untried = _tried(record, asked, found)
-    answer, text, best = conclusion(found, shadows)
-    notes = [*unpinned(now)]
-    done = Watched(
+    shadows, untried = _try_challengers(record, asked, found)
+    answer, text, best = conclude(found, shadows)
+    notes = [*list_unpinned(now)]
+    done = WatchEvaluation(
         at=at,
         service=record.name,
         model=found.model,
@@ -179,25 +181,25 @@ def _evaluated(
         took_s=round(time.monotonic() - began, 3),
     )
     if asked.auto and answer == "migrate" and best is not None:
-        done = _moved(record, asked, done, best)
-    done = _written(done, found)
-    _logged(record, done)
+        done = _migrate(record, asked, done, best)
+    done = _write_report(done, found)
+    _log_result(record, done)
     if asked.webhook is not None and (why := post(asked.webhook, to_json(done))) is not None:
-        done = replaced(done, notes=(*done.notes, f"the webhook failed: {why}"))
-    remember(record.name, found.model, now)
+        done = replace_fields(done, notes=(*done.notes, f"the webhook failed: {why}"))
+    save_state(record.name, found.model, now)
     return done
 
 
-def _logged(record: ServiceRecord, done: Watched) -> None:
+def _log_result(record: ServiceRecord, done: WatchEvaluation) -> None:
     """Write the outcome to the service's log, unless the service has exited."""
     moved = f"; migration: {done.migration.outcome}" if done.migration is not None else ""
     to = f" to {done.challenger}" if done.answer == "migrate" else ""
     with contextlib.suppress(BedplateError):
-        line = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
-        ask(record, "say", line, answer=Nothing)
+        line = LogMessage(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
+        ask(record, "say", line, answer=NoArguments)
 
 
-def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], list[Untried]]:
+def choose_challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], list[UntriedChallenger]]:
     """The challengers to try, in the plan's order, and those not to try, with the reason. Pure."""
     decision = found.decision
     names = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name is not None]
@@ -209,69 +211,75 @@ def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], li
             tried.append(name)
         else:
             untried.append(
-                Untried(engine=name, why=f"it is not installed; bedplate shadow {name} installs and compares it")
+                UntriedChallenger(
+                    engine=name, why=f"it is not installed; bedplate shadow {name} installs and compares it"
+                )
             )
     return tried, untried
 
 
-def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list[Shadowed], list[Untried]]:
+def _try_challengers(
+    record: ServiceRecord, asked: WatchOptions, found: Outlook
+) -> tuple[list[ShadowResult], list[UntriedChallenger]]:
     """Shadow each challenger until the budget is spent."""
     hardware = probe()
-    installed = [name for name, one in all_engines().items() if is_installed(one, hardware)]
-    names, untried = challengers(found, installed)
-    shadows: list[Shadowed] = []
+    installed = [name for name, one in load_engines().items() if is_installed(one, hardware)]
+    names, untried = choose_challengers(found, installed)
+    shadows: list[ShadowResult] = []
     until = time.monotonic() + asked.budget_s
     for position, name in enumerate(names):
-        for_s = part_of(until - time.monotonic(), len(names) - position, is_first=position == 0)
+        for_s = allot_time(until - time.monotonic(), len(names) - position, is_first=position == 0)
         if for_s is None:
-            untried.append(Untried(engine=name, why=f"the budget of {seconds(asked.budget_s)} is spent"))
+            untried.append(
+                UntriedChallenger(engine=name, why=f"the budget of {format_seconds(asked.budget_s)} is spent")
+            )
             continue
-        wanted = Shadow(engine=name, model=found.model, share=asked.share, for_s=for_s)
+        wanted = ShadowRequest(engine=name, model=found.model, share=asked.share, for_s=for_s)
         try:
-            shadows.append(ask(record, "shadow", wanted, answer=Shadowed, tell=asked.tell, limit_s=None))
-        except (AnswerIsNo, BadQuestion, OutsideFailed) as error:
-            untried.append(Untried(engine=name, why=error.summary))
+            shadows.append(ask(record, "shadow", wanted, answer=ShadowResult, tell=asked.tell, limit_s=None))
+        except (NotPossible, UsageError, ExternalFailure) as error:
+            untried.append(UntriedChallenger(engine=name, why=error.summary))
             asked.tell(f"{name}: {untried[-1].why}")
     return shadows, untried
 
 
-def part_of(left_s: float, challengers: int, *, is_first: bool) -> float | None:
+def allot_time(left_s: float, challengers: int, *, is_first: bool) -> float | None:
     """Time for the next challenger; None if too little is left. The first challenger is always tried."""
     if left_s < LEAST_BUDGET_S and not is_first:
         return None
     return max(left_s / challengers, min(LEAST_BUDGET_S, left_s))
 
 
-def conclusion(found: Outlook, shadows: Sequence[Shadowed]) -> tuple[Answer, str, str | None]:
+def conclude(found: Outlook, shadows: Sequence[ShadowResult]) -> tuple[Answer, str, str | None]:
     """The answer over all comparisons: a proven gain is enough, and the largest one counts. Pure."""
     planned = found.decision.engine
     moves = [one for one in shadows if one.verdict.answer == "migrate"]
     if moves:
-        best = max(moves, key=_gain)
+        best = max(moves, key=_compute_gain)
         return "migrate", best.verdict.text, best.verdict.b.engine
     open_ones = [one for one in shadows if one.verdict.answer == "not proven"]
     if open_ones:
-        best = max(open_ones, key=_gain)
+        best = max(open_ones, key=_compute_gain)
         return "not proven", best.verdict.text, best.verdict.b.engine
     if planned is not None and planned not in (found.engine, *(one.verdict.b.engine for one in shadows)):
         return "not proven", f"A new plan would choose {planned}, but it could not be measured.", planned
     if not shadows:
         return "stay", f"A new plan would choose {found.engine} again, and no challenger could be measured.", None
-    best = max(shadows, key=_gain)
+    best = max(shadows, key=_compute_gain)
     return "stay", best.verdict.text, best.verdict.b.engine
 
 
-def _gain(one: Shadowed) -> float:
+def _compute_gain(one: ShadowResult) -> float:
     """The largest gain in throughput or end-to-end latency. TTFT and TPOT are parts of these."""
     return max((effect.gain.value for effect in one.verdict.effects if effect.metric in SPEED), default=0.0)
 
 
-def unpinned(now: Seen) -> list[str]:
+def list_unpinned(now: WatchState) -> list[str]:
     """Notes about releases that this version of bedplate does not install yet."""
     pins = {
         package: version
         for name in now.versions
-        if (found := package_of(engine_by_id(name)))
+        if (found := find_package(engine_by_id(name)))
         for package, version in [found]
     }
     return [
@@ -281,59 +289,59 @@ def unpinned(now: Seen) -> list[str]:
     ]
 
 
-def _moved(record: ServiceRecord, asked: Watching, done: Watched, engine: str) -> Watched:
+def _migrate(record: ServiceRecord, asked: WatchOptions, done: WatchEvaluation, engine: str) -> WatchEvaluation:
     try:
-        wanted = Migrate(engine=engine, model=done.model)
+        wanted = MigrationRequest(engine=engine, model=done.model)
         moved = ask(record, "migrate", wanted, answer=Migration, tell=asked.tell, limit_s=None)
     except BedplateError as error:
-        return replaced(done, notes=(*done.notes, f"the migration failed: {error.summary}"))
-    return replaced(done, migration=moved)
+        return replace_fields(done, notes=(*done.notes, f"the migration failed: {error.summary}"))
+    return replace_fields(done, migration=moved)
 
 
 # reports and state
 
 
-def _written(done: Watched, found: Outlook) -> Watched:
+def _write_report(done: WatchEvaluation, found: Outlook) -> WatchEvaluation:
     """Write the HTML report and the JSON document under BEDPLATE_HOME/reports."""
-    from bedplate.show.report import html, page_of
+    from bedplate.show.report import make_report, to_html
 
     stem = f"{done.service}-{done.at.replace(':', '')}"
     try:
-        folder = writable(home() / "reports")
-        runs = [store.run(one.run) for one in done.shadows]
+        folder = ensure_writable(get_home() / "reports")
+        runs = [store.find_run(one.run) for one in done.shadows]
         if runs:
             verdict = next((one.verdict for one in done.shadows if one.verdict.b.engine == done.challenger), None)
-            page = page_of(runs, verdict=verdict, target=found.target)
+            page = make_report(runs, verdict=verdict, target=found.target)
             path = folder / f"{stem}.html"
-            path.write_text(html(page), encoding="utf-8")
-            done = replaced(done, report=str(path))
+            path.write_text(to_html(page), encoding="utf-8")
+            done = replace_fields(done, report=str(path))
         (folder / f"{stem}.json").write_text(to_json(done), encoding="utf-8")
     except (OSError, BedplateError) as error:
         why = error.message if isinstance(error, BedplateError) else error.strerror or str(error)
-        return replaced(done, notes=(*done.notes, f"the report could not be written: {why}"))
+        return replace_fields(done, notes=(*done.notes, f"the report could not be written: {why}"))
     return done
 
 
-def _state_path(service: str, model: str) -> Path:
-    from bedplate.hosting.records import as_name
+def _get_state_path(service: str, model: str) -> Path:
+    from bedplate.hosting.records import to_name
 
-    return home() / "watch" / f"{service}-{as_name(model)}.json"
+    return get_home() / "watch" / f"{service}-{to_name(model)}.json"
 
 
-def remembered(service: str, model: str) -> Seen | None:
+def read_last_state(service: str, model: str) -> WatchState | None:
     """The state of the last evaluation; None if there is none or it cannot be read."""
     try:
-        return from_json(Seen, _state_path(service, model).read_bytes())
-    except (OSError, BadQuestion):
+        return from_json(WatchState, _get_state_path(service, model).read_bytes())
+    except (OSError, UsageError):
         return None
 
 
-def remember(service: str, model: str, seen: Seen) -> None:
-    path = _state_path(service, model)
-    writable(path.parent)
+def save_state(service: str, model: str, seen: WatchState) -> None:
+    path = _get_state_path(service, model)
+    ensure_writable(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(to_json(seen), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error)) from error

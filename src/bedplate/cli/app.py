@@ -75,7 +75,7 @@ EXAMPLES = """Examples:
 Exit codes: 0 done; 1 not possible; 2 usage error; 3 external failure."""
 
 
-class _HelpedArgument(TyperArgument):
+class _ArgumentWithHelp(TyperArgument):
     """Keeps the help of an argument. typer before 0.25 sets `help` before click 8.5 resets it, and click would list
     arguments with `help` once more, in a section of its own."""
 
@@ -91,7 +91,7 @@ class _HelpedArgument(TyperArgument):
             self.help = None
 
 
-typer.main.TyperArgument = _HelpedArgument  # type: ignore[attr-defined]
+typer.main.TyperArgument = _ArgumentWithHelp  # type: ignore[attr-defined]
 
 
 class GroupedVerbs(TyperGroup):
@@ -101,26 +101,26 @@ class GroupedVerbs(TyperGroup):
         width = max(map(len, self.commands))
         limit = formatter.width - width - 4
         for panel, modules in PANELS.items():
-            names = [name_of(module) for module in modules]
+            names = [get_verb_name(module) for module in modules]
             with formatter.section(panel):
                 formatter.write_dl(
                     [(f"{name:{width}}", self.commands[name].get_short_help_str(limit)) for name in names]
                 )
 
 
-def name_of(verb: ModuleType) -> str:
+def get_verb_name(verb: ModuleType) -> str:
     return verb.__name__.rpartition(".")[2]
 
 
-def _version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"bedplate {__version__}")
         raise typer.Exit
 
 
-def _options(
+def _read_global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None: ...
 
@@ -139,12 +139,12 @@ def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    made.callback()(_options)
+    made.callback()(_read_global_options)
     for verb in verbs:
         if hasattr(verb, "app"):
-            made.add_typer(verb.app, name=name_of(verb))
+            made.add_typer(verb.app, name=get_verb_name(verb))
         else:
-            made.command(epilog=verb.EXAMPLES)(getattr(verb, name_of(verb)))
+            made.command(epilog=verb.EXAMPLES)(getattr(verb, get_verb_name(verb)))
     return made
 
 
@@ -153,10 +153,10 @@ VERBS = tuple(chain.from_iterable(PANELS.values()))
 app = make_app(VERBS)
 
 
-def app_for(arguments: Sequence[str]) -> typer.Typer:
+def build_app_for(arguments: Sequence[str]) -> typer.Typer:
     """typer builds all options of all verbs before it runs one, which takes as long as a plan. So the verb comes alone,
     unless the first argument is not a verb: then help, completion and the suggestions for a typing error need all."""
-    asked = [verb for verb in VERBS if [name_of(verb)] == list(arguments[:1])]
+    asked = [verb for verb in VERBS if [get_verb_name(verb)] == list(arguments[:1])]
     return make_app(asked) if asked else app
 
 
@@ -169,7 +169,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         try:
-            app_for(sys.argv[1:])(prog_name="bedplate")
+            build_app_for(sys.argv[1:])(prog_name="bedplate")
         finally:
             # Now, while an error can still be reported.
             if sys.stdout is not None:
@@ -180,17 +180,17 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of the output has ended, as in `bedplate … | head`.
-        _forget_output()
+        _discard_output()
         sys.exit(141)
     except OSError as error:
         # With a file name the error is about opening a file; without one it is about writing the output.
         if error.errno not in NO_ROOM or error.filename is not None:
             raise
-        from bedplate.errors import OutsideFailed
+        from bedplate.errors import ExternalFailure
 
-        _forget_output()
+        _discard_output()
         why, hint = error.strerror or str(error), "the output is incomplete; free some space, or write it elsewhere"
-        _fail(OutsideFailed("cannot write the output", cause=why, hint=hint))
+        _fail(ExternalFailure("cannot write the output", cause=why, hint=hint))
 
 
 def _fail(error: BedplateError) -> NoReturn:
@@ -200,7 +200,7 @@ def _fail(error: BedplateError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _forget_output() -> None:
+def _discard_output() -> None:
     """Drops unwritten output, so that Python does not try to write it again at exit and print an error of its own."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -9,9 +9,9 @@ import sys
 import msgspec
 
 from bedplate.errors import BedplateError
-from bedplate.home import logs_dir
-from bedplate.hosting.control import Error
-from bedplate.hosting.detached import MOST_EARLY_BYTES, Choice, Errand, Report, Reporter
+from bedplate.home import get_logs_dir
+from bedplate.hosting.control import ErrorReport
+from bedplate.hosting.detached import MOST_EARLY_BYTES, ChoiceReport, DetachedInput, PipeReporter, StartReport
 from bedplate.interrupts import forget_interrupts
 from bedplate.values import Endpoint
 from bedplate.values.service import ServiceRecord
@@ -19,30 +19,30 @@ from bedplate.values.service import ServiceRecord
 
 def main() -> int:
     """Serves the order on stdin; exit codes are those of `bedplate serve`."""
-    from bedplate.cli.checks import check_answers, examiner
-    from bedplate.serving.serve import Hooks, serve_order
+    from bedplate.cli.checks import check_answers, make_examiner
+    from bedplate.serving.serve import ServeHooks, serve_order
 
-    errand = msgspec.json.decode(sys.stdin.buffer.read(), type=Errand)
+    errand = msgspec.json.decode(sys.stdin.buffer.read(), type=DetachedInput)
     _close_input()
     # While nothing runs yet, a request to end is what Ctrl-C is in the foreground.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    reporter = Reporter(errand.report_fd)
+    reporter = PipeReporter(errand.report_fd)
 
     def report_ready(endpoint: Endpoint) -> None:
-        reporter.send(Report(ready=endpoint))
+        reporter.send(StartReport(ready=endpoint))
         reporter.close()
 
     order = errand.order
-    hooks = Hooks(
+    hooks = ServeHooks(
         progress=reporter,
         on_decision=lambda hardware, model, wanted, decision: reporter.send(
-            Report(choice=Choice(hardware=hardware, model=model, wanted=wanted, decision=decision))
+            StartReport(choice=ChoiceReport(hardware=hardware, model=model, wanted=wanted, decision=decision))
         ),
         on_claim=_log_to_service,
         on_ready=report_ready,
         check=check_answers if order.check else None,
-        examiner=examiner(),
+        examiner=make_examiner(),
     )
     try:
         serve_order(order, hooks, fallback=errand.fallback, detached=True)
@@ -50,7 +50,7 @@ def main() -> int:
         from bedplate.cli.terminal import show_error
 
         show_error(error)
-        reporter.send(Report(error=Error.of(error)))
+        reporter.send(StartReport(error=ErrorReport.from_error(error)))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -59,7 +59,7 @@ def main() -> int:
 
 def _log_to_service(record: ServiceRecord) -> None:
     """Redirects everything that this process and its children print to the service's own log."""
-    path = logs_dir() / f"{record.name}@host.log"
+    path = get_logs_dir() / f"{record.name}@host.log"
     large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
     with path.open("wb" if large else "ab") as log:
         for stream in (sys.stdout, sys.stderr):

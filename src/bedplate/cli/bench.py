@@ -14,8 +14,8 @@ from bedplate.cli.options import (
     Json,
     ModelName,
     PricePerHour,
-    engine_and_version,
-    price_from,
+    parse_engine_and_version,
+    read_price,
     write_file,
 )
 
@@ -40,7 +40,7 @@ EXAMPLES = """Examples:
 Ctrl-C stops all engines and keeps the finished measurements."""
 
 
-class Arrivals(StrEnum):
+class ArrivalPattern(StrEnum):
     poisson = "poisson"
     constant = "constant"
     burst = "burst"
@@ -73,7 +73,7 @@ def bench(
         str | None,
         typer.Option(metavar="LIST", help="Open-loop request rates per second, comma-separated.", show_default=False),
     ] = None,
-    arrivals: Annotated[Arrivals, typer.Option(help="Arrival process, with --rate.")] = Arrivals.poisson,
+    arrivals: Annotated[ArrivalPattern, typer.Option(help="Arrival process, with --rate.")] = ArrivalPattern.poisson,
     burst: Annotated[int, typer.Option(min=1, help="Requests in one burst, with --arrivals burst.")] = 8,
     trace: Annotated[
         Path | None,
@@ -171,20 +171,20 @@ def bench(
     """
     import sys
 
-    form = _form(json=json, csv=csv, jsonl=jsonl, output=output)
+    form = _choose_form(json=json, csv=csv, jsonl=jsonl, output=output)
     if import_file is not None:
-        _imported(import_file, form, output)
+        _import_run(import_file, form, output)
         return
-    from bedplate.cli.terminal import console
-    from bedplate.measure.bench import Stopped
+    from bedplate.cli.terminal import make_console
+    from bedplate.measure.bench import BenchStopped
     from bedplate.measure.bench import bench as measure
-    from bedplate.measure.questions import engine_list, loads_of, read_target
-    from bedplate.show.bench import teller_for
-    from bedplate.values.units import parsed_seconds
+    from bedplate.measure.questions import parse_engines, parse_loads, parse_target
+    from bedplate.show.bench import choose_view
+    from bedplate.values.units import parse_duration
 
-    asked = engine_list(engines)
-    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_and_version(one) for one in asked))
-    loads = loads_of(
+    asked = parse_engines(engines)
+    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(parse_engine_and_version(one) for one in asked))
+    loads = parse_loads(
         concurrency=concurrency,
         rate=rate,
         arrivals=arrivals.value,
@@ -195,15 +195,15 @@ def bench(
         shared_prefix_tokens=shared_prefix,
         seed=seed,
     )
-    target = read_target(slo) if slo is not None else None
-    price = price_from(file, price_per_hour, electricity_price)
-    out = console(sys.stdout if form is None or output is not None else sys.stderr)
-    teller = teller_for(out, _limits, notes=console(sys.stderr))
-    stopped: Stopped | None = None
+    target = parse_target(slo) if slo is not None else None
+    price = read_price(file, price_per_hour, electricity_price)
+    out = make_console(sys.stdout if form is None or output is not None else sys.stderr)
+    teller = choose_view(out, _find_bottlenecks, notes=make_console(sys.stderr))
+    stopped: BenchStopped | None = None
     with teller:
         try:
             run = measure(
-                model if model is not None or file is None else _model_in(file),
+                model if model is not None or file is None else _read_model_name(file),
                 engines=named,
                 loads=loads,
                 url=url,
@@ -212,73 +212,73 @@ def bench(
                 seconds=seconds,
                 repeats=repeats,
                 turns=turns,
-                budget_s=parsed_seconds(budget, "--budget", positive=True) if budget is not None else None,
+                budget_s=parse_duration(budget, "--budget", positive=True) if budget is not None else None,
                 target=target,
                 price=price,
                 trace=trace,
                 through_gateway=through_gateway,
                 check_quality=quality,
-                native=_native(build),
-                resume=_resumed(resume),
+                native=_is_native(build),
+                resume=_find_run_to_resume(resume),
                 progress=teller,
                 teller=teller,
                 command=("bedplate", *sys.argv[1:]),
             )
-        except Stopped as error:
+        except BenchStopped as error:
             stopped, run = error, error.run
-    teller.finished(run)
+    teller.report_end(run)
     _finish(run, form, output)
     if stopped is not None:
-        console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
+        make_console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
         raise typer.Exit(130)
 
 
-def _model_in(file: Path) -> str | None:
+def _read_model_name(file: Path) -> str | None:
     """The model that an intent names. Its workload is not used: `bench` has options for the load."""
     from bedplate.decide.intent import read_intent
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     intent = read_intent(file)
     if intent.services:
-        raise BadQuestion("bench measures one model, and the intent has services", hint="bedplate bench MODEL")
+        raise UsageError("bench measures one model, and the intent has services", hint="bedplate bench MODEL")
     named = intent.model
     if isinstance(named, dict):
-        raise BadQuestion("model: a described model cannot be measured", hint="name a file, a folder or owner/name")
+        raise UsageError("model: a described model cannot be measured", hint="name a file, a folder or owner/name")
     return named
 
 
-def _form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | None:
-    from bedplate.errors import BadQuestion
+def _choose_form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | None:
+    from bedplate.errors import UsageError
 
     forms: dict[str, Form] = {"json": "json", "csv": "csv", "jsonl": "jsonl", "txt": "txt"}
     asked = [name for name, wanted in (("json", json), ("csv", csv), ("jsonl", jsonl)) if wanted]
     if len(asked) > 1:
-        raise BadQuestion(f"--{' and --'.join(asked)} cannot be combined", hint="-o FILE writes a second format")
+        raise UsageError(f"--{' and --'.join(asked)} cannot be combined", hint="-o FILE writes a second format")
     if asked:
         return forms[asked[0]]
     if output is None:
         return None
     ending = output.suffix.lower().removeprefix(".")
     if ending not in forms:
-        raise BadQuestion(f"{output.name} has an unknown suffix", hint="use .json, .jsonl, .csv or .txt")
+        raise UsageError(f"{output.name} has an unknown suffix", hint="use .json, .jsonl, .csv or .txt")
     return forms[ending]
 
 
-def _limits(run: Run) -> dict[str, str]:
+def _find_bottlenecks(run: Run) -> dict[str, str]:
     """The bottleneck of each cell, as `diagnose` finds it."""
-    from bedplate.cli.judging import diagnosis_of, limits_of
+    from bedplate.cli.judging import diagnose_cells, list_bottlenecks
     from bedplate.errors import BedplateError
     from bedplate.facts.hardware import probe
 
     try:
-        return limits_of(diagnosis_of(run.cells, {run.id: run.environment}, probe(), run.models))
+        return list_bottlenecks(diagnose_cells(run.cells, {run.id: run.environment}, probe(), run.models))
     except BedplateError:
         return {}
 
 
-def _imported(path: Path, form: Form | None, output: Path | None) -> None:
+def _import_run(path: Path, form: Form | None, output: Path | None) -> None:
     from bedplate import store
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.measure.imports import read_run
     from bedplate.show.bench import render_run
 
@@ -287,19 +287,19 @@ def _imported(path: Path, form: Form | None, output: Path | None) -> None:
     for cell in run.cells:
         store.add_cell(cell)
     if form is None or output is not None:
-        console().print(render_run(run))
+        make_console().print(render_run(run))
     _finish(run, form, output)
 
 
-def _native(build: str) -> bool:
-    from bedplate.errors import BadQuestion
+def _is_native(build: str) -> bool:
+    from bedplate.errors import UsageError
 
     if build not in ("packages", "native"):
-        raise BadQuestion(f"--build {build!r} is not one of packages and native")
+        raise UsageError(f"--build {build!r} is not one of packages and native")
     return build == "native"
 
 
-def _resumed(named: str | None) -> str | None:
+def _find_run_to_resume(named: str | None) -> str | None:
     """An empty name means the newest run."""
     return "" if named == "last" else named
 
@@ -307,9 +307,9 @@ def _resumed(named: str | None) -> str | None:
 def _finish(run: Run, form: Form | None, output: Path | None) -> None:
     if form is None:
         return
-    from bedplate.measure.exchange import written
+    from bedplate.measure.exchange import write_run
 
-    text = written(run, form)
+    text = write_run(run, form)
     if output is None:
         print(text, end="")  # noqa: T201
     else:

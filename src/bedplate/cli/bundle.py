@@ -112,40 +112,40 @@ def bundle(
     Decides, installs and converts as `serve` does, and packs the result. For hypothetical hardware, and for engines
     that run only from a container image, the bundle names the image and does not contain it.
     """
-    from bedplate.cli.options import engine_named, intent_from
-    from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.errors import BadQuestion
+    from bedplate.cli.options import build_intent, parse_engine
+    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.errors import UsageError
     from bedplate.show.bundle import render_checked, render_packed, render_packed_for_target
     from bedplate.values import to_json
 
     only_for = {"python": python, "overlay": overlay, "capability": capability, "pieces": pieces, "without": without}
     if target is None and (given := [f"--{name}" for name, value in only_for.items() if value is not None]):
-        raise BadQuestion(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
+        raise UsageError(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
     if check is not None:
-        from bedplate.bundling.opened import checked
+        from bedplate.bundling.opened import check_bundle
 
-        found = checked(check, TerminalProgress())
+        found = check_bundle(check, TerminalProgress())
         shown, value = render_checked(check, found), to_json(found)
     elif target is not None:
         from bedplate.bundling.for_target import TargetRequest, make_target_bundle
-        from bedplate.values.units import parsed_bytes
+        from bedplate.values.units import parse_size
 
         of_plan = {
             "hardware": hardware, "users": users, "concurrency": concurrency, "context": context,
             "prompt-tokens": prompt_tokens, "output-tokens": output_tokens,
         }  # fmt: skip
         if given := [f"--{name}" for name, value in of_plan.items() if value is not None]:
-            raise BadQuestion(
+            raise UsageError(
                 f"{given[0]} and --for exclude each other", hint="serve plans on the target; give it there"
             )
         request = TargetRequest(
             target=target,
             python=python or f"{sys.version_info.major}.{sys.version_info.minor}",
-            engines=tuple(_with_version(one, engine_named) for one in engine.split(",")) if engine else (),
+            engines=tuple(_parse_versioned_engine(one, parse_engine) for one in engine.split(",")) if engine else (),
             overlay=overlay,
             capability=capability,
-            piece_bytes=parsed_bytes(pieces, "--pieces") if pieces is not None else None,
-            model=intent_from(file, fields, model=model).model,
+            piece_bytes=parse_size(pieces, "--pieces") if pieces is not None else None,
+            model=build_intent(file, fields, model=model).model,
             without=frozenset(part.strip() for part in without.split(",")) if without else frozenset(),
             output=output,
         )
@@ -154,8 +154,8 @@ def bundle(
     else:
         from bedplate.bundling.make import make_bundle
 
-        named = engine_named(engine) if engine is not None else None
-        intent = intent_from(
+        named = parse_engine(engine) if engine is not None else None
+        intent = build_intent(
             file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
             prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         )  # fmt: skip
@@ -164,9 +164,9 @@ def bundle(
     if json:
         print(value)  # noqa: T201
     else:
-        console().print(shown)
+        make_console().print(shown)
 
 
-def _with_version(text: str, engine_named: Callable[[str], str]) -> str:
+def _parse_versioned_engine(text: str, engine_named: Callable[[str], str]) -> str:
     name, at, version = text.strip().partition("@")
     return f"{engine_named(name)}{at}{version}"

@@ -13,17 +13,17 @@ async def check_answers(hardware: Hardware, plan: Plan, url: str, key: str | Non
     """Compares a few answers with a reference, and prints the result on stderr."""
     from bedplate.measure.agreement import check_served
 
-    await check_served(hardware, plan, url, key, _show)
+    await check_served(hardware, plan, url, key, _show_agreement)
 
 
-def _show(agreement: Agreement) -> None:
-    from bedplate.cli.terminal import console
+def _show_agreement(agreement: Agreement) -> None:
+    from bedplate.cli.terminal import make_console
     from bedplate.show.serving import render_agreement
 
-    console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
+    make_console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
 
 
-def examiner() -> Examiner:
+def make_examiner() -> Examiner:
     from bedplate.measure.builds import BuildExaminer
 
     return BuildExaminer()

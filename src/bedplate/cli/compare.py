@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import ElectricityPrice, Json, PricePerHour, price_from
+from bedplate.cli.options import ElectricityPrice, Json, PricePerHour, read_price
 
 if TYPE_CHECKING:
-    from bedplate.measure.kept import Kept
+    from bedplate.measure.kept import StoredCells
     from bedplate.values.cost import Price
     from bedplate.values.verdict import Verdict
 
@@ -63,14 +63,14 @@ def compare(
     from bedplate.decide.evidence import PROVEN_GAIN
     from bedplate.facts.hardware import probe
     from bedplate.judge.compare import compare as judge
-    from bedplate.measure.kept import kept, one_subject
-    from bedplate.measure.questions import read_target
-    from bedplate.store import fingerprint
+    from bedplate.measure.kept import find_cells, require_one_engine
+    from bedplate.measure.questions import parse_target
+    from bedplate.store import compute_fingerprint
 
-    target = read_target(slo) if slo is not None else None
-    machine = fingerprint(probe())
-    sides = [one_subject(kept(name, machine), name) for name in (a, b)]
-    mine, theirs = _of_one_model(*sides)
+    target = parse_target(slo) if slo is not None else None
+    machine = compute_fingerprint(probe())
+    sides = [require_one_engine(find_cells(name, machine), name) for name in (a, b)]
+    mine, theirs = _select_common_model(*sides)
     verdict = judge(
         [cell for cell in mine.cells if concurrency in (None, cell.load.concurrency)],
         [cell for cell in theirs.cells if concurrency in (None, cell.load.concurrency)],
@@ -78,50 +78,50 @@ def compare(
         allow=tuple(allow or ()),
         least_gain=PROVEN_GAIN if least_gain is None else 1 + least_gain / 100,
         prices=(
-            price_from(None, price_per_hour, electricity_price, _price(mine)),
-            price_from(None, price_per_hour, electricity_price, _price(theirs)),
+            read_price(None, price_per_hour, electricity_price, _find_price(mine)),
+            read_price(None, price_per_hour, electricity_price, _find_price(theirs)),
         ),
     )
-    _keep(verdict)
+    _store_verdict(verdict)
     if json:
         from bedplate.values import to_json
 
         print(to_json(verdict))  # noqa: T201
     else:
-        from bedplate.cli.terminal import console
+        from bedplate.cli.terminal import make_console
         from bedplate.show.compare import render_verdict
 
-        console().print(render_verdict(verdict))
+        make_console().print(render_verdict(verdict))
     raise typer.Exit(verdict.exit_code)
 
 
-def _price(side: Kept) -> Price | None:
+def _find_price(side: StoredCells) -> Price | None:
     """The price that was given with the measurement; of several runs, the last one that has a price."""
     prices = [side.environments[cell.run].price for cell in side.cells if cell.run in side.environments]
     return next((price for price in reversed(prices) if price is not None), None)
 
 
-def _keep(verdict: Verdict) -> None:
+def _store_verdict(verdict: Verdict) -> None:
     """Stores the verdict for the live page. Failing to store it does not change the answer."""
     import contextlib
     import datetime as dt
 
-    from bedplate.errors import OutsideFailed
+    from bedplate.errors import ExternalFailure
     from bedplate.store import add_verdict
 
-    with contextlib.suppress(OutsideFailed):
+    with contextlib.suppress(ExternalFailure):
         add_verdict(verdict, dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
 
 
-def _of_one_model(a: Kept, b: Kept) -> tuple[Kept, Kept]:
+def _select_common_model(a: StoredCells, b: StoredCells) -> tuple[StoredCells, StoredCells]:
     """The newest model that both engines were measured with."""
     shared = {cell.subject.model for cell in a.cells} & {cell.subject.model for cell in b.cells}
     newest = max((cell for cell in a.cells if cell.subject.model in shared), key=lambda cell: cell.at, default=None)
     if newest is None:
         return a, b
-    both = (_only(side, newest.subject.model) for side in (a, b))
+    both = (_select_model(side, newest.subject.model) for side in (a, b))
     return next(both), next(both)
 
 
-def _only(side: Kept, model: str) -> Kept:
+def _select_model(side: StoredCells, model: str) -> StoredCells:
     return side._replace(cells=tuple(cell for cell in side.cells if cell.subject.model == model))

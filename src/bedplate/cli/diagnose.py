@@ -40,27 +40,27 @@ def diagnose(
 
     The bottleneck is memory bandwidth, KV cache, interconnect, scheduler, runtime overhead or compute.
     """
-    from bedplate.cli.judging import diagnosis_of
+    from bedplate.cli.judging import diagnose_cells
     from bedplate.facts.hardware import probe
-    from bedplate.measure.kept import kept, only_engine
-    from bedplate.run.models import known_model
-    from bedplate.store import fingerprint
+    from bedplate.measure.kept import find_cells, select_engine
+    from bedplate.run.models import find_known_model
+    from bedplate.store import compute_fingerprint
 
     hardware = probe()
-    found = kept(run, fingerprint(hardware))
+    found = find_cells(run, compute_fingerprint(hardware))
     if found.by_engine:
         newest = max(found.cells, key=lambda cell: cell.at).run
         found = found._replace(cells=tuple(cell for cell in found.cells if cell.run == newest))
     if engine is not None:
-        found = only_engine(found, engine)
-    every_model = known_model(model) if model is not None else None
-    diagnosis = diagnosis_of(found.cells, found.environments, hardware, found.models, every_model)
+        found = select_engine(found, engine)
+    every_model = find_known_model(model) if model is not None else None
+    diagnosis = diagnose_cells(found.cells, found.environments, hardware, found.models, every_model)
     if json:
         from bedplate.values import to_json
 
         print(to_json(diagnosis))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.diagnose import render_diagnosis
 
-    console().print(render_diagnosis(diagnosis))
+    make_console().print(render_diagnosis(diagnosis))

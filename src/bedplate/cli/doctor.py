@@ -32,62 +32,62 @@ def doctor(json: Json = False) -> None:
     """
     import sys
 
-    from bedplate.engines import all_engines
-    from bedplate.facts.doctor import FoundModel, examine
+    from bedplate.engines import load_engines
+    from bedplate.facts.doctor import FoundModel, make_report
     from bedplate.facts.hardware import probe
-    from bedplate.facts.library import local_models
-    from bedplate.home import home
+    from bedplate.facts.library import list_local_models
+    from bedplate.home import get_home
 
-    report = examine(
+    report = make_report(
         probe(),
-        home=home(),
-        uv=_uv_version(),
-        engines=tuple(_checked()),
-        prefixes=[prefix for one in all_engines().values() for prefix in one.variable_prefixes],
-        models=[FoundModel(name=one.name, origin=one.origin, bytes=one.size_bytes) for one in local_models()],
+        home=get_home(),
+        uv=_read_uv_version(),
+        engines=tuple(_check_engines()),
+        prefixes=[prefix for one in load_engines().values() for prefix in one.variable_prefixes],
+        models=[FoundModel(name=one.name, origin=one.origin, bytes=one.size_bytes) for one in list_local_models()],
     )
     if json:
         from bedplate.values import to_json
 
         print(to_json(report))  # noqa: T201
     else:
-        from bedplate.cli.terminal import console
+        from bedplate.cli.terminal import make_console
         from bedplate.show.doctor import render_report
 
-        console().print(render_report(report))
-    sys.exit(0 if report.healthy else 1)
+        make_console().print(render_report(report))
+    sys.exit(0 if report.is_healthy else 1)
 
 
-def _uv_version() -> str | None:
-    from bedplate.errors import OutsideFailed
+def _read_uv_version() -> str | None:
+    from bedplate.errors import ExternalFailure
     from bedplate.run.child import run_child
-    from bedplate.run.uv import uv_binary
+    from bedplate.run.uv import find_uv
 
     try:
-        ended = run_child([uv_binary(), "--version"], limit_s=UV_LIMIT_S)
-    except (OutsideFailed, OSError):  # a timeout is one too
+        ended = run_child([find_uv(), "--version"], limit_s=UV_LIMIT_S)
+    except (ExternalFailure, OSError):  # a timeout is one too
         return None
     words = ended.output.split()
     return words[1] if ended.code == 0 and len(words) > 1 else None
 
 
-def _checked() -> Iterator[EngineCheck]:
+def _check_engines() -> Iterator[EngineCheck]:
     """Every environment, with the same checks as after its installation."""
     from pathlib import Path
 
-    from bedplate.engines import all_engines
+    from bedplate.engines import load_engines
     from bedplate.facts.doctor import EngineCheck
-    from bedplate.home import engines_dir
-    from bedplate.hosting.orchestrators import recipe_of
-    from bedplate.run.environments import installed, why_not
+    from bedplate.home import get_engines_dir
+    from bedplate.hosting.orchestrators import find_recipe
+    from bedplate.run.environments import explain_not_running, list_installed
 
-    engines = all_engines()
-    whole = installed()
+    engines = load_engines()
+    whole = list_installed()
     for environment in whole:
         engine = engines.get(environment.engine)
-        recipe = engine.recipe if engine is not None else recipe_of(environment.engine)
+        recipe = engine.recipe if engine is not None else find_recipe(environment.engine)
         try:
-            why = UNKNOWN if recipe is None else why_not(Path(environment.path), recipe, CHECK_LIMIT_S)
+            why = UNKNOWN if recipe is None else explain_not_running(Path(environment.path), recipe, CHECK_LIMIT_S)
         except OSError as error:
             why = str(error)
         yield EngineCheck(
@@ -97,7 +97,7 @@ def _checked() -> Iterator[EngineCheck]:
             disk_bytes=environment.disk_bytes,
             failure=why,
         )
-    for manifest in sorted(engines_dir().glob("*/*/bedplate.json")):
+    for manifest in sorted(get_engines_dir().glob("*/*/bedplate.json")):
         folder = manifest.parent
         if str(folder) not in {environment.path for environment in whole}:
             version = folder.name.rpartition("-")[0] or folder.name

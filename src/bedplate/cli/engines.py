@@ -31,24 +31,24 @@ app = typer.Typer(
 def engines(context: typer.Context, hardware: HardwareName = None, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
-    from bedplate.decide.engine_map import cheat_sheet, rows
-    from bedplate.engines import all_engines
-    from bedplate.run.environments import installed
-    from bedplate.store import fingerprint, results
+    from bedplate.decide.engine_map import build_rows, mark_cheat_sheet
+    from bedplate.engines import load_engines
+    from bedplate.run.environments import list_installed
+    from bedplate.store import compute_fingerprint, read_results
 
-    machine = _machine(hardware)
-    found = rows(all_engines(), machine, results(fingerprint(machine)))
-    sheet, there = cheat_sheet(machine), installed()
+    machine = _resolve_machine(hardware)
+    found = build_rows(load_engines(), machine, read_results(compute_fingerprint(machine)))
+    sheet, there = mark_cheat_sheet(machine), list_installed()
     if json:
         from bedplate.run.engine_listing import EngineEntry, EngineList, add_environments
 
         entries = tuple(add_environments(EngineEntry, row, there) for row in found)
         _print_json(EngineList(cheat_sheet=sheet, engines=entries))
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.engines import render_map
 
-    console().print(render_map(machine, sheet, found, there))
+    make_console().print(render_map(machine, sheet, found, there))
 
 
 @app.command(
@@ -61,23 +61,23 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
 )
 def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) -> None:
     """Show one engine: what it is for, its features, and whether it runs on this machine."""
-    from bedplate.decide.engine_map import measured_alike, row
-    from bedplate.engines import engine as engine_by_id
-    from bedplate.run.environments import installed
-    from bedplate.store import fingerprint, results
+    from bedplate.decide.engine_map import build_row, find_common_results
+    from bedplate.engines import get_engine as engine_by_id
+    from bedplate.run.environments import list_installed
+    from bedplate.store import compute_fingerprint, read_results
 
-    machine, one = _machine(hardware), engine_by_id(engine)
-    own = [result for result in results(fingerprint(machine)) if result.engine == one.id]
-    found, there = row(one, machine, measured_alike(own).get(one.id)), installed()
+    machine, one = _resolve_machine(hardware), engine_by_id(engine)
+    own = [result for result in read_results(compute_fingerprint(machine)) if result.engine == one.id]
+    found, there = build_row(one, machine, find_common_results(own).get(one.id)), list_installed()
     if json:
         from bedplate.run.engine_listing import EnginePage, add_environments
 
         _print_json(add_environments(EnginePage, found, there))
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.engines import render_engine
 
-    console().print(render_engine(machine, found, there))
+    make_console().print(render_engine(machine, found, there))
 
 
 @app.command(
@@ -89,21 +89,21 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
 def build(engine: EngineName) -> None:
     """Build an engine from source for this machine, as `serve --build native` does."""
     from bedplate.cli.terminal import TerminalProgress
-    from bedplate.engines import engine as engine_by_id
-    from bedplate.errors import OutsideFailed
+    from bedplate.engines import get_engine as engine_by_id
+    from bedplate.errors import ExternalFailure
     from bedplate.facts.hardware import probe
     from bedplate.measure.builds import BuildExaminer
-    from bedplate.run.native import NotUsable, buildable
-    from bedplate.run.trials import native_environment
+    from bedplate.run.native import BuildNotUsable, get_source_build
+    from bedplate.run.trials import provide_native_environment
 
     one, machine = engine_by_id(engine), probe()
-    buildable(one)
+    get_source_build(one)
     target = one.target(machine)
     device = target.device if target is not None else "cpu"
     try:
-        found = native_environment(one, machine, device, TerminalProgress(), BuildExaminer())
-    except NotUsable as error:
-        raise OutsideFailed(
+        found = provide_native_environment(one, machine, device, TerminalProgress(), BuildExaminer())
+    except BuildNotUsable as error:
+        raise ExternalFailure(
             f"the native build of {one.name} is not used: {error.why}",
             cause="; ".join(error.evidence) or None,
             hint=f"to build it again, first run bedplate engines remove {one.id}",
@@ -122,23 +122,23 @@ def remove(
     engine: Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")],
 ) -> None:
     """Remove the environments of an engine. The next `serve` installs it again."""
-    from bedplate.cli.options import engine_named
-    from bedplate.run.environments import installed
-    from bedplate.run.environments import remove as remove_environments
-    from bedplate.values.units import size
+    from bedplate.cli.options import parse_engine
+    from bedplate.run.environments import list_installed
+    from bedplate.run.environments import uninstall_engine as remove_environments
+    from bedplate.values.units import format_size
 
     # `serve --on` installs orchestrators, which are listed here too but are not engines.
-    there = {environment.engine for environment in installed()}
-    named = engine if engine in there else engine_named(engine)
+    there = {environment.engine for environment in list_installed()}
+    named = engine if engine in there else parse_engine(engine)
     freed = sum(environment.disk_bytes for environment in remove_environments(named))
-    typer.echo(f"removed {named}: {size(freed)} freed")
+    typer.echo(f"removed {named}: {format_size(freed)} freed")
 
 
-def _machine(name: str | None) -> Hardware:
-    from bedplate.cli.options import intent_from
-    from bedplate.decide.intent import resolved_hardware
+def _resolve_machine(name: str | None) -> Hardware:
+    from bedplate.cli.options import build_intent
+    from bedplate.decide.intent import resolve_hardware
 
-    return resolved_hardware(intent_from(None, None, hardware=name))
+    return resolve_hardware(build_intent(None, None, hardware=name))
 
 
 def _print_json(value: object) -> None:

@@ -42,19 +42,19 @@ def register(app: typer.Typer) -> None:
 
 def use(engine: EngineName, python: Python = None, program: Program = None) -> None:
     """Use an installed engine: a Python with its packages, or its server program. bedplate changes neither."""
-    from bedplate.engines import engine as engine_by_id
-    from bedplate.errors import BadQuestion
-    from bedplate.run.environments import adopt, adopt_program
+    from bedplate.engines import get_engine as engine_by_id
+    from bedplate.errors import UsageError
+    from bedplate.run.environments import adopt_program, adopt_python
 
     one = engine_by_id(engine)
     if python is not None and program is None:
-        found = adopt(one, python)
+        found = adopt_python(one, python)
         typer.echo(f"{one.id} now runs in {found.adopted}: version {found.version}, Python {found.python}")
     elif program is not None and python is None:
         found = adopt_program(one, program)
         typer.echo(f"{one.id} now runs {found.program}: version {found.version}")
     else:
-        raise BadQuestion("give either --python or --program", hint="bedplate engines use --help")
+        raise UsageError("give either --python or --program", hint="bedplate engines use --help")
     if one.version is not None and found.version not in (one.version, *one.checked_versions):
         known = " and ".join((one.version, *one.checked_versions))
         typer.echo(f"bedplate was tested with {known}; other versions may reject some options", err=True)
@@ -62,8 +62,8 @@ def use(engine: EngineName, python: Python = None, program: Program = None) -> N
 
 def forget(engine: EngineName) -> None:
     """Undo `use`. The next `serve` installs the engine again."""
-    from bedplate.engines import engine as engine_by_id
-    from bedplate.run.environments import forget as forget_adopted
+    from bedplate.engines import get_engine as engine_by_id
+    from bedplate.run.environments import forget_environment as forget_adopted
 
     forgotten = forget_adopted(engine_by_id(engine))
-    typer.echo(f"{engine} no longer uses {forgotten.theirs}, which was not changed")
+    typer.echo(f"{engine} no longer uses {forgotten.adopted_path}, which was not changed")

@@ -38,33 +38,33 @@ def estimate(
 
     Writes row_id, predicted, low, high and refused, one line per row, in the order of the table.
     """
-    from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.errors import BadQuestion
-    from bedplate.published.table import predictions, read_table
+    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.errors import UsageError
+    from bedplate.published.table import predict_rows, read_table
 
     try:
-        with _reading(rows) as source:
+        with _open_input(rows) as source:
             table = read_table(source, rows)
     except OSError as error:
-        raise BadQuestion(f"cannot read {rows}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {rows}", cause=error.strerror or str(error)) from error
     with TerminalProgress().step("predicting", len(table)) as done:
-        found = list(predictions(table, done))
-    _written(out, found)
+        found = list(predict_rows(table, done))
+    _write_rows(out, found)
     refused = sum(1 for line in found if line[-1])
     if out != "-":
         summary = f" {len(found):,} rows: {len(found) - refused:,} predicted, {refused:,} refused; written: {out}"
-        console(sys.stderr).print(summary, soft_wrap=True, markup=False)
+        make_console(sys.stderr).print(summary, soft_wrap=True, markup=False)
 
 
-def _reading(name: str) -> AbstractContextManager[TextIO]:
+def _open_input(name: str) -> AbstractContextManager[TextIO]:
     if name == "-":
         # The same encoding as for files: spreadsheets write a byte order mark.
         return nullcontext(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline=""))
     return Path(name).open(encoding="utf-8-sig", newline="")
 
 
-def _written(name: str, lines: Iterable[tuple[str, ...]]) -> None:
-    from bedplate.errors import OutsideFailed
+def _write_rows(name: str, lines: Iterable[tuple[str, ...]]) -> None:
+    from bedplate.errors import ExternalFailure
     from bedplate.published.table import write_table
 
     if name == "-":
@@ -74,4 +74,4 @@ def _written(name: str, lines: Iterable[tuple[str, ...]]) -> None:
         with Path(name).open("w", encoding="utf-8", newline="") as file:
             write_table(lines, file)
     except OSError as error:
-        raise OutsideFailed(f"cannot write {name}", cause=error.strerror or str(error)) from error
+        raise ExternalFailure(f"cannot write {name}", cause=error.strerror or str(error)) from error

@@ -18,16 +18,16 @@ def inspect(model: ModelName = None, json: Json = False) -> None:
 
     Reads headers only, not the weights. Shows the KV cache per token by kind of layer, and the quantization.
     """
-    from bedplate.run.models import inspected_model
+    from bedplate.run.models import find_inspected_model
 
-    facts = inspected_model(model)
+    facts = find_inspected_model(model)
     if json:
         from bedplate.values import to_json
 
         print(to_json(facts))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.facts.hardware import probe
     from bedplate.show.inspect import render_model
 
-    console().print(render_model(facts, probe()))
+    make_console().print(render_model(facts, probe()))

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
     from bedplate.values import Hardware, Model
     from bedplate.values.diagnosis import Diagnosis
-    from bedplate.values.run import Cell, Environment
+    from bedplate.values.run import Cell, RunEnvironment
 
 
-def diagnosis_of(
+def diagnose_cells(
     cells: Iterable[Cell],
-    environments: Mapping[str, Environment],
+    environments: Mapping[str, RunEnvironment],
     hardware: Hardware | None = None,
     models: Sequence[Model] = (),
     every_model: Model | None = None,
@@ -23,33 +23,33 @@ def diagnosis_of(
 
     `every_model` replaces the model of every run.
     """
-    from bedplate.judge.diagnose import by_subject, diagnose, ground_for
-    from bedplate.store import fingerprint
+    from bedplate.judge.diagnose import build_roofline, diagnose, group_by_subject
+    from bedplate.store import compute_fingerprint
 
-    own = fingerprint(hardware) if hardware is not None else None
+    own = compute_fingerprint(hardware) if hardware is not None else None
     groups = []
-    for group in by_subject(cells):
+    for group in group_by_subject(cells):
         last = group[-1]
         here = hardware if last.machine == own else None
-        model = every_model or model_named(last.subject.model, models)
-        ground = ground_for(last.subject, model, here, environments.get(last.run))
+        model = every_model or find_named_model(last.subject.model, models)
+        ground = build_roofline(last.subject, model, here, environments.get(last.run))
         groups.append((group, ground))
     return diagnose(groups)
 
 
-def limits_of(diagnosis: Diagnosis) -> dict[str, str]:
+def list_bottlenecks(diagnosis: Diagnosis) -> dict[str, str]:
     """The bottleneck of each cell, by the id of the cell, for a table."""
     return {load.cell: load.limit for one in diagnosis.bottlenecks for load in one.loads if load.limit is not None}
 
 
-def model_named(name: str, models: Sequence[Model] = ()) -> Model | None:
+def find_named_model(name: str, models: Sequence[Model] = ()) -> Model | None:
     """The model as a run describes it, else as it is known without network access."""
     from bedplate.errors import BedplateError
-    from bedplate.run.models import known_model
+    from bedplate.run.models import find_known_model
 
     if (one := next((model for model in models if model.name == name), None)) is not None:
         return one
     try:
-        return known_model(name)
+        return find_known_model(name)
     except BedplateError:
         return None

@@ -80,17 +80,17 @@ def list_(json: Json = False) -> None:
     """List tenants with their keys, weights and limits."""
     from bedplate import store
 
-    found = store.tenants()
+    found = store.read_tenants()
     if json:
         from bedplate.values import to_json
         from bedplate.values.tenant import TenantList
 
         print(to_json(TenantList(tenants=tuple(found))))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.tenants import render_tenants
 
-    console().print(render_tenants(found))
+    make_console().print(render_tenants(found))
 
 
 @app.command(
@@ -118,10 +118,10 @@ def add(
 ) -> None:
     """Create a key for a tenant and print it once. A tenant may have several keys."""
     from bedplate.hosting.tenants import add_key
-    from bedplate.values.units import parsed_seconds
+    from bedplate.values.units import parse_duration
 
-    changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin)
-    valid_s = parsed_seconds(expires, "--expires") if expires is not None else None
+    changes = _collect_changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin)
+    valid_s = parse_duration(expires, "--expires") if expires is not None else None
     tenant, key = add_key(name, changes, valid_s)
     if json:
         from bedplate.values import to_json
@@ -150,12 +150,12 @@ def set_(
     admin: Admin = None,
 ) -> None:
     """Change the limits of a tenant. `default` is the tenant of the key that `serve` was given."""
-    from bedplate.cli.terminal import console
-    from bedplate.hosting.tenants import change
+    from bedplate.cli.terminal import make_console
+    from bedplate.hosting.tenants import change_tenant
     from bedplate.show.tenants import render_tenants
 
-    tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin))
-    console().print(render_tenants((tenant,)))
+    tenant = change_tenant(name, _collect_changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin))
+    make_console().print(render_tenants((tenant,)))
 
 
 @app.command(
@@ -177,7 +177,7 @@ def revoke(
     typer.echo(f"revoked: {', '.join(revoked) or 'the limits of a tenant without keys'}")
 
 
-def _changes(
+def _collect_changes(
     weight: float | None,
     requests_per_minute: str | None,
     tokens_per_minute: str | None,
@@ -192,16 +192,16 @@ def _changes(
         ("in_flight", in_flight),
     ):
         if given is not None:
-            changes[field] = _limit(given, f"--{field.replace('_', '-')}")
+            changes[field] = _parse_limit(given, f"--{field.replace('_', '-')}")
     return changes
 
 
-def _limit(text: str, option: str) -> int | None:
-    from bedplate.errors import BadQuestion
+def _parse_limit(text: str, option: str) -> int | None:
+    from bedplate.errors import UsageError
 
     if text.strip().lower() == "none":
         return None
     try:
         return int(text.replace(",", "").replace("_", ""))
     except ValueError:
-        raise BadQuestion(f"{option} must be a number or none, not {text!r}") from None
+        raise UsageError(f"{option} must be a number or none, not {text!r}") from None

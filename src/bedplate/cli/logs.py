@@ -30,19 +30,19 @@ def logs(
     ] = 100,
 ) -> None:
     """Show the logs of a service and its engines."""
-    from bedplate.hosting.logs import chosen, last_lines
+    from bedplate.hosting.logs import choose_files, read_last_lines
     from bedplate.hosting.logs import follow as followed
 
-    files = chosen(name)
-    shown = _Shown(follow or len(files()) > 1)
+    files = choose_files(name)
+    shown = _LogPrinter(follow or len(files()) > 1)
     if follow:
         for path, added in followed(files, lines):
             shown.show(path, added)
     for path in files():
-        shown.show(path, last_lines(path, lines))
+        shown.show(path, read_last_lines(path, lines))
 
 
-class _Shown:
+class _LogPrinter:
     """Prints lines, with a heading whenever the file changes."""
 
     def __init__(self, with_names: bool) -> None:

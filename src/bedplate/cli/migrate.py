@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json, engine_and_version
-from bedplate.cli.serve import Build
+from bedplate.cli.options import Json, parse_engine_and_version
+from bedplate.cli.serve import BuildChoice
 from bedplate.cli.status import ServiceName
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Exit codes: 0 migrated; 1 rolled back, with the reason; 2 usage error; 3 externa
 
 def migrate(
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="The engine to migrate to.", parser=engine_and_version)
+        str, typer.Argument(metavar="ENGINE", help="The engine to migrate to.", parser=parse_engine_and_version)
     ],
     name: ServiceName = None,
     model: Annotated[
@@ -45,8 +45,8 @@ def migrate(
         ),
     ] = None,
     build: Annotated[
-        Build, typer.Option(help="packages: as published; native: built from source on this machine.")
-    ] = Build.packages,
+        BuildChoice, typer.Option(help="packages: as published; native: built from source on this machine.")
+    ] = BuildChoice.packages,
     step: Annotated[
         str, typer.Option(metavar="PERCENT,…", help="Share of requests that the new engine gets at each step.")
     ] = "10,50,100",
@@ -73,17 +73,17 @@ def migrate(
 
     No request is lost. If the new engine is worse, the old one takes over again.
     """
-    from bedplate.changing.migrate import Migrate, read_steps
-    from bedplate.cli.terminal import TerminalProgress, console
+    from bedplate.changing.migrate import MigrationRequest, read_steps
+    from bedplate.cli.terminal import TerminalProgress, make_console
     from bedplate.hosting.control import ask
-    from bedplate.hosting.records import chosen
+    from bedplate.hosting.records import choose_service
     from bedplate.values import to_json
     from bedplate.values.migration import Migration
 
-    wanted = Migrate(
+    wanted = MigrationRequest(
         engine=engine,
         model=model,
-        decision=_decision(plan) if plan is not None else None,
+        decision=_read_decision(plan) if plan is not None else None,
         build=build.value,
         steps=read_steps(step),
         least_step_s=least,
@@ -92,22 +92,22 @@ def migrate(
         slower=slower,
         prefixes=prefixes,
     )
-    done = ask(chosen(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
+    done = ask(choose_service(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
     if json:
         print(to_json(done))  # noqa: T201
     else:
         from bedplate.show.migration import render_migration
 
-        console().print(render_migration(done))
+        make_console().print(render_migration(done))
     raise typer.Exit(done.exit_code)
 
 
-def _decision(path: Path) -> Decision:
-    from bedplate.errors import BadQuestion
+def _read_decision(path: Path) -> Decision:
+    from bedplate.errors import UsageError
     from bedplate.values import Decision, from_json
 
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
     return from_json(Decision, text, origin=str(path))

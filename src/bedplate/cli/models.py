@@ -9,7 +9,7 @@ import typer
 from bedplate.cli.options import Concurrency, Context, Fields, HardwareName, IntentFile, Json, Users
 
 if TYPE_CHECKING:
-    from bedplate.decide.catalogue import Catalogue, Entry
+    from bedplate.decide.catalogue import Catalogue, CatalogueEntry
     from bedplate.values import Hardware
     from bedplate.values.intent import Intent
 
@@ -66,64 +66,73 @@ def models(
     """
     import sys
 
-    from bedplate.cli.options import intent_from
-    from bedplate.decide.intent import resolved_hardware
-    from bedplate.errors import BadQuestion
+    from bedplate.cli.options import build_intent
+    from bedplate.decide.intent import resolve_hardware
+    from bedplate.errors import UsageError
 
-    intent = intent_from(
+    intent = build_intent(
         file, fields, hardware=hardware, users=users, concurrency=concurrency, context=context, task=task
     )
     if intent.pools:
-        raise BadQuestion(
+        raise UsageError(
             f"models covers one machine, and the intent has {len(intent.pools)} pools",
             hint='name one machine: bedplate models --hardware "8x H100 SXM"',
         )
-    machine = resolved_hardware(intent)
-    found = _found(intent, machine, search, least, everything)
+    machine = resolve_hardware(intent)
+    found = _find_models(intent, machine, search, least, everything)
     if json:
         _print_json(found, limit)
     else:
         given = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
-        plan = _next(found, intent, {**given, "--context": context}, fields or [])
+        plan = _suggest_plan_command(found, intent, {**given, "--context": context}, fields or [])
         _print_page(found, intent, machine, limit or SHOWN, least, plan)
     sys.exit(0 if found.fitting else 1)
 
 
-def _found(intent: Intent, machine: Hardware, search: str | None, least: float | None, everything: bool) -> Catalogue:
+def _find_models(
+    intent: Intent, machine: Hardware, search: str | None, least: float | None, everything: bool
+) -> Catalogue:
     from bedplate.cli.terminal import TerminalProgress
-    from bedplate.decide.catalogue import Catalogue, catalogue, copies_here, distinct_models, matching, ranked
-    from bedplate.facts.library import local_models
-    from bedplate.store import fingerprint, results
+    from bedplate.decide.catalogue import (
+        Catalogue,
+        build_catalogue,
+        find_copies,
+        list_distinct_models,
+        rank_entries,
+        search_models,
+    )
+    from bedplate.facts.library import list_local_models
+    from bedplate.store import compute_fingerprint, read_results
 
-    wanted = matching(distinct_models(), search)
-    asked = catalogue(
+    wanted = search_models(list_distinct_models(), search)
+    asked = build_catalogue(
         machine,
         intent.workload,
         intent.operations,
         models=wanted,
-        results=results(fingerprint(machine)),
-        here=copies_here(local_models()) if intent.hardware is None else {},
+        results=read_results(compute_fingerprint(machine)),
+        here=find_copies(list_local_models()) if intent.hardware is None else {},
         least_tok_s=least,
     )
-    entries: list[Entry] = []
+    entries: list[CatalogueEntry] = []
     with TerminalProgress().step(f"checking {len(wanted)} models", len(wanted)) as done:
         for number, (_, entry) in enumerate(asked, 1):
             done(number)
             if entry is not None:
                 entries.append(entry)
-    kept = ranked(entry for entry in entries if everything or entry.fits)
+    kept = rank_entries(entry for entry in entries if everything or entry.fits)
     fitting = sum(entry.fits for entry in entries)
     return Catalogue(known=len(entries), fitting=fitting, models=kept)
 
 
-def _next(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:
+def _suggest_plan_command(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:
     """The command that plans the first model for the same machine and workload."""
     import shlex
 
-    from bedplate.decide.catalogue import everyday
+    from bedplate.decide.catalogue import with_everyday_context
 
     if options["--context"] is None and intent.workload.context_tokens is None:
-        options["--context"] = everyday(intent.workload).context_tokens
+        options["--context"] = with_everyday_context(intent.workload).context_tokens
     first = found.models[0] if found.models else None
     if first is not None and first.max_context is not None and isinstance(options["--context"], int):
         options["--context"] = min(options["--context"], first.max_context)
@@ -133,17 +142,17 @@ def _next(found: Catalogue, intent: Intent, options: dict[str, object], fields: 
 
 
 def _print_json(found: Catalogue, limit: int | None) -> None:
-    from bedplate.values import replaced, to_json
+    from bedplate.values import replace_fields, to_json
 
-    print(to_json(replaced(found, models=found.models[:limit])))  # noqa: T201
+    print(to_json(replace_fields(found, models=found.models[:limit])))  # noqa: T201
 
 
 def _print_page(
     found: Catalogue, intent: Intent, machine: Hardware, limit: int, least: float | None, plan: str
 ) -> None:
-    from bedplate.cli.terminal import console
-    from bedplate.decide.catalogue import everyday
+    from bedplate.cli.terminal import make_console
+    from bedplate.decide.catalogue import with_everyday_context
     from bedplate.show.models import render_models
 
-    work = everyday(intent.workload)
-    console().print(render_models(machine, work, found, limit=limit, least_tok_s=least, plan=plan))
+    work = with_everyday_context(intent.workload)
+    make_console().print(render_models(machine, work, found, limit=limit, least_tok_s=least, plan=plan))

@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from bedplate.values.intent import Intent
 
 
-def engine_named(text: str) -> str:
+def parse_engine(text: str) -> str:
     """The id of an engine, from any usual spelling of its name."""
-    from bedplate.engines import all_engines
-    from bedplate.engines.names import engine_id, nearest_names
-    from bedplate.errors import BadQuestion
+    from bedplate.engines import load_engines
+    from bedplate.engines.names import find_engine_id, find_nearest_names
+    from bedplate.errors import UsageError
 
-    known = all_engines()
-    found = text if text in known else engine_id(text)
+    known = load_engines()
+    found = text if text in known else find_engine_id(text)
     if found in known:
         return found
-    near = [name for name in nearest_names(text) if name in known]
+    near = [name for name in find_nearest_names(text) if name in known]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise BadQuestion(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
+    raise UsageError(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
 
 
-def engine_and_version(text: str) -> str:
+def parse_engine_and_version(text: str) -> str:
     """The engine's id, with the version if one is given: ID@VERSION."""
     name, at, version = text.partition("@")
     if not at:
-        return engine_named(text)
+        return parse_engine(text)
     if not re.fullmatch(r"v?[0-9][\w.+-]*", version):
-        from bedplate.errors import BadQuestion
+        from bedplate.errors import UsageError
 
-        raise BadQuestion(f"{text!r} names no version after the @", hint="such as vllm@0.26.0")
-    return f"{engine_named(name)}@{version.removeprefix('v')}"
+        raise UsageError(f"{text!r} names no version after the @", hint="such as vllm@0.26.0")
+    return f"{parse_engine(name)}@{version.removeprefix('v')}"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON. `bedplate schema` has its format.")]
@@ -87,11 +87,11 @@ EngineId = Annotated[
         metavar="ID[@VERSION]",
         help="Use this engine instead of the recommended one.",
         show_default=False,
-        parser=engine_and_version,
+        parser=parse_engine_and_version,
     ),
 ]
 EngineName = Annotated[
-    str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=engine_named)
+    str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=parse_engine)
 ]
 Users = Annotated[int | None, typer.Option(min=1, help="Number of concurrent users.", show_default=False)]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of concurrent requests.", show_default=False)]
@@ -117,50 +117,52 @@ ElectricityPrice = Annotated[
 ]
 
 
-def price_from(
+def read_price(
     file: Path | None, price_per_hour: float | None, electricity_price: float | None, known: Price | None = None
 ) -> Price | None:
     """The price from the options, else from the intent, else `known`; `None`: no price is given."""
     from bedplate.decide.intent import read_intent
-    from bedplate.errors import BadQuestion
-    from bedplate.values import replaced
+    from bedplate.errors import UsageError
+    from bedplate.values import replace_fields
     from bedplate.values.cost import Price
 
     price = known or Price()
     if file is not None:
         stated = read_intent(file).operations.price
-        price = replaced(price, **{name: one for name in stated.__struct_fields__ if (one := getattr(stated, name))})
+        price = replace_fields(
+            price, **{name: one for name in stated.__struct_fields__ if (one := getattr(stated, name))}
+        )
     given = {"price_per_hour": price_per_hour, "electricity_price": electricity_price}
     for name, value in given.items():
         if value is not None and not value > 0:
-            raise BadQuestion(
+            raise UsageError(
                 f"--{name.replace('_', '-')} must be more than 0", hint="leave it out if there is no price"
             )
-    price = replaced(price, **{name: value for name, value in given.items() if value is not None})
-    return price if price.said else None
+    price = replace_fields(price, **{name: value for name, value in given.items() if value is not None})
+    return price if price.is_given else None
 
 
 def write_file(path: Path, text: str) -> None:
-    from bedplate.errors import OutsideFailed
+    from bedplate.errors import ExternalFailure
 
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error)) from error
 
 
-def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
+def build_intent(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
     """The intent of the file, or `base`, or an empty one, changed by the options."""
-    from bedplate.decide.intent import override, parsed_fields, read_intent
+    from bedplate.decide.intent import override, parse_fields, read_intent
     from bedplate.values.intent import Intent
 
     intent = read_intent(file) if file is not None else base or Intent()
     given = {name: value for name, value in options.items() if value is not None}
-    given |= parsed_fields(fields or [])
+    given |= parse_fields(fields or [])
     return override(intent, **given) if given else intent
 
 
-def words_of(context: typer.Context, without: Collection[str] = ()) -> list[str]:
+def rebuild_command_line(context: typer.Context, without: Collection[str] = ()) -> list[str]:
     """The command line again, from its parsed parameters; those that were not given are left out."""
     words: list[str] = []
     for parameter in context.command.params:

@@ -20,7 +20,7 @@ from bedplate.cli.options import (
     PromptTokens,
     Untuned,
     Users,
-    engine_named,
+    parse_engine,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def plan(
     why_not: Annotated[
         str | None,
         typer.Option(
-            metavar="ENGINE", help="Explain why this engine was not chosen.", show_default=False, parser=engine_named
+            metavar="ENGINE", help="Explain why this engine was not chosen.", show_default=False, parser=parse_engine
         ),
     ] = None,
     what_if: Annotated[
@@ -99,40 +99,40 @@ def plan(
 
     Also shows rejected engines with reasons, memory, expected speed, and whether the model fits. Runs nothing.
     """
-    from bedplate.cli.options import intent_from
+    from bedplate.cli.options import build_intent
 
     _check_target(emit)
     asked = {"--why-not": why_not, "--what-if": what_if, "--procure": procure or None, "--emit": emit}
     questions = [option for option, value in asked.items() if value is not None]
-    _check_together(questions, engine, hardware, output, json=json)
-    intent = intent_from(
+    _check_combination(questions, engine, hardware, output, json=json)
+    intent = build_intent(
         file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens,
     )  # fmt: skip
     if intent.services:
         _check_for_services(intent, [*(["--engine"] if engine else []), *questions])
-        _portfolio(intent, emit, output, json=json)
+        _show_portfolio(intent, emit, output, json=json)
     elif procure:
-        _procure(intent, output, json=json)
+        _show_offers(intent, output, json=json)
     elif what_if is not None:
-        _what_if(intent, what_if, engine, output, json=json, untuned=untuned)
+        _show_what_if(intent, what_if, engine, output, json=json, untuned=untuned)
     else:
-        _decision(intent, engine, why_not, emit, output, json=json, untuned=untuned)
+        _show_decision(intent, engine, why_not, emit, output, json=json, untuned=untuned)
 
 
-def _check_together(
+def _check_combination(
     questions: list[str], engine: str | None, hardware: str | None, output: Path | None, *, json: bool
 ) -> None:
     """Refuses combinations of options of which one would be ignored."""
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     if len(questions) > 1:
-        raise BadQuestion(
+        raise UsageError(
             f"{' and '.join(questions)} cannot be combined",
             hint="run bedplate plan once for each",
         )
     if json and questions == ["--emit"]:
-        raise BadQuestion(
+        raise UsageError(
             "--json and --emit cannot be combined: --emit prints a script or manifests, --json the plan",
             hint="run bedplate plan once for each",
         )
@@ -142,16 +142,16 @@ def _check_together(
             ("--hardware", hardware, "all known hardware is considered"),
         ):
             if value is not None:
-                raise BadQuestion(f"{option} and --procure cannot be combined: {why}", hint="leave out one of the two")
+                raise UsageError(f"{option} and --procure cannot be combined: {why}", hint="leave out one of the two")
     if output is not None and not json and questions != ["--emit"]:
-        raise BadQuestion(
+        raise UsageError(
             f"-o {output} needs --emit or --json",
             hint="--emit command -o serve.sh writes a script; --json -o plan.json writes the plan",
         )
 
 
 def _check_for_services(intent: Intent, asked: list[str]) -> None:
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     many = f"the intent has {len(intent.services)} service{'s' if len(intent.services) > 1 else ''}"
     hints = {
@@ -161,35 +161,35 @@ def _check_for_services(intent: Intent, asked: list[str]) -> None:
     for option in asked:
         if option != "--emit":
             one = "name one model and its machine: bedplate plan MODEL --hardware NAME " + option
-            raise BadQuestion(f"{option} needs a single model, and {many}", hint=hints.get(option, one))
+            raise UsageError(f"{option} needs a single model, and {many}", hint=hints.get(option, one))
 
 
-def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
+def _decide(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
-    from bedplate.decide.intent import resolved_hardware
-    from bedplate.run.environments import registered_versions
-    from bedplate.run.models import intended_model
-    from bedplate.store import agreements, fingerprint, results, tunings, verdicts
-    from bedplate.values import replaced
+    from bedplate.decide.intent import resolve_hardware
+    from bedplate.run.environments import read_registered_versions
+    from bedplate.run.models import find_intended_model
+    from bedplate.store import compute_fingerprint, read_agreements, read_results, read_tunings, read_verdicts
+    from bedplate.values import replace_fields
 
-    machine = resolved_hardware(intent)
-    facts = intended_model(intent.model)
-    store_key = fingerprint(machine)
+    machine = resolve_hardware(intent)
+    facts = find_intended_model(intent.model)
+    store_key = compute_fingerprint(machine)
     decision = decide(
-        machine, facts, intent.workload, engine, operations=intent.operations, results=results(store_key),
-        agreements=agreements(store_key, facts.name), verdicts=verdicts(store_key, facts.name),
-        tunings=() if untuned else tuple(one for one in tunings(store_key, facts.name) if one.build != "native"),
-        versions=registered_versions() if intent.hardware is None else None,
+        machine, facts, intent.workload, engine, operations=intent.operations, results=read_results(store_key),
+        agreements=read_agreements(store_key, facts.name), verdicts=read_verdicts(store_key, facts.name),
+        tunings=() if untuned else tuple(one for one in read_tunings(store_key, facts.name) if one.build != "native"),
+        versions=read_registered_versions() if intent.hardware is None else None,
     )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)
         if intent.hardware is not None
         else (*intent.notes, *decision.notes)
     )
-    return machine, facts, replaced(decision, notes=notes)
+    return machine, facts, replace_fields(decision, notes=notes)
 
 
-def _decision(
+def _show_decision(
     intent: Intent,
     engine: str | None,
     why_not: str | None,
@@ -203,110 +203,110 @@ def _decision(
 
     from bedplate.values import to_json
 
-    machine, facts, decision = _decided(intent, engine, untuned=untuned)
+    machine, facts, decision = _decide(intent, engine, untuned=untuned)
     if emit == "command":
-        _written(_emitted(intent, facts, decision), output)
+        _write_or_print(_emit_command(intent, facts, decision), output)
         sys.exit(0)
     if emit is not None:
-        from bedplate.deploy.platform import one_service
+        from bedplate.deploy.platform import place_one_service
         from bedplate.show.emitted import render_headline
 
-        platform = one_service(intent, machine, facts, intent.workload, decision)
+        platform = place_one_service(intent, machine, facts, intent.workload, decision)
         _emit_files(platform, emit, output, render_headline(decision))
     if why_not is not None:
         from bedplate.show.decision import render_why_not
 
         shown = render_why_not(decision, why_not)
         if json:
-            _written(to_json(shown[1]), output)
+            _write_or_print(to_json(shown[1]), output)
         else:
-            _out(shown[0])
+            _print_page(shown[0])
         sys.exit(0)
     if json:
-        _written(to_json(decision), output)
+        _write_or_print(to_json(decision), output)
     else:
         from bedplate.show.decision import render_decision
 
-        _out(render_decision(machine, facts, intent.workload, decision, engine))
+        _print_page(render_decision(machine, facts, intent.workload, decision, engine))
     sys.exit(0 if decision.engine is not None else 1)
 
 
 def _check_target(emit: str | None) -> None:
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     if emit in (None, "command", "compose", "kubernetes", "dynamo", "ray"):
         return
     hint = "choose command, compose, kubernetes, dynamo or ray"
-    raise BadQuestion(f"unknown target {emit!r}", hint=hint)
+    raise UsageError(f"unknown target {emit!r}", hint=hint)
 
 
 def _emit_files(platform: Platform, target: str, folder: Path | None, shown: RenderableType) -> NoReturn:
     """Prints the decision, then writes the files, or prints them if no folder is given."""
     import sys
 
-    from bedplate.cli.terminal import console
-    from bedplate.deploy.emit import as_one_stream, emitted
+    from bedplate.cli.terminal import make_console
+    from bedplate.deploy.emit import emit_target, join_manifests
     from bedplate.show.emitted import render_files
 
-    console(sys.stderr if folder is None else None).print(shown)
-    files = emitted(platform, target)
+    make_console(sys.stderr if folder is None else None).print(shown)
+    files = emit_target(platform, target)
     if folder is None:
-        _written(as_one_stream(files), None)
+        _write_or_print(join_manifests(files), None)
     else:
         for name, text in files.items():
-            _written_in(folder / name, text)
-        _out(render_files(target, folder, files))
+            _write_into_folder(folder / name, text)
+        _print_page(render_files(target, folder, files))
     sys.exit(0)
 
 
-def _written_in(path: Path, text: str) -> None:
-    from bedplate.errors import OutsideFailed
+def _write_into_folder(path: Path, text: str) -> None:
+    from bedplate.errors import ExternalFailure
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutsideFailed(f"cannot create {path.parent}", cause=error.strerror or str(error)) from error
-    _written(text, path)
+        raise ExternalFailure(f"cannot create {path.parent}", cause=error.strerror or str(error)) from error
+    _write_or_print(text, path)
 
 
-def _emitted(intent: Intent, facts: Model, decision: Decision) -> str:
+def _emit_command(intent: Intent, facts: Model, decision: Decision) -> str:
     from bedplate.decide import plan as planned
-    from bedplate.deploy.shell import script
+    from bedplate.deploy.shell import write_script
 
-    return script(planned(decision, facts, intent.workload), decision)
+    return write_script(planned(decision, facts, intent.workload), decision)
 
 
-def _what_if(
+def _show_what_if(
     intent: Intent, changed: str, engine: str | None, output: Path | None, *, json: bool, untuned: bool
 ) -> None:
     import sys
 
-    from bedplate.decide.intent import override, parsed_fields
-    from bedplate.decide.questions import WhatIf, changes
+    from bedplate.decide.intent import override, parse_fields
+    from bedplate.decide.questions import WhatIf, list_changes
     from bedplate.show.decision import render_changes
     from bedplate.values import to_json
 
-    _, _, before = _decided(intent, engine, untuned=untuned)
-    _, _, after = _decided(override(intent, **parsed_fields([changed])), engine, untuned=untuned)
-    found = changes(before, after)
+    _, _, before = _decide(intent, engine, untuned=untuned)
+    _, _, after = _decide(override(intent, **parse_fields([changed])), engine, untuned=untuned)
+    found = list_changes(before, after)
     if json:
-        _written(to_json(WhatIf(what_if=changed, changes=found, before=before, after=after)), output)
+        _write_or_print(to_json(WhatIf(what_if=changed, changes=found, before=before, after=after)), output)
     else:
-        _out(render_changes(changed, before, after, found))
+        _print_page(render_changes(changed, before, after, found))
     sys.exit(0 if after.fits else 1)
 
 
-def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
+def _show_offers(intent: Intent, output: Path | None, *, json: bool) -> None:
     import sys
 
     from bedplate.cli.terminal import TerminalProgress
-    from bedplate.decide.questions import procure, purchasable
-    from bedplate.run.models import intended_model
+    from bedplate.decide.questions import list_purchasable, procure
+    from bedplate.run.models import find_intended_model
     from bedplate.show.procure import render_offers
     from bedplate.values import to_json
 
-    facts = intended_model(intent.model)
-    known = purchasable()
+    facts = find_intended_model(intent.model)
+    known = list_purchasable()
     offers = []
     with TerminalProgress().step(f"checking {len(known)} chips", len(known)) as done:
         for number, (_, offer) in enumerate(procure(facts, intent.workload, intent.operations, known), 1):
@@ -314,57 +314,57 @@ def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
             if offer is not None:
                 offers.append(offer)
     if json:
-        _written(to_json(offers), output)
+        _write_or_print(to_json(offers), output)
     else:
-        _out(render_offers(facts, intent.workload, tuple(offers), len(known)))
+        _print_page(render_offers(facts, intent.workload, tuple(offers), len(known)))
     sys.exit(0 if offers else 1)
 
 
-def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: bool) -> None:
+def _show_portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: bool) -> None:
     import sys
 
-    from bedplate.decide.intent import resolved_hardware
-    from bedplate.decide.portfolio import on_one_machine, portfolio
-    from bedplate.run.models import intended_model
+    from bedplate.decide.intent import resolve_hardware
+    from bedplate.decide.portfolio import make_portfolio, place_on_one_machine
+    from bedplate.run.models import find_intended_model
     from bedplate.show.portfolio import render_portfolio
     from bedplate.values import to_json
 
     if emit == "command":
-        from bedplate.errors import BadQuestion
+        from bedplate.errors import UsageError
 
-        raise BadQuestion(
+        raise UsageError(
             "--emit command starts one service, and the intent has several",
             hint="--emit compose, kubernetes, dynamo or ray",
         )
-    models = [intended_model(service.model) for service in intent.services]
-    machine = None if intent.pools else resolved_hardware(intent)
-    found = portfolio(intent, models) if machine is None else on_one_machine(intent, models, machine)
+    models = [find_intended_model(service.model) for service in intent.services]
+    machine = None if intent.pools else resolve_hardware(intent)
+    found = make_portfolio(intent, models) if machine is None else place_on_one_machine(intent, models, machine)
     if emit is not None:
-        from bedplate.deploy.platform import many_services
+        from bedplate.deploy.platform import place_services
 
-        _emit_files(many_services(intent, found, models, machine), emit, output, render_portfolio(found))
+        _emit_files(place_services(intent, found, models, machine), emit, output, render_portfolio(found))
     if json:
-        _written(to_json(found), output)
+        _write_or_print(to_json(found), output)
     else:
-        _out(render_portfolio(found))
+        _print_page(render_portfolio(found))
     sys.exit(0 if found.fits else 1)
 
 
-def _out(what: RenderableType) -> None:
-    from bedplate.cli.terminal import console
+def _print_page(what: RenderableType) -> None:
+    from bedplate.cli.terminal import make_console
 
-    console().print(what)
+    make_console().print(what)
 
 
-def _written(text: str, path: Path | None) -> None:
+def _write_or_print(text: str, path: Path | None) -> None:
     if path is None:
         print(text, end="" if text.endswith("\n") else "\n")  # noqa: T201
         return
-    from bedplate.errors import OutsideFailed
+    from bedplate.errors import ExternalFailure
 
     try:
         path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
         if text.startswith("#!"):
             path.chmod(path.stat().st_mode | 0o111)
     except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error)) from error

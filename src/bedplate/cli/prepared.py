@@ -27,19 +27,19 @@ app = typer.Typer(
 def prepared(context: typer.Context, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
-    from bedplate.run.kept import kept
+    from bedplate.run.kept import list_prepared
 
-    found = kept()
+    found = list_prepared()
     if json:
         from bedplate.run.kept import PreparedList
         from bedplate.values import to_json
 
         print(to_json(PreparedList(prepared=tuple(found))))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.prepared import render_prepared
 
-    console().print(render_prepared(found))
+    make_console().print(render_prepared(found))
 
 
 @app.command(
@@ -61,15 +61,15 @@ def remove(
     unused: Annotated[bool, typer.Option("--unused", help="Remove all weights that no running bedplate uses.")] = False,
 ) -> None:
     """Remove converted weights. The next start that needs them converts again. Weights in use are kept."""
-    from bedplate.errors import AnswerIsNo, BadQuestion
-    from bedplate.run.kept import chosen
-    from bedplate.run.kept import remove as remove_kept
-    from bedplate.values.units import size
+    from bedplate.errors import NotPossible, UsageError
+    from bedplate.run.kept import remove_prepared as remove_kept
+    from bedplate.run.kept import select_prepared
+    from bedplate.values.units import format_size
 
     if not ids and not stale and not unused:
-        raise BadQuestion("no weights are named", hint="give an id from bedplate prepared, --stale or --unused")
-    removed, in_use = remove_kept(chosen(ids or [], stale=stale, unused=unused))
-    typer.echo(f"removed {len(removed)}: {size(sum(one.disk_bytes for one in removed))} freed")
+        raise UsageError("no weights are named", hint="give an id from bedplate prepared, --stale or --unused")
+    removed, in_use = remove_kept(select_prepared(ids or [], stale=stale, unused=unused))
+    typer.echo(f"removed {len(removed)}: {format_size(sum(one.disk_bytes for one in removed))} freed")
     if in_use:
         names = ", ".join(one.id for one in in_use)
-        raise AnswerIsNo(f"not removed, since a running bedplate uses them: {names}", hint="stop it first")
+        raise NotPossible(f"not removed, since a running bedplate uses them: {names}", hint="stop it first")

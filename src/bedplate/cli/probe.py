@@ -32,19 +32,19 @@ def probe(
     hardware = probe_hardware(recall=not measure)
     if measure:
         from bedplate.cli.terminal import TerminalProgress
-        from bedplate.facts.measured import apply
+        from bedplate.facts.measured import apply_measurements
         from bedplate.facts.measured import measure as measure_hardware
 
-        hardware = apply(hardware, measure_hardware(hardware, TerminalProgress()))
+        hardware = apply_measurements(hardware, measure_hardware(hardware, TerminalProgress()))
     if json:
         from bedplate.values import to_json
 
         print(to_json(hardware))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.probe import render_hardware
 
-    out = console()
+    out = make_console()
     out.print(render_hardware(hardware))
     if hardware.measured is not None:
         from bedplate.show.measured import render_measured

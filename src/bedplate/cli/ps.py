@@ -15,13 +15,13 @@ def ps(json: Json = False) -> None:
     """List the running services."""
     import sys
 
-    from bedplate.cli.terminal import console
-    from bedplate.hosting.services import listed
+    from bedplate.cli.terminal import make_console
+    from bedplate.hosting.services import list_services
     from bedplate.values import to_json
 
-    found, ended = listed()
+    found, ended = list_services()
     for record in ended:
-        console(sys.stderr).print(
+        make_console(sys.stderr).print(
             f" {record.name} (process {record.pid}) ended unexpectedly; its log: {record.log}",
             style="dim", soft_wrap=True, markup=False,
         )  # fmt: skip
@@ -29,8 +29,8 @@ def ps(json: Json = False) -> None:
         print(to_json(found))  # noqa: T201
         return
     if not found:
-        console().print(" no service is running; bedplate serve -d starts one")
+        make_console().print(" no service is running; bedplate serve -d starts one")
         return
     from bedplate.show.services import render_list
 
-    console().print(render_list([(one.record, one.status) for one in found]))
+    make_console().print(render_list([(one.record, one.status) for one in found]))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import ElectricityPrice, PricePerHour, price_from, write_file
+from bedplate.cli.options import ElectricityPrice, PricePerHour, read_price, write_file
 
 if TYPE_CHECKING:
-    from bedplate.judge.argument import Candidate
+    from bedplate.judge.argument import MeasuredEngine
     from bedplate.values import Model
     from bedplate.values.run import Cell, Run
     from bedplate.values.verdict import Verdict
@@ -62,70 +62,70 @@ def report(
 
     The HTML file is self-contained: it opens offline, in light or dark mode, on a phone and in print.
     """
-    from bedplate.cli.judging import diagnosis_of
+    from bedplate.cli.judging import diagnose_cells
     from bedplate.facts.hardware import probe
-    from bedplate.judge.argument import argument
-    from bedplate.measure.questions import read_target
-    from bedplate.show.report import html, markdown, page_of
+    from bedplate.judge.argument import recommend_engine
+    from bedplate.measure.questions import parse_target
+    from bedplate.show.report import make_report, to_html, to_markdown
 
-    target = read_target(slo) if slo is not None else None
-    found = [_run(name) for name in runs] if runs else [_run(None)]
-    found = [_priced(run, price_per_hour, electricity_price) for run in found]
+    target = parse_target(slo) if slo is not None else None
+    found = [_load_run(name) for name in runs] if runs else [_load_run(None)]
+    found = [_add_price(run, price_per_hour, electricity_price) for run in found]
     cells = [cell for run in found for cell in run.cells]
     models = [model for run in found for model in run.models]
-    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe(), models) if cells else None
-    choice = argument(found, diagnosis, target).choice
-    verdict = _verdict(cells, incumbent, choice) if incumbent is not None else None
-    page = page_of(found, _facts(cells, models), diagnosis, verdict, target)
+    diagnosis = diagnose_cells(cells, {run.id: run.environment for run in found}, probe(), models) if cells else None
+    choice = recommend_engine(found, diagnosis, target).choice
+    verdict = _compare_with_choice(cells, incumbent, choice) if incumbent is not None else None
+    page = make_report(found, _find_model_facts(cells, models), diagnosis, verdict, target)
     if md and output is None:
-        print(markdown(page), end="")  # noqa: T201
+        print(to_markdown(page), end="")  # noqa: T201
         return
     path = output or DEFAULT_FILE
-    write_file(path, markdown(page) if md or path.suffix == ".md" else html(page))
-    from bedplate.cli.terminal import console
+    write_file(path, to_markdown(page) if md or path.suffix == ".md" else to_html(page))
+    from bedplate.cli.terminal import make_console
 
-    console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
+    make_console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _run(named: str | None) -> Run:
+def _load_run(named: str | None) -> Run:
     from bedplate import store
-    from bedplate.measure.kept import run_of_file
+    from bedplate.measure.kept import read_run_file
 
     if named is not None and (named.endswith(".json") or Path(named).is_file()):
-        return run_of_file(Path(named))
-    return store.run(named)
+        return read_run_file(Path(named))
+    return store.find_run(named)
 
 
-def _priced(run: Run, price_per_hour: float | None, electricity_price: float | None) -> Run:
-    from bedplate.values import replaced
+def _add_price(run: Run, price_per_hour: float | None, electricity_price: float | None) -> Run:
+    from bedplate.values import replace_fields
 
-    price = price_from(None, price_per_hour, electricity_price, run.environment.price)
-    return replaced(run, environment=replaced(run.environment, price=price))
+    price = read_price(None, price_per_hour, electricity_price, run.environment.price)
+    return replace_fields(run, environment=replace_fields(run.environment, price=price))
 
 
-def _facts(cells: list[Cell], models: list[Model]) -> dict[tuple[str, str | None], Model]:
+def _find_model_facts(cells: list[Cell], models: list[Model]) -> dict[tuple[str, str | None], Model]:
     """The facts of each measured model, with its weights as they were served."""
-    from bedplate.cli.judging import model_named
-    from bedplate.judge.ground import as_served
+    from bedplate.cli.judging import find_named_model
+    from bedplate.judge.ground import apply_quantization
 
     found = {}
     for name, label in {(cell.subject.model, cell.subject.quantization) for cell in cells}:
-        if (model := model_named(name, models)) is not None:
-            found[name, label] = as_served(model, label)
+        if (model := find_named_model(name, models)) is not None:
+            found[name, label] = apply_quantization(model, label)
     return found
 
 
-def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Verdict | None:
+def _compare_with_choice(cells: list[Cell], incumbent: str, choice: MeasuredEngine | None) -> Verdict | None:
     """Compares the engine in service with the recommended one; `None` where they are the same."""
-    from bedplate.engines.names import engine_id
-    from bedplate.errors import BadQuestion
+    from bedplate.engines.names import find_engine_id
+    from bedplate.errors import UsageError
     from bedplate.judge.compare import compare
 
-    wanted = engine_id(incumbent) or incumbent
+    wanted = find_engine_id(incumbent) or incumbent
     mine = [cell for cell in cells if cell.subject.engine == wanted]
     if not mine:
         there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "none"
-        raise BadQuestion(f"{incumbent} was not measured in these runs", hint=f"measured engines: {there}")
+        raise UsageError(f"{incumbent} was not measured in these runs", hint=f"measured engines: {there}")
     if choice is None or choice.engine == wanted:
         return None
     return compare(mine, choice.cells, allow=("quantization", "weights"))

@@ -52,21 +52,21 @@ DOCUMENTS = (
     Document("engines", "engines --json", ("run.engine_listing:EngineList",)),
     Document("engine", "engines show ID --json", ("run.engine_listing:EnginePage",)),
     Document("prepared", "prepared --json", ("run.kept:PreparedList",)),
-    Document("doctor", "doctor --json", ("facts.doctor:Report",)),
+    Document("doctor", "doctor --json", ("facts.doctor:DoctorReport",)),
     Document("endpoint", "serve --json", ("values.endpoint:Endpoint",)),
-    Document("services", "ps --json", ("hosting.services:Running",), form="list"),
+    Document("services", "ps --json", ("hosting.services:RunningService",), form="list"),
     Document("host", "status --json", ("values.service:HostStatus",)),
-    Document("stopped", "stop --json", ("hosting.services:Stopped",), form="list"),
+    Document("stopped", "stop --json", ("hosting.services:StoppedService",), form="list"),
     Document("run", "bench --json", ("values.run:Run",)),
-    Document("row", "bench --jsonl", ("values.summary:Row",), form="lines"),
+    Document("row", "bench --jsonl", ("values.summary:BenchRow",), form="lines"),
     Document("diagnosis", "diagnose --json", ("values.diagnosis:Diagnosis",)),
     Document("verdict", "compare --json", ("values.verdict:Verdict",)),
-    Document("tuning", "tune --json", ("values.tuning:Tuned",)),
-    Document("knobs", "tune --list --json", ("values.tuning:Knob",), form="list"),
-    Document("shadow", "shadow --json", ("values.shadow:Shadowed",)),
+    Document("tuning", "tune --json", ("values.tuning:TuningRun",)),
+    Document("knobs", "tune --list --json", ("values.tuning:TunableSetting",), form="list"),
+    Document("shadow", "shadow --json", ("values.shadow:ShadowResult",)),
     Document("migration", "migrate --json", ("values.migration:Migration",)),
-    Document("watch", "watch --json", ("values.watch:Watched",)),
-    Document("packed", "bundle --json", ("values.bundle:Packed",)),
+    Document("watch", "watch --json", ("values.watch:WatchEvaluation",)),
+    Document("packed", "bundle --json", ("values.bundle:PackedBundle",)),
     Document("bundle", "bundle --check PATH --json", ("values.bundle:Bundle",)),
     Document("tenants", "keys list --json", ("values.tenant:TenantList",)),
     Document("key", "keys add NAME --json", ("values.tenant:NewKey",)),
@@ -91,18 +91,18 @@ def schema(
             typer.echo(f"{document.name:{width}}  {verb:10}  bedplate {document.command}")
         return
     if name not in {document.name for document in DOCUMENTS}:
-        _refuse(name)
-    typer.echo(schema_file(name).read_text(encoding="utf-8"), nl=False)
+        _refuse_unknown_name(name)
+    typer.echo(locate_schema(name).read_text(encoding="utf-8"), nl=False)
 
 
-def schema_file(name: str) -> Path:
+def locate_schema(name: str) -> Path:
     return FOLDER / f"{name}.json"
 
 
-def _refuse(name: str) -> None:
+def _refuse_unknown_name(name: str) -> None:
     import difflib
 
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     if written := [one.name for one in DOCUMENTS if one.command.split()[0] == name and not one.is_input]:
         hint = f"bedplate {name} writes {' or '.join(written)}"
@@ -110,4 +110,4 @@ def _refuse(name: str) -> None:
         hint = f"did you mean {' or '.join(near)}?"
     else:
         hint = "bedplate schema lists the documents"
-    raise BadQuestion(f"there is no document named {name!r}", hint=hint)
+    raise UsageError(f"there is no document named {name!r}", hint=hint)

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from bedplate.cli.schema import DOCUMENTS, FOLDER, Document, schema_file
+from bedplate.cli.schema import DOCUMENTS, FOLDER, Document, locate_schema
 from bedplate.decide.intent import CHIPS
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 from bedplate.values.intent import DescribedMachine, Intent, ModelFacts
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -26,7 +26,7 @@ def generate_schema(document: Document) -> Schema:
     kinds = [load_record(record) for record in document.records]
     described: list[type[msgspec.Struct]] = [*kinds, DescribedMachine, ModelFacts] if Intent in kinds else kinds
     references, definitions = msgspec.json.schema_components(described, ref_template=REFERENCE)
-    for kind in _structs_of(definitions, described):
+    for kind in _find_structs(definitions, described):
         _describe(definitions[kind.__name__], kind)
     for definition in definitions.values():
         definition.pop("title", None)
@@ -44,14 +44,14 @@ def generate_schema(document: Document) -> Schema:
         body = definitions.pop(kinds[0].__name__)
     return {
         "$schema": DIALECT,
-        "$id": f"urn:bedplate:schema:{version_of(document)}",
-        "title": version_of(document),
-        **_with_summary({"type": "array", "items": body} if document.form == "list" else body, document),
+        "$id": f"urn:bedplate:schema:{find_version(document)}",
+        "title": find_version(document),
+        **_add_summary({"type": "array", "items": body} if document.form == "list" else body, document),
         **({"$defs": dict(sorted(definitions.items()))} if definitions else {}),
     }
 
 
-def version_of(document: Document) -> str:
+def find_version(document: Document) -> str:
     """As the document's key `schema` has it. Documents without that key count from 1 too."""
     kind = load_record(document.records[0])
     tag = kind.__struct_config__.tag
@@ -69,7 +69,7 @@ def load_record(path: str) -> type[msgspec.Struct]:
     return kind
 
 
-def schema_text(document: Document) -> str:
+def format_schema(document: Document) -> str:
     return json.dumps(generate_schema(document), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -80,10 +80,10 @@ def main() -> None:
         if path.stem not in names:
             path.unlink()
     for document in DOCUMENTS:
-        schema_file(document.name).write_text(schema_text(document), encoding="utf-8")
+        locate_schema(document.name).write_text(format_schema(document), encoding="utf-8")
 
 
-def _with_summary(body: Schema, document: Document) -> Schema:
+def _add_summary(body: Schema, document: Document) -> Schema:
     verb = "reads" if document.is_input else "prints"
     form = ", one object a line" if document.form == "lines" else ""
     summary = f"What `bedplate {document.command}` {verb}{form}."
@@ -100,7 +100,7 @@ def _require_version(definition: Schema, document: Document) -> None:
 # descriptions
 
 
-def _structs_of(definitions: Schema, roots: list[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
+def _find_structs(definitions: Schema, roots: list[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
     """The records behind the definitions, found by walking the types of their fields."""
     found: dict[str, type[msgspec.Struct]] = {}
 
@@ -121,19 +121,19 @@ def _structs_of(definitions: Schema, roots: list[type[msgspec.Struct]]) -> list[
 
 
 def _describe(definition: Schema, kind: type[msgspec.Struct]) -> None:
-    for name, text in _field_docs(kind).items():
+    for name, text in _read_field_docs(kind).items():
         if name in definition["properties"]:
             definition["properties"][name] = {"description": text, **definition["properties"][name]}
 
 
 @cache
-def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
+def _read_field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
     """The string below each field, as one line; fields of base classes included."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base is msgspec.Struct or not issubclass(base, msgspec.Struct):
             continue
-        body = _class_bodies(base.__module__).get(base.__name__, [])
+        body = _read_class_bodies(base.__module__).get(base.__name__, [])
         for field, below in pairwise(body):
             if (
                 isinstance(field, ast.AnnAssign)
@@ -147,7 +147,7 @@ def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 @cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+def _read_class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
@@ -164,29 +164,29 @@ def _widen_intent(definitions: Schema) -> None:
     for name, definition in definitions.items():
         properties: Schema = definition["properties"]
         if name == "Intent":
-            properties["hardware"] = _keeping_words(properties["hardware"], machine)
+            properties["hardware"] = _keep_descriptions(properties["hardware"], machine)
         if name in ("Intent", "Service"):
-            properties["model"] = _keeping_words(properties["model"], model)
+            properties["model"] = _keep_descriptions(properties["model"], model)
         for field, wanted in properties.items():
             if field in ("incumbent", "engine"):
-                wanted["examples"] = list(all_engines())
+                wanted["examples"] = list(load_engines())
             if field in CHIPS:
-                wanted = _with_alternative(wanted, {"type": "integer"})
+                wanted = _add_alternative(wanted, {"type": "integer"})
             # An empty or default section says nothing about the schema.
             if isinstance(wanted.get("default"), dict | list):
                 wanted = {key: value for key, value in wanted.items() if key != "default"}
-            properties[field] = wanted if name == "ModelFacts" and field == "params_b" else _or_null(wanted)
+            properties[field] = wanted if name == "ModelFacts" and field == "params_b" else _allow_null(wanted)
 
 
-def _keeping_words(old: Schema, new: Schema) -> Schema:
+def _keep_descriptions(old: Schema, new: Schema) -> Schema:
     return {**{key: value for key, value in old.items() if key == "description"}, **new}
 
 
-def _or_null(wanted: Schema) -> Schema:
-    return _with_alternative(wanted, {"type": "null"})
+def _allow_null(wanted: Schema) -> Schema:
+    return _add_alternative(wanted, {"type": "null"})
 
 
-def _with_alternative(wanted: Schema, other: Schema) -> Schema:
+def _add_alternative(wanted: Schema, other: Schema) -> Schema:
     words = {key: value for key, value in wanted.items() if key in ("description", "default", "examples")}
     rest = {key: value for key, value in wanted.items() if key not in words}
     choices = rest.pop("anyOf", None) or [rest]

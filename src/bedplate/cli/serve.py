@@ -24,7 +24,7 @@ from bedplate.cli.options import (
 if TYPE_CHECKING:
     from bedplate.values import Decision, Endpoint, Hardware, Model
     from bedplate.values.intent import Intent
-    from bedplate.values.service import Order, Wanted
+    from bedplate.values.service import ModelOrder, Order
 
 EXAMPLES = """Examples:
 
@@ -44,12 +44,12 @@ EXAMPLES = """Examples:
 Ctrl-C stops everything; running requests get a few seconds to finish."""
 
 
-class Build(StrEnum):
+class BuildChoice(StrEnum):
     packages = "packages"
     native = "native"
 
 
-class On(StrEnum):
+class OrchestratorChoice(StrEnum):
     dynamo = "dynamo"
     ray = "ray"
 
@@ -77,12 +77,12 @@ def serve(
     fields: Fields = None,
     engine: EngineId = None,
     build: Annotated[
-        Build,
+        BuildChoice,
         typer.Option(
             help="packages: the engine as published. native: build it from source for this machine, once, in minutes; "
             "it is used if it gives the same answers as the published one."
         ),
-    ] = Build.packages,
+    ] = BuildChoice.packages,
     untuned: Untuned = False,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Largest accepted request body, in MB.")] = 32,
     log_content: Annotated[
@@ -111,7 +111,7 @@ def serve(
         int | None, typer.Option(min=1, max=64, help="Number of engine processes side by side.", show_default=False)
     ] = None,
     on: Annotated[
-        On | None,
+        OrchestratorChoice | None,
         typer.Option(
             help="Run the replicas with Dynamo and its KV router, or with Ray Serve, on this machine.",
             show_default=False,
@@ -148,45 +148,51 @@ def serve(
 
     Probes this machine, chooses an engine, installs it, starts it and keeps it running.
     """
-    from bedplate.cli.options import intent_from
-    from bedplate.hosting.ordering import order_of
-    from bedplate.values import replaced
-    from bedplate.values.units import parsed_bytes
+    from bedplate.cli.options import build_intent
+    from bedplate.hosting.ordering import make_order
+    from bedplate.values import replace_fields
+    from bedplate.values.units import parse_size
 
     packed = None
     if bundle is not None:
-        own = {"a model": model, "--file": file, "--engine": engine, "--build": build is not Build.packages, "--on": on}
-        packed, engine = _in_bundle(bundle, [name for name, given in own.items() if given])
-    intent = intent_from(
+        own = {
+            "a model": model,
+            "--file": file,
+            "--engine": engine,
+            "--build": build is not BuildChoice.packages,
+            "--on": on,
+        }
+        packed, engine = _read_bundle(bundle, [name for name, given in own.items() if given])
+    intent = build_intent(
         file, fields, model=model, users=users, concurrency=concurrency, context=context,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, base=packed,
     )  # fmt: skip
-    order = order_of(
+    order = make_order(
         intent, engine=engine, replicas=replicas, ttl=ttl, name=name, host=host, port=port, api_key=api_key or None,
         on=on.value if on is not None else None, max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
         log_content=str(log_content) if log_content is not None else None,
-        memory_budget_bytes=parsed_bytes(memory_budget, "--memory-budget") if memory_budget is not None else None,
+        memory_budget_bytes=parse_size(memory_budget, "--memory-budget") if memory_budget is not None else None,
         bundle=str(bundle.expanduser().absolute()) if bundle is not None else None,
     )  # fmt: skip
     if untuned:
-        order = replaced(order, services=tuple(replaced(one, untuned=True) for one in order.services))
+        order = replace_fields(order, services=tuple(replace_fields(one, untuned=True) for one in order.services))
     fallback = file.stem if file is not None and len(order.services) > 1 else None
     if systemd:
         _print_unit(order, context_, fallback)
     elif detach:
-        _detached(order, fallback, json=json)
+        _serve_in_background(order, fallback, json=json)
     else:
-        _foreground(order, fallback, json=json)
+        _serve_in_foreground(order, fallback, json=json)
 
 
-def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
+def _read_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
     """The intent that the bundle was made for, and its engine."""
     from bedplate.bundling.opened import read_bundle
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
     from bedplate.values.intent import Intent
 
     if refused:
-        raise BadQuestion(
+        raise UsageError(
             f"--bundle contains a model and an engine: {' and '.join(refused)} cannot be combined with it",
             hint="bedplate bundle packs another model or engine",
         )
@@ -194,29 +200,29 @@ def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
     return Intent(workload=found.wanted.workload, operations=found.wanted.operations), found.plan.engine
 
 
-def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
-    from bedplate.cli.checks import check_answers, examiner
+def _serve_in_foreground(order: Order, fallback: str | None, *, json: bool) -> None:
+    from bedplate.cli.checks import check_answers, make_examiner
     from bedplate.cli.terminal import TerminalProgress
-    from bedplate.serving.serve import Hooks, serve_order
+    from bedplate.serving.serve import ServeHooks, serve_order
 
-    heads = _Heads(json=json)
-    hooks = Hooks(
+    heads = _DecisionPrinter(json=json)
+    hooks = ServeHooks(
         progress=TerminalProgress(),
         on_decision=heads.show,
         on_ready=lambda endpoint: _show_ready(endpoint, "Ctrl-C stops everything", json=json),
         check=check_answers if order.check else None,
-        examiner=examiner(),
+        examiner=make_examiner(),
     )
     serve_order(order, hooks, fallback=fallback)
 
 
-def _detached(order: Order, fallback: str | None, *, json: bool) -> None:
+def _serve_in_background(order: Order, fallback: str | None, *, json: bool) -> None:
     from bedplate.cli.terminal import TerminalProgress
     from bedplate.hosting.detached import start_detached
-    from bedplate.serving.serve import refuse_early
+    from bedplate.serving.serve import check_order
 
-    refuse_early(order)
-    heads = _Heads(json=json)
+    check_order(order)
+    heads = _DecisionPrinter(json=json)
     endpoint = start_detached(
         "bedplate.cli.background",
         order,
@@ -231,39 +237,40 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
     import os
     import sys
 
-    from bedplate.cli.options import words_of
-    from bedplate.errors import BadQuestion
-    from bedplate.hosting.records import as_name, checked_name
-    from bedplate.hosting.systemd import unit
+    from bedplate.cli.options import rebuild_command_line
+    from bedplate.errors import UsageError
+    from bedplate.hosting.records import check_name, to_name
+    from bedplate.hosting.systemd import render_unit
 
     if context.params.get("api_key") and "BEDPLATE_API_KEY" not in os.environ:
-        raise BadQuestion(
+        raise UsageError(
             "--api-key cannot be combined with --systemd: other users can read a unit",
             hint="write BEDPLATE_API_KEY=… into the file that the unit names as its EnvironmentFile",
         )
     first = order.services[0].model or "the built-in model"
-    name = checked_name(order.name) if order.name is not None else as_name(fallback or first)
-    words = words_of(context, without=("systemd", "detach", "json", "api_key", "name"))
+    name = check_name(order.name) if order.name is not None else to_name(fallback or first)
+    words = rebuild_command_line(context, without=("systemd", "detach", "json", "api_key", "name"))
     argv = [sys.executable, "-m", "bedplate", "serve", *words, "--name", name]
     given = {key: os.environ[key] for key in ("BEDPLATE_HOME", "HF_HOME") if key in os.environ}
-    print(unit(name, f"{', '.join(one.model or first for one in order.services)}", argv, os.getcwd(), given), end="")  # noqa: T201, PTH109
+    models = ", ".join(one.model or first for one in order.services)
+    print(render_unit(name, models, argv, str(Path.cwd()), given), end="")  # noqa: T201
 
 
-class _Heads:
+class _DecisionPrinter:
     """Prints the decision of each model, below one title."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
         self._titled = False
 
-    def show(self, hardware: Hardware, facts: Model, wanted: Wanted, decision: Decision) -> None:
+    def show(self, hardware: Hardware, facts: Model, wanted: ModelOrder, decision: Decision) -> None:
         import sys
 
         from bedplate._version import __version__
-        from bedplate.cli.terminal import console
+        from bedplate.cli.terminal import make_console
         from bedplate.show.decision import render_serving
 
-        out = console(sys.stderr if self._json else sys.stdout)
+        out = make_console(sys.stderr if self._json else sys.stdout)
         if not self._titled:
             out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
             self._titled = True
@@ -277,7 +284,7 @@ def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
 
         print(msgspec.json.encode(endpoint).decode(), flush=True)  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.serving import render_ready
 
-    console().print(render_ready(endpoint, then), soft_wrap=True)
+    make_console().print(render_ready(endpoint, then), soft_wrap=True)

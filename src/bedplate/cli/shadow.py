@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from bedplate.cli.options import Json, engine_named
-from bedplate.cli.serve import Build
+from bedplate.cli.options import Json, parse_engine
+from bedplate.cli.serve import BuildChoice
 from bedplate.cli.status import ServiceName
 
 EXAMPLES = """Examples:
@@ -23,7 +23,7 @@ Exit codes: 0 stay; 10 migrate; 20 not proven; 1 not comparable; 3 external fail
 def shadow(
     engine: Annotated[
         str,
-        typer.Argument(metavar="ENGINE", help="The engine to try.", parser=engine_named),
+        typer.Argument(metavar="ENGINE", help="The engine to try.", parser=parse_engine),
     ],
     name: ServiceName = None,
     model: Annotated[
@@ -38,8 +38,8 @@ def shadow(
         str, typer.Option(metavar="TIME", help="Age of the oldest recorded requests to use: 24h, 7d.")
     ] = "24h",
     build: Annotated[
-        Build, typer.Option(help="packages: as published; native: built from source on this machine.")
-    ] = Build.packages,
+        BuildChoice, typer.Option(help="packages: as published; native: built from source on this machine.")
+    ] = BuildChoice.packages,
     url: Annotated[
         str | None,
         typer.Option(
@@ -65,39 +65,39 @@ def shadow(
     shared hardware, recorded request shapes are replayed to both engines in turn while the endpoint is idle; real
     requests have priority.
     """
-    from bedplate.changing.shadow import Shadow
-    from bedplate.cli.questions import read_share
-    from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.errors import BadQuestion
+    from bedplate.changing.shadow import ShadowRequest
+    from bedplate.cli.questions import parse_share
+    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.errors import UsageError
     from bedplate.hosting.control import ask
-    from bedplate.hosting.records import chosen
-    from bedplate.measure.bench import key_from
-    from bedplate.measure.load import Target
+    from bedplate.hosting.records import choose_service
+    from bedplate.measure.bench import read_key
+    from bedplate.measure.load import LoadTarget
     from bedplate.values import to_json
-    from bedplate.values.shadow import Shadowed
-    from bedplate.values.units import YEAR_S, parsed_seconds
+    from bedplate.values.shadow import ShadowResult
+    from bedplate.values.units import YEAR_S, parse_duration
 
     if url is None and (key_env is not None or served_model is not None):
-        raise BadQuestion("--key-env and --served-model need --url")
-    if url is not None and build is not Build.packages:
-        raise BadQuestion("--build and --url cannot be combined: with --url nothing is started here")
-    key = key_from(key_env)
-    wanted = Shadow(
+        raise UsageError("--key-env and --served-model need --url")
+    if url is not None and build is not BuildChoice.packages:
+        raise UsageError("--build and --url cannot be combined: with --url nothing is started here")
+    key = read_key(key_env)
+    wanted = ShadowRequest(
         engine=engine,
         model=model,
-        share=read_share(share),
-        for_s=parsed_seconds(limit, "--for", positive=True, most_s=YEAR_S),
-        since_s=parsed_seconds(since, "--since", positive=True, most_s=YEAR_S),
+        share=parse_share(share),
+        for_s=parse_duration(limit, "--for", positive=True, most_s=YEAR_S),
+        since_s=parse_duration(since, "--since", positive=True, most_s=YEAR_S),
         build=build.value,
-        url=Target.of(url, key=key).url if url is not None else None,
+        url=LoadTarget.from_url(url, key=key).url if url is not None else None,
         key=key,
         served_model=served_model,
     )
-    done = ask(chosen(name), "shadow", wanted, answer=Shadowed, tell=TerminalProgress().note, limit_s=None)
+    done = ask(choose_service(name), "shadow", wanted, answer=ShadowResult, tell=TerminalProgress().note, limit_s=None)
     if json:
         print(to_json(done))  # noqa: T201
     else:
         from bedplate.show.shadow import render_shadow
 
-        console().print(render_shadow(done))
+        make_console().print(render_shadow(done))
     raise typer.Exit(done.exit_code)

@@ -20,7 +20,7 @@ from bedplate.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from bedplate.decide.simulate import Deployment, Stream
+    from bedplate.decide.simulate import Deployment, RequestStream
     from bedplate.values.intent import Intent
     from bedplate.values.simulation import LayoutName
     from bedplate.values.workload import LatencyTarget, Workload
@@ -125,73 +125,73 @@ def simulate(
     """
     import sys
 
-    from bedplate.cli.options import intent_from
-    from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.decide.simulate import Question, cheapest, one_layout
-    from bedplate.errors import BadQuestion
-    from bedplate.show.simulate import render_simulation, telling
+    from bedplate.cli.options import build_intent
+    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.decide.simulate import FleetSearch, find_cheapest, simulate_one_layout
+    from bedplate.errors import UsageError
+    from bedplate.show.simulate import render_simulation, show_progress
     from bedplate.values import to_json
 
-    intent = intent_from(
+    intent = build_intent(
         file, fields, model=model, hardware=hardware, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )  # fmt: skip
     if intent.services:
-        raise BadQuestion("simulate needs a single model, and the intent has services")
-    low, high = _range(replicas)
-    target = _target(slo, intent)
-    stream = _stream(intent, trace, requests, rate, seed, spread, prefixes)
-    deployment = _deployment(intent, stream, engine, traced=trace is not None)
+        raise UsageError("simulate needs a single model, and the intent has services")
+    low, high = _parse_range(replicas)
+    target = _choose_target(slo, intent)
+    stream = _make_stream(intent, trace, requests, rate, seed, spread, prefixes)
+    deployment = _plan_deployment(intent, stream, engine, traced=trace is not None)
     if layout is LayoutChoice.aggregated and prefills is not None:
-        raise BadQuestion("--prefills needs --layout disaggregated")
-    with telling(TerminalProgress()) as progress:
-        question = Question(deployment, stream, target, router.value, seed, progress)
+        raise UsageError("--prefills needs --layout disaggregated")
+    with show_progress(TerminalProgress()) as progress:
+        question = FleetSearch(deployment, stream, target, router.value, seed, progress)
         if low == high or prefills is not None:
             wanted: LayoutName = layout.value if layout is not None else "disaggregated" if prefills else "aggregated"
             _check_split(wanted, high, prefills)
-            found = one_layout(question, high, wanted, prefills)
+            found = simulate_one_layout(question, high, wanted, prefills)
         else:
             if target is None:
-                raise BadQuestion(
+                raise UsageError(
                     "a range of replicas needs latency targets",
                     hint="--slo ttft_ms=500,tpot_ms=50, `latency` in the intent's workload, or one count: --replicas 8",
                 )
             layouts: tuple[LayoutName, ...] = (layout.value,) if layout is not None else ("aggregated", "disaggregated")
-            found = cheapest(question, low, high, layouts)
+            found = find_cheapest(question, low, high, layouts)
     if json:
         print(to_json(found))  # noqa: T201
     else:
-        console().print(render_simulation(found))
+        make_console().print(render_simulation(found))
     sys.exit(0 if found.answer is not None and found.answer.meets is not False else 1)
 
 
-def _range(text: str) -> tuple[int, int]:
+def _parse_range(text: str) -> tuple[int, int]:
     """`8` and `1..512`."""
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     low, dots, high = text.strip().partition("..")
     try:
         found = (int(low), int(high if dots else low))
     except ValueError:
-        raise BadQuestion(f"--replicas: {text!r} is not a number or a range", hint="for example 8 or 1..512") from None
+        raise UsageError(f"--replicas: {text!r} is not a number or a range", hint="for example 8 or 1..512") from None
     if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
-        raise BadQuestion(
+        raise UsageError(
             f"--replicas: {text!r} is out of range", hint=f"1 to {MOST_REPLICAS:,}, the lower number first"
         )
     return found
 
 
 def _check_split(layout: str, replicas: int, prefills: int | None) -> None:
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     if layout == "disaggregated" and (replicas < 2 or (prefills or 1) >= replicas):
-        raise BadQuestion(
+        raise UsageError(
             f"{replicas} replicas cannot be divided into {prefills or 1} for prefill and the rest for decode",
             hint="prefill and decode need at least one replica each",
         )
 
 
-def _target(slo: str | None, intent: Intent) -> LatencyTarget | None:
-    from bedplate.errors import BadQuestion
+def _choose_target(slo: str | None, intent: Intent) -> LatencyTarget | None:
+    from bedplate.errors import UsageError
     from bedplate.values.workload import LatencyTarget
 
     if slo is None:
@@ -202,15 +202,15 @@ def _target(slo: str | None, intent: Intent) -> LatencyTarget | None:
         try:
             found[name.strip()] = float(value)
         except ValueError:
-            raise BadQuestion(f"--slo: {part!r} is not a target", hint="for example ttft_ms=500,tpot_ms=50") from None
+            raise UsageError(f"--slo: {part!r} is not a target", hint="for example ttft_ms=500,tpot_ms=50") from None
     if unknown := set(found) - {"ttft_ms", "tpot_ms"}:
-        raise BadQuestion(f"--slo: {sorted(unknown)[0]!r} is not one of ttft_ms and tpot_ms")
+        raise UsageError(f"--slo: {sorted(unknown)[0]!r} is not one of ttft_ms and tpot_ms")
     if not all(0 < value < 1e9 for value in found.values()):
-        raise BadQuestion("--slo: a target must be more than 0", hint="for example ttft_ms=500,tpot_ms=50")
+        raise UsageError("--slo: a target must be more than 0", hint="for example ttft_ms=500,tpot_ms=50")
     return LatencyTarget(**found)
 
 
-def _stream(
+def _make_stream(
     intent: Intent,
     trace: Path | None,
     requests: int | None,
@@ -218,74 +218,74 @@ def _stream(
     seed: int,
     spread: float,
     prefixes: int,
-) -> Stream:
+) -> RequestStream:
     from dataclasses import replace
 
-    from bedplate.decide.simulate import from_shapes, synthetic
-    from bedplate.facts.traces import BadRows, detected, opened, shapes_of
+    from bedplate.decide.simulate import from_shapes, make_synthetic
+    from bedplate.facts.traces import BadRows, detect_format, open_trace, parse_trace
 
     if trace is not None:
         name = "standard input" if str(trace) == "-" else trace.name
-        with opened(trace) as stream:
+        with open_trace(trace) as stream:
             bad = BadRows(name)
             found = from_shapes(
-                shapes_of(stream, detected(stream, name), bad), name, rate=rate, most=requests, seed=seed
+                parse_trace(stream, detect_format(stream, name), bad), name, rate=rate, most=requests, seed=seed
             )  # fmt: skip
         bad.check()
         if not bad.count:
             return found
         return replace(found, notes=(*found.notes, f"{bad.count:,} rows could not be read"))
-    rate = rate or _asked_rate(intent)
-    return synthetic(intent.workload, requests or REQUESTS, rate, seed=seed, spread=spread, prefixes=prefixes)
+    rate = rate or _compute_requested_rate(intent)
+    return make_synthetic(intent.workload, requests or REQUESTS, rate, seed=seed, spread=spread, prefixes=prefixes)
 
 
-def _asked_rate(intent: Intent) -> float:
+def _compute_requested_rate(intent: Intent) -> float:
     """The rate of the intent, or the rate at which its users send requests."""
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     work = intent.workload
     if work.requests_per_s is None and work.concurrency is None and work.users == 1:
-        raise BadQuestion(
+        raise UsageError(
             "the request rate is not specified",
             hint="--rate R, --trace FILE, or requests_per_s, users or concurrency in the intent's workload",
         )
-    return work.arrivals_per_s(guessed_request_s(work.output_tokens))
+    return work.compute_arrivals_per_s(guess_request_s(work.output_tokens))
 
 
-def guessed_request_s(output_tokens: float) -> float:
+def guess_request_s(output_tokens: float) -> float:
     return GUESSED_TTFT_S + GUESSED_TPOT_S * output_tokens
 
 
-def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: bool) -> Deployment:
+def _plan_deployment(intent: Intent, stream: RequestStream, engine: str | None, *, traced: bool) -> Deployment:
     from bedplate.decide import decide
-    from bedplate.decide.intent import resolved_hardware
-    from bedplate.decide.simulate import Lengths, deployed
-    from bedplate.run.models import intended_model
-    from bedplate.store import agreements, fingerprint, results, verdicts
+    from bedplate.decide.intent import resolve_hardware
+    from bedplate.decide.simulate import MeanLengths, make_deployment
+    from bedplate.run.models import find_intended_model
+    from bedplate.store import compute_fingerprint, read_agreements, read_results, read_verdicts
 
-    machine, facts = resolved_hardware(intent), intended_model(intent.model)
-    work = _planned(intent.workload, stream, facts.max_context, traced=traced)
-    key = fingerprint(machine)
-    measured = results(key)
+    machine, facts = resolve_hardware(intent), find_intended_model(intent.model)
+    work = _make_replica_workload(intent.workload, stream, facts.max_context, traced=traced)
+    key = compute_fingerprint(machine)
+    measured = read_results(key)
     decision = decide(
         machine, facts, work, engine, operations=intent.operations, results=measured,
-        agreements=agreements(key, facts.name), verdicts=verdicts(key, facts.name),
+        agreements=read_agreements(key, facts.name), verdicts=read_verdicts(key, facts.name),
     )  # fmt: skip
-    lengths = Lengths(stream.mean_prompt, stream.mean_output)
-    return deployed(machine, facts, decision, work, lengths, operations=intent.operations, results=measured)
+    lengths = MeanLengths(stream.mean_prompt, stream.mean_output)
+    return make_deployment(machine, facts, decision, work, lengths, operations=intent.operations, results=measured)
 
 
-def _planned(work: Workload, stream: Stream, max_context: int | None, *, traced: bool) -> Workload:
+def _make_replica_workload(work: Workload, stream: RequestStream, max_context: int | None, *, traced: bool) -> Workload:
     """The workload that one replica is planned for."""
     import math
 
-    from bedplate.values import replaced
+    from bedplate.values import replace_fields
 
     rate = stream.requests_per_s or 1.0
     stated = work.concurrency or (work.users if work.users > 1 else None)
-    in_flight = stated or math.ceil(rate * guessed_request_s(stream.mean_output))
+    in_flight = stated or math.ceil(rate * guess_request_s(stream.mean_output))
     longest = stream.longest if traced else max(stream.longest, work.request_tokens)
-    return replaced(
+    return replace_fields(
         work,
         prompt_tokens=max(1, round(stream.mean_prompt)),
         output_tokens=max(1, round(stream.mean_output)),

@@ -26,15 +26,15 @@ def status(name: ServiceName = None, json: Json = False) -> None:
 
     The engine and why it was chosen, running requests, memory, restarts, and whether the workload has changed.
     """
-    from bedplate.cli.terminal import console
-    from bedplate.hosting.records import chosen
-    from bedplate.hosting.services import status_of
+    from bedplate.cli.terminal import make_console
+    from bedplate.hosting.records import choose_service
+    from bedplate.hosting.services import read_status
     from bedplate.values import to_json
 
-    found = status_of(chosen(name))
+    found = read_status(choose_service(name))
     if json:
         print(to_json(found))  # noqa: T201
         return
     from bedplate.show.services import render_status
 
-    console().print(render_status(found))
+    make_console().print(render_status(found))

@@ -30,20 +30,20 @@ def stop(
     """Stop a service after it has finished its running requests."""
     import sys
 
-    from bedplate.cli.terminal import TerminalProgress, console, show_error
-    from bedplate.errors import BadQuestion, BedplateError
-    from bedplate.hosting.records import chosen, running
-    from bedplate.hosting.services import stopped
+    from bedplate.cli.terminal import TerminalProgress, make_console, show_error
+    from bedplate.errors import BedplateError, UsageError
+    from bedplate.hosting.records import choose_service, list_running
+    from bedplate.hosting.services import stop_service
     from bedplate.values import to_json
-    from bedplate.values.units import seconds
+    from bedplate.values.units import format_seconds
 
     if every and name is not None:
-        raise BadQuestion("--all and NAME cannot be combined", hint="leave out one of the two")
+        raise UsageError("--all and NAME cannot be combined", hint="leave out one of the two")
     progress = TerminalProgress()
     done, code = [], 0
-    for record in running() if every else [chosen(name)]:
+    for record in list_running() if every else [choose_service(name)]:
         try:
-            one = stopped(record, drain, progress.note)
+            one = stop_service(record, drain, progress.note)
         except BedplateError as error:
             if not every:
                 raise
@@ -52,9 +52,9 @@ def stop(
             continue
         done.append(one)
         if not json:
-            console().print(f" {one.name} stopped in {seconds(one.took_s)}", soft_wrap=True)
+            make_console().print(f" {one.name} stopped in {format_seconds(one.took_s)}", soft_wrap=True)
     if json:
         print(to_json(done))  # noqa: T201
     elif every and not done and not code:
-        console().print(" no service is running")
+        make_console().print(" no service is running")
     sys.exit(code)

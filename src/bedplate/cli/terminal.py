@@ -13,14 +13,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 from bedplate.errors import BedplateError
-from bedplate.values.units import seconds
+from bedplate.values.units import format_seconds
 
 PIPE_WIDTH = 120
 """Width if the output is not a terminal."""
 SLOW_S = 5.0
 
 
-def console(stream: TextIO | None = None) -> Console:
+def make_console(stream: TextIO | None = None) -> Console:
     """A console that wraps at the terminal's width, or at a fixed width in a pipe."""
     file = stream if stream is not None else sys.stdout
     return Console(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
@@ -28,7 +28,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 def show_error(error: BedplateError) -> None:
     """Print error, cause and hint, one line each, unwrapped so that paths stay whole."""
-    out = console(sys.stderr)
+    out = make_console(sys.stderr)
     out.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.cause:
         out.print(Text.assemble(("caused by: ", "bold"), error.cause), soft_wrap=True)
@@ -40,7 +40,7 @@ class TerminalProgress:
     """Progress bars on a terminal, lines in logs. Steps shorter than a second are not logged."""
 
     def __init__(self) -> None:
-        self._console = console(sys.stderr)
+        self._console = make_console(sys.stderr)
 
     def note(self, text: str) -> None:
         self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)
@@ -49,22 +49,22 @@ class TerminalProgress:
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
         began = time.monotonic()
         if self._console.is_terminal:
-            with self._bar(label, total) as update:
+            with self._show_bar(label, total) as update:
                 yield update
         else:
-            yield self._lines(label, total)
+            yield self._print_lines(label, total)
         took_s = time.monotonic() - began
         if took_s >= 1:
-            self._console.print(Text.assemble((" ✓ ", "green"), f"{label}: {seconds(took_s)}"))
+            self._console.print(Text.assemble((" ✓ ", "green"), f"{label}: {format_seconds(took_s)}"))
 
     @contextmanager
-    def _bar(self, label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    def _show_bar(self, label: str, total: int | None) -> Iterator[Callable[[int], None]]:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TaskProgressColumn())
         with Progress(*columns, console=self._console, transient=True) as bars:
             task = bars.add_task(Text(label).markup, total=total)
             yield lambda done: bars.update(task, completed=min(done, total) if total else done)
 
-    def _lines(self, label: str, total: int | None) -> Callable[[int], None]:
+    def _print_lines(self, label: str, total: int | None) -> Callable[[int], None]:
         last = [time.monotonic(), 0.0]
 
         def update(done: int) -> None:

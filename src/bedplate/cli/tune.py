@@ -12,7 +12,7 @@ from bedplate.cli.options import EngineId, IntentFile, Json, ModelName, write_fi
 
 if TYPE_CHECKING:
     from bedplate.values.run import Load
-    from bedplate.values.tuning import Tuned
+    from bedplate.values.tuning import TuningRun
     from bedplate.values.workload import Workload
 
 EXAMPLES = """Examples:
@@ -131,32 +131,32 @@ def tune(
     """
     import sys
 
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
 
     if build not in ("packages", "native"):
-        raise BadQuestion(f"--build {build!r} is not one of packages and native")
+        raise UsageError(f"--build {build!r} is not one of packages and native")
     if import_file is not None:
-        _show(_imported(import_file), json=json, plot=plot)
+        _show_tuning(_import_tuning(import_file), json=json, plot=plot)
         return
     if export is not None and not (model or file or engine or knobs or resume or list_):
-        write_file(export, _exported(_last()))
+        write_file(export, _export_tuning(_load_last()))
         return
-    named, load, workload = _work(
+    named, load, workload = _read_workload(
         model, file, concurrency=concurrency, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         shared_prefix_tokens=shared_prefix,
     )  # fmt: skip
     if list_:
-        _list(named, engine, load, workload, native=build == "native", json=json)
+        _list_settings(named, engine, load, workload, native=build == "native", json=json)
         return
-    from bedplate.cli.terminal import console
-    from bedplate.measure.questions import read_target
-    from bedplate.show.tune import teller_for
-    from bedplate.tuning.tune import Stopped
+    from bedplate.cli.terminal import make_console
+    from bedplate.measure.questions import parse_target
+    from bedplate.show.tune import make_view
+    from bedplate.tuning.tune import TuningStopped
     from bedplate.tuning.tune import tune as run
-    from bedplate.values.units import parsed_seconds
+    from bedplate.values.units import parse_duration
 
-    teller = teller_for(console(sys.stderr))
-    stopped: Stopped | None = None
+    teller = make_view(make_console(sys.stderr))
+    stopped: TuningStopped | None = None
     with teller:
         try:
             tuned = run(
@@ -164,8 +164,8 @@ def tune(
                 engine=engine,
                 load=load,
                 objective=objective.value,
-                target=read_target(slo) if slo is not None else workload.latency if workload is not None else None,
-                budget_s=parsed_seconds(budget, "--budget", positive=True) if budget is not None else None,
+                target=parse_target(slo) if slo is not None else workload.latency if workload is not None else None,
+                budget_s=parse_duration(budget, "--budget", positive=True) if budget is not None else None,
                 knobs=tuple(name.strip() for name in (knobs or "").split(",") if name.strip()),
                 lossy=lossy,
                 draft=str(draft) if draft is not None else None,
@@ -176,35 +176,37 @@ def tune(
                 progress=teller,
                 teller=teller,
             )
-        except Stopped as error:
+        except TuningStopped as error:
             stopped, tuned = error, error.tuned
     if export is not None:
-        write_file(export, _exported(tuned))
-    _show(tuned, json=json, plot=plot)
+        write_file(export, _export_tuning(tuned))
+    _show_tuning(tuned, json=json, plot=plot)
     if stopped is not None:
-        console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
+        make_console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
         raise typer.Exit(130)
-    raise typer.Exit(0 if tuned.proven else 1)
+    raise typer.Exit(0 if tuned.is_proven else 1)
 
 
-def _work(model: str | None, file: Path | None, **lengths: int | None) -> tuple[str | None, Load, Workload | None]:
+def _read_workload(
+    model: str | None, file: Path | None, **lengths: int | None
+) -> tuple[str | None, Load, Workload | None]:
     """The model and the load: from the options, else from the intent file, else the defaults of `bench`."""
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
     from bedplate.values.run import Load
 
     given = {name: value for name, value in lengths.items() if value is not None}
     if file is None:
         return model, Load(**{"concurrency": 4, **given}), None  # type: ignore[arg-type]
-    from bedplate.cli.options import intent_from
+    from bedplate.cli.options import build_intent
 
-    intent = intent_from(file, None, model=model)
+    intent = build_intent(file, None, model=model)
     if intent.services:
-        raise BadQuestion("tune needs a single model, and the intent has services", hint="bedplate tune MODEL")
+        raise UsageError("tune needs a single model, and the intent has services", hint="bedplate tune MODEL")
     if isinstance(intent.model, dict):
-        raise BadQuestion("model: a described model cannot be tuned", hint="name a file, a folder or owner/name")
+        raise UsageError("model: a described model cannot be tuned", hint="name a file, a folder or owner/name")
     work = intent.workload
     of_file = {
-        "concurrency": work.in_flight() if work.concurrency or work.users > 1 else 4,
+        "concurrency": work.compute_in_flight() if work.concurrency or work.users > 1 else 4,
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
         "shared_prefix_tokens": work.shared_prefix_tokens,
@@ -212,73 +214,75 @@ def _work(model: str | None, file: Path | None, **lengths: int | None) -> tuple[
     return intent.model, Load(**{**of_file, **given}), work  # type: ignore[arg-type]
 
 
-def _list(
+def _list_settings(
     model: str | None, engine: str | None, load: Load, workload: Workload | None, *, native: bool, json: bool
 ) -> None:
     from bedplate.facts.hardware import probe
-    from bedplate.run.models import intended_model
-    from bedplate.tuning.tune import all_knobs, checked_knobs, chosen_plan
+    from bedplate.run.models import find_intended_model
+    from bedplate.tuning.tune import check_settings, choose_plan, list_settings
 
     hardware = probe()
-    chosen = chosen_plan(engine, hardware, intended_model(model), load, workload, native=native)
-    found = all_knobs(chosen)
-    checked_knobs(found, (), chosen)
+    chosen = choose_plan(engine, hardware, find_intended_model(model), load, workload, native=native)
+    found = list_settings(chosen)
+    check_settings(found, (), chosen)
     if json:
         from bedplate.values import to_json
 
         print(to_json(found))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
-    from bedplate.show.tune import render_knobs
+    from bedplate.cli.terminal import make_console
+    from bedplate.show.tune import render_settings
 
-    console().print(render_knobs(chosen.engine.name, found))
+    make_console().print(render_settings(chosen.engine.name, found))
 
 
-def _last() -> Tuned:
-    from bedplate.errors import BadQuestion
+def _load_last() -> TuningRun:
+    from bedplate.errors import UsageError
     from bedplate.facts.hardware import probe
-    from bedplate.store import fingerprint, tunings
+    from bedplate.store import compute_fingerprint, read_tunings
 
-    found = next((one for one in tunings(fingerprint(probe())) if one.finished and one.source is None), None)
+    found = next(
+        (one for one in read_tunings(compute_fingerprint(probe())) if one.finished and one.source is None), None
+    )
     if found is None:
-        raise BadQuestion("no engine has been tuned on this machine", hint="run bedplate tune first")
+        raise UsageError("no engine has been tuned on this machine", hint="run bedplate tune first")
     return found
 
 
-def _exported(tuned: Tuned) -> str:
+def _export_tuning(tuned: TuningRun) -> str:
     """The settings, their gain and the machine, without the single measurements."""
-    from bedplate.values import replaced, to_json
+    from bedplate.values import replace_fields, to_json
 
-    return to_json(replaced(tuned, trials=())) + "\n"
+    return to_json(replace_fields(tuned, trials=())) + "\n"
 
 
-def _imported(path: Path) -> Tuned:
+def _import_tuning(path: Path) -> TuningRun:
     """Stored under the machine that it was found on: used on machines like it, and a hint on others."""
-    from bedplate.errors import BadQuestion
+    from bedplate.errors import UsageError
     from bedplate.store import add_tuning
-    from bedplate.values import from_json, replaced
-    from bedplate.values.tuning import Tuned
+    from bedplate.values import from_json, replace_fields
+    from bedplate.values.tuning import TuningRun
 
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
-    tuned = replaced(from_json(Tuned, text, origin=str(path)), source=path.name)
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    tuned = replace_fields(from_json(TuningRun, text, origin=str(path)), source=path.name)
     add_tuning(tuned)
     return tuned
 
 
-def _show(tuned: Tuned, *, json: bool, plot: Path | None) -> None:
+def _show_tuning(tuned: TuningRun, *, json: bool, plot: Path | None) -> None:
     if plot is not None:
-        from bedplate.show.tune import front_svg
+        from bedplate.show.tune import draw_front
 
-        write_file(plot, front_svg(tuned))
+        write_file(plot, draw_front(tuned))
     if json:
         from bedplate.values import to_json
 
         print(to_json(tuned))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.tune import render_tuned
 
-    console().print(render_tuned(tuned))
+    make_console().print(render_tuned(tuned))

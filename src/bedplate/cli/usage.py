@@ -17,7 +17,7 @@ EXAMPLES = """Examples:
   bedplate usage --tenant alice --by model --csv > alice.csv"""
 
 
-class By(StrEnum):
+class UsageGrouping(StrEnum):
     tenant = "tenant"
     model = "model"
     engine = "engine"
@@ -29,29 +29,29 @@ def usage(
     tenant: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only this tenant.", show_default=False)
     ] = None,
-    by: Annotated[By, typer.Option(help="Group the rows by this.")] = By.tenant,
+    by: Annotated[UsageGrouping, typer.Option(help="Group the rows by this.")] = UsageGrouping.tenant,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     json: Json = False,
 ) -> None:
     """Show served requests and tokens by tenant, model, engine or day."""
-    from bedplate.errors import BadQuestion
-    from bedplate.hosting.tenants import usage as used
-    from bedplate.values.units import parsed_seconds
+    from bedplate.errors import UsageError
+    from bedplate.hosting.tenants import report_usage as used
+    from bedplate.values.units import parse_duration
 
     if csv and json:
-        raise BadQuestion("--csv and --json cannot be combined", hint="leave out one of the two")
-    since_s = None if since.strip().lower() == "all" else parsed_seconds(since, "--since")
+        raise UsageError("--csv and --json cannot be combined", hint="leave out one of the two")
+    since_s = None if since.strip().lower() == "all" else parse_duration(since, "--since")
     report = used(by.value, since_s, tenant)
     if json:
         from bedplate.values import to_json
 
         print(to_json(report))  # noqa: T201
         return
-    from bedplate.show.tenants import render_usage, usage_csv
+    from bedplate.show.tenants import render_usage, to_usage_csv
 
     if csv:
-        print(usage_csv(report), end="")  # noqa: T201
+        print(to_usage_csv(report), end="")  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
 
-    console().print(render_usage(report))
+    make_console().print(render_usage(report))

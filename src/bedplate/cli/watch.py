@@ -10,7 +10,7 @@ from bedplate.cli.options import Json
 from bedplate.cli.status import ServiceName
 
 if TYPE_CHECKING:
-    from bedplate.values.watch import Watched
+    from bedplate.values.watch import WatchEvaluation
 
 EXAMPLES = """Examples:
 
@@ -55,33 +55,33 @@ def watch(
     Evaluates on a schedule, and after a new release, a driver change, a workload change or a missed latency target.
     Challengers are measured while the endpoint is idle. Without --auto nothing is migrated.
     """
-    from bedplate.changing.notify import checked_url
-    from bedplate.changing.watch import Watching, watch_once
+    from bedplate.changing.notify import check_url
+    from bedplate.changing.watch import WatchOptions, watch_once
     from bedplate.changing.watch import watch as watching
-    from bedplate.cli.questions import read_share
+    from bedplate.cli.questions import parse_share
     from bedplate.cli.terminal import TerminalProgress
-    from bedplate.hosting.records import chosen
-    from bedplate.values.units import YEAR_S, parsed_seconds
+    from bedplate.hosting.records import choose_service
+    from bedplate.values.units import YEAR_S, parse_duration
 
-    asked = Watching(
+    asked = WatchOptions(
         model=model,
-        every_s=parsed_seconds(every, "--every", positive=True, most_s=YEAR_S),
-        budget_s=parsed_seconds(budget, "--budget", positive=True, most_s=YEAR_S),
-        share=read_share(share),
-        webhook=checked_url(webhook) if webhook is not None else None,
+        every_s=parse_duration(every, "--every", positive=True, most_s=YEAR_S),
+        budget_s=parse_duration(budget, "--budget", positive=True, most_s=YEAR_S),
+        share=parse_share(share),
+        webhook=check_url(webhook) if webhook is not None else None,
         auto=auto,
         tell=TerminalProgress().note,
     )
-    record = chosen(name)
+    record = choose_service(name)
     if not once:
-        watching(record, asked, lambda done: _show(done, json=json, line=True))
+        watching(record, asked, lambda done: _show_evaluation(done, json=json, line=True))
         return
     done = watch_once(record, asked)
-    _show(done, json=json, line=False)
+    _show_evaluation(done, json=json, line=False)
     raise typer.Exit(done.exit_code)
 
 
-def _show(done: Watched, *, json: bool, line: bool) -> None:
+def _show_evaluation(done: WatchEvaluation, *, json: bool, line: bool) -> None:
     if json:
         import msgspec
 
@@ -89,7 +89,7 @@ def _show(done: Watched, *, json: bool, line: bool) -> None:
 
         print(msgspec.json.encode(done).decode() if line else to_json(done), flush=True)  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.shadow import render_watched
 
-    console().print(render_watched(done))
+    make_console().print(render_watched(done))

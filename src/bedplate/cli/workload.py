@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 The content of requests is neither stored nor shown."""
 
 
-class Format(StrEnum):
+class FormatChoice(StrEnum):
     auto = "auto"
     azure = "azure"
     mooncake = "mooncake"
@@ -33,7 +33,7 @@ class Format(StrEnum):
 
     @property
     def trace_format(self) -> TraceFormat | None:
-        return None if self is Format.auto else cast("TraceFormat", self.value)
+        return None if self is FormatChoice.auto else cast("TraceFormat", self.value)
 
 
 def workload(
@@ -55,8 +55,8 @@ def workload(
         str | None, typer.Option(metavar="NAME", help="With --observed: only this model.", show_default=False)
     ] = None,
     kind: Annotated[
-        Format, typer.Option("--format", help="Format of FILE; auto detects it.", show_default=True)
-    ] = Format.auto,
+        FormatChoice, typer.Option("--format", help="Format of FILE; auto detects it.", show_default=True)
+    ] = FormatChoice.auto,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -85,48 +85,48 @@ def workload(
 
     Lengths, arrival rate and bursts, concurrent requests, and the share of prompt tokens that a prefix cache saves.
     """
-    from bedplate.errors import BadQuestion
-    from bedplate.facts.workload import ASSUMED_TPOT_MS, ASSUMED_TTFT_MS, summarise, workload_yaml
+    from bedplate.errors import UsageError
+    from bedplate.facts.workload import ASSUMED_TPOT_MS, ASSUMED_TTFT_MS, summarize_trace, write_workload_yaml
 
     if (trace is None) == (observed is None):
-        raise BadQuestion("give either FILE or --observed", hint="for example --observed 24h")
+        raise UsageError("give either FILE or --observed", hint="for example --observed 24h")
     if model is not None and observed is None:
-        raise BadQuestion("--model needs --observed", hint="add --observed 24h, or leave out --model")
+        raise UsageError("--model needs --observed", hint="add --observed 24h, or leave out --model")
     if observed is not None:
-        from bedplate.facts.observed import observed as observe
-        from bedplate.values.units import parsed_seconds
+        from bedplate.facts.observed import summarize_observed as observe
+        from bedplate.values.units import parse_duration
 
-        summary = observe(parsed_seconds(observed, "--observed"), model=model)
+        summary = observe(parse_duration(observed, "--observed"), model=model)
     else:
-        summary = summarise(
+        summary = summarize_trace(
             str(trace),
             kind.trace_format,
             ttft_ms=ASSUMED_TTFT_MS if ttft_ms is None else ttft_ms,
             tpot_ms=ASSUMED_TPOT_MS if tpot_ms is None else tpot_ms,
         )
     if output is not None:
-        _write(output, workload_yaml(summary))
+        _write(output, write_workload_yaml(summary))
     if json:
         from bedplate.values import to_json
 
         print(to_json(summary))  # noqa: T201
         return
-    from bedplate.cli.terminal import console
+    from bedplate.cli.terminal import make_console
     from bedplate.show.workload import render_summary
 
-    console().print(render_summary(summary))
+    make_console().print(render_summary(summary))
     if output is not None:
-        console().print(f" written: {output}", soft_wrap=True, markup=False)
+        make_console().print(f" written: {output}", soft_wrap=True, markup=False)
 
 
 def _write(path: Path, text: str) -> None:
-    from bedplate.errors import BadQuestion, OutsideFailed
+    from bedplate.errors import ExternalFailure, UsageError
 
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         hint = "name another file, or add the section by hand"
-        raise BadQuestion(f"{path} already exists and is not overwritten", hint=hint) from None
+        raise UsageError(f"{path} already exists and is not overwritten", hint=hint) from None
     except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error)) from error

@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bedplate.decide.case import MANY, Case
-from bedplate.decide.estimate import expectation_for
+from bedplate.decide.case import MANY, DecisionCase
+from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
-from bedplate.decide.evidence import Evidence
-from bedplate.decide.layouts import layouts
-from bedplate.decide.memory import Asked, fit
+from bedplate.decide.evidence import MachineEvidence
+from bedplate.decide.layouts import list_layouts
+from bedplate.decide.memory import MemoryDemand, fit
 from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
 from bedplate.engines import Engine
-from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target, cards_of
-from bedplate.facts.known_models import with_label
+from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, ComputeTarget, find_cards
+from bedplate.facts.known_models import apply_label
 from bedplate.values import (
     Fit,
     Hardware,
@@ -28,11 +28,11 @@ from bedplate.values import (
     Shortage,
     Weights,
     Workload,
-    replaced,
+    replace_fields,
 )
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
-from bedplate.values.tuning import Tuned
+from bedplate.values.tuning import TuningRun
 
 LEAST_BITS = 3.0
 """With fewer bits per weight, another engine or a smaller model gives better answers."""
@@ -63,14 +63,14 @@ SAME = 0.97
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EngineCandidate:
     engine: Engine
     weights: Weights
     model: Model
     """With these weights."""
     hardware: Hardware
     """Without accelerators, if the engine computes on the CPU."""
-    target: Target
+    target: ComputeTarget
     layout: Parallelism
     settings: Settings
     fit: Fit
@@ -79,7 +79,7 @@ class Candidate:
     expected: Expectation | None
     unpacks: bool = False
     """Whether `model` is first dequantized from the requested GGUF."""
-    tuned: Tuned | None = None
+    tuned: TuningRun | None = None
     """The tuning result that its settings come from, if there is one."""
 
     @property
@@ -98,13 +98,13 @@ class Candidate:
     @property
     def nominal_bits(self) -> float:
         """The bits in the name: Q3_K_M is a 3-bit quantization although it takes four."""
-        named, details = _named_bits(self.weights.label), self.model.quantization_details
+        named, details = _parse_bits(self.weights.label), self.model.quantization_details
         return named if named is not None else details.bits if details is not None else self.bits
 
 
-def best(
-    engine: Engine, case: Case, evidence: Evidence, *, installable: bool = False, asked: bool = False
-) -> Candidate | Refusal:
+def choose_candidate(
+    engine: Engine, case: DecisionCase, evidence: MachineEvidence, *, installable: bool = False, asked: bool = False
+) -> EngineCandidate | Refusal:
     """The weights, layout and settings for this engine, or the refusal.
 
     A combination that gave wrong answers on this machine is excluded, unless the engine was requested (`asked`) and has
@@ -112,36 +112,36 @@ def best(
     """
     if refusal := engine.refuse(case.hardware, case.model, case.workload):
         return refusal
-    hardware, target = _computes_on(engine, case.hardware, installable)
+    hardware, target = _choose_target(engine, case.hardware, installable)
     if target is None:
-        return engine.refusal("impossible", "the build that bedplate installs does not support this hardware")
+        return engine.make_refusal("impossible", "the build that bedplate installs does not support this hardware")
     case = replace(case, hardware=hardware)
-    forms = list(_forms(engine, target, case))
+    forms = list(_list_weights(engine, target, case))
     if not forms:
-        return engine.refusal(
+        return engine.make_refusal(
             "impossible",
             f"does not support {case.model.quantization or case.model.format} weights on this hardware",
             "the same model in another format",
         )
-    found = [candidate for form in forms if (candidate := _laid_out(engine, target, form, case, evidence))]
+    found = [candidate for form in forms if (candidate := _lay_out(engine, target, form, case, evidence))]
     fitting = [candidate for candidate in found if candidate.fit.fits]
     if not fitting:
-        return too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes), case.workload)
-    sound = [candidate for candidate in fitting if wrong_here(candidate, evidence) is None]
-    if not sound and not asked and (wrong := wrong_here(fitting[0], evidence)) is not None:
-        return engine.refusal(
+        return refuse_too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes), case.workload)
+    sound = [candidate for candidate in fitting if find_wrong_answers(candidate, evidence) is None]
+    if not sound and not asked and (wrong := find_wrong_answers(fitting[0], evidence)) is not None:
+        return engine.make_refusal(
             "unsuitable", f"gave wrong answers on this machine: {wrong.why}", f"--engine {engine.id} uses it anyway"
         )
-    return _preferred(sound or fitting, case)
+    return _choose_weights(sound or fitting, case)
 
 
-def wrong_here(candidate: Candidate, evidence: Evidence) -> Agreement | None:
+def find_wrong_answers(candidate: EngineCandidate, evidence: MachineEvidence) -> Agreement | None:
     """The check that found wrong answers of this candidate on this machine, if there is one."""
     version = candidate.engine.version or "unpinned"
-    return evidence.broken(candidate.engine.id, version, candidate.weights.label, candidate.settings)
+    return evidence.find_broken(candidate.engine.id, version, candidate.weights.label, candidate.settings)
 
 
-def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
+def refuse_too_large(engine: Engine, nearest: EngineCandidate, work: Workload) -> Refusal:
     """The refusal because not even the smallest weights fit, with the amounts of memory."""
     fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
     shortage = Shortage(
@@ -154,7 +154,7 @@ def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
         overhead_bytes=fullest.overhead_bytes.high + fullest.activation_bytes.high,
         usable_bytes=fullest.usable_bytes,
     )
-    remedies = what_would_fit(nearest, work)
+    remedies = find_remedies(nearest, work)
     return Refusal(
         engine=engine.id,
         kind="impossible",
@@ -165,7 +165,7 @@ def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
     )
 
 
-def what_would_fit(nearest: Candidate, work: Workload) -> tuple[Remedy, ...]:
+def find_remedies(nearest: EngineCandidate, work: Workload) -> tuple[Remedy, ...]:
     """Changes with which it would fit, the smallest first; amounts are rounded up."""
     remedies: list[Remedy] = []
     needs = nearest.fit.devices
@@ -177,19 +177,19 @@ def what_would_fit(nearest: Candidate, work: Workload) -> tuple[Remedy, ...]:
     model = nearest.model
     if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= LEAST_BITS:
         remedies.append(Remedy(kind="quantization", most_bits_per_weight=bits, bits_per_weight=nearest.bits))
-    lacking = {need.device: _shortage(need, nearest.engine) * need.count for need in needs}
+    lacking = {need.device: _compute_shortage(need, nearest.engine) * need.count for need in needs}
     missing_bytes = sum(lacking.values()) * ROUNDING
     remedies.append(Remedy(kind="memory", memory_bytes=missing_bytes, on_cards=not lacking.get("host")))
-    if needs[0].device != "host" and (cards := _enough_cards(nearest, work)) is not None:
+    if needs[0].device != "host" and (cards := _count_enough_cards(nearest, work)) is not None:
         remedies.append(Remedy(kind="cards", cards=cards))
     return tuple(remedies)
 
 
-def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
+def _count_enough_cards(nearest: EngineCandidate, work: Workload) -> int | None:
     """The smallest usual number of the same GPUs for which a layout fits."""
-    from bedplate.facts.simulated import simulated  # imported here because most plans fit
+    from bedplate.facts.simulated import make_simulated_hardware  # imported here because most plans fit
 
-    cards, chip = cards_of(nearest.hardware, nearest.engine.vendors), nearest.target.chip
+    cards, chip = find_cards(nearest.hardware, nearest.engine.vendors), nearest.target.chip
     each = nearest.fit.devices[0]
     if chip is None or chip.unified or not each.usable_bytes:
         return None
@@ -197,11 +197,11 @@ def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
     for count in CARDS:
         if count <= len(cards) or count < least or count % chip.devices_per_card:
             continue
-        machine = simulated({
+        machine = make_simulated_hardware({
             "accelerator": chip.name, "count": count // chip.devices_per_card,
             "ram_gb": max(1, nearest.hardware.memory.total_bytes >> 30),
         })  # fmt: skip
-        ways = layouts(machine, nearest.engine, nearest.model)
+        ways = list_layouts(machine, nearest.engine, nearest.model)
         if any(
             fit(machine, nearest.model, work, nearest.engine, parallelism=way).fits for way in ways if way.data == 1
         ):
@@ -209,29 +209,29 @@ def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
     return None
 
 
-def _shortage(need: DeviceNeed, engine: Engine) -> float:
+def _compute_shortage(need: DeviceNeed, engine: Engine) -> float:
     """Free memory that one device lacks: more than the engine lacks, because it may use only a share of it."""
     share = 1 - RESERVED_SHARE if need.device == "host" else engine.uses.share
     return max(0, need.high_bytes - (need.usable_bytes or 0)) / share
 
 
-def _computes_on(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, Target | None]:
+def _choose_target(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, ComputeTarget | None]:
     """The part of the machine that the engine uses; a CPU build does not use the accelerators."""
     target = engine.target(hardware)
     if target is None or target.device == "cpu":
-        return _without_cards(hardware), target
+        return _remove_cards(hardware), target
     if installable and target.device not in engine.built_for:
-        return _without_cards(hardware), engine.target(_without_cards(hardware))
+        return _remove_cards(hardware), engine.target(_remove_cards(hardware))
     return hardware, target
 
 
-def _without_cards(hardware: Hardware) -> Hardware:
+def _remove_cards(hardware: Hardware) -> Hardware:
     if not hardware.accelerators:
         return hardware
-    return replaced(hardware, accelerators=(), links=())
+    return replace_fields(hardware, accelerators=(), links=())
 
 
-def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights, Model]]:
+def _list_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> Iterator[tuple[Weights, Model]]:
     """The engine's weight formats in order of preference, each with the model in that format."""
     offered = engine.weights(target, case.model, case.workload)
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
@@ -241,87 +241,87 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
     least = PRECISE_BITS - ROUNDED_OFF if case.workload.precision_sensitive else LEAST_BITS
     for form in offered:
-        model = in_form(case.model, form)
+        model = convert_model(case.model, form)
         if form.made != "as it is" and (model.bits_per_weight or 16.0) < least:
             continue
         yield form, model
 
 
-def in_form(model: Model, form: Weights) -> Model:
+def convert_model(model: Model, form: Weights) -> Model:
     if form.made == "as it is" or (model.format == "facts" and not model.parameters):
         return model
-    changed = with_label(model, form.label)
-    return changed if changed.format == form.format else replaced(changed, format=form.format)
+    changed = apply_label(model, form.label)
+    return changed if changed.format == form.format else replace_fields(changed, format=form.format)
 
 
-def _laid_out(
-    engine: Engine, target: Target, form: tuple[Weights, Model], case: Case, evidence: Evidence
-) -> Candidate | None:
+def _lay_out(
+    engine: Engine, target: ComputeTarget, form: tuple[Weights, Model], case: DecisionCase, evidence: MachineEvidence
+) -> EngineCandidate | None:
     """The best layout for these weights; if none fits, the one that lacks the least memory."""
     weights, model = form
     found = [
-        _candidate(engine, target, weights, model, layout, case, evidence)
-        for layout in layouts(case.hardware, engine, model)
+        _make_candidate(engine, target, weights, model, layout, case, evidence)
+        for layout in list_layouts(case.hardware, engine, model)
     ]
     fitting = [candidate for candidate in found if candidate.fit.fits]
     if not fitting:
         return min(found, key=lambda one: sum(need.high_bytes - (need.usable_bytes or 0) for need in one.fit.devices))
-    return _best_layout(fitting, case)
+    return _choose_layout(fitting, case)
 
 
-def _candidate(
+def _make_candidate(
     engine: Engine,
-    target: Target,
+    target: ComputeTarget,
     weights: Weights,
     model: Model,
     layout: Parallelism,
-    case: Case,
-    evidence: Evidence,
-) -> Candidate:
+    case: DecisionCase,
+    evidence: MachineEvidence,
+) -> EngineCandidate:
     hardware, workload = case.hardware, case.workload
     room = fit(hardware, model, workload, engine, parallelism=layout)
-    settings, need = room_for(engine, hardware, model, layout, case, room)
+    settings, need = fit_settings(engine, hardware, model, layout, case, room)
     expected = None
     if need.fits:
-        factor = evidence.factor(engine.id, target.device)
-        expected = expectation_for(
+        factor = evidence.get_factor(engine.id, target.device)
+        expected = compute_expectation(
             hardware, model, engine.id, layout, workload, slots=settings.slots, offload=need.offload, factor=factor
         )
     most = room.max_concurrency
     if engine.max_slots:
         most = min(most, engine.max_slots * layout.data)
-    return Candidate(engine, weights, model, hardware, target, layout, settings, need, most, expected)
+    return EngineCandidate(engine, weights, model, hardware, target, layout, settings, need, most, expected)
 
 
-def room_for(
-    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: Case, room: Fit
+def fit_settings(
+    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: DecisionCase, room: Fit
 ) -> tuple[Settings, Fit]:
     """The largest settings that fit: first reduce slots beyond the workload, then context, then slots below it."""
     wanted = engine.settle(hardware, model, case.workload)
     each = -(-wanted.slots // layout.data)
-    wanted = replaced(wanted, slots=max(1, each))
+    wanted = replace_fields(wanted, slots=max(1, each))
     if engine.paged:
         held = room.max_concurrency
         if case.workload.request_tokens > case.workload.usual_tokens and wanted.device != "cpu" and room.fits:
             # A paged cache grows with the request, so more requests of usual length fit than of the longest. On a CPU
             # the size of the cache is fixed at the start.
-            usual = replaced(case.workload, context_tokens=None)
+            usual = replace_fields(case.workload, context_tokens=None)
             held = fit(hardware, model, usual, engine, parallelism=layout).max_concurrency
-        context = _context_that_fits(engine, hardware, model, layout, case.workload, wanted.context_tokens, room)
+        context = _find_context(engine, hardware, model, layout, case.workload, wanted.context_tokens, room)
         slots = max(1, min(wanted.slots, held // layout.data or 1))
-        return replaced(wanted, slots=slots, context_tokens=context), room
-    asked = Asked.of(engine, case.workload, None)
+        return replace_fields(wanted, slots=slots, context_tokens=context), room
+    asked = MemoryDemand.from_workload(engine, case.workload, None)
     asked_slots = min(-(-asked.in_flight // layout.data), each)
-    for settings in _smaller_and_smaller(wanted, asked_slots, asked.tokens):
+    for settings in _shrink_settings(wanted, asked_slots, asked.tokens):
         need = fit(hardware, model, case.workload, engine, parallelism=layout, settings=settings)
         if need.offload is not None and settings.slots > asked_slots:
             continue  # extra slots would move weights from the GPU to RAM
         if need.fits and need.max_concurrency >= settings.slots * layout.data:
-            return _offload_settings(settings, model, need), need
+            return _apply_offload(settings, model, need), need
     return settings, room
 
 
-def _context_that_fits(
+def _find_context(
     engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, work: Workload, wanted: int, room: Fit
 ) -> int:
     """The longest context that the cache can hold: an engine with a longer one does not start."""
@@ -329,38 +329,38 @@ def _context_that_fits(
     if not room.fits or room.max_concurrency // layout.data * asked >= SURELY * wanted:
         return wanted
     while wanted > asked:
-        alone = replaced(work, context_tokens=wanted, concurrency=1)
+        alone = replace_fields(work, context_tokens=wanted, concurrency=1)
         if fit(hardware, model, alone, engine, parallelism=layout).fits:
             break
         wanted = max(wanted // 2, asked)
     return wanted
 
 
-def _offload_settings(settings: Settings, model: Model, need: Fit) -> Settings:
+def _apply_offload(settings: Settings, model: Model, need: Fit) -> Settings:
     if need.offload is None:
         return settings
     if need.offload.kind == "experts":
-        return replaced(settings, gpu_layers=model.num_layers + 1, host_expert_layers=need.offload.host_layers)
-    return replaced(settings, gpu_layers=need.offload.device_layers)
+        return replace_fields(settings, gpu_layers=model.num_layers + 1, host_expert_layers=need.offload.host_layers)
+    return replace_fields(settings, gpu_layers=need.offload.device_layers)
 
 
-def _smaller_and_smaller(settings: Settings, asked_slots: int, asked_context: int) -> Iterator[Settings]:
+def _shrink_settings(settings: Settings, asked_slots: int, asked_context: int) -> Iterator[Settings]:
     """Settings from the largest to the smallest, which serves one request."""
     slots, context = settings.slots, settings.context_tokens
     asked_slots, asked_context = min(asked_slots, slots), min(asked_context, context)
     yield settings
     while slots > asked_slots:
         slots = max(slots // 2, asked_slots)
-        yield replaced(settings, slots=slots)
+        yield replace_fields(settings, slots=slots)
     while context > asked_context:
         context = max(context // 2, asked_context)
-        yield replaced(settings, slots=slots, context_tokens=context)
+        yield replace_fields(settings, slots=slots, context_tokens=context)
     while slots > 1:
         slots //= 2
-        yield replaced(settings, slots=slots, context_tokens=context)
+        yield replace_fields(settings, slots=slots, context_tokens=context)
 
 
-def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
+def _choose_layout(fitting: list[EngineCandidate], case: DecisionCase) -> EngineCandidate:
     """For many requests, the highest throughput; for a few, the fewest GPUs that are faster than reading speed.
 
     Latency targets come first: only layouts that meet them, or the one that misses them least.
@@ -369,62 +369,64 @@ def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
     useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
     most = max(one.max_concurrency for one in useful)
     holding = [one for one in useful if one.max_concurrency >= min(in_flight, most)]
-    pool = [one for one in holding if meets(one, case)]
+    pool = [one for one in holding if meets_targets(one, case)]
     if not pool and case.workload.latency is not None:
-        nearest = min(_overrun(one, case) for one in holding)
-        return min((one for one in holding if _overrun(one, case) * SAME <= nearest), key=_complexity)
+        nearest = min(_compute_overrun(one, case) for one in holding)
+        return min((one for one in holding if _compute_overrun(one, case) * SAME <= nearest), key=_rank_complexity)
     pool = pool or holding
     if in_flight < MANY:
-        quick = [one for one in pool if _quick(one, case)]
-        return min(quick or pool, key=lambda one: (one.cards if quick else 0, -_speed(one), *_complexity(one)))
-    fastest = max(_speed(one) for one in pool)
-    return min((one for one in pool if _speed(one) >= fastest * SAME), key=_complexity)
+        quick = [one for one in pool if _is_quick(one, case)]
+        return min(
+            quick or pool, key=lambda one: (one.cards if quick else 0, -_estimate_speed(one), *_rank_complexity(one))
+        )
+    fastest = max(_estimate_speed(one) for one in pool)
+    return min((one for one in pool if _estimate_speed(one) >= fastest * SAME), key=_rank_complexity)
 
 
-def meets(candidate: Candidate, case: Case) -> bool:
+def meets_targets(candidate: EngineCandidate, case: DecisionCase) -> bool:
     """Whether there are latency targets and the estimate meets them."""
-    return case.workload.latency is not None and _overrun(candidate, case) <= 1
+    return case.workload.latency is not None and _compute_overrun(candidate, case) <= 1
 
 
-def _overrun(candidate: Candidate, case: Case) -> float:
+def _compute_overrun(candidate: EngineCandidate, case: DecisionCase) -> float:
     """The larger ratio of estimate to target, of TTFT and TPOT; infinite if the speed cannot be predicted."""
     target, expected = case.workload.latency, candidate.expected
     if target is None or expected is None:
         return math.inf
-    return target.overrun(expected.ttft_s * 1000, expected.tpot_s * 1000)
+    return target.compute_overrun(expected.ttft_s * 1000, expected.tpot_s * 1000)
 
 
-def _quick(candidate: Candidate, case: Case) -> bool:
+def _is_quick(candidate: EngineCandidate, case: DecisionCase) -> bool:
     """Whether it meets the targets, or without a TPOT target, is faster than reading speed."""
     target, expected = case.workload.latency, candidate.expected
     if target is not None and target.tpot_ms is not None:
-        return meets(candidate, case)
+        return meets_targets(candidate, case)
     return expected is not None and expected.tpot_s <= COMFORT_TPOT_S
 
 
-def _speed(candidate: Candidate) -> float:
+def _estimate_speed(candidate: EngineCandidate) -> float:
     """Total tokens per second; if that cannot be predicted, the number of concurrent requests."""
     return candidate.expected.output_tok_s if candidate.expected is not None else float(candidate.max_concurrency)
 
 
-def _complexity(candidate: Candidate) -> tuple[int, ...]:
+def _rank_complexity(candidate: EngineCandidate) -> tuple[int, ...]:
     layout = candidate.layout
     return (layout.pipeline, layout.tensor, layout.expert, layout.attention_data, layout.data)
 
 
-def _everyday_bits(model: Model) -> float:
-    had = _named_bits(model.unpacked_from or "")
+def _get_least_bits(model: Model) -> float:
+    had = _parse_bits(model.source_quantization or "")
     return TWICE_BITS if had is not None and had < TWICE_BITS else EVERYDAY_BITS
 
 
-def _named_bits(label: str) -> float | None:
+def _parse_bits(label: str) -> float | None:
     named = re.match(r"I?Q(\d)", label)
     return float(named[1]) if named else None
 
 
-def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
+def _choose_weights(fitting: list[EngineCandidate], case: DecisionCase) -> EngineCandidate:
     """Of the candidates that fit, the first that holds all requests and, for a few, is faster than reading speed."""
-    in_flight, least = case.in_flight, _everyday_bits(case.model)
+    in_flight, least = case.in_flight, _get_least_bits(case.model)
     # Requests that wait for a GPU that holds all weights finish sooner than with weights in RAM.
     fitting = [one for one in fitting if one.fit.offload is None and one.nominal_bits >= least] or fitting
     holding = [one for one in fitting if one.max_concurrency >= in_flight]
@@ -434,8 +436,8 @@ def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
         most = max(one.max_concurrency for one in everyday)
         return next(one for one in everyday if one.max_concurrency >= NEARLY * most)
     if case.workload.precision_sensitive or fitting[0].engine.effort >= SERVER_EFFORT:
-        kept = [one for one in holding if one.nominal_bits >= least and meets(one, case)]
+        kept = [one for one in holding if one.nominal_bits >= least and meets_targets(one, case)]
         return kept[0] if kept else holding[0]
     everyday = [one for one in holding if one.nominal_bits >= least] or holding
-    quick = [one for one in everyday if _quick(one, case)]
+    quick = [one for one in everyday if _is_quick(one, case)]
     return quick[0] if quick else min(everyday, key=lambda one: (one.expected.tpot_s if one.expected else 0, one.bits))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from bedplate.facts.chips import Chip, chip_of
-from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.facts.chips import Chip, find_accelerator_chip
+from bedplate.values import Hardware, Model, Workload, replace_fields
 from bedplate.values.intent import Operations
 
 MANY = 10
@@ -31,30 +31,30 @@ MACHINERY = ("none", "container", "kubernetes", "cluster")
 
 
 @dataclass(frozen=True)
-class Case:
+class DecisionCase:
     hardware: Hardware
     model: Model
     workload: Workload
     operations: Operations
 
-    def with_work(self, workload: Workload) -> Case:
+    def with_work(self, workload: Workload) -> DecisionCase:
         return replace(self, workload=workload)
 
     @property
     def in_flight(self) -> int:
-        return self.workload.in_flight()
+        return self.workload.compute_in_flight()
 
     @property
-    def many(self) -> bool:
+    def has_many_requests(self) -> bool:
         return self.in_flight >= MANY or self.workload.volume == "extreme"
 
     @property
-    def few(self) -> bool:
-        return self.in_flight <= FEW and not self.many
+    def has_few_requests(self) -> bool:
+        return self.in_flight <= FEW and not self.has_many_requests
 
     @cached_property
     def chip(self) -> Chip | None:
-        return chip_of(self.hardware.accelerators[0]) if self.hardware.accelerators else None
+        return find_accelerator_chip(self.hardware.accelerators[0]) if self.hardware.accelerators else None
 
     @property
     def cards(self) -> int:
@@ -65,7 +65,7 @@ class Case:
         return self.hardware.accelerators[0].vendor if self.hardware.accelerators else None
 
     @cached_property
-    def unified(self) -> bool:
+    def has_unified_memory(self) -> bool:
         return any(card.unified_memory for card in self.hardware.accelerators) or bool(self.chip and self.chip.unified)
 
     @cached_property
@@ -79,31 +79,31 @@ class Case:
         return "datacenter" if self.vendor in ("nvidia", "amd") and large else "consumer"
 
     @property
-    def rtx(self) -> bool:
+    def has_rtx_cards(self) -> bool:
         """One to four NVIDIA consumer or workstation cards."""
         return (
             self.vendor == "nvidia"
             and self.kind in ("consumer", "workstation")
             and self.cards <= RTX_CARDS
-            and not self.unified
+            and not self.has_unified_memory
         )
 
     @property
-    def before_turing(self) -> bool:
+    def has_pre_turing_cards(self) -> bool:
         """NVIDIA cards for which most servers have no kernels."""
         capability = self.chip.capability if self.chip is not None else None
         return capability is not None and float(capability) < 7.5
 
     @property
-    def moe(self) -> bool:
+    def is_moe(self) -> bool:
         return bool(self.model.num_experts and self.model.num_experts > 1)
 
     @property
-    def long(self) -> bool:
+    def has_long_requests(self) -> bool:
         return self.workload.request_tokens >= LONG_TOKENS
 
     @property
-    def very_long(self) -> bool:
+    def has_very_long_requests(self) -> bool:
         return self.workload.request_tokens >= VERY_LONG_TOKENS
 
     @property
@@ -124,13 +124,13 @@ class Case:
         return MACHINERY.index(self.operations.machinery or "container") >= MACHINERY.index(machinery)
 
 
-def with_tasks_agreed(model: Model, workload: Workload) -> Workload:
+def with_model_task(model: Model, workload: Workload) -> Workload:
     """The workload with the model's task if it does not specify one.
 
     Default lengths are limited to the model's context.
     """
     if workload.task == "generate" and model.task != "generate":
-        workload = replaced(workload, task=model.task)
+        workload = replace_fields(workload, task=model.task)
     if workload.origin == "default" and workload.task != "generate" and model.max_context is not None:
-        return replaced(workload, prompt_tokens=min(workload.prompt_tokens, model.max_context))
+        return replace_fields(workload, prompt_tokens=min(workload.prompt_tokens, model.max_context))
     return workload

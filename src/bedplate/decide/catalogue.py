@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate
-from bedplate.decide.case import FEW, Case, with_tasks_agreed
-from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, Search
-from bedplate.decide.evidence import Evidence, Measured, gathered
-from bedplate.decide.explain import expectations
-from bedplate.decide.memory import fit, free_of, most_that
+from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, EngineCandidate
+from bedplate.decide.case import FEW, DecisionCase, with_model_task
+from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, EngineSearch
+from bedplate.decide.evidence import MachineEvidence, Measured, gather_evidence
+from bedplate.decide.explain import estimate_candidate
+from bedplate.decide.memory import find_largest, fit, get_free_bytes
 from bedplate.decide.wording import describe_shortage
-from bedplate.engines import all_engines
-from bedplate.facts.known_models import known_names, lookup, understood
-from bedplate.facts.library import Located
-from bedplate.facts.released import released
+from bedplate.engines import load_engines
+from bedplate.facts.known_models import list_known_names, look_up_model, parse_model_name
+from bedplate.facts.library import LocatedModel
+from bedplate.facts.released import find_release_year
 from bedplate.values import (
     Estimate,
     Figure,
@@ -29,15 +29,15 @@ from bedplate.values import (
     Parallelism,
     Refusal,
     Workload,
-    replaced,
+    replace_fields,
     to_json,
 )
 from bedplate.values.intent import Operations
 from bedplate.values.model import Task
 from bedplate.values.record import Record
 from bedplate.values.result import Result
-from bedplate.values.units import figure
-from bedplate.values.units import size as as_size
+from bedplate.values.units import format_figure
+from bedplate.values.units import format_size as as_size
 
 EVERYDAY_TOKENS = 8192
 """Context of a usual conversation; weights that leave no memory for it are not considered."""
@@ -56,7 +56,7 @@ PACES: tuple[Pace, ...] = ("comfortable", "not predicted", "slow", "some wait")
 """In the order in which they are listed. Comfortable: twice the reading speed, or the requested speed."""
 
 
-class Entry(Record, frozen=True, kw_only=True):
+class CatalogueEntry(Record, frozen=True, kw_only=True):
     """One known model on one machine: how it would run, or why it does not."""
 
     name: str
@@ -103,10 +103,10 @@ class Catalogue(Record, frozen=True, kw_only=True):
     known: int
     """Number of models considered."""
     fitting: int
-    models: tuple[Entry, ...]
+    models: tuple[CatalogueEntry, ...]
 
 
-class Known(Record, frozen=True, kw_only=True):
+class DistinctModel(Record, frozen=True, kw_only=True):
     """One model, with all names of its versions and quantizations."""
 
     key: str
@@ -116,85 +116,87 @@ class Known(Record, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=1)
-def distinct_models() -> tuple[Known, ...]:
+def list_distinct_models() -> tuple[DistinctModel, ...]:
     """One entry for each model: its quantizations and chat versions are the same model."""
     groups: dict[str, list[str]] = {}
-    for name in known_names():
-        groups.setdefault(understood(name).key, []).append(name)
-    for key in [key for key, names in groups.items() if all(understood(name).label for name in names)]:
+    for name in list_known_names():
+        groups.setdefault(parse_model_name(name).key, []).append(name)
+    for key in [key for key, names in groups.items() if all(parse_model_name(name).label for name in names)]:
         # Known in one quantization only, by a name that continues after it: Qwen3-32B-FP8-Static-PerTensor.
-        plain = {understood(name.partition(f"-{understood(name).label}")[0]).key for name in groups[key]}
+        plain = {parse_model_name(name.partition(f"-{parse_model_name(name).label}")[0]).key for name in groups[key]}
         for other in plain & (groups.keys() - {key}):
             groups[other] += groups.pop(key, [])
-    return tuple(Known(key=key, name=min(names, key=_preference), names=tuple(names)) for key, names in groups.items())
+    return tuple(
+        DistinctModel(key=key, name=min(names, key=_rank_name), names=tuple(names)) for key, names in groups.items()
+    )
 
 
-def _preference(name: str) -> tuple[bool, bool, bool, int, str]:
+def _rank_name(name: str) -> tuple[bool, bool, bool, int, str]:
     """Sort key: original weights first, then chat models, then short names."""
     is_chat = re.search(r"instruct|chat|-it\b", name, re.IGNORECASE)
-    is_original = understood(name).label in (None, "BF16")
+    is_original = parse_model_name(name).label in (None, "BF16")
     return not is_original, "-Base" in name, not is_chat, len(name), name
 
 
-def matching(models: Iterable[Known], search: str | None) -> tuple[Known, ...]:
+def search_models(models: Iterable[DistinctModel], search: str | None) -> tuple[DistinctModel, ...]:
     """The models with a name that contains every searched word; case and separators do not matter."""
     words = (search or "").lower().split()
 
-    def found(name: str) -> bool:
+    def matches(name: str) -> bool:
         plain = re.sub(r"[-_. ]", "", name.lower())
         return all(word in name.lower() or re.sub(r"[-_. ]", "", word) in plain for word in words)
 
-    return tuple(model for model in models if any(found(name) for name in model.names))
+    return tuple(model for model in models if any(matches(name) for name in model.names))
 
 
-def copies_here(located: Iterable[Located]) -> dict[str, tuple[str, ...]]:
+def find_copies(located: Iterable[LocatedModel]) -> dict[str, tuple[str, ...]]:
     """By the key of each known model, the names of its copies on this machine."""
     found: dict[str, list[str]] = {}
     for one in located:
-        found.setdefault(understood(one.name).key, []).append(one.name)
+        found.setdefault(parse_model_name(one.name).key, []).append(one.name)
     return {key: tuple(names) for key, names in found.items()}
 
 
-def everyday(workload: Workload) -> Workload:
+def with_everyday_context(workload: Workload) -> Workload:
     """The workload with the context of a conversation, if it has few requests and no lengths."""
-    if not lengths_unsaid(workload) or workload.in_flight() > FEW or workload.task != "generate":
+    if not has_default_lengths(workload) or workload.compute_in_flight() > FEW or workload.task != "generate":
         return workload
-    return replaced(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
+    return replace_fields(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
 
 
-def lengths_unsaid(workload: Workload) -> bool:
+def has_default_lengths(workload: Workload) -> bool:
     default = Workload()
     lengths = (workload.context_tokens, workload.prompt_tokens, workload.output_tokens)
     return lengths == (None, default.prompt_tokens, default.output_tokens)
 
 
-def catalogue(
+def build_catalogue(
     hardware: Hardware,
     workload: Workload,
     operations: Operations | None = None,
     *,
-    models: Sequence[Known] | None = None,
+    models: Sequence[DistinctModel] | None = None,
     results: tuple[Result, ...] = (),
     here: Mapping[str, tuple[str, ...]] | None = None,
     least_tok_s: float | None = None,
-) -> Iterator[tuple[Known, Entry | None]]:
+) -> Iterator[tuple[DistinctModel, CatalogueEntry | None]]:
     """An entry for each model, in the order of `models`; `None` for models of another task than the workload's."""
-    asker = _Asker(hardware, workload, operations or Operations(), results, least_tok_s)
-    for known in distinct_models() if models is None else models:
-        facts = lookup(known.name)
-        entry = asker.entry(facts) if facts is not None and facts.task == workload.task else None
-        yield known, replaced(entry, here=(here or {}).get(known.key, ())) if entry is not None else None
+    asker = _CatalogueBuilder(hardware, workload, operations or Operations(), results, least_tok_s)
+    for known in list_distinct_models() if models is None else models:
+        facts = look_up_model(known.name)
+        entry = asker.build_entry(facts) if facts is not None and facts.task == workload.task else None
+        yield known, replace_fields(entry, here=(here or {}).get(known.key, ())) if entry is not None else None
 
 
-def ranked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def rank_entries(entries: Iterable[CatalogueEntry]) -> tuple[CatalogueEntry, ...]:
     """Sorted: comfortable models first, the most capable on top; models that do not fit last, the smallest first."""
     return tuple(sorted(entries, key=_rank))
 
 
-def _rank(entry: Entry) -> tuple[int, float, str, list[int], str]:
+def _rank(entry: CatalogueEntry) -> tuple[int, float, str, list[int], str]:
     if not entry.fits or entry.pace is None:
         return len(PACES), float(entry.parameters), "", [], entry.name
-    worth = capability(entry)
+    worth = score_capability(entry)
     if entry.pace == "slow" and entry.tok_s is not None:
         # Among slow models, speed matters more than size: half the speed counts as a quarter.
         worth *= (entry.tok_s.value / READING_TOK_S) ** 2
@@ -204,7 +206,7 @@ def _rank(entry: Entry) -> tuple[int, float, str, list[int], str]:
     return PACES.index(entry.pace), -worth, re.split(r"\d", plain)[0], versions, entry.name
 
 
-def capability(entry: Entry) -> float:
+def score_capability(entry: CatalogueEntry) -> float:
     """A rough score for ranking: the geometric mean of all and active parameters, higher for newer models."""
     active = entry.active_parameters or entry.parameters
     years = max(0, (entry.released or FIRST_YEAR) - FIRST_YEAR)
@@ -212,13 +214,13 @@ def capability(entry: Entry) -> float:
 
 
 @dataclass(frozen=True)
-class _Found:
-    candidate: Candidate
+class _ChosenCandidate:
+    candidate: EngineCandidate
     rule: str
-    case: Case
+    case: DecisionCase
 
 
-class _Asker:
+class _CatalogueBuilder:
     """Decides model after model; models of the same architecture and size are decided once."""
 
     def __init__(
@@ -230,83 +232,83 @@ class _Asker:
         least_tok_s: float | None,
     ) -> None:
         self.hardware, self.workload, self.operations = hardware, workload, operations
-        self.everyday = everyday(workload)
-        self.unsaid = lengths_unsaid(workload)
+        self.everyday = with_everyday_context(workload)
+        self.unsaid = has_default_lengths(workload)
         self.results, self.least_tok_s = results, least_tok_s
         self._factors: Mapping[Measured, float] | None = None
-        self._decided: dict[str, Entry] = {}
+        self._decided: dict[str, CatalogueEntry] = {}
 
-    def entry(self, model: Model) -> Entry:
+    def build_entry(self, model: Model) -> CatalogueEntry:
         own = tuple(result for result in self.results if result.model == model.name)
-        shape = to_json(replaced(model, name="", sources=(), has_chat_template=False), indent=0)
+        shape = to_json(replace_fields(model, name="", sources=(), has_chat_template=False), indent=0)
         if own or shape not in self._decided:
             made = self._decide(model, own)
             if own:
                 return made
             self._decided[shape] = made
-        return replaced(self._decided[shape], name=model.name, released=released(model.name))
+        return replace_fields(self._decided[shape], name=model.name, released=find_release_year(model.name))
 
-    def _decide(self, model: Model, own: tuple[Result, ...]) -> Entry:
-        plain = Entry(
+    def _decide(self, model: Model, own: tuple[Result, ...]) -> CatalogueEntry:
+        plain = CatalogueEntry(
             name=model.name,
             task=model.task,
             parameters=model.parameters,
             active_parameters=model.active_parameters,
-            released=released(model.name),
+            released=find_release_year(model.name),
             max_context=model.max_context,
             fits=False,
         )
-        if why := self._hopeless(model):
-            return replaced(plain, why=why)
-        workload = with_tasks_agreed(model, self._work(model))
-        case = Case(self.hardware, model, workload, self.operations)
-        found = self._settled(case, Evidence(own, self._corrections(model)))
+        if why := self._explain_impossible(model):
+            return replace_fields(plain, why=why)
+        workload = with_model_task(model, self._adapt_workload(model))
+        case = DecisionCase(self.hardware, model, workload, self.operations)
+        found = self._settle_in_flight(case, MachineEvidence(own, self._get_corrections(model)))
         if isinstance(found, str):
-            return replaced(plain, why=found)
-        return self._judged(_described(plain, found))
+            return replace_fields(plain, why=found)
+        return self._judge_pace(_describe_entry(plain, found))
 
-    def _work(self, model: Model) -> Workload:
+    def _adapt_workload(self, model: Model) -> Workload:
         """The workload; default lengths are limited to the model's context."""
         most = model.max_context
         if most is None or self.everyday.request_tokens <= most or not self.unsaid:
             return self.everyday
         output = self.workload.output_tokens if model.task == "generate" else 1
         output = max(1, min(output, most // 2))
-        return replaced(
+        return replace_fields(
             self.workload,
             context_tokens=most,
             prompt_tokens=max(1, min(self.workload.prompt_tokens, most - output)),
             output_tokens=output,
         )
 
-    def _hopeless(self, model: Model) -> str | None:
+    def _explain_impossible(self, model: Model) -> str | None:
         """Why the model cannot run, if that is known without a search."""
-        tokens = self._work(model).request_tokens
+        tokens = self._adapt_workload(model).request_tokens
         if model.max_context is not None and tokens > model.max_context:
             return f"its context is only {model.max_context:,} tokens"
         bits = PRECISE_BITS if self.workload.precision_sensitive else LEAST_BITS
         smallest = min(model.weight_bytes, model.parameters * bits / 8)
-        available = _room(self.hardware)
+        available = _sum_memory(self.hardware)
         if smallest > available:
             return f"its weights need {as_size(smallest)} at {bits:g} bits; only {as_size(available)} is available"
         return None
 
-    def _corrections(self, model: Model) -> Mapping[Measured, float]:
+    def _get_corrections(self, model: Model) -> Mapping[Measured, float]:
         """Correction factors from measurements on this machine; the same for all models, so computed once."""
         if self._factors is None:
-            self._factors = gathered(self.hardware, model, self.results).factors
+            self._factors = gather_evidence(self.hardware, model, self.results).factors
         return self._factors
 
-    def _settled(self, case: Case, evidence: Evidence) -> _Found | str:
+    def _settle_in_flight(self, case: DecisionCase, evidence: MachineEvidence) -> _ChosenCandidate | str:
         """By Little's law, if the workload has a request rate but no number of concurrent requests."""
         workload = case.workload
         if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-            return _choice(case, evidence)
+            return _choose_engine(case, evidence)
         request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
         seen: set[int] = set()
         while True:
-            in_flight = workload.in_flight(request_s)
-            found = _choice(case.with_work(replaced(workload, concurrency=in_flight)), evidence)
+            in_flight = workload.compute_in_flight(request_s)
+            found = _choose_engine(case.with_work(replace_fields(workload, concurrency=in_flight)), evidence)
             if isinstance(found, str) or in_flight in seen or len(seen) >= CORRECTIONS:
                 return found
             expected = found.candidate.expected
@@ -315,59 +317,61 @@ class _Asker:
             seen.add(in_flight)
             request_s = expected.ttft_s + expected.tpot_s * workload.output_tokens
 
-    def _judged(self, entry: Entry) -> Entry:
+    def _judge_pace(self, entry: CatalogueEntry) -> CatalogueEntry:
         """The entry with its pace; it does not fit if it is slower than requested."""
         speed, least = entry.tok_s, self.least_tok_s
         if least is not None and speed is None:
-            return replaced(entry, fits=False, why="its speed cannot be predicted here")
+            return replace_fields(entry, fits=False, why="its speed cannot be predicted here")
         if least is not None and speed is not None and speed.value < least:
-            return replaced(
-                entry, fits=False, why=f"about {figure(speed.value, 2)} tok/s for one stream, less than requested"
+            return replace_fields(
+                entry,
+                fits=False,
+                why=f"about {format_figure(speed.value, 2)} tok/s for one stream, less than requested",
             )
         if entry.max_concurrency < entry.in_flight:
-            return replaced(entry, pace="some wait")
+            return replace_fields(entry, pace="some wait")
         if speed is None:
-            return replaced(entry, pace="not predicted")
-        return replaced(entry, pace="comfortable" if speed.value >= (least or READING_TOK_S) else "slow")
+            return replace_fields(entry, pace="not predicted")
+        return replace_fields(entry, pace="comfortable" if speed.value >= (least or READING_TOK_S) else "slow")
 
 
-def _choice(case: Case, evidence: Evidence) -> _Found | str:
+def _choose_engine(case: DecisionCase, evidence: MachineEvidence) -> _ChosenCandidate | str:
     """The choice of `plan`, or why no engine runs it here."""
-    search = Search(case, evidence, installable=False)
-    candidate, reason = search.picked()
+    search = EngineSearch(case, evidence, installable=False)
+    candidate, reason = search.pick_engine()
     if candidate is not None and reason is not None:
-        return _Found(candidate, reason.rule, case)
-    return _shortly(
-        [found for engine in all_engines().values() if isinstance(found := search.candidate(engine), Refusal)]
+        return _ChosenCandidate(candidate, reason.rule, case)
+    return _summarize_refusals(
+        [found for engine in load_engines().values() if isinstance(found := search.get_candidate(engine), Refusal)]
     )
 
 
-def _shortly(refusals: Sequence[Refusal]) -> str:
+def _summarize_refusals(refusals: Sequence[Refusal]) -> str:
     """The most informative refusal in short: how much memory is missing, if one says so."""
     lacking = sorted(
         (refusal for refusal in refusals if refusal.shortage is not None),
-        key=lambda refusal: not all_engines()[refusal.engine].offloads,
+        key=lambda refusal: not load_engines()[refusal.engine].offloads,
     )
     if lacking and (shortage := lacking[0].shortage) is not None:
         return describe_shortage(shortage, breakdown=False)
     return refusals[0].why if refusals else "no engine runs it here"
 
 
-def _room(hardware: Hardware) -> float:
+def _sum_memory(hardware: Hardware) -> float:
     """All memory that can hold weights: that of the cards, and of the host unless they share it."""
     cards = hardware.accelerators
     shared = any(card.unified_memory for card in cards)
-    on_cards = sum(free_of(card) or 0 for card in cards)
+    on_cards = sum(get_free_bytes(card) or 0 for card in cards)
     return float(
         max(on_cards, hardware.memory.available_bytes) if shared else on_cards + hardware.memory.available_bytes
     )
 
 
-def _described(plain: Entry, found: _Found) -> Entry:
+def _describe_entry(plain: CatalogueEntry, found: _ChosenCandidate) -> CatalogueEntry:
     candidate, case = found.candidate, found.case
-    estimate = expectations(candidate, case)
+    estimate = estimate_candidate(candidate, case)
     fullest = max(candidate.fit.devices, key=lambda need: need.total_bytes)
-    return replaced(
+    return replace_fields(
         plain,
         fits=True,
         engine=candidate.engine.id,
@@ -376,18 +380,18 @@ def _described(plain: Entry, found: _Found) -> Entry:
         quantization=candidate.model.quantization or candidate.weights.label,
         parallelism=candidate.layout,
         offload=candidate.fit.offload,
-        tok_s=one_stream(estimate),
+        tok_s=compute_stream_speed(estimate),
         estimate=estimate,
         memory_bytes=fullest.total_bytes,
         usable_bytes=fullest.usable_bytes,
         devices=fullest.count,
-        longest_context=longest_context(candidate, case),
+        longest_context=find_longest_context(candidate, case),
         in_flight=case.in_flight,
         max_concurrency=candidate.max_concurrency,
     )
 
 
-def one_stream(estimate: Estimate) -> Figure | None:
+def compute_stream_speed(estimate: Estimate) -> Figure | None:
     """Tokens per second of one stream: the inverse of the time per output token, with its interval."""
     each = estimate.tpot_ms
     if each is None or each.value <= 0:
@@ -401,25 +405,27 @@ def one_stream(estimate: Estimate) -> Figure | None:
     )
 
 
-def longest_context(candidate: Candidate, case: Case) -> int | None:
+def find_longest_context(candidate: EngineCandidate, case: DecisionCase) -> int | None:
     """The longest request for which all requests in flight fit, with these weights and devices."""
     most = candidate.model.max_context
     if most is None:
         return None
-    holds = _holds(candidate, case)
+    holds = _make_fit_check(candidate, case)
     if holds(most):
         return most
     asked = min(case.workload.request_tokens, most)
-    return max(asked, STEP_TOKENS * most_that(lambda steps: holds(steps * STEP_TOKENS), max(1, most // STEP_TOKENS)))
+    return max(asked, STEP_TOKENS * find_largest(lambda steps: holds(steps * STEP_TOKENS), max(1, most // STEP_TOKENS)))
 
 
-def _holds(candidate: Candidate, case: Case) -> Callable[[int], bool]:
+def _make_fit_check(candidate: EngineCandidate, case: DecisionCase) -> Callable[[int], bool]:
     workload = case.workload
     everyone = min(case.in_flight, candidate.max_concurrency)
 
     def holds(tokens: int) -> bool:
         prompt = max(1, tokens - workload.output_tokens)
-        longer = replaced(workload, context_tokens=tokens, prompt_tokens=prompt, output_tokens=max(1, tokens - prompt))
+        longer = replace_fields(
+            workload, context_tokens=tokens, prompt_tokens=prompt, output_tokens=max(1, tokens - prompt)
+        )
         room = fit(candidate.hardware, candidate.model, longer, candidate.engine, parallelism=candidate.layout)
         # Offload that was not planned would make it slower than the estimate in the same entry.
         same_place = room.offload is None or candidate.fit.offload is not None

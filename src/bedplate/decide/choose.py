@@ -6,27 +6,37 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bedplate.decide.candidates import SERVER_EFFORT, Candidate, best, wrong_here
-from bedplate.decide.case import STORED_BITS, Case, with_tasks_agreed
-from bedplate.decide.evidence import Better, Evidence, gathered, name_of
-from bedplate.decide.explain import expectations, reasons_for
+from bedplate.decide.candidates import SERVER_EFFORT, EngineCandidate, choose_candidate, find_wrong_answers
+from bedplate.decide.case import STORED_BITS, DecisionCase, with_model_task
+from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
+from bedplate.decide.explain import estimate_candidate, list_reasons
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.decide.tuned import with_tuning
 from bedplate.decide.wording import describe_remedy
-from bedplate.engines import Engine, all_engines
-from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import Target, installing_within
+from bedplate.engines import Engine, load_engines
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.engines.base import ComputeTarget, plan_helper_installation
 from bedplate.engines.roles import DEQUANTIZER
-from bedplate.facts.known_models import with_label
-from bedplate.facts.unpack import unpacked
-from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
+from bedplate.facts.known_models import apply_label
+from bedplate.facts.unpack import make_dequantized
+from bedplate.values import (
+    Challenger,
+    Decision,
+    Hardware,
+    Model,
+    Preparation,
+    Reason,
+    Refusal,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
-from bedplate.values.record import estimate
+from bedplate.values.record import make_estimate
 from bedplate.values.result import Result
-from bedplate.values.tuning import Tuned
-from bedplate.values.units import figure
+from bedplate.values.tuning import TuningRun
+from bedplate.values.units import format_figure
 from bedplate.values.verdict import Verdict
 
 SHOWN_PORT = 8080
@@ -58,7 +68,7 @@ def decide(
     results: tuple[Result, ...] = (),
     agreements: tuple[Agreement, ...] = (),
     verdicts: tuple[Verdict, ...] = (),
-    tunings: tuple[Tuned, ...] = (),
+    tunings: tuple[TuningRun, ...] = (),
     installable: bool = False,
     versions: Mapping[str, str] | None = None,
 ) -> Decision:
@@ -68,26 +78,26 @@ def decide(
     results of this machine, newest first. `installable` restricts the choice to engines that this version of bedplate
     installs and starts. `versions` are those of the engines that are registered here.
     """
-    engines = _in_versions(versions or {}, wanted)
+    engines = _apply_versions(versions or {}, wanted)
     asked = engines[wanted.partition("@")[0]] if wanted is not None else None
-    workload = with_tasks_agreed(model, workload)
-    folder = unpacked(model) if asked is not None and _needs_unpacking(asked) else None
-    case = Case(hardware, folder or model, workload, operations or Operations())
+    workload = with_model_task(model, workload)
+    folder = make_dequantized(model) if asked is not None and _needs_dequantization(asked) else None
+    case = DecisionCase(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
-        return _too_long(case)
-    evidence = gathered(hardware, case.model, results, agreements, verdicts, tunings)
+        return _refuse_too_long(case)
+    evidence = gather_evidence(hardware, case.model, results, agreements, verdicts, tunings)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-        decision = Search(case, evidence, installable, engines).decision(asked)
+        decision = EngineSearch(case, evidence, installable, engines).make_decision(asked)
     else:
-        decision = _settled(case, evidence, asked, installable, engines)
-    if asked is None and (better := _in_four_bits(decision, case, evidence, installable)):
-        decision = replaced(decision, notes=(*decision.notes, better))
-    return _unpacking(decision, model, case.model) if folder is not None else decision
+        decision = _settle_in_flight(case, evidence, asked, installable, engines)
+    if asked is None and (better := _suggest_four_bits(decision, case, evidence, installable)):
+        decision = replace_fields(decision, notes=(*decision.notes, better))
+    return _add_dequantization(decision, model, case.model) if folder is not None else decision
 
 
-def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
+def _apply_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
     """All engines, each in its registered version; the requested engine in the version that `wanted` names."""
-    known = all_engines()
+    known = load_engines()
     found = {**known, **{name: engine_by_id(f"{name}@{one}") for name, one in versions.items() if name in known}}
     if wanted is not None and wanted not in found:
         asked = engine_by_id(wanted)
@@ -95,26 +105,28 @@ def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, E
     return found
 
 
-def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installable: bool) -> str | None:
+def _suggest_four_bits(
+    decision: Decision, case: DecisionCase, evidence: MachineEvidence, installable: bool
+) -> str | None:
     """A note that 4-bit weights would be better, if only an engine for few requests loads the weights as published."""
     for_few = decision.engine is None or decision.reasons[0].rule == LAST_RESORT
     details = case.model.quantization_details
-    if not for_few or not case.many or case.cards == 0 or details is None or details.bits <= STORED_BITS:
+    if not for_few or not case.has_many_requests or case.cards == 0 or details is None or details.bits <= STORED_BITS:
         return None
-    small = with_label(case.model, FOUR_BITS)
-    other = Search(replace(case, model=small), evidence, installable).decision(None)
+    small = apply_label(case.model, FOUR_BITS)
+    other = EngineSearch(replace(case, model=small), evidence, installable).make_decision(None)
     if other.engine is None or engine_by_id(other.engine).effort < SERVER_EFFORT or other.estimate.output_tok_s is None:
         return None
-    speed = f"about {figure(other.estimate.output_tok_s.value)} tok/s"
+    speed = f"about {format_figure(other.estimate.output_tok_s.value)} tok/s"
     return f"with {FOUR_BITS} weights, {other.engine} would serve it here at {speed}; use such a version of the model"
 
 
-def _needs_unpacking(engine: Engine) -> bool:
+def _needs_dequantization(engine: Engine) -> bool:
     """Whether a GGUF file must be dequantized to a model folder for this engine."""
     return "gguf" not in (*engine.formats, *engine.converts)
 
 
-def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
+def _add_dequantization(decision: Decision, source: Model, folder: Model) -> Decision:
     """Add the step that dequantizes the GGUF file to the decision for the dequantized weights."""
     if decision.launch is None:
         return decision
@@ -124,7 +136,7 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
         what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",
         where=where,
         disk_bytes=folder.weight_bytes,
-        seconds=estimate(
+        seconds=make_estimate(
             UNPACK_START_S + source.parameters / UNPACK_WEIGHTS_S,
             0.7,
             "measured: 135 million parameters took 30 s on two cores that were in use",
@@ -132,32 +144,36 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
         argv=("gguf-to-folder", source.files[0] if source.files else f"{source.name}.gguf", where),
         within=unpacker.id,
     )
-    needs = installing_within(unpacker) if decision.engine != unpacker.id else ()
+    needs = plan_helper_installation(unpacker) if decision.engine != unpacker.id else ()
     # A dequantized folder need not be downloaded.
     others = tuple(one for one in decision.launch.prepare if (one.kind, one.where) != ("download", where))
-    launch = replaced(decision.launch, prepare=(*needs, step, *others))
-    return replaced(decision, unpacks=True, launch=launch)
+    launch = replace_fields(decision.launch, prepare=(*needs, step, *others))
+    return replace_fields(decision, unpacks=True, launch=launch)
 
 
-def _settled(
-    case: Case, evidence: Evidence, asked: Engine | None, installable: bool, engines: Mapping[str, Engine]
+def _settle_in_flight(
+    case: DecisionCase,
+    evidence: MachineEvidence,
+    asked: Engine | None,
+    installable: bool,
+    engines: Mapping[str, Engine],
 ) -> Decision:
     """Find the number of requests in flight by Little's law, from the rate and the estimated time of a request."""
     workload = case.workload
     request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
     seen: set[int] = set()
 
-    def with_in_flight(count: int) -> Decision:
-        work = case.with_work(replaced(workload, concurrency=count))
-        return Search(work, evidence, installable, engines).decision(asked)
+    def decide_with_in_flight(count: int) -> Decision:
+        work = case.with_work(replace_fields(workload, concurrency=count))
+        return EngineSearch(work, evidence, installable, engines).make_decision(asked)
 
     while True:
-        in_flight = workload.in_flight(request_s)
-        decision = with_in_flight(in_flight)
+        in_flight = workload.compute_in_flight(request_s)
+        decision = decide_with_in_flight(in_flight)
         expected = decision.estimate
-        if decision.fits and in_flight > decision.max_concurrency and too_slow(decision, workload):
+        if decision.fits and in_flight > decision.max_concurrency and explain_too_slow(decision, workload):
             # The queue grows without end, so the figures are for the requests that run.
-            decision = with_in_flight(decision.max_concurrency)
+            decision = decide_with_in_flight(decision.max_concurrency)
             break
         if in_flight in seen or len(seen) >= ROUNDS or expected.ttft_ms is None or expected.tpot_ms is None:
             break
@@ -165,62 +181,67 @@ def _settled(
         request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
     rate = f"{workload.requests_per_s:g} requests/s" if workload.requests_per_s else f"{workload.users:,} users"
     note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
-    return replaced(decision, notes=(too_slow(decision, workload) or note, *decision.notes))
+    return replace_fields(decision, notes=(explain_too_slow(decision, workload) or note, *decision.notes))
 
 
-def too_slow(decision: Decision, workload: Workload) -> str | None:
+def explain_too_slow(decision: Decision, workload: Workload) -> str | None:
     """The message that requests arrive faster than they are answered, so that the queue grows; `None` if not."""
     made, asked = decision.estimate.output_tok_s, workload.requests_per_s
     answered = made.value / workload.output_tokens if made is not None else None
     if answered is None or asked is None or answered >= asked * KEEPS_UP:
         return None
     return (
-        f"{asked:g} requests/s arrive, but only about {figure(answered, 2)} are answered, so the queue keeps growing; "
+        f"{asked:g} requests/s arrive, but only about {format_figure(answered, 2)} are answered, so the queue "
+        f"keeps growing; "
         f"about {math.ceil(asked / answered):,} machines of this kind would be enough"
     )
 
 
-class Search:
+class EngineSearch:
     """The search for an engine for one case. The candidate of each engine is computed on demand and kept."""
 
     def __init__(
-        self, case: Case, evidence: Evidence, installable: bool, engines: Mapping[str, Engine] | None = None
+        self,
+        case: DecisionCase,
+        evidence: MachineEvidence,
+        installable: bool,
+        engines: Mapping[str, Engine] | None = None,
     ) -> None:
         self.case, self.evidence, self.installable = case, evidence, installable
-        self.engines = engines or all_engines()
-        self._found: dict[str, Candidate | Refusal] = {}
+        self.engines = engines or load_engines()
+        self._found: dict[str, EngineCandidate | Refusal] = {}
         self._wanted: Engine | None = None
-        self._overruled: tuple[str, Better] | None = None
+        self._overruled: tuple[str, BetterEngine] | None = None
         """The engine that a rule chose, and the engine that was measured to be better."""
 
-    def candidate(self, engine: Engine) -> Candidate | Refusal:
+    def get_candidate(self, engine: Engine) -> EngineCandidate | Refusal:
         if engine.id not in self._found:
-            if self.installable and not _installs(engine, self.case.hardware):
-                found: Candidate | Refusal = engine.refusal(
+            if self.installable and not _can_install(engine, self.case.hardware):
+                found: EngineCandidate | Refusal = engine.make_refusal(
                     "outranked", "this version of bedplate plans it, but cannot install and start it", engine.strength
                 )
             else:
-                found = best(
+                found = choose_candidate(
                     engine, self.case, self.evidence, installable=self.installable, asked=engine is self._wanted
                 )
             self._found[engine.id] = found
         return self._found[engine.id]
 
-    def decision(self, asked: Engine | None) -> Decision:
+    def make_decision(self, asked: Engine | None) -> Decision:
         self._wanted = asked
-        chosen, reason = self._asked(asked) if asked is not None else self.picked()
-        refused, challengers = self._others(chosen, asked)
+        chosen, reason = self._choose_requested(asked) if asked is not None else self.pick_engine()
+        refused, challengers = self._judge_others(chosen, asked)
         source = self.case.model
-        folder = unpacked(source) if chosen is not None and chosen.unpacks else None
+        folder = make_dequantized(source) if chosen is not None and chosen.unpacks else None
         case = replace(self.case, model=folder) if folder is not None else self.case
         if chosen is None or reason is None:
             return Decision(
                 engine=None, model=case.model.name, quantization=case.model.quantization, fits=False,
-                max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._hints(asked),
+                max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._list_hints(asked),
             )  # fmt: skip
         chosen = with_tuning(chosen, case, self.evidence)
-        orchestrator, above = self._orchestrated(_nodes(chosen))
-        estimate = expectations(chosen, case)
+        orchestrator, above = self._choose_orchestrator(_count_nodes(chosen))
+        estimate = estimate_candidate(chosen, case)
         decision = Decision(
             engine=chosen.engine.id,
             engine_version=chosen.engine.version,
@@ -236,56 +257,61 @@ class Search:
             memory=chosen.fit,
             estimate=estimate,
             limit=chosen.expected.limit if chosen.expected is not None else None,
-            reasons=(reason, *self._replaced(chosen, reason), *reasons_for(chosen, case, self.evidence), *above),
+            reasons=(
+                reason,
+                *self._explain_replacement(chosen, reason),
+                *list_reasons(chosen, case, self.evidence),
+                *above,
+            ),
             refused=refused,
             challengers=challengers,
         )
         launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
-        decision = replaced(decision, launch=launch)
-        return _unpacking(decision, source, folder) if folder is not None else decision
+        decision = replace_fields(decision, launch=launch)
+        return _add_dequantization(decision, source, folder) if folder is not None else decision
 
-    def _replaced(self, chosen: Candidate, why: Reason) -> tuple[Reason, ...]:
+    def _explain_replacement(self, chosen: EngineCandidate, why: Reason) -> tuple[Reason, ...]:
         """Why the engine in service is replaced; nothing if an option or a measurement chose, which has a reason."""
         named = self.case.operations.incumbent
         engine = self.engines.get(named) if named is not None else None
         if engine is None or engine is chosen.engine or self._wanted is not None or self._overruled is not None:
             return ()
-        status = self._said_of(engine, chosen)
+        status = self._judge_engine(engine, chosen)
         if not isinstance(status, Refusal) or why.rule == INCUMBENT:
             return ()
         rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
         return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {status.why}", source=rule.citation),)
 
-    def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
-        found = self.candidate(engine)
+    def _choose_requested(self, engine: Engine) -> tuple[EngineCandidate | None, Reason | None]:
+        found = self.get_candidate(engine)
         if isinstance(found, Refusal):
             return None, None
         text = f"{engine.name} was requested with --engine"
-        if (wrong := wrong_here(found, self.evidence)) is not None:
+        if (wrong := find_wrong_answers(found, self.evidence)) is not None:
             text += f". WARNING: it gave wrong answers on this machine: {wrong.why}"
         return found, Reason(rule=ASKED[0], text=text, source=ASKED[1])
 
-    def picked(self) -> tuple[Candidate | None, Reason | None]:
+    def pick_engine(self) -> tuple[EngineCandidate | None, Reason | None]:
         """The chosen engine and the reason, without the refusals of the other engines."""
         for rule in PICKS:
             picked = rule.says(self.case)
-            found = self._first_able(picked) if picked is not None else None
+            found = self._find_first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
-                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
+                return self._find_better(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
         return None, None
 
-    def _first_able(self, picked: Pick) -> Candidate | None:
+    def _find_first_able(self, picked: Pick) -> EngineCandidate | None:
         for engine_id in picked.engines:
             engine = self.engines.get(engine_id)
-            found = self.candidate(engine) if engine is not None else None
-            if not isinstance(found, Candidate) or self._leaves_gpu_idle(found.target):
+            found = self.get_candidate(engine) if engine is not None else None
+            if not isinstance(found, EngineCandidate) or self._leaves_gpu_idle(found.target):
                 continue
             holds = found.max_concurrency >= self.case.in_flight
             if holds or not picked.holding or engine_id == picked.engines[-1]:
                 return found
         return None
 
-    def _leaves_gpu_idle(self, target: Target | None) -> bool:
+    def _leaves_gpu_idle(self, target: ComputeTarget | None) -> bool:
         """Whether an engine on this target uses the CPU although another engine would use the GPU."""
         on_cpu = target is not None and target.device == "cpu"
         if self.installable or not on_cpu or not self.case.hardware.accelerators:
@@ -295,90 +321,100 @@ class Search:
             for engine in self.engines.values()
         )
 
-    def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
+    def _find_better(self, chosen: EngineCandidate) -> tuple[EngineCandidate, Reason] | None:
         """The engine that a measurement on this machine shows to be better; it takes precedence over the rules."""
-        work = replaced(self.case.workload, concurrency=self.case.in_flight)
-        for better in self.evidence.better_than(chosen.engine.id, chosen.quantization, work):
-            found = self._as_measured(better)
+        work = replace_fields(self.case.workload, concurrency=self.case.in_flight)
+        for better in self.evidence.find_better(chosen.engine.id, chosen.quantization, work):
+            found = self._get_measured_candidate(better)
             if found is not None:
                 self._overruled = chosen.engine.id, better
                 return found, Reason(rule=MEASURED[0], text=better.text, source=better.source)
         return None
 
-    def _as_measured(self, better: Better) -> Candidate | None:
+    def _get_measured_candidate(self, better: BetterEngine) -> EngineCandidate | None:
         """The candidate with the quantization that was measured, if the engine can be given it."""
         engine = self.engines.get(better.engine)
         if engine is None:
             return None
-        found = self.candidate(engine)
+        found = self.get_candidate(engine)
         if better.made_into is None:
-            return found if isinstance(found, Candidate) else None
-        if isinstance(found, Refusal) and _needs_unpacking(engine) and (folder := unpacked(self.case.model)):
-            if self.installable and not _installs(engine, self.case.hardware):
+            return found if isinstance(found, EngineCandidate) else None
+        if (
+            isinstance(found, Refusal)
+            and _needs_dequantization(engine)
+            and (folder := make_dequantized(self.case.model))
+        ):
+            if self.installable and not _can_install(engine, self.case.hardware):
                 return None
-            found = best(engine, replace(self.case, model=folder), self.evidence, installable=self.installable)
-            found = replace(found, unpacks=True) if isinstance(found, Candidate) else found
-        same = isinstance(found, Candidate) and found.quantization == better.made_into
-        return found if isinstance(found, Candidate) and same else None
+            found = choose_candidate(
+                engine, replace(self.case, model=folder), self.evidence, installable=self.installable
+            )
+            found = replace(found, unpacks=True) if isinstance(found, EngineCandidate) else found
+        same = isinstance(found, EngineCandidate) and found.quantization == better.made_into
+        return found if isinstance(found, EngineCandidate) and same else None
 
-    def _others(
-        self, chosen: Candidate | None, asked: Engine | None
+    def _judge_others(
+        self, chosen: EngineCandidate | None, asked: Engine | None
     ) -> tuple[tuple[Refusal, ...], tuple[Challenger, ...]]:
         refused: list[Refusal] = []
         challengers: list[Challenger] = []
         for engine in self.engines.values():
             if chosen is not None and engine is chosen.engine:
                 continue
-            status = self._said_of(engine, chosen)
+            status = self._judge_engine(engine, chosen)
             (refused if isinstance(status, Refusal) else challengers).append(status)  # type: ignore[arg-type]
         # The requested engine comes first; if nothing fits, those whose refusal says how much memory is missing.
         refused.sort(
             key=lambda refusal: (
                 asked is None or refusal.engine != asked.id,
-                chosen is not None or refusal.shortage is None or not all_engines()[refusal.engine].offloads,
+                chosen is not None or refusal.shortage is None or not load_engines()[refusal.engine].offloads,
                 chosen is not None or refusal.shortage is None,
             )
         )
         return tuple(refused), tuple(challengers)
 
-    def _said_of(self, engine: Engine, chosen: Candidate | None) -> Refusal | Challenger:
+    def _judge_engine(self, engine: Engine, chosen: EngineCandidate | None) -> Refusal | Challenger:
         case = self.case
         if self._overruled is not None and engine.id == self._overruled[0]:
             better = self._overruled[1]
             by = f" by {better.gain - 1:.0%}" if better.gain > 1 else ""
             again = f"bedplate bench --engines {engine.id},{better.engine} --turns 3"
-            return engine.refusal(
+            return engine.make_refusal(
                 "outranked",
-                f"a measurement here shows {name_of(better.engine)} to be better{by} on a similar workload "
+                f"a measurement here shows {get_engine_name(better.engine)} to be better{by} on a similar workload "
                 f"({better.source})",
                 f"a new comparison shows the opposite: {again}",
             )
         if refusal := engine.refuse(case.hardware, case.model, case.workload):
             return refusal
-        doubt = doubt_of(engine, case)
+        doubt = find_doubt(engine, case)
         if doubt is not None and chosen is not None:
-            return engine.refusal(doubt.kind, doubt.why, doubt.hint)
-        found = self.candidate(engine)
+            return engine.make_refusal(doubt.kind, doubt.why, doubt.hint)
+        found = self.get_candidate(engine)
         if isinstance(found, Refusal) and not self._leaves_gpu_idle(engine.target(case.hardware)):
             return found
         if doubt is not None:
-            return engine.refusal(doubt.kind, doubt.why, doubt.hint)
+            return engine.make_refusal(doubt.kind, doubt.why, doubt.hint)
         if isinstance(found, Refusal) or self._leaves_gpu_idle(found.target):
-            return engine.refusal("unsuitable", "would run on the CPU here and leave the GPU idle", engine.strength)
+            return engine.make_refusal(
+                "unsuitable", "would run on the CPU here and leave the GPU idle", engine.strength
+            )
         if chosen is None:
-            return engine.refusal("outranked", "another engine was requested", engine.strength)
+            return engine.make_refusal("outranked", "another engine was requested", engine.strength)
         for rule in CHALLENGES:
             if engine.id in rule.engines and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
-        return engine.refusal("outranked", f"{chosen.engine.name} is better suited to this machine", engine.strength)
+        return engine.make_refusal(
+            "outranked", f"{chosen.engine.name} is better suited to this machine", engine.strength
+        )
 
-    def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
+    def _choose_orchestrator(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
                 return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
         return None, ()
 
-    def _hints(self, asked: Engine | None) -> tuple[str, ...]:
+    def _list_hints(self, asked: Engine | None) -> tuple[str, ...]:
         """What would make the model fit; engines that offload come first, because they need the least memory."""
         engines = [asked] if asked is not None else sorted(self.engines.values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
@@ -386,7 +422,7 @@ class Search:
         return tuple(map(describe_remedy, remedies))
 
 
-def _nodes(chosen: Candidate) -> int:
+def _count_nodes(chosen: EngineCandidate) -> int:
     """The number of hosts that the layout uses. A rack whose GPUs share links still has many hosts."""
     if not chosen.hardware.accelerators:
         return 1
@@ -396,7 +432,7 @@ def _nodes(chosen: Candidate) -> int:
     return -(-chosen.cards // max(1, each))
 
 
-def _installs(engine: Engine, hardware: Hardware) -> bool:
+def _can_install(engine: Engine, hardware: Hardware) -> bool:
     """Whether bedplate can install it; a CPU build does not count if the engine supports this machine's GPU."""
     target = engine.target(hardware)
     if engine.recipe is None or target is None or target.device not in engine.built_for:
@@ -404,11 +440,11 @@ def _installs(engine: Engine, hardware: Hardware) -> bool:
     return engine.recipe_for(target.device) is not None
 
 
-def doubt_of(engine: Engine, case: Case) -> Doubt | None:
+def find_doubt(engine: Engine, case: DecisionCase) -> Doubt | None:
     return next((doubt for rule in DOUBTS if engine.id in rule.engines and (doubt := rule.says(case))), None)
 
 
-def _too_long(case: Case) -> Decision:
+def _refuse_too_long(case: DecisionCase) -> Decision:
     """Every engine refuses a request that is longer than the model's context."""
     model, workload = case.model, case.workload
     why = (
@@ -422,6 +458,6 @@ def _too_long(case: Case) -> Decision:
         fits=False,
         max_concurrency=0,
         in_flight=case.in_flight,
-        refused=tuple(engine.refusal("impossible", why) for engine in all_engines().values()),
+        refused=tuple(engine.make_refusal("impossible", why) for engine in load_engines().values()),
         hints=(f"a context of at most {model.max_context:,} tokens (--context)", "a model with a longer context"),
     )

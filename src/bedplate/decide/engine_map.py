@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from bedplate.decide.case import Case
-from bedplate.decide.choose import Search, doubt_of
-from bedplate.decide.evidence import Evidence
+from bedplate.decide.case import DecisionCase
+from bedplate.decide.choose import EngineSearch, find_doubt
+from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS
 from bedplate.engines import Engine, Features
-from bedplate.facts.known_models import model_from_facts
-from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.facts.known_models import make_model_from_facts
+from bedplate.values import Hardware, Model, Workload, replace_fields
 from bedplate.values.decision import Device
 from bedplate.values.intent import Operations
 from bedplate.values.record import Record
@@ -107,7 +107,7 @@ CHEAT_SHEET: tuple[Situation, ...] = (
 )
 
 
-class Here(Record, frozen=True, kw_only=True):
+class EngineSupport(Record, frozen=True, kw_only=True):
     """The status of an engine on this machine, for any LLM that fits."""
 
     runs: bool
@@ -126,7 +126,7 @@ class RuleLine(Record, frozen=True, kw_only=True):
     source: str
 
 
-class Row(Record, frozen=True, kw_only=True):
+class EngineRow(Record, frozen=True, kw_only=True):
     """One engine in the engine map."""
 
     engine: str
@@ -147,28 +147,28 @@ class Row(Record, frozen=True, kw_only=True):
     """Empty: this version of bedplate plans the engine, but cannot install it."""
     download_bytes: int | None
     disk_bytes: int | None
-    here: Here
+    here: EngineSupport
     measured: Result | None
     """The result on the workload that most engines were measured with; `None`: not measured on this machine."""
     rules: tuple[RuleLine, ...]
 
 
-def an_llm() -> Model:
+def make_sample_model() -> Model:
     """A small model that represents any LLM that fits: only the machine matters."""
-    return model_from_facts({"params_b": 1, "name": "a model that fits"})
+    return make_model_from_facts({"params_b": 1, "name": "a model that fits"})
 
 
-def rows(engines: Mapping[str, Engine], hardware: Hardware, results: Sequence[Result]) -> tuple[Row, ...]:
-    measured = measured_alike(results)
-    return tuple(row(engine, hardware, measured.get(engine.id)) for engine in engines.values())
+def build_rows(engines: Mapping[str, Engine], hardware: Hardware, results: Sequence[Result]) -> tuple[EngineRow, ...]:
+    measured = find_common_results(results)
+    return tuple(build_row(engine, hardware, measured.get(engine.id)) for engine in engines.values())
 
 
-def row(engine: Engine, hardware: Hardware, measured: Result | None) -> Row:
+def build_row(engine: Engine, hardware: Hardware, measured: Result | None) -> EngineRow:
     target = engine.target(hardware)
     recipe = engine.recipe
     if target is not None and target.device in engine.built_for:
         recipe = engine.recipe_for(target.device)
-    return Row(
+    return EngineRow(
         engine=engine.id,
         name=engine.name,
         version=engine.version,
@@ -185,19 +185,19 @@ def row(engine: Engine, hardware: Hardware, measured: Result | None) -> Row:
         packages=(*recipe.packages, *recipe.bare) if recipe is not None else (),
         download_bytes=recipe.download_bytes if recipe is not None else None,
         disk_bytes=recipe.disk_bytes if recipe is not None else None,
-        here=here(engine, hardware),
+        here=get_status(engine, hardware),
         measured=measured,
-        rules=tuple(rules_of(engine.id)),
+        rules=tuple(list_rules(engine.id)),
     )
 
 
-def here(engine: Engine, hardware: Hardware) -> Here:
-    model = an_llm()
+def get_status(engine: Engine, hardware: Hardware) -> EngineSupport:
+    model = make_sample_model()
     if refusal := engine.refuse(hardware, model, ONE):
-        return Here(runs=False, why=refusal.why)
+        return EngineSupport(runs=False, why=refusal.why)
     target = engine.target(hardware)
-    one, many = (doubt_of(engine, Case(hardware, model, work, Operations())) for work in (ONE, MANY_USERS))
-    return Here(
+    one, many = (find_doubt(engine, DecisionCase(hardware, model, work, Operations())) for work in (ONE, MANY_USERS))
+    return EngineSupport(
         runs=True,
         device=target.device if target is not None else None,
         doubt=one.why if one is not None else None,
@@ -205,7 +205,7 @@ def here(engine: Engine, hardware: Hardware) -> Here:
     )
 
 
-def cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
+def mark_cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
     """The rows of the cheat sheet; `here` marks those that apply to this machine."""
     marks: dict[int, list[Literal["one user", "many users"]]] = defaultdict(list)
     asked: tuple[tuple[Literal["one user", "many users"], Workload], ...] = (
@@ -213,19 +213,21 @@ def cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
         ("many users", MANY_USERS),
     )
     for who, work in asked:
-        candidate, reason = Search(Case(hardware, an_llm(), work, Operations()), Evidence(), False).picked()
+        candidate, reason = EngineSearch(
+            DecisionCase(hardware, make_sample_model(), work, Operations()), MachineEvidence(), False
+        ).pick_engine()
         if candidate is not None and reason is not None:
-            marks[_line_of(reason.rule, candidate.engine.id)].append(who)
-    return tuple(replaced(line, here=tuple(marks[number])) for number, line in enumerate(CHEAT_SHEET))
+            marks[_find_line(reason.rule, candidate.engine.id)].append(who)
+    return tuple(replace_fields(line, here=tuple(marks[number])) for number, line in enumerate(CHEAT_SHEET))
 
 
-def _line_of(rule: str, engine: str) -> int:
+def _find_line(rule: str, engine: str) -> int:
     """The row with both rule and engine; if there is none, the first row of the engine."""
     own = [number for number, line in enumerate(CHEAT_SHEET) if engine in line.engines]
     return next((number for number in own if rule in CHEAT_SHEET[number].rules), own[0] if own else -1)
 
 
-def rules_of(engine: str) -> Iterator[RuleLine]:
+def list_rules(engine: str) -> Iterator[RuleLine]:
     """All rules that name this engine."""
     for pick in PICKS:
         if engine in pick.engines:
@@ -238,7 +240,7 @@ def rules_of(engine: str) -> Iterator[RuleLine]:
             yield RuleLine(rule=challenge.id, kind="would measure", text=challenge.sentence, source=challenge.citation)
 
 
-def measured_alike(results: Sequence[Result]) -> dict[str, Result]:
+def find_common_results(results: Sequence[Result]) -> dict[str, Result]:
     """Each engine's newest result on the workload that most engines were measured with; `results` are newest first."""
     groups: dict[tuple[object, ...], dict[str, Result]] = {}
     for result in results:

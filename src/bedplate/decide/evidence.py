@@ -7,16 +7,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 from bedplate.engines.base import DEVICES
-from bedplate.facts.known_models import lookup, with_label
-from bedplate.values import Hardware, Model, Settings, Workload, replaced
+from bedplate.facts.known_models import apply_label, look_up_model
+from bedplate.values import Hardware, Model, Settings, Workload, replace_fields
 from bedplate.values.agreement import Agreement
 from bedplate.values.decision import Device
 from bedplate.values.result import Result
 from bedplate.values.run import Load
-from bedplate.values.tuning import Tuned
-from bedplate.values.verdict import SAME_SOURCE, Effect, Side, Verdict
+from bedplate.values.tuning import TuningRun
+from bedplate.values.verdict import SAME_SOURCE, ComparedEngine, Effect, Verdict
 
 MOST_RESULTS = 200
 PROVEN_GAIN = 1.10
@@ -32,7 +32,7 @@ Measured = tuple[str, Device]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class MachineEvidence:
     results: tuple[Result, ...] = ()
     factors: Mapping[Measured, float] = field(default_factory=dict)
     """Ratio of measured to estimated speed."""
@@ -40,35 +40,35 @@ class Evidence:
     """Checks of the answers of engines with this model, newest first."""
     verdicts: tuple[Verdict, ...] = ()
     """Comparisons of two engines with this model, newest first."""
-    tunings: tuple[Tuned, ...] = ()
+    tunings: tuple[TuningRun, ...] = ()
     """Tuning results with this model, newest first."""
 
-    def factor(self, engine: str, device: Device) -> float:
+    def get_factor(self, engine: str, device: Device) -> float:
         return self.factors.get((engine, device), 1.0)
 
-    def broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
+    def find_broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
         """The check that found wrong answers with exactly these settings, unless a later check found none."""
         checked = (
             one
             for one in self.agreements
-            if one.verdict != "unchecked" and one.same_setting(engine, version, weights, settings)
+            if one.verdict != "unchecked" and one.has_same_setting(engine, version, weights, settings)
         )
         newest = next(checked, None)
         return newest if newest is not None and newest.verdict == "broken" else None
 
-    def better_than(self, engine: str, quantization: str | None, work: Workload) -> list[Better]:
+    def find_better(self, engine: str, quantization: str | None, work: Workload) -> list[BetterEngine]:
         """Engines that were measured to be clearly better on a similar workload, the largest gain first.
 
         A verdict takes precedence over the results that it was computed from, and a newer verdict over an older one.
         """
-        of_verdicts = dict(_judged(self.verdicts, engine, quantization, work))
-        of_results = dict(_compared(_newest(self.results), engine, quantization, work))
+        of_verdicts = dict(_judge_verdicts(self.verdicts, engine, quantization, work))
+        of_results = dict(_compare_results(_select_newest(self.results), engine, quantization, work))
         known = {**of_results, **of_verdicts}
         return sorted((one for one in known.values() if one is not None), key=lambda one: -one.gain)
 
 
 @dataclass(frozen=True)
-class Better:
+class BetterEngine:
     """An engine that was measured to be better than another, with the evidence."""
 
     engine: str
@@ -80,42 +80,42 @@ class Better:
     """The measured quantization, if it was converted from the same weights as the other engine's."""
 
 
-def _judged(
+def _judge_verdicts(
     verdicts: Sequence[Verdict], engine: str, quantization: str | None, work: Workload
-) -> Iterator[tuple[str, Better | None]]:
+) -> Iterator[tuple[str, BetterEngine | None]]:
     """The newest verdict on each challenger; `None`: there is no reason to migrate to it."""
     seen = set()
     for verdict in verdicts:
         a, b = verdict.a, verdict.b
-        near = _nearest(verdict.effects, work)
+        near = _find_nearest(verdict.effects, work)
         # If the faster engine depends on the load, the results for the requested load are better evidence.
         if a.engine != engine or b.engine in seen or near is None or verdict.constraint == "load":
             continue
-        if not _of_these_weights(verdict, quantization):
+        if not _has_same_weights(verdict, quantization):
             continue
         seen.add(b.engine)
-        holds = verdict.answer == "migrate" and _right(b)
+        holds = verdict.answer == "migrate" and _is_right(b)
         yield b.engine, _from_verdict(verdict, near) if holds else None
 
 
-def _from_verdict(verdict: Verdict, near: Effect) -> Better:
+def _from_verdict(verdict: Verdict, near: Effect) -> BetterEngine:
     b = verdict.b
     made = b.quantization if b.quantization != verdict.a.quantization else None
-    source = f"store: verdict on {_runs(*verdict.a.runs, *b.runs)}"
+    source = f"store: verdict on {_describe_runs(*verdict.a.runs, *b.runs)}"
     text = f"measured here: {verdict.text}"
     if made is not None and b.quality is not None:
         note = b.quality.note or "its answers agree with the reference"
         text += f" Its {made} was converted from the same weights; {note}."
-    return Better(b.engine, near.gain.value, text, source, made)
+    return BetterEngine(b.engine, near.gain.value, text, source, made)
 
 
-def _right(side: Side) -> bool:
+def _is_right(side: ComparedEngine) -> bool:
     """Whether its answers were checked and agree with the reference; the verdict compares the two engines' quality."""
     found = side.quality
     return found is not None and found.verdict == "ok" and (found.agreement or 0.0) >= LEAST_QUALITY
 
 
-def _of_these_weights(verdict: Verdict, quantization: str | None) -> bool:
+def _has_same_weights(verdict: Verdict, quantization: str | None) -> bool:
     """Whether both engines ran these weights on one machine, and no difference was ignored."""
     for one in verdict.differences:
         if one.what in ("machine", "weights") or (one.what == "quantization" and one.note != SAME_SOURCE):
@@ -123,63 +123,69 @@ def _of_these_weights(verdict: Verdict, quantization: str | None) -> bool:
     return verdict.a.quantization in (None, quantization)
 
 
-def _nearest(effects: Sequence[Effect], work: Workload) -> Effect | None:
-    near = [(apart, one) for one in effects if one.metric in MEASURED_LOADS and (apart := _apart(one.load, work))]
+def _find_nearest(effects: Sequence[Effect], work: Workload) -> Effect | None:
+    near = [
+        (apart, one) for one in effects if one.metric in MEASURED_LOADS and (apart := _compute_distance(one.load, work))
+    ]
     return min(near, key=lambda pair: pair[0])[1] if near else None
 
 
-def _compared(
+def _compare_results(
     newest: Sequence[Result], engine: str, quantization: str | None, work: Workload
-) -> Iterator[tuple[str, Better | None]]:
+) -> Iterator[tuple[str, BetterEngine | None]]:
     """Compare each challenger's results with this engine's best result under the load nearest to the workload."""
-    near = [(apart, one) for one in newest if one.engine == engine and (apart := _apart(_load(one), work))]
+    near = [
+        (apart, one) for one in newest if one.engine == engine and (apart := _compute_distance(_to_load(one), work))
+    ]
     own = [one for _, one in sorted(near, key=lambda pair: (pair[0], -(pair[1].output_tok_s or 0)))]
     fastest = sorted(newest, key=lambda one: -(one.output_tok_s or 0))
     for name in dict.fromkeys(one.engine for one in newest if one.engine != engine):
         theirs = [one for one in fastest if one.engine == name]
-        mine = next((one for one in own if any(_fair(other, one, quantization) for other in theirs)), None)
+        mine = next((one for one in own if any(_is_fair(other, one, quantization) for other in theirs)), None)
         if mine is not None:
-            better = (other for other in theirs if _fair(other, mine, quantization) and _better(other, mine))
+            better = (other for other in theirs if _is_fair(other, mine, quantization) and _is_better(other, mine))
             best = next(better, None)
             yield name, _from_results(best, mine) if best is not None else None
 
 
-def _fair(other: Result, mine: Result, quantization: str | None) -> bool:
+def _is_fair(other: Result, mine: Result, quantization: str | None) -> bool:
     """Whether two results are comparable; a conversion counts only if it started from the requested weights."""
-    return other.comparable(mine) and mine.quantization in (other.quantization, quantization)
+    return other.is_comparable_to(mine) and mine.quantization in (other.quantization, quantization)
 
 
-def _from_results(other: Result, mine: Result) -> Better:
+def _from_results(other: Result, mine: Result) -> BetterEngine:
     gain = (other.output_tok_s or 0) / (mine.output_tok_s or 1)
-    text = f"measured here: {gain - 1:.0%} more tokens per second than {name_of(mine.engine)} on the same workload"
+    text = (
+        f"measured here: {gain - 1:.0%} more tokens per second than {get_engine_name(mine.engine)} on the same workload"
+    )
     made = other.quantization if other.quantization != mine.quantization else None
     if made is not None:
         text += (
             f"; its {made} was converted from the same weights, with {other.quality or 0:.0%} greedy-token agreement"
         )
-    where = _runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
-    return Better(other.engine, gain, text, f"store: {where}, {other.concurrency} requests in flight", made)
+    where = _describe_runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
+    return BetterEngine(other.engine, gain, text, f"store: {where}, {other.concurrency} requests in flight", made)
 
 
-def name_of(engine: str) -> str:
-    known = all_engines().get(engine)
+def get_engine_name(engine: str) -> str:
+    known = load_engines().get(engine)
     return known.name if known is not None else engine
 
 
-def _runs(*names: str | None) -> str:
+def _describe_runs(*names: str | None) -> str:
     known = list(dict.fromkeys(name for name in names if name))
     return f"run{'s' if len(known) > 1 else ''} {', '.join(known)}"
 
 
-def _load(result: Result) -> Load:
+def _to_load(result: Result) -> Load:
     return Load(concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens)
 
 
-def _apart(load: Load, work: Workload) -> float | None:
+def _compute_distance(load: Load, work: Workload) -> float | None:
     """Distance of a measured load from the requested workload: 1 is the same; `None`: not similar."""
     pairs: list[tuple[float, float]]
     if load.concurrency is not None:
-        pairs = [(load.concurrency, work.in_flight())]
+        pairs = [(load.concurrency, work.compute_in_flight())]
     elif load.requests_per_s is not None and work.requests_per_s is not None:
         pairs = [(load.requests_per_s, work.requests_per_s)]
     else:
@@ -189,7 +195,7 @@ def _apart(load: Load, work: Workload) -> float | None:
     return math.prod(ratios) if max(ratios) <= ALIKE else None
 
 
-def _newest(results: Sequence[Result]) -> list[Result]:
+def _select_newest(results: Sequence[Result]) -> list[Result]:
     """The newest result of each engine and setting: the best of many runs would be chance."""
     found: dict[tuple[object, ...], Result] = {}
     for result in results:
@@ -202,7 +208,7 @@ def _newest(results: Sequence[Result]) -> list[Result]:
     return list(found.values())
 
 
-def _better(one: Result, other: Result) -> bool:
+def _is_better(one: Result, other: Result) -> bool:
     """Whether it is clearly faster, not slower to the first token, and gives correct answers.
 
     For converted weights, the agreement with the reference must have been measured.
@@ -220,39 +226,39 @@ def _better(one: Result, other: Result) -> bool:
     return one.ttft_ms is None or other.ttft_ms is None or one.ttft_ms <= other.ttft_ms * PROVEN_GAIN
 
 
-def factor_of(pairs: Sequence[tuple[float, float]]) -> float | None:
+def compute_factor(pairs: Sequence[tuple[float, float]]) -> float | None:
     """The median ratio of measured to estimated speed."""
     ratios = [measured / estimated for measured, estimated in pairs if measured > 0 and estimated > 0]
     return statistics.median(ratios) if ratios else None
 
 
-def gathered(
+def gather_evidence(
     hardware: Hardware,
     model: Model,
     results: Sequence[Result],
     agreements: Sequence[Agreement] = (),
     verdicts: Sequence[Verdict] = (),
-    tunings: Sequence[Tuned] = (),
-) -> Evidence:
+    tunings: Sequence[TuningRun] = (),
+) -> MachineEvidence:
     """Turn results into evidence: those of this model may overrule a rule, and all of them correct the estimates."""
-    from bedplate.decide.estimate import expectation_for
+    from bedplate.decide.estimate import compute_expectation
 
     pairs: dict[Measured, list[tuple[float, float]]] = {}
     for result in results[:MOST_RESULTS]:
-        measured_model = _model_of(result, model)
+        measured_model = _get_model(result, model)
         if measured_model is None or not result.output_tok_s:
             continue
         work = Workload(
             concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens
         )
-        device = result.device or _usual_device(hardware)
-        machine = hardware if device != "cpu" else replaced(hardware, accelerators=(), links=())
+        device = result.device or _guess_device(hardware)
+        machine = hardware if device != "cpu" else replace_fields(hardware, accelerators=(), links=())
         slots = -(-result.concurrency // result.parallelism.data)
-        expected = expectation_for(machine, measured_model, result.engine, result.parallelism, work, slots=slots)
+        expected = compute_expectation(machine, measured_model, result.engine, result.parallelism, work, slots=slots)
         if expected is not None:
             pairs.setdefault((result.engine, device), []).append((result.output_tok_s, expected.output_tok_s))
-    factors = {measured: factor for measured, found in pairs.items() if (factor := factor_of(found)) is not None}
-    return Evidence(
+    factors = {measured: factor for measured, found in pairs.items() if (factor := compute_factor(found)) is not None}
+    return MachineEvidence(
         tuple(result for result in results if result.model == model.name),
         factors,
         tuple(one for one in agreements if one.model == model.name),
@@ -261,16 +267,16 @@ def gathered(
     )
 
 
-def _usual_device(hardware: Hardware) -> Device:
+def _guess_device(hardware: Hardware) -> Device:
     return DEVICES.get(hardware.accelerators[0].vendor, "cpu") if hardware.accelerators else "cpu"
 
 
-def _model_of(result: Result, model: Model) -> Model | None:
+def _get_model(result: Result, model: Model) -> Model | None:
     """The measured model with the measured weights: the requested model, or one that is known by name."""
-    found = model if result.model == model.name else lookup(result.model)
+    found = model if result.model == model.name else look_up_model(result.model)
     if found is None or not result.quantization or result.quantization == found.quantization:
         return found
     label = result.quantization.upper().replace(" ", "")
-    stored = with_label(found, label)
+    stored = apply_label(found, label)
     # Results with an unknown quantization cannot correct an estimate.
     return stored if (stored.quantization or "").upper().replace(" ", "") == label else None

@@ -4,47 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bedplate.decide.candidates import COMFORT_TPOT_S, PRECISE_BITS, ROUNDED_OFF, SERVER_EFFORT, Candidate, meets
-from bedplate.decide.case import Case
-from bedplate.decide.estimate import estimate_of
-from bedplate.decide.evidence import Evidence
-from bedplate.decide.rules import Rule
-from bedplate.decide.tuned import measured_estimate, tuning_words
+from bedplate.decide.candidates import (
+    COMFORT_TPOT_S,
+    PRECISE_BITS,
+    ROUNDED_OFF,
+    SERVER_EFFORT,
+    EngineCandidate,
+    meets_targets,
+)
+from bedplate.decide.case import DecisionCase
+from bedplate.decide.estimate import to_estimate
+from bedplate.decide.evidence import MachineEvidence
+from bedplate.decide.rules import DecisionRule
+from bedplate.decide.tuned import describe_tuning, use_measured_figures
 from bedplate.engines.base import SIXTEEN_BIT
-from bedplate.values import Estimate, Figure, Reason, replaced
-from bedplate.values.cost import per_million
-from bedplate.values.units import figure
-from bedplate.values.units import memory as as_memory
+from bedplate.values import Estimate, Figure, Reason, replace_fields
+from bedplate.values.cost import compute_cost_per_million
+from bedplate.values.units import format_figure
+from bedplate.values.units import format_memory as as_memory
 
 
-def expectations(candidate: Candidate, case: Case) -> Estimate:
+def estimate_candidate(candidate: EngineCandidate, case: DecisionCase) -> Estimate:
     """Speed from the estimator, memory from the fit, cost and energy from the prices in the intent."""
-    estimate = estimate_of(candidate.expected) if candidate.expected is not None else Estimate()
-    estimate = replaced(estimate, memory_gb=_memory_gb(candidate))
+    estimate = to_estimate(candidate.expected) if candidate.expected is not None else Estimate()
+    estimate = replace_fields(estimate, memory_gb=_estimate_memory_gb(candidate))
     if candidate.tuned is not None:
-        estimate = measured_estimate(candidate.tuned, case, estimate)
+        estimate = use_measured_figures(candidate.tuned, case, estimate)
     rate, operations = estimate.output_tok_s, case.operations
     if rate is None or rate.value <= 0:
         return estimate
     cards = max(1, candidate.cards)
     # A higher rate costs less, so the bounds change places.
-    each = [per_million(operations.price, cards, tokens) for tokens in (rate.high, rate.value, max(rate.low, 1e-9))]
-    source = f"{cards} × {operations.price.words} over the estimated tokens per second"
-    return replaced(
+    each = [
+        compute_cost_per_million(operations.price, cards, tokens)
+        for tokens in (rate.high, rate.value, max(rate.low, 1e-9))
+    ]
+    source = f"{cards} × {operations.price.description} over the estimated tokens per second"
+    return replace_fields(
         estimate,
-        cost_per_million_tokens=_figure([one.cost_per_million_tokens for one in each], source),
-        kwh_per_million_tokens=_figure([one.kwh_per_million_tokens for one in each], source),
+        cost_per_million_tokens=_make_figure([one.cost_per_million_tokens for one in each], source),
+        kwh_per_million_tokens=_make_figure([one.kwh_per_million_tokens for one in each], source),
     )
 
 
-def _figure(ends: Sequence[float | None], source: str) -> Figure | None:
+def _make_figure(ends: Sequence[float | None], source: str) -> Figure | None:
     low, value, high = ends
     if low is None or value is None or high is None:
         return None
     return Figure(value=value, low=low, high=high, basis="estimate", source=source)
 
 
-def _memory_gb(candidate: Candidate) -> Figure:
+def _estimate_memory_gb(candidate: EngineCandidate) -> Figure:
     fullest = max(candidate.fit.devices, key=lambda need: need.total_bytes)
     fixed = fullest.weights_bytes + fullest.kv_bytes
     parts = (fullest.activation_bytes, fullest.overhead_bytes)
@@ -52,32 +62,32 @@ def _memory_gb(candidate: Candidate) -> Figure:
     return Figure(value=value, low=low, high=high, basis="estimate", source=fullest.overhead_bytes.source)
 
 
-Says = Callable[[Candidate, Case, Evidence], str | None]
-REASONS: list[Rule[[Candidate, Case, Evidence], str]] = []
+Says = Callable[[EngineCandidate, DecisionCase, MachineEvidence], str | None]
+REASONS: list[DecisionRule[[EngineCandidate, DecisionCase, MachineEvidence], str]] = []
 """The rules that give a decision's further reasons, in the order in which they are shown."""
 
 
-def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
+def add_reason(rule_id: str, source: str) -> Callable[[Says], Says]:
     def keep(says: Says) -> Says:
-        REASONS.append(Rule(rule_id, source, says))
+        REASONS.append(DecisionRule(rule_id, source, says))
         return says
 
     return keep
 
 
-def reasons_for(candidate: Candidate, case: Case, evidence: Evidence) -> tuple[Reason, ...]:
+def list_reasons(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> tuple[Reason, ...]:
     texts = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
     return tuple(Reason(rule=rule.id, text=text, source=rule.citation) for rule, text in texts if text)
 
 
-@reason("tuned.measured", "store: measured here by bedplate tune; --untuned ignores it")
-def tuned(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("tuned.measured", "store: measured here by bedplate tune; --untuned ignores it")
+def explain_tuning(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Settings that `bedplate tune` measured on this machine to be better for this workload than the untuned plan."""
-    return tuning_words(candidate.tuned) if candidate.tuned is not None else None
+    return describe_tuning(candidate.tuned) if candidate.tuned is not None else None
 
 
-@reason("fit.memory", "file header or facts, and the engine's overhead")
-def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
+@add_reason("fit.memory", "file header or facts, and the engine's overhead")
+def explain_memory(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str:
     """How much memory the plan needs on the fullest device, and how much is usable there."""
     need = max(candidate.fit.devices, key=lambda one: one.total_bytes)
     used, usable = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
@@ -86,8 +96,8 @@ def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
     return f"{used} of {usable} usable memory on {f'each of {need.count} GPUs' if need.count > 1 else 'the GPU'}"
 
 
-@reason("fit.split", 'cheat-sheet "hybrid offload"')
-def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("fit.split", 'cheat-sheet "hybrid offload"')
+def explain_split(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Weights that do not fit on the GPUs stay in RAM: routed experts first, because a token reads only a few."""
     offload = candidate.fit.offload
     if offload is None:
@@ -96,8 +106,8 @@ def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     return f"{what}{offload.host_layers} of {offload.host_layers + offload.device_layers} layers stay in RAM"
 
 
-@reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
-def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
+def explain_fp8(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """FP8 weights on a chip with FP8 units; on other chips, if 16-bit weights leave too little memory for requests."""
     if candidate.weights.label != "FP8" or candidate.weights.made == "as it is":
         return None
@@ -105,8 +115,8 @@ def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     return "FP8 units on this chip: half the bytes to read" if units else "FP8 weights: half the bytes to read"
 
 
-@reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
-def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
+def explain_fp4(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """FP4 weights on a chip with FP4 units, if 8-bit weights leave too little memory for the requests."""
     label = candidate.weights.label
     # Weights that are published in FP4 keep their type, also in another format and on chips without FP4 units.
@@ -115,8 +125,8 @@ def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     return "FP4 units on this chip; 8-bit weights leave too little memory for all requests"
 
 
-@reason("quant.none", 'landscape "anything where precision matters at the decimal level"')
-def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("quant.none", 'landscape "anything where precision matters at the decimal level"')
+def explain_unquantized(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """16-bit weights, if they fit and the workload is precision-sensitive or fewer bits bring no gain."""
     weights = candidate.weights
     if weights.label not in SIXTEEN_BIT:
@@ -128,8 +138,8 @@ def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | N
     return f"{bits}-bit weights: the workload is precision-sensitive" if sensitive else f"{bits}-bit weights fit"
 
 
-@reason("quant.stored", 'landscape "anything where precision matters at the decimal level"')
-def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("quant.stored", 'landscape "anything where precision matters at the decimal level"')
+def explain_stored_bits(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Warns a precision-sensitive workload of weights below 8 bits: a conversion cannot restore the lost precision."""
     if not case.workload.precision_sensitive or candidate.nominal_bits >= PRECISE_BITS - ROUNDED_OFF:
         return None
@@ -139,16 +149,16 @@ def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | 
     )
 
 
-@reason("quant.fit", 'landscape "for text generation, 4-bit quantization is often acceptable"')
-def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("quant.fit", 'landscape "for text generation, 4-bit quantization is often acceptable"')
+def explain_quantization(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """The weights with the most bits that fit and are faster than reading speed; below 4 bits if nothing else fits."""
     label = candidate.weights.label
     if candidate.weights.made == "as it is" or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4"):
         return None
-    return f"{label}, {candidate.bits:.1f} bits per weight: {_why_these_bits(candidate, case)}"
+    return f"{label}, {candidate.bits:.1f} bits per weight: {_explain_bits(candidate, case)}"
 
 
-def _why_these_bits(candidate: Candidate, case: Case) -> str:
+def _explain_bits(candidate: EngineCandidate, case: DecisionCase) -> str:
     """The criterion that `candidates` preferred these weights by."""
     expected = candidate.expected
     if candidate.max_concurrency < case.in_flight:
@@ -157,20 +167,20 @@ def _why_these_bits(candidate: Candidate, case: Case) -> str:
         return "the most bits that fit"
     if expected is None:
         return "the fewest bits that suffice for text; the speed cannot be predicted"
-    if expected.tpot_s <= COMFORT_TPOT_S or meets(candidate, case):
+    if expected.tpot_s <= COMFORT_TPOT_S or meets_targets(candidate, case):
         return "the most bits that fit and are faster than reading speed"
     return "the fastest that fit; none are faster than reading speed"
 
 
-@reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
-def tensor(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
+def explain_tensor(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Tensor parallelism only over fast links, or over a few GPUs of one machine."""
     size = candidate.layout.tensor
     return f"tensor parallelism over {size} GPUs with fast links or in one machine" if size > 1 else None
 
 
-@reason("layout.attention", "physics: a latent cache has no heads to divide")
-def attention(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("layout.attention", "physics: a latent cache has no heads to divide")
+def explain_attention(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Attention data parallelism for a latent KV cache: tensor ranks would each store the whole cache."""
     size = candidate.layout.attention_data
     if size <= 1:
@@ -178,15 +188,15 @@ def attention(candidate: Candidate, case: Case, evidence: Evidence) -> str | Non
     return f"attention data parallelism over {size} ranks: a latent KV cache cannot be divided among tensor ranks"
 
 
-@reason("layout.expert", 'cheat-sheet "expert parallel for MoE"')
-def expert(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("layout.expert", 'cheat-sheet "expert parallel for MoE"')
+def explain_expert(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Expert parallelism: each GPU holds whole experts, and a token is sent to the GPUs that hold its experts."""
     size = candidate.layout.expert
     return f"expert parallelism: whole experts, distributed over {size} GPUs" if size > 1 else None
 
 
-@reason("layout.pipeline", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
-def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("layout.pipeline", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
+def explain_pipeline(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Pipeline parallelism over slow links: stages exchange data once per stage instead of twice per layer."""
     size = candidate.layout.pipeline
     if size <= 1:
@@ -196,31 +206,31 @@ def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None
     return f"{size} pipeline stages: slow links carry one exchange per stage"
 
 
-@reason("layout.data", 'cheat-sheet "tensor / pipeline / data parallel"')
-def replicas(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("layout.data", 'cheat-sheet "tensor / pipeline / data parallel"')
+def explain_replicas(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """GPUs that one replica does not need hold further replicas."""
     size = candidate.layout.data
     return f"{size} replicas for {case.in_flight:,} concurrent requests" if size > 1 else None
 
 
-@reason("cpu.threads", "measurement: docs/threads.md")
-def threads(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("cpu.threads", "measurement: docs/threads.md")
+def explain_threads(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """One thread for each physical core that the process may use."""
     if candidate.settings.threads is None or candidate.settings.device != "cpu":
         return None
     return f"{candidate.settings.threads} threads: one for each available physical core"
 
 
-@reason("build.cpu", "the engine's package")
-def idle_gpu(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("build.cpu", "the engine's package")
+def explain_idle_gpu(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Reports that the GPU stays idle if the engine's build computes on the CPU."""
     if not case.hardware.accelerators or candidate.settings.device != "cpu":
         return None
     return f"the GPU stays idle: this build of {candidate.engine.name} computes on the CPU"
 
 
-@reason("fit.queue", "physics: the KV cache of one request times the number of requests")
-def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("fit.queue", "physics: the KV cache of one request times the number of requests")
+def explain_queue(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Reports how many requests run concurrently if not all of them do; the others wait in the queue."""
     computed, longest = candidate.settings.slots * candidate.layout.data, candidate.max_concurrency
     if min(computed, longest) >= case.in_flight:
@@ -235,25 +245,25 @@ def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     )
 
 
-@reason("latency.target", 'hardware-strategy "latency as the critical constraint"')
-def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("latency.target", 'hardware-strategy "latency as the critical constraint"')
+def explain_latency(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Layout and weights are chosen to meet the latency targets; if none do, the closest, with a warning."""
     target = case.workload.latency
     if target is None:
         return None
-    expected = expectations(candidate, case)
+    expected = estimate_candidate(candidate, case)
     pairs = (("TTFT", expected.ttft_ms, target.ttft_ms), ("TPOT", expected.tpot_ms, target.tpot_ms))
     asked = [(name, took, limit) for name, took, limit in pairs if limit is not None]
     known = [(name, took.value, limit) for name, took, limit in asked if took is not None]
     if len(known) < len(asked):
         return "unknown whether the latency targets are met: the speed cannot be predicted"
-    times = ", ".join(f"{name} {figure(took)} ms of {figure(limit)}" for name, took, limit in known)
+    times = ", ".join(f"{name} {format_figure(took)} ms of {format_figure(limit)}" for name, took, limit in known)
     met = all(took <= limit for _, took, limit in known)
     return f"{'within the latency targets' if met else 'MISSES the latency targets'}: {times}" if known else None
 
 
-@reason("evidence.calibrated", "store: measured on this machine")
-def calibrated(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+@add_reason("evidence.calibrated", "store: measured on this machine")
+def explain_calibration(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Measurements of an engine on this machine correct its estimates."""
     factor = evidence.factors.get((candidate.engine.id, candidate.target.device))
     if factor is None:

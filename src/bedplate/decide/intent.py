@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from bedplate.engines import all_engines
-from bedplate.engines.names import ORCHESTRATORS, engine_id, nearest_names, orchestrator_id
-from bedplate.errors import BadQuestion
+from bedplate.engines import load_engines
+from bedplate.engines.names import ORCHESTRATORS, find_engine_id, find_nearest_names, find_orchestrator_id
+from bedplate.errors import UsageError
 from bedplate.values.hardware import Hardware
-from bedplate.values.intent import Deploy, Intent, Operations, Pool, Service, Tenant
+from bedplate.values.intent import DeployTarget, Intent, NodePool, Operations, PlatformTenant, Service
 from bedplate.values.record import R, from_json
-from bedplate.values.units import parsed_seconds
+from bedplate.values.units import parse_duration
 from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
 
 MAX_CHARACTERS = 256 * 1024
@@ -24,9 +24,9 @@ MAX_NUMBER = 2**53
 OURS = {"schema", "origin", "notes"}
 """Fields that programs write. They are never suggested to people."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": Deploy,
+    "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": DeployTarget,
 }  # fmt: skip
-LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
+LISTS: dict[str, type[msgspec.Struct]] = {"pools": NodePool, "services": Service, "tenants": PlatformTenant}
 CHIPS = ("hardware", "accelerator", "cpu")
 """Fields that may hold the name of a chip."""
 ALIASES = {"context": "context_tokens"}
@@ -36,32 +36,33 @@ def read_intent(source: Path | str) -> Intent:
     """Read an intent from a YAML or JSON file (a path), or from text (a string with a line break or a brace)."""
     if isinstance(source, Path) or not re.search(r"[\n{]|: ", source):
         path = Path(source)
-        return intent_of(*_parse_text(_read_text(path), path.name))
-    return intent_of(*_parse_text(source, "the intent"))
+        return to_intent(*_parse_text(_read_text(path), path.name))
+    return to_intent(*_parse_text(source, "the intent"))
 
 
-def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
+def to_intent(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
     """Check and read parsed YAML or JSON. `lines` has the line of each field, for error messages."""
-    place = _Place(lines or {}, origin)
+    place = _FieldLocations(lines or {}, origin)
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_describe_value(data)}", hint=_top_hint())
+        raise UsageError(f"{origin}: must be a mapping of fields, got {_describe_value(data)}", hint=_make_top_hint())
     if "intent" in data and set(data) <= {"intent", "expect"}:
         # A test case: an intent and the expected answer.
         inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
-        return intent_of(data["intent"], inner, origin)
-    given = _chips_as_text(_without_nulls(data))
+        return to_intent(data["intent"], inner, origin)
+    given = _stringify_chips(_drop_nulls(data))
     _check_keys(given, "", place)
     intent = _convert(given, Intent, "", place)
-    _contradictions(intent, given, place)
+    _check_contradictions(intent, given, place)
     workload = _with_model_task(intent.workload, given.get("workload"), intent.model)
     services = tuple(
         msgspec.structs.replace(
             service,
             workload=_with_model_task(service.workload, raw.get("workload"), service.model),
-            operations=service.operations and _named(service.operations, f"services[{index}].operations", place),
-            engine=service.engine and _engine(service.engine, f"services[{index}].engine", place),
+            operations=service.operations
+            and _resolve_incumbent(service.operations, f"services[{index}].operations", place),
+            engine=service.engine and _resolve_engine(service.engine, f"services[{index}].engine", place),
         )
         for index, (service, raw) in enumerate(zip(intent.services, given.get("services", ()), strict=True))
     )
@@ -74,7 +75,7 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
     return msgspec.structs.replace(
         intent,
         workload=workload,
-        operations=_named(intent.operations, "operations", place),
+        operations=_resolve_incumbent(intent.operations, "operations", place),
         services=services,
         notes=found,
     )
@@ -92,16 +93,16 @@ def override(intent: Intent, **options: Any) -> Intent:
     # A field with its default value counts as not given, so it cannot contradict another field.
     for section, kind in (("workload", Workload), ("operations", Operations)):
         if section in data:
-            data[section] = _given_fields(data[section], kind)
+            data[section] = _keep_given_fields(data[section], kind)
     for service in data["services"]:
-        service["workload"] = _given_fields(service["workload"], Workload)
+        service["workload"] = _keep_given_fields(service["workload"], Workload)
     for name, value in given.items():
         if name in ("model", "hardware"):
             _refuse_plural(intent, name)
             data[name] = value
         elif name in HARDWARE_FIELDS:
             _refuse_plural(intent, name)
-            data["hardware"] = {**_machine_fields(data.get("hardware"), name), name: value}
+            data["hardware"] = {**_get_machine_fields(data.get("hardware"), name), name: value}
         elif name in Workload.__struct_fields__ and name not in OURS:
             _refuse_plural(intent, name)
             data.setdefault("workload", {})[name] = value
@@ -111,28 +112,28 @@ def override(intent: Intent, **options: Any) -> Intent:
             data.setdefault("workload", {}).setdefault("latency", {})[name] = value
         elif name in Operations.__struct_fields__:
             data.setdefault("operations", {})[name] = value
-        elif name in Deploy.__struct_fields__:
+        elif name in DeployTarget.__struct_fields__:
             data.setdefault("deploy", {})[name] = value
         else:
-            raise BadQuestion(f"{name}: unknown field", hint=_nearest(name, _all_fields()))
-    return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
+            raise UsageError(f"{name}: unknown field", hint=_suggest_field(name, _list_all_fields()))
+    return to_intent({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
 
 
-def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
+def _get_machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     """The machine as a mapping, so that one field can be changed."""
     if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
         hardware = {"accelerator": hardware}
     if isinstance(hardware, dict) and "schema" not in hardware:
-        return _without_count(hardware) if changed == "count" else hardware
+        return _drop_count(hardware) if changed == "count" else hardware
     if changed in ("accelerator", "cpu"):
         return {}
-    raise BadQuestion(
+    raise UsageError(
         f"{changed}: can only be changed for hypothetical hardware",
         hint='specify the machine: --hardware "8x H100 SXM", or accelerator=…',
     )
 
 
-def _without_count(hardware: dict[str, Any]) -> dict[str, Any]:
+def _drop_count(hardware: dict[str, Any]) -> dict[str, Any]:
     """The chip of "8x H100 SXM" without its count, which another field replaces."""
     from bedplate.facts.chips import find_chip
 
@@ -141,25 +142,25 @@ def _without_count(hardware: dict[str, Any]) -> dict[str, Any]:
         return hardware
     try:
         found = find_chip(named, guess=True)
-    except BadQuestion:
+    except UsageError:
         return hardware
     return {**hardware, "accelerator": found.chip.name} if found.counted else hardware
 
 
-def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
+def parse_fields(texts: Iterable[str]) -> dict[str, Any]:
     """Parse `users=50,count=2` into fields and values, with the value syntax of an intent file."""
     found: dict[str, Any] = {}
     for text in texts:
         for piece in re.split(r",(?=\s*\w+\s*=)", text):
             name, equals, value = piece.partition("=")
             if not equals or not name.strip():
-                raise BadQuestion(f"{piece.strip() or text!r} is not FIELD=VALUE", hint="for example users=50,count=2")
+                raise UsageError(f"{piece.strip() or text!r} is not FIELD=VALUE", hint="for example users=50,count=2")
             data, _, _ = _parse_text(f"value: {value.strip()}", name.strip())
             found[name.strip()] = data["value"] if isinstance(data, dict) else None
     return found
 
 
-def resolved_hardware(intent: Intent) -> Hardware:
+def resolve_hardware(intent: Intent) -> Hardware:
     """The intent's machine: this one, a saved one, or hypothetical hardware."""
     named = intent.hardware
     if named is None:
@@ -171,9 +172,9 @@ def resolved_hardware(intent: Intent) -> Hardware:
         if path.suffix == ".json" or _is_file(path):
             return from_json(Hardware, _read_text(path), origin=path.name)
         named = {"accelerator": named}
-    from bedplate.facts.simulated import simulated
+    from bedplate.facts.simulated import make_simulated_hardware
 
-    return simulated(named)
+    return make_simulated_hardware(named)
 
 
 def _read_text(path: Path) -> str:
@@ -181,106 +182,106 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
     except OSError as error:
-        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
     if len(raw) > 4 * MAX_CHARACTERS:
-        raise BadQuestion(
+        raise UsageError(
             f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes, so it is neither an intent nor a saved machine"
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadQuestion(f"{path} is not text", cause=str(error)) from error
+        raise UsageError(f"{path} is not text", cause=str(error)) from error
 
 
 def _parse_text(text: str, origin: str) -> tuple[object, dict[str, int], str]:
-    from bedplate.facts.yaml_text import parsed
+    from bedplate.facts.yaml_text import parse_yaml
 
-    return parsed(text, origin)
+    return parse_yaml(text, origin)
 
 
 # data to records
 
 
-class _Place:
+class _FieldLocations:
     """The position of a field, for the cause line of an error."""
 
     def __init__(self, lines: Mapping[str, int], origin: str) -> None:
         self._lines, self.origin = lines, origin
 
-    def complaint(self, path: str, what: str, hint: str | None = None) -> BadQuestion:
+    def make_error(self, path: str, what: str, hint: str | None = None) -> UsageError:
         line = self._lines.get(path)
         cause = f"line {line} of {self.origin}" if line is not None else None
-        return BadQuestion(f"{path}: {what}" if path else f"{self.origin}: {what}", cause=cause, hint=hint)
+        return UsageError(f"{path}: {what}" if path else f"{self.origin}: {what}", cause=cause, hint=hint)
 
 
-def _without_nulls(data: Any) -> Any:
+def _drop_nulls(data: Any) -> Any:
     """Remove nulls, which mean not specified, and turn whole floats into integers: 1e3 users are 1000 users."""
     if isinstance(data, dict):
-        return {key: _without_nulls(value) for key, value in data.items() if value is not None}
+        return {key: _drop_nulls(value) for key, value in data.items() if value is not None}
     if isinstance(data, list | tuple):
-        return [_without_nulls(value) for value in data]
+        return [_drop_nulls(value) for value in data]
     if isinstance(data, float) and data.is_integer() and abs(data) <= MAX_NUMBER:
         return int(data)
     return data
 
 
-def _chips_as_text(data: Any, field: str = "") -> Any:
+def _stringify_chips(data: Any, field: str = "") -> Any:
     """Chip names that are plain numbers, which YAML reads as quantities (accelerator: 4090), as text."""
     if isinstance(data, dict):
-        return {key: _chips_as_text(value, key) for key, value in data.items()}
+        return {key: _stringify_chips(value, key) for key, value in data.items()}
     if isinstance(data, list):
-        return [_chips_as_text(value) for value in data]
+        return [_stringify_chips(value) for value in data]
     return str(data) if field in CHIPS and isinstance(data, int) and not isinstance(data, bool) else data
 
 
-def _check_keys(data: Any, path: str, place: _Place) -> None:
+def _check_keys(data: Any, path: str, place: _FieldLocations) -> None:
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                raise place.complaint(path, f"field names must be text, got {key!r}", hint="put it in quotes")
+                raise place.make_error(path, f"field names must be text, got {key!r}", hint="put it in quotes")
             _check_keys(value, f"{path}.{key}" if path else key, place)
     elif isinstance(data, list):
         for index, value in enumerate(data):
             _check_keys(value, f"{path}[{index}]", place)
     elif isinstance(data, int | float) and not abs(data) <= MAX_NUMBER:
-        raise place.complaint(path, f"must be at most {MAX_NUMBER:,}, got {data:,}")
+        raise place.make_error(path, f"must be at most {MAX_NUMBER:,}, got {data:,}")
     elif not isinstance(data, str | int | float | bool):
-        raise place.complaint(path, f"must be text, a number, true or false, got {_describe_value(data)}")
+        raise place.make_error(path, f"must be text, a number, true or false, got {_describe_value(data)}")
 
 
-def _convert(data: object, kind: type[R], path: str, place: _Place) -> R:
+def _convert(data: object, kind: type[R], path: str, place: _FieldLocations) -> R:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise _explain_error(str(error), data, path, place) from error
 
 
-def _explain_error(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
+def _explain_error(message: str, data: object, prefix: str, place: _FieldLocations) -> UsageError:
     """msgspec's error in the terms of the file: the path, what is required, what was given."""
     what, _, at = message.partition(" - at `$")
     path = at.rstrip("`")
-    value = _at(data, path)
+    value = _get_at(data, path)
     path = prefix + (path if prefix else path.lstrip("."))
     if unknown := re.search(r"unknown field `(.*)`", what):
-        return _unknown_field(path, unknown[1], place)
+        return _explain_unknown_field(path, unknown[1], place)
     if missing := re.search(r"missing required field `(.*)`", what):
-        return place.complaint(f"{path}.{missing[1]}" if path else missing[1], "is missing")
+        return place.make_error(f"{path}.{missing[1]}" if path else missing[1], "is missing")
     if bound := re.fullmatch(r"Expected `\w+` (>=|>|<=|<) (\S+)", what):
         words = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
-        return place.complaint(path, f"must be {words[bound[1]]} {float(bound[2]):g}, got {value:g}")
+        return place.make_error(path, f"must be {words[bound[1]]} {float(bound[2]):g}, got {value:g}")
     if what.startswith("Invalid enum value"):
-        choices = _choices(path)
+        choices = _list_choices(path)
         near = difflib.get_close_matches(str(value), choices, 1)
-        required = f"must be {_or(choices)}, got {value}" if choices else f"cannot be {value}"
-        return place.complaint(path, required, hint=f"did you mean {near[0]}?" if near else None)
+        required = f"must be {_join_choices(choices)}, got {value}" if choices else f"cannot be {value}"
+        return place.make_error(path, required, hint=f"did you mean {near[0]}?" if near else None)
     if re.search(r"of length >= 1", what):
-        return place.complaint(path, "must not be empty")
+        return place.make_error(path, "must not be empty")
     if wanted := re.match(r"Expected `([^`]*)`, got", what):
-        return place.complaint(path, f"must be {_describe_types(wanted[1])}, got {_describe_value(value)}")
-    return place.complaint(path, what)
+        return place.make_error(path, f"must be {_describe_types(wanted[1])}, got {_describe_value(value)}")
+    return place.make_error(path, what)
 
 
-def _at(data: Any, path: str) -> Any:
+def _get_at(data: Any, path: str) -> Any:
     for name, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
         try:
             data = data[name] if name else data[int(index)]
@@ -292,7 +293,7 @@ def _at(data: Any, path: str) -> Any:
 def _describe_types(types: str) -> str:
     words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     words |= {"object": "a mapping of fields", "array": "a list"}
-    return _or([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
+    return _join_choices([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
 
 
 def _describe_value(value: object) -> str:
@@ -309,76 +310,76 @@ def _describe_value(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
-def _or(words: Iterable[str]) -> str:
+def _join_choices(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _record_at(path: str) -> type[msgspec.Struct]:
+def _find_record(path: str) -> type[msgspec.Struct]:
     """The record type of the fields under this path."""
     last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
     return SECTIONS.get(last) or LISTS.get(last) or Intent
 
 
-def _choices(path: str) -> list[str]:
+def _list_choices(path: str) -> list[str]:
     parent, _, field = path.rpartition(".")
-    kinds = {entry.name: entry.type for entry in msgspec.structs.fields(_record_at(parent))}
-    return _literals(kinds.get(field))
+    kinds = {entry.name: entry.type for entry in msgspec.structs.fields(_find_record(parent))}
+    return _list_literals(kinds.get(field))
 
 
-def _literals(kind: Any) -> list[str]:
+def _list_literals(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
-    return [value for part in get_args(kind) for value in _literals(part)]
+    return [value for part in get_args(kind) for value in _list_literals(part)]
 
 
-def _fields(kind: type[msgspec.Struct]) -> list[str]:
+def _list_fields(kind: type[msgspec.Struct]) -> list[str]:
     return [name for name in kind.__struct_fields__ if name not in OURS]
 
 
-def _all_fields() -> list[str]:
-    kinds = (Intent, Workload, Operations, LatencyTarget, Deploy)
-    return [name for kind in kinds for name in _fields(kind)]
+def _list_all_fields() -> list[str]:
+    kinds = (Intent, Workload, Operations, LatencyTarget, DeployTarget)
+    return [name for kind in kinds for name in _list_fields(kind)]
 
 
-def _nearest(name: str, known: list[str]) -> str | None:
+def _suggest_field(name: str, known: list[str]) -> str | None:
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1, 0.6)
     return f"did you mean {near[0]}?" if near else None
 
 
-def _unknown_field(path: str, name: str, place: _Place) -> BadQuestion:
+def _explain_unknown_field(path: str, name: str, place: _FieldLocations) -> UsageError:
     full = f"{path}.{name}" if path else name
-    kind = _record_at(path)
+    kind = _find_record(path)
     for section, other in SECTIONS.items():
-        if other is not kind and name in _fields(other):
+        if other is not kind and name in _list_fields(other):
             home = "workload.latency" if section == "latency" else section
-            return place.complaint(full, f"unknown field; it belongs under {home}")
-    if near := _nearest(name, _fields(kind)):
-        return place.complaint(full, f"unknown field; {near}")
-    return place.complaint(full, "unknown field", hint=f"known fields: {', '.join(_fields(kind))}")
+            return place.make_error(full, f"unknown field; it belongs under {home}")
+    if near := _suggest_field(name, _list_fields(kind)):
+        return place.make_error(full, f"unknown field; {near}")
+    return place.make_error(full, "unknown field", hint=f"known fields: {', '.join(_list_fields(kind))}")
 
 
-def _top_hint() -> str:
-    return f"known fields: {', '.join(_fields(Intent))}"
+def _make_top_hint() -> str:
+    return f"known fields: {', '.join(_list_fields(Intent))}"
 
 
 # Checks for contradictions and unusual values
 
 
-def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> None:
+def _check_contradictions(intent: Intent, given: dict[str, Any], place: _FieldLocations) -> None:
     if intent.hardware is not None and intent.pools:
         what = "cannot be combined with pools: use pools for a platform, hardware for one machine"
-        raise place.complaint("hardware", what)
+        raise place.make_error("hardware", what)
     if intent.services:
         for field in ("model", "workload"):
             if field in given:
-                raise place.complaint(field, f"cannot be combined with services: each service has its own {field}")
+                raise place.make_error(field, f"cannot be combined with services: each service has its own {field}")
     for field, kind in (("hardware", intent.hardware), ("model", intent.model)):
         if kind is not None and not kind:
-            raise place.complaint(field, "must not be empty")
+            raise place.make_error(field, "must not be empty")
     for index, service in enumerate(intent.services):
         if not service.model:
-            raise place.complaint(f"services[{index}].model", "must not be empty")
+            raise place.make_error(f"services[{index}].model", "must not be empty")
     _check_work("workload", intent.workload, given.get("workload", {}), intent.model, place)
     for index, service in enumerate(intent.services):
         path, raw = f"services[{index}]", given["services"][index]
@@ -392,52 +393,52 @@ def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> Non
     for field in LISTS:
         _check_names(field, [item.name for item in getattr(intent, field)], place)
     if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
-        raise place.complaint("tenants", f"the shares add up to {shares:.0%}, which is more than 100%")
+        raise place.make_error("tenants", f"the shares add up to {shares:.0%}, which is more than 100%")
     if intent.pools and not intent.services:
         what = "must not be empty" if "services" in given else "is missing"
         hint = "services: [{model: Qwen/Qwen3-8B}]; for one machine, use hardware instead of pools"
-        raise place.complaint("services", f"{what}: pools list machines, and services list what runs on them", hint)
+        raise place.make_error("services", f"{what}: pools list machines, and services list what runs on them", hint)
 
 
-def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _Place) -> None:
+def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _FieldLocations) -> None:
     if "prompt_tokens" in raw and work.shared_prefix_tokens > work.prompt_tokens:
         what = f"{work.shared_prefix_tokens:,} is more than the {work.prompt_tokens:,} prompt tokens"
-        raise place.complaint(f"{path}.shared_prefix_tokens", what)
+        raise place.make_error(f"{path}.shared_prefix_tokens", what)
     if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
-        raise place.complaint(f"{path}.task", f"is {work.task}, but the model's own task is {model['task']}")
+        raise place.make_error(f"{path}.task", f"is {work.task}, but the model's own task is {model['task']}")
 
 
-def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
+def _check_ttl(path: str, ttl: str | float | None, place: _FieldLocations) -> None:
     if isinstance(ttl, str):
         try:
-            found = parsed_seconds(ttl)
-        except BadQuestion as error:
-            raise place.complaint(path, f"{ttl!r} is not a duration", hint=error.hint) from error
+            found = parse_duration(ttl)
+        except UsageError as error:
+            raise place.make_error(path, f"{ttl!r} is not a duration", hint=error.hint) from error
         if found <= 0:
-            raise place.complaint(path, "must be more than 0", hint="leave it out to keep the model loaded")
+            raise place.make_error(path, "must be more than 0", hint="leave it out to keep the model loaded")
 
 
-def _check_pool(path: str, pool: Pool, place: _Place) -> None:
+def _check_pool(path: str, pool: NodePool, place: _FieldLocations) -> None:
     if pool.accelerator is None and pool.cpu is None:
-        raise place.complaint(path, "needs an accelerator or a cpu")
+        raise place.make_error(path, "needs an accelerator or a cpu")
     if pool.gpus_per_node is not None and pool.gpus_per_node > pool.count:
         what = f"{pool.gpus_per_node} per node, but the whole pool has {pool.count}"
-        raise place.complaint(
+        raise place.make_error(
             f"{path}.gpus_per_node", what, hint="count is the number of accelerators in the whole pool"
         )
 
 
-def _check_reference(path: str, name: str | None, known: list[str], place: _Place) -> None:
+def _check_reference(path: str, name: str | None, known: list[str], place: _FieldLocations) -> None:
     if name is not None and name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-        raise place.complaint(path, f"{name} is not defined", hint=hint)
+        raise place.make_error(path, f"{name} is not defined", hint=hint)
 
 
-def _check_names(field: str, names: list[str | None], place: _Place) -> None:
+def _check_names(field: str, names: list[str | None], place: _FieldLocations) -> None:
     given = [name for name in names if name is not None]
     if twice := next((name for name in given if given.count(name) > 1), None):
-        raise place.complaint(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
+        raise place.make_error(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
 
 
 def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
@@ -448,25 +449,29 @@ def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) 
     return work
 
 
-def _named(operations: Operations, path: str, place: _Place) -> Operations:
+def _resolve_incumbent(operations: Operations, path: str, place: _FieldLocations) -> Operations:
     """Replace the incumbent's common name by its id."""
     name = operations.incumbent
     if name is None:
         return operations
-    found = engine_id(name) or orchestrator_id(name)
+    found = find_engine_id(name) or find_orchestrator_id(name)
     if found is None:
-        near = nearest_names(name)
-        hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*all_engines(), *ORCHESTRATORS))}"
-        raise place.complaint(f"{path}.incumbent", f"unknown engine {name!r}", hint=hint)
+        near = find_nearest_names(name)
+        hint = (
+            f"did you mean {_join_choices(near)}?" if near else f"known: {', '.join((*load_engines(), *ORCHESTRATORS))}"
+        )
+        raise place.make_error(f"{path}.incumbent", f"unknown engine {name!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
 
 
-def _engine(name: str, path: str, place: _Place) -> str:
+def _resolve_engine(name: str, path: str, place: _FieldLocations) -> str:
     """The engine's id, from any of its common names."""
-    found = engine_id(name)
+    found = find_engine_id(name)
     if found is None:
-        near = nearest_names(name)
-        raise place.complaint(path, f"unknown engine {name!r}", hint=f"did you mean {_or(near)}?" if near else None)
+        near = find_nearest_names(name)
+        raise place.make_error(
+            path, f"unknown engine {name!r}", hint=f"did you mean {_join_choices(near)}?" if near else None
+        )
     return found
 
 
@@ -503,14 +508,14 @@ def _note_unusual_workload(path: str, work: Workload, given: set[str]) -> list[s
     return notes
 
 
-def _note_unusual_pool(index: int, pool: Pool) -> str | None:
+def _note_unusual_pool(index: int, pool: NodePool) -> str | None:
     if pool.gpus_per_node is not None and pool.count % pool.gpus_per_node:
         rest = pool.count % pool.gpus_per_node
         return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} per node leave one node with {rest}"
     return None
 
 
-def _given_fields(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _keep_given_fields(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     defaults = msgspec.to_builtins(kind())
     kept = {name: value for name, value in data.items() if value is not None and value != defaults[name]}
     return kept | ({"origin": data["origin"]} if "origin" in data else {})
@@ -518,9 +523,9 @@ def _given_fields(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str,
 
 def _refuse_plural(intent: Intent, option: str) -> None:
     if option == "hardware" and intent.pools:
-        raise BadQuestion("hardware: the intent has pools; use only one of the two")
+        raise UsageError("hardware: the intent has pools; use only one of the two")
     if option != "hardware" and intent.services:
-        raise BadQuestion(
+        raise UsageError(
             f"{option}: the intent has {len(intent.services)} services, each with its own",
             hint="change it in the file, or use a file with one model",
         )

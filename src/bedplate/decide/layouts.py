@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bedplate.engines import Engine
-from bedplate.engines.base import cards_of
+from bedplate.engines.base import find_cards
 from bedplate.values import Hardware, Model, Parallelism
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 72)
@@ -15,29 +15,29 @@ PCIE_TENSOR_CARDS = 4
 MOST_PIPELINE = 32
 
 
-def layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
+def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
     """All layouts that this engine supports on some or all of the cards; replicas use the remaining cards."""
-    cards = len(cards_of(hardware, engine.vendors))
+    cards = len(find_cards(hardware, engine.vendors))
     target = engine.target(hardware)
     if target is None or target.device == "cpu" or cards <= 1:
         yield Parallelism()
         return
-    node, fast = min(hardware.cards_per_node, cards), fast_cards(hardware)
+    node, fast = min(hardware.cards_per_node, cards), count_fast_cards(hardware)
     for tensor in TENSOR_SIZES:
-        if tensor > node or (tensor > 1 and "tensor" not in engine.ways) or not divides(model, tensor):
+        if tensor > node or (tensor > 1 and "tensor" not in engine.ways) or not can_divide(model, tensor):
             continue
         if tensor > max(PCIE_TENSOR_CARDS, fast):
             continue
-        for pipeline in _stages(engine, model, tensor, node, cards, fast):
-            for expert, attention in _expert_ways(engine, model, tensor):
+        for pipeline in _list_stages(engine, model, tensor, node, cards, fast):
+            for expert, attention in _list_expert_ways(engine, model, tensor):
                 most = cards // (tensor * pipeline) if "data" in engine.ways else 1
-                for data in _replicas(most):
+                for data in _list_replicas(most):
                     yield Parallelism(
                         tensor=tensor, pipeline=pipeline, data=data, expert=expert, attention_data=attention
                     )
 
 
-def divides(model: Model, tensor: int) -> bool:
+def can_divide(model: Model, tensor: int) -> bool:
     """Whether the heads and the MLP's quantization groups divide evenly among this many ranks."""
     if tensor == 1:
         return True
@@ -53,7 +53,7 @@ def divides(model: Model, tensor: int) -> bool:
     return all(width % tensor == 0 and (width // tensor) % step == 0 for width in widths if width)
 
 
-def experts_divide(model: Model, tensor: int) -> bool:
+def can_divide_experts(model: Model, tensor: int) -> bool:
     """Whether each expert divides evenly among this many ranks."""
     details = model.quantization_details
     step = max((details.group_size or 1), *(details.block or (1,))) if details is not None else 1
@@ -61,13 +61,13 @@ def experts_divide(model: Model, tensor: int) -> bool:
     return not width or (width % tensor == 0 and (width // tensor) % step == 0)
 
 
-def _replicas(most: int) -> tuple[int, ...]:
+def _list_replicas(most: int) -> tuple[int, ...]:
     """The maximum number of replicas and the smaller powers of two: the workload may need fewer."""
     powers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     return tuple(dict.fromkeys([*powers, most])) if most > 1 else (1,)
 
 
-def _stages(engine: Engine, model: Model, tensor: int, node: int, cards: int, fast: int) -> tuple[int, ...]:
+def _list_stages(engine: Engine, model: Model, tensor: int, node: int, cards: int, fast: int) -> tuple[int, ...]:
     """Numbers of pipeline stages: across nodes if a node is too small, within a node if its links are slow."""
     if "pipeline" not in engine.ways:
         return (1,)
@@ -78,10 +78,10 @@ def _stages(engine: Engine, model: Model, tensor: int, node: int, cards: int, fa
     return tuple(sorted(size for size in sizes if size <= max(1, most)))
 
 
-def _expert_ways(engine: Engine, model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
+def _list_expert_ways(engine: Engine, model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
     """(expert ranks, attention replicas) for this many tensor ranks."""
     found: list[tuple[int, int]] = []
-    if not model.num_experts or tensor == 1 or experts_divide(model, tensor):
+    if not model.num_experts or tensor == 1 or can_divide_experts(model, tensor):
         found.append((1, 1))
     if model.num_experts and tensor > 1 and "expert" in engine.ways and model.num_experts % tensor == 0:
         found.append((tensor, 1))
@@ -91,6 +91,6 @@ def _expert_ways(engine: Engine, model: Model, tensor: int) -> tuple[tuple[int, 
     return tuple(found)
 
 
-def fast_cards(hardware: Hardware) -> int:
+def count_fast_cards(hardware: Hardware) -> int:
     """The number of cards with a link to the first card that is faster than PCIe, including the first."""
     return 1 + sum(link.kind in FAST_LINKS and link.a == "0" and link.b != "host" for link in hardware.links)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bedplate.engines import Engine
-from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import RESERVED_SHARE, cards_of
-from bedplate.errors import BadQuestion
-from bedplate.facts.known_models import with_label
-from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, estimate
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.engines.base import RESERVED_SHARE, find_cards
+from bedplate.errors import UsageError
+from bedplate.facts.known_models import apply_label
+from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, make_estimate
 from bedplate.values.fit import DeviceNeed, Fit, Offload
 
 MOST_SLOTS = 65536
@@ -33,21 +33,21 @@ def fit(
     """
     chosen = engine_by_id(engine) if isinstance(engine, str) else engine
     layout = parallelism or Parallelism()
-    weights = with_label(model, quantization) if quantization is not None else model
-    cards = cards_for(hardware, chosen, layout) if settings is None or settings.device != "cpu" else ()
-    asked = Asked.of(chosen, workload, settings)
+    weights = apply_label(model, quantization) if quantization is not None else model
+    cards = select_cards(hardware, chosen, layout) if settings is None or settings.device != "cpu" else ()
+    asked = MemoryDemand.from_workload(chosen, workload, settings)
     if not cards:
         if layout != Parallelism():
-            raise BadQuestion("the layout divides the model among accelerators, but the machine has none")
-        return _on_host(hardware, weights, chosen, asked)
-    found = _on_cards(cards, weights, chosen, layout, asked)
+            raise UsageError("the layout divides the model among accelerators, but the machine has none")
+        return _fit_on_host(hardware, weights, chosen, asked)
+    found = _fit_on_cards(cards, weights, chosen, layout, asked)
     if not found.fits and chosen.offloads and layout.tensor == layout.data == 1:
-        return _offloaded(hardware, cards, weights, chosen, asked) or found
+        return _fit_offloaded(hardware, cards, weights, chosen, asked) or found
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MemoryDemand:
     """The requests that memory is needed for."""
 
     tokens: int
@@ -59,63 +59,63 @@ class Asked:
     """Prompt tokens that are cached once for all requests: requests with the same prefix share cache blocks."""
 
     @classmethod
-    def of(cls, engine: Engine, workload: Workload, settings: Settings | None) -> Asked:
+    def from_workload(cls, engine: Engine, workload: Workload, settings: Settings | None) -> MemoryDemand:
         ceiling = engine.max_slots or MOST_SLOTS
         shared = min(workload.shared_prefix_tokens, workload.prompt_tokens) if engine.paged else 0
         if settings is None:
-            return cls(workload.request_tokens, workload.prompt_tokens, workload.in_flight(), ceiling, shared)
+            return cls(workload.request_tokens, workload.prompt_tokens, workload.compute_in_flight(), ceiling, shared)
         # A paged cache grows with the requests; other engines reserve the whole context for each slot.
         tokens = workload.request_tokens if engine.paged else settings.context_tokens
-        slots = min(settings.slots, workload.in_flight()) if engine.paged else settings.slots
+        slots = min(settings.slots, workload.compute_in_flight()) if engine.paged else settings.slots
         return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling, shared)
 
 
-def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
+def select_cards(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
     """The accelerators that a layout uses, of those that the engine supports."""
     target = engine.target(hardware)
     if target is None or target.device == "cpu":
         return ()
-    cards = tuple(cards_of(hardware, engine.vendors))
+    cards = tuple(find_cards(hardware, engine.vendors))
     wanted = layout.tensor * layout.pipeline * layout.data
     if wanted > len(cards):
-        raise BadQuestion(
+        raise UsageError(
             f"the layout needs {wanted} devices, but there are only {len(cards)}",
             hint="use a smaller tensor, pipeline or data parallelism",
         )
     return cards[:wanted]
 
 
-def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
+def get_kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
     """The KV cache of one request on one device: tensor ranks divide the heads, but each stores a whole latent cache.
 
     With attention data parallelism, only one rank stores a request.
     """
-    return model.kv_bytes(tokens) / _divides_cache(model, layout)
+    return model.compute_kv_bytes(tokens) / _count_cache_parts(model, layout)
 
 
-def _divides_cache(model: Model, layout: Parallelism) -> int:
+def _count_cache_parts(model: Model, layout: Parallelism) -> int:
     ranks = max(1, layout.tensor // max(1, layout.attention_data))
     ranks = min(ranks, model.num_kv_heads or ranks) if model.kv_lora_rank is None else 1
     return layout.pipeline * max(1, ranks)
 
 
-def weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
+def get_weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
     """Bytes of weights on one device: tensor or expert ranks divide the experts, tensor ranks divide the rest."""
-    experts = _experts(model)
+    experts = _sum_expert_bytes(model)
     attention = max(1, layout.tensor // max(1, layout.attention_data))
     rest = (model.weight_bytes - experts) / attention
     return round((experts / max(layout.tensor, layout.expert) + rest) / layout.pipeline)
 
 
-def free_of(card: Accelerator) -> int | None:
+def get_free_bytes(card: Accelerator) -> int | None:
     return card.free_bytes if card.free_bytes is not None else card.memory_bytes
 
 
-def _experts(model: Model) -> int:
+def _sum_expert_bytes(model: Model) -> int:
     return sum(part.bytes for part in model.parts if part.name == EXPERTS)
 
 
-def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
+def find_largest(fits: Callable[[int], bool], ceiling: int) -> int:
     """The largest count up to `ceiling` that fits, or 0; if a count fits, every smaller one must fit."""
     if not fits(1):
         return 0
@@ -128,65 +128,67 @@ def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
     return low
 
 
-def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: Asked) -> Fit:
+def _fit_on_cards(
+    cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: MemoryDemand
+) -> Fit:
     """All cards hold the same amount, so the one with the least free memory decides."""
-    smallest = min(cards, key=lambda card: free_of(card) or 0)
-    free, use = free_of(smallest), engine.uses
+    smallest = min(cards, key=lambda card: get_free_bytes(card) or 0)
+    free, use = get_free_bytes(smallest), engine.uses
     usable = round(free * use.share) if free is not None else None
-    weights = weight_bytes_on_device(model, layout)
-    cache_each = kv_bytes_on_device(model, asked.tokens, layout)
+    weights = get_weight_bytes_on_device(model, layout)
+    cache_each = get_kv_bytes_on_device(model, asked.tokens, layout)
     # Each request has its own windows and states; only the cache that grows with every token is shared.
-    shared = model.kv_bytes_per_token * asked.shared_tokens / _divides_cache(model, layout)
+    shared = model.kv_bytes_per_token * asked.shared_tokens / _count_cache_parts(model, layout)
     groups = max(1, layout.attention_data)
 
-    def cache(requests: int) -> float:
+    def compute_cache(requests: int) -> float:
         here = -(-requests // groups)
         return cache_each * here - shared * (here - 1)
 
-    def activations(requests: int) -> float:
+    def compute_activations(requests: int) -> float:
         return engine.activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
 
-    def high(requests: int) -> float:
-        return weights + cache(requests) + (activations(requests) + use.device_bytes) * (1 + use.spread)
+    def compute_high(requests: int) -> float:
+        return weights + compute_cache(requests) + (compute_activations(requests) + use.device_bytes) * (1 + use.spread)
 
-    most = most_that(lambda requests: usable is not None and high(requests) <= usable, asked.ceiling)
+    most = find_largest(lambda requests: usable is not None and compute_high(requests) <= usable, asked.ceiling)
     counted = max(1, min(-(-asked.in_flight // layout.data), most))
     need = DeviceNeed(
         device=smallest.name,
         count=len(cards),
         weights_bytes=weights,
-        kv_bytes=round(cache(counted)),
-        activation_bytes=estimate(activations(counted), use.spread, use.source),
-        overhead_bytes=estimate(use.device_bytes, use.spread, use.source),
+        kv_bytes=round(compute_cache(counted)),
+        activation_bytes=make_estimate(compute_activations(counted), use.spread, use.source),
+        overhead_bytes=make_estimate(use.device_bytes, use.spread, use.source),
         usable_bytes=usable,
     )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
 
 
-def _on_host(hardware: Hardware, model: Model, engine: Engine, asked: Asked) -> Fit:
+def _fit_on_host(hardware: Hardware, model: Model, engine: Engine, asked: MemoryDemand) -> Fit:
     usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.kv_bytes(asked.tokens, engine.cache_bits(model))
+    cache_each = model.compute_kv_bytes(asked.tokens, engine.cache_bits(model))
     use = engine.uses
 
-    def overhead(requests: int) -> float:
+    def compute_overhead(requests: int) -> float:
         return engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
 
     def fits(requests: int) -> bool:
-        return model.weight_bytes + cache_each * requests + overhead(requests) * (1 + use.spread) <= usable
+        return model.weight_bytes + cache_each * requests + compute_overhead(requests) * (1 + use.spread) <= usable
 
-    most = most_that(fits, asked.ceiling)
+    most = find_largest(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
-    need = _host_need(model.weight_bytes, cache_each * counted, overhead(counted), engine, usable)
+    need = _make_host_need(model.weight_bytes, cache_each * counted, compute_overhead(counted), engine, usable)
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted, max_concurrency=most)
 
 
-def _host_need(weights: int, cache: int, overhead: float, engine: Engine, usable: int) -> DeviceNeed:
+def _make_host_need(weights: int, cache: int, overhead: float, engine: Engine, usable: int) -> DeviceNeed:
     return DeviceNeed(
         device="host",
         weights_bytes=weights,
         kv_bytes=cache,
-        activation_bytes=estimate(0, 0),
-        overhead_bytes=estimate(overhead, engine.uses.spread, engine.uses.source),
+        activation_bytes=make_estimate(0, 0),
+        overhead_bytes=make_estimate(overhead, engine.uses.spread, engine.uses.source),
         usable_bytes=usable,
     )
 
@@ -203,25 +205,25 @@ class _Split:
     card_cache: int
 
 
-def _offloaded(
-    hardware: Hardware, cards: Sequence[Accelerator], model: Model, engine: Engine, asked: Asked
+def _fit_offloaded(
+    hardware: Hardware, cards: Sequence[Accelerator], model: Model, engine: Engine, asked: MemoryDemand
 ) -> Fit | None:
     """The cards hold as much as fits, and the host the rest: routed experts first, which are read least often."""
-    rooms = [free_of(card) for card in cards]
+    rooms = [get_free_bytes(card) for card in cards]
     if not model.num_layers or any(room is None for room in rooms) or any(card.unified_memory for card in cards):
         return None  # unified memory has no separate host memory to offload to
     use, count, layers = engine.uses, len(cards), model.num_layers
     usable = round(min(room or 0 for room in rooms) * use.share)
     host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.kv_bytes(asked.tokens)
-    experts = _experts(model)
+    cache_each = model.compute_kv_bytes(asked.tokens)
+    experts = _sum_expert_bytes(model)
     dense, with_experts = model.weight_bytes - experts, model.num_moe_layers or layers
 
-    def overhead(requests: int) -> float:
+    def compute_overhead(requests: int) -> float:
         return use.device_bytes + engine.activation_bytes(model, asked.prompt_tokens * requests)
 
     def split(requests: int) -> _Split:
-        room = count * (usable - overhead(requests) * (1 + use.spread))
+        room = count * (usable - compute_overhead(requests) * (1 + use.spread))
         cache = cache_each * requests
         if experts and room >= dense + cache:
             kept = min(with_experts, int((room - dense - cache) // (experts / with_experts)))
@@ -231,16 +233,16 @@ def _offloaded(
         on_cards = round(model.weight_bytes * kept / layers)
         return _Split("layers", kept, layers - kept, on_cards, round(cache * kept / layers))
 
-    def host(requests: int, part: _Split) -> DeviceNeed:
+    def compute_host(requests: int, part: _Split) -> DeviceNeed:
         cache = cache_each * requests - part.card_cache
         own = engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
-        return _host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
+        return _make_host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
 
     def fits(requests: int) -> bool:
         # Even with all layers on the host, the card computes prompts and needs memory for that.
-        return overhead(requests) * (1 + use.spread) <= usable and host(requests, split(requests)).fits
+        return compute_overhead(requests) * (1 + use.spread) <= usable and compute_host(requests, split(requests)).fits
 
-    most = most_that(fits, asked.ceiling)
+    most = find_largest(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
     part = split(counted)
     on_card = DeviceNeed(
@@ -248,11 +250,11 @@ def _offloaded(
         count=count,
         weights_bytes=part.card_weights // count,
         kv_bytes=part.card_cache // count,
-        activation_bytes=estimate(0, 0),
-        overhead_bytes=estimate(overhead(counted), use.spread, use.source),
+        activation_bytes=make_estimate(0, 0),
+        overhead_bytes=make_estimate(compute_overhead(counted), use.spread, use.source),
         usable_bytes=usable,
     )
-    on_host = host(counted, part)
+    on_host = compute_host(counted, part)
     return Fit(
         fits=most >= 1,
         devices=(on_card, on_host),

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from bedplate.decide.case import with_tasks_agreed
+from bedplate.decide.case import with_model_task
 from bedplate.decide.wording import join_alternatives
-from bedplate.errors import AnswerIsNo
-from bedplate.facts.unpack import unpacked
+from bedplate.errors import NotPossible
+from bedplate.facts.unpack import make_dequantized
 from bedplate.values import Decision, Model, Plan, Workload
 
 
 def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
     if decision.engine is None or decision.settings is None or decision.weights is None:
         first = decision.refused[0] if decision.refused else None
-        raise AnswerIsNo(
+        raise NotPossible(
             f"{model.name} cannot be served here as requested",
             cause=f"{first.engine}: {first.why}" if first else None,
             hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None
-    workload = with_tasks_agreed(model, workload)
+    workload = with_model_task(model, workload)
     return Plan(
         engine=decision.engine,
         engine_version=decision.engine_version or "unpinned",
-        model=(unpacked(model) or model) if decision.unpacks else model,
+        model=(make_dequantized(model) or model) if decision.unpacks else model,
         source=source,
         workload=workload,
         weights=decision.weights,

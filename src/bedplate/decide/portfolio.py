@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from bedplate.decide.candidates import COMFORT_TPOT_S
 from bedplate.decide.choose import decide
 from bedplate.decide.rules import STANDARD_ENGINE
-from bedplate.decide.together import Ask, Decides, together
-from bedplate.engines import engine as engine_by_id
-from bedplate.facts.simulated import simulated
+from bedplate.decide.together import Decides, ServiceAsk, divide_machine
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Decision, Hardware, Model, Parallelism
-from bedplate.values.intent import Intent, Operations, Pool, Service
+from bedplate.values.intent import Intent, NodePool, Operations, Service
 from bedplate.values.portfolio import Placement, Portfolio
-from bedplate.values.record import replaced
+from bedplate.values.record import replace_fields
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServiceRequest:
     service: Service
     model: Model
     operations: Operations
@@ -28,34 +28,34 @@ class Asked:
     def name(self) -> str:
         return self.service.name or self.model.name
 
-    def on(self, pool: Pool, count: int) -> Decision:
+    def decide_on(self, pool: NodePool, count: int) -> Decision:
         """The decision for this service on `count` devices of a pool."""
-        return decide(machine_of(pool, count), self.model, self.service.workload, operations=self.operations)
+        return decide(make_pool_machine(pool, count), self.model, self.service.workload, operations=self.operations)
 
 
 HERE = "this machine"
 
 
-def on_one_machine(intent: Intent, models: Sequence[Model], hardware: Hardware) -> Portfolio:
+def place_on_one_machine(intent: Intent, models: Sequence[Model], hardware: Hardware) -> Portfolio:
     """Place the services of an intent without pools together on one machine; raises if they do not fit."""
     asks = [
-        Ask(
+        ServiceAsk(
             service.name or model.name,
             service.workload,
-            _decider(service, model, service.operations or intent.operations),
+            _make_decider(service, model, service.operations or intent.operations),
             service.replicas,
             service.ttl is not None,
         )
         for service, model in zip(intent.services, models, strict=True)
     ]
-    decisions = [part.decision for part in together(hardware, asks)]
-    standard, why = _standard(decisions)
+    decisions = [part.decision for part in divide_machine(hardware, asks)]
+    standard, why = _choose_standard(decisions)
     placements = [
         Placement(
             service=ask.name,
             pool=HERE if decision.fits else None,
-            accelerators=ask.replicas * _cards(decision),
-            exception=_exception(decision, standard),
+            accelerators=ask.replicas * _count_cards(decision),
+            exception=_explain_exception(decision, standard),
             decision=decision,
         )
         for ask, decision in zip(asks, decisions, strict=True)
@@ -63,37 +63,37 @@ def on_one_machine(intent: Intent, models: Sequence[Model], hardware: Hardware) 
     return Portfolio(engine=standard, text=why, placements=tuple(placements), free={}, notes=intent.notes)
 
 
-def _decider(service: Service, model: Model, operations: Operations) -> Decides:
+def _make_decider(service: Service, model: Model, operations: Operations) -> Decides:
     return lambda hardware, workload: decide(hardware, model, workload, service.engine, operations=operations)
 
 
-def _cards(decision: Decision) -> int:
+def _count_cards(decision: Decision) -> int:
     if decision.settings is None or decision.settings.device == "cpu":
         return 0
     return decision.parallelism.tensor * decision.parallelism.pipeline * decision.parallelism.data
 
 
-def _exception(decision: Decision, standard: str | None) -> str | None:
+def _explain_exception(decision: Decision, standard: str | None) -> str | None:
     if decision.engine in (None, standard) or not decision.reasons:
         return None
     return f"{decision.engine}: {decision.reasons[0].text} ({decision.reasons[0].rule})"
 
 
-def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
+def make_portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
     """Place the services of an intent on its pools; `models` are those of the services, in their order."""
     asked = [
-        Asked(service, model, service.operations or intent.operations)
+        ServiceRequest(service, model, service.operations or intent.operations)
         for service, model in zip(intent.services, models, strict=True)
     ]
-    alone = [_anywhere(one, intent.pools) for one in asked]
-    standard, why = _standard(alone)
+    alone = [_decide_anywhere(one, intent.pools) for one in asked]
+    standard, why = _choose_standard(alone)
     free = {pool.name: pool.count for pool in intent.pools}
     placements: dict[int, Placement] = {}
     # The largest models come first; small ones fit in what is left.
     for index in sorted(range(len(asked)), key=lambda position: -asked[position].model.weight_bytes):
-        placements[index] = _placed(asked[index], alone[index], standard, intent.pools, free)
+        placements[index] = _place_service(asked[index], alone[index], standard, intent.pools, free)
     pools = {pool.name: pool for pool in intent.pools}
-    placed = {index: _more_faithful(asked[index], one, pools, free) for index, one in placements.items()}
+    placed = {index: _add_bits(asked[index], one, pools, free) for index, one in placements.items()}
     return Portfolio(
         engine=standard,
         text=why,
@@ -103,7 +103,7 @@ def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
     )
 
 
-def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
+def _choose_standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
     wins = Counter(decision.engine for decision in alone if decision.engine is not None)
     if not wins:
         return None, "no service fits any pool"
@@ -115,22 +115,22 @@ def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
     return standard, f"{name} is the best choice for {whom}; one standard engine costs less to operate than several"
 
 
-def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
+def _decide_anywhere(asked: ServiceRequest, pools: Sequence[NodePool]) -> Decision:
     """The decision for the largest pool in which the service fits while all pools are free."""
     decisions = [
-        asked.on(pool, pool.count)
-        for pool in sorted(pools, key=lambda pool: -_worth(pool, pool.count))
+        asked.decide_on(pool, pool.count)
+        for pool in sorted(pools, key=lambda pool: -_compute_worth(pool, pool.count))
         if asked.service.pool in (None, pool.name)
     ]
     return next((decision for decision in decisions if decision.fits), decisions[0])
 
 
-def _worth(pool: Pool, count: int) -> int:
+def _compute_worth(pool: NodePool, count: int) -> int:
     """The total accelerator memory of this many devices, as a measure of what a placement costs."""
-    return count * sum(card.memory_bytes or 0 for card in machine_of(pool, 1).accelerators)
+    return count * sum(card.memory_bytes or 0 for card in make_pool_machine(pool, 1).accelerators)
 
 
-def machine_of(pool: Pool, count: int) -> Hardware:
+def make_pool_machine(pool: NodePool, count: int) -> Hardware:
     """`count` devices of a pool as one machine."""
     described = {
         "accelerator": pool.accelerator,
@@ -143,30 +143,30 @@ def machine_of(pool: Pool, count: int) -> Hardware:
         "os": pool.os,
         "arch": pool.arch,
     }
-    return simulated({name: value for name, value in described.items() if value is not None})
+    return make_simulated_hardware({name: value for name, value in described.items() if value is not None})
 
 
-def _placed(
-    asked: Asked, alone: Decision, standard: str | None, pools: Sequence[Pool], free: dict[str, int]
+def _place_service(
+    asked: ServiceRequest, alone: Decision, standard: str | None, pools: Sequence[NodePool], free: dict[str, int]
 ) -> Placement:
     """Take the fewest devices that hold all requests; the exception says why another engine than the standard runs."""
     own = alone.engine if alone.engine is not None else standard
     reason = alone.reasons[0] if alone.reasons and own != standard else None
     exception = f"{own}: {reason.text} ({reason.rule})" if reason is not None else None
-    best: tuple[tuple[bool, float, str], int, Pool, Decision] | None = None
+    best: tuple[tuple[bool, float, str], int, NodePool, Decision] | None = None
     for pool in pools:
         if asked.service.pool not in (None, pool.name):
             continue
-        for count in _counts(free[pool.name]):
-            decision = asked.on(pool, count)
+        for count in _list_counts(free[pool.name]):
+            decision = asked.decide_on(pool, count)
             if _holds(decision):
                 found = (_rank(decision, pool, count), count, pool, decision)
                 best = found if best is None or found[0] < best[0] else best
-                if _readable(decision):
+                if _is_readable(decision):
                     break
     if best is None:
         nothing = Parallelism()
-        lost = replaced(alone, engine=None, fits=False, launch=None, parallelism=nothing) if alone.fits else alone
+        lost = replace_fields(alone, engine=None, fits=False, launch=None, parallelism=nothing) if alone.fits else alone
         return Placement(service=asked.name, pool=None, accelerators=0, exception=exception, decision=lost)
     _, count, pool, decision = best
     free[pool.name] -= count
@@ -177,23 +177,25 @@ def _placed(
     return Placement(service=asked.name, pool=pool.name, accelerators=count, exception=exception, decision=decision)
 
 
-def _more_faithful(asked: Asked, placed: Placement, pools: Mapping[str, Pool], free: dict[str, int]) -> Placement:
+def _add_bits(
+    asked: ServiceRequest, placed: Placement, pools: Mapping[str, NodePool], free: dict[str, int]
+) -> Placement:
     """Use free devices for weights with more bits, if they were quantized only so that all requests fit."""
     now = placed.decision
-    if placed.pool is None or now.weights is None or now.weights.made == "as it is" or not _few_bits(now):
+    if placed.pool is None or now.weights is None or now.weights.made == "as it is" or not _has_few_bits(now):
         return placed
     pool = pools[placed.pool]
-    for count in _counts(placed.accelerators + free[pool.name]):
+    for count in _list_counts(placed.accelerators + free[pool.name]):
         if count <= placed.accelerators:
             continue
-        decision = asked.on(pool, count)
-        if _holds(decision) and decision.engine == now.engine and not _few_bits(decision):
+        decision = asked.decide_on(pool, count)
+        if _holds(decision) and decision.engine == now.engine and not _has_few_bits(decision):
             free[pool.name] -= count - placed.accelerators
-            return replaced(placed, accelerators=count, decision=decision)
+            return replace_fields(placed, accelerators=count, decision=decision)
     return placed
 
 
-def _few_bits(decision: Decision) -> bool:
+def _has_few_bits(decision: Decision) -> bool:
     return decision.quantization is not None and decision.quantization.upper().endswith(("INT4", "FP4"))
 
 
@@ -201,20 +203,20 @@ def _holds(decision: Decision) -> bool:
     return decision.fits and decision.max_concurrency >= decision.in_flight
 
 
-def _rank(decision: Decision, pool: Pool, count: int) -> tuple[bool, float, str]:
+def _rank(decision: Decision, pool: NodePool, count: int) -> tuple[bool, float, str]:
     """Sort key: placements faster than reading speed first, the smallest of them on top; then by time per token."""
-    if _readable(decision) or decision.estimate.tpot_ms is None:
-        return False, _worth(pool, count), pool.name
+    if _is_readable(decision) or decision.estimate.tpot_ms is None:
+        return False, _compute_worth(pool, count), pool.name
     return True, decision.estimate.tpot_ms.value, pool.name
 
 
-def _readable(decision: Decision) -> bool:
+def _is_readable(decision: Decision) -> bool:
     """Whether tokens arrive at twice the reading speed; always true for models that generate no text."""
     tpot = decision.estimate.tpot_ms
     return tpot is None or tpot.value <= COMFORT_TPOT_S * 1000
 
 
-def _counts(free: int) -> list[int]:
+def _list_counts(free: int) -> list[int]:
     """Device counts to try, in ascending order."""
     sizes = [size for size in (1, 2, 4, 8) if size <= free]
     return [*sizes, *range(16, free + 1, 8)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bedplate.decide.choose import decide, too_slow
-from bedplate.errors import BadQuestion
-from bedplate.facts.chips import Chip, chips
-from bedplate.facts.simulated import simulated
+from bedplate.decide.choose import decide, explain_too_slow
+from bedplate.errors import UsageError
+from bedplate.facts.chips import Chip, load_chips
+from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Decision, Hardware, Model, Workload, units
 from bedplate.values.intent import Operations
 from bedplate.values.record import Record
@@ -26,7 +26,7 @@ IN_TIME = "latency.target"
 KINDS = ("datacenter", "workstation", "consumer", "apple", "edge")
 
 
-class Change(Record, frozen=True, kw_only=True):
+class DecisionChange(Record, frozen=True, kw_only=True):
     """One thing that differs between two decisions."""
 
     what: str
@@ -39,41 +39,41 @@ class WhatIf(Record, frozen=True, kw_only=True):
 
     what_if: str
     """The changed fields, as they were given."""
-    changes: tuple[Change, ...]
+    changes: tuple[DecisionChange, ...]
     before: Decision
     after: Decision
 
 
-def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
+def list_changes(before: Decision, after: Decision) -> tuple[DecisionChange, ...]:
     """The differences, the most important first."""
     rows = [
         ("engine", before.engine or "nothing fits", after.engine or "nothing fits"),
         ("orchestrator", before.orchestrator or "none", after.orchestrator or "none"),
         ("weights", before.quantization or "", after.quantization or ""),
-        ("layout", layout_words(before), layout_words(after)),
+        ("layout", describe_layout(before), describe_layout(after)),
         ("concurrent requests", f"{before.max_concurrency:,}", f"{after.max_concurrency:,}"),
         ("rule", before.reasons[0].rule if before.reasons else "", after.reasons[0].rule if after.reasons else ""),
     ]
     for name, unit in (("ttft_ms", "ms"), ("tpot_ms", "ms"), ("output_tok_s", "tok/s"), ("memory_gb", "GB")):
         one, other = getattr(before.estimate, name), getattr(after.estimate, name)
-        rows.append((name, _figure(one, unit), _figure(other, unit)))
+        rows.append((name, _format_figure(one, unit), _format_figure(other, unit)))
     for what, name, unit in PAID:
         one, other = getattr(before.estimate, name), getattr(after.estimate, name)
-        rows.append((what, _figure(one, unit, "unknown"), _figure(other, unit, "unknown")))
-    rows.append(("latency targets", _in_time(before), _in_time(after)))
-    return tuple(Change(what=what, before=one, after=other) for what, one, other in rows if one != other)
+        rows.append((what, _format_figure(one, unit, "unknown"), _format_figure(other, unit, "unknown")))
+    rows.append(("latency targets", _get_latency_reason(before), _get_latency_reason(after)))
+    return tuple(DecisionChange(what=what, before=one, after=other) for what, one, other in rows if one != other)
 
 
-def _figure(figure: object, unit: str, unknown: str = "not predicted") -> str:
+def _format_figure(figure: object, unit: str, unknown: str = "not predicted") -> str:
     value = getattr(figure, "value", None)
-    return unknown if value is None else f"{units.figure(value)} {unit}".strip()
+    return unknown if value is None else f"{units.format_figure(value)} {unit}".strip()
 
 
-def _in_time(decision: Decision) -> str:
+def _get_latency_reason(decision: Decision) -> str:
     return next((reason.text for reason in decision.reasons if reason.rule == IN_TIME), "none")
 
 
-def layout_words(decision: Decision) -> str:
+def describe_layout(decision: Decision) -> str:
     layout = decision.parallelism
     names = (
         ("tensor", layout.tensor),
@@ -98,24 +98,24 @@ def procure(
     model: Model, workload: Workload, operations: Operations, only: Iterable[Chip] | None = None
 ) -> Iterator[tuple[Chip, Offer | None]]:
     """For each known chip, the smallest count that serves all requests within the targets; `None` if eight do not."""
-    for chip in only if only is not None else purchasable():
-        yield chip, _offer(chip, model, workload, operations)
+    for chip in only if only is not None else list_purchasable():
+        yield chip, _make_offer(chip, model, workload, operations)
 
 
-def purchasable() -> tuple[Chip, ...]:
+def list_purchasable() -> tuple[Chip, ...]:
     """Chips that are still sold or offered by cloud providers."""
     return tuple(
         chip
-        for chip in chips().values()
+        for chip in load_chips().values()
         if chip.kind in KINDS and chip.year >= OLDEST_YEAR and chip.vendor in ("nvidia", "amd", "apple", "intel")
     )
 
 
-def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations) -> Offer | None:
+def _make_offer(chip: Chip, model: Model, workload: Workload, operations: Operations) -> Offer | None:
     for count in (1,) if chip.unified or chip.name.endswith(LAPTOP) else COUNTS:
         try:
-            machine = _machine(chip, count)
-        except BadQuestion:
+            machine = _make_machine(chip, count)
+        except UsageError:
             return None
         decision = decide(machine, model, workload, operations=operations)
         if serves(decision, workload):
@@ -126,7 +126,7 @@ def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations)
 
 def serves(decision: Decision, workload: Workload) -> bool:
     """Whether it fits without offload, holds all requests, and by the estimate meets the rate and the targets."""
-    if not decision.fits or decision.max_concurrency < decision.in_flight or too_slow(decision, workload):
+    if not decision.fits or decision.max_concurrency < decision.in_flight or explain_too_slow(decision, workload):
         return False
     if decision.memory is not None and decision.memory.offload is not None:
         return False
@@ -134,13 +134,13 @@ def serves(decision: Decision, workload: Workload) -> bool:
     if target is None:
         return True
     first, each = (figure.value if figure is not None else None for figure in (expected.ttft_ms, expected.tpot_ms))
-    return target.overrun(first, each) <= 1
+    return target.compute_overrun(first, each) <= 1
 
 
-def _machine(chip: Chip, count: int) -> Hardware:
+def _make_machine(chip: Chip, count: int) -> Hardware:
     described: dict[str, object] = {"accelerator": chip.name, "count": count}
     if chip.unified:
         described["ram_gb"] = max(chip.memory_options_gib) if chip.memory_options_gib else chip.memory_gib
     if chip.vendor == "apple":
         described["os"] = "macos"
-    return simulated(described)
+    return make_simulated_hardware(described)

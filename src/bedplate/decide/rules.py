@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
-from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, Case
+from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, DecisionCase
 
 ARTICLES = ("hardware-strategy", "cheat-sheet", "landscape", "behind-the-stack", "engines-compared")
 """Short names of the source articles; docs/rules.md has their titles."""
@@ -43,7 +43,7 @@ class Doubt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule(Generic[P, T]):
+class DecisionRule(Generic[P, T]):
     id: str
     source: str
     says: Callable[P, T | None]
@@ -60,47 +60,47 @@ class Rule(Generic[P, T]):
         return " ".join((self.says.__doc__ or "").split())
 
 
-PICKS: list[Rule[[Case], Pick]] = []
-DOUBTS: list[Rule[[Case], Doubt]] = []
-CHALLENGES: list[Rule[[Case, str], str]] = []
-ORCHESTRATION: list[Rule[[Case, int], Pick]] = []
+PICKS: list[DecisionRule[[DecisionCase], Pick]] = []
+DOUBTS: list[DecisionRule[[DecisionCase], Doubt]] = []
+CHALLENGES: list[DecisionRule[[DecisionCase, str], str]] = []
+ORCHESTRATION: list[DecisionRule[[DecisionCase, int], Pick]] = []
 
 
-def pick(
+def add_pick(
     rule_id: str, engines: tuple[str, ...], source: str
-) -> Callable[[Callable[[Case], Pick | None]], Callable[[Case], Pick | None]]:
-    def keep(says: Callable[[Case], Pick | None]) -> Callable[[Case], Pick | None]:
-        PICKS.append(Rule(rule_id, source, says, engines))
+) -> Callable[[Callable[[DecisionCase], Pick | None]], Callable[[DecisionCase], Pick | None]]:
+    def keep(says: Callable[[DecisionCase], Pick | None]) -> Callable[[DecisionCase], Pick | None]:
+        PICKS.append(DecisionRule(rule_id, source, says, engines))
         return says
 
     return keep
 
 
-def doubt(
+def add_doubt(
     rule_id: str, engine: str, source: str
-) -> Callable[[Callable[[Case], Doubt | None]], Callable[[Case], Doubt | None]]:
-    def keep(says: Callable[[Case], Doubt | None]) -> Callable[[Case], Doubt | None]:
-        DOUBTS.append(Rule(rule_id, source, says, (engine,)))
+) -> Callable[[Callable[[DecisionCase], Doubt | None]], Callable[[DecisionCase], Doubt | None]]:
+    def keep(says: Callable[[DecisionCase], Doubt | None]) -> Callable[[DecisionCase], Doubt | None]:
+        DOUBTS.append(DecisionRule(rule_id, source, says, (engine,)))
         return says
 
     return keep
 
 
-def challenge(
+def add_challenge(
     rule_id: str, engine: str, source: str
-) -> Callable[[Callable[[Case, str], str | None]], Callable[[Case, str], str | None]]:
-    def keep(says: Callable[[Case, str], str | None]) -> Callable[[Case, str], str | None]:
-        CHALLENGES.append(Rule(rule_id, source, says, (engine,)))
+) -> Callable[[Callable[[DecisionCase, str], str | None]], Callable[[DecisionCase, str], str | None]]:
+    def keep(says: Callable[[DecisionCase, str], str | None]) -> Callable[[DecisionCase, str], str | None]:
+        CHALLENGES.append(DecisionRule(rule_id, source, says, (engine,)))
         return says
 
     return keep
 
 
-def orchestration(
+def add_orchestration(
     rule_id: str, source: str
-) -> Callable[[Callable[[Case, int], Pick | None]], Callable[[Case, int], Pick | None]]:
-    def keep(says: Callable[[Case, int], Pick | None]) -> Callable[[Case, int], Pick | None]:
-        ORCHESTRATION.append(Rule(rule_id, source, says))
+) -> Callable[[Callable[[DecisionCase, int], Pick | None]], Callable[[DecisionCase, int], Pick | None]]:
+    def keep(says: Callable[[DecisionCase, int], Pick | None]) -> Callable[[DecisionCase, int], Pick | None]:
+        ORCHESTRATION.append(DecisionRule(rule_id, source, says))
         return says
 
     return keep
@@ -116,12 +116,12 @@ MEASURED = ("evidence.measured", "store: measured on this machine")
 # picks, in the order in which they apply
 
 
-@pick(
+@add_pick(
     "operations.incumbent",
     ("ollama", "llama.cpp"),
     'hardware-strategy "default to vLLM, migrate only when a bottleneck is proven"',
 )
-def incumbent(case: Case) -> Pick | None:
+def pick_incumbent(case: DecisionCase) -> Pick | None:
     """The engine in service stays until a measurement on this machine shows that another one is better."""
     name = case.operations.incumbent
     if name is None:
@@ -134,12 +134,12 @@ def incumbent(case: Case) -> Pick | None:
     return Pick((name,), f"{name} is in service, and no measurement here favors another engine")
 
 
-@pick(
+@add_pick(
     "task.not-llm",
     ("onnxruntime", "pytorch"),
     'landscape "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
 )
-def not_an_llm(case: Case) -> Pick | None:
+def pick_for_non_llm(case: DecisionCase) -> Pick | None:
     """A model that generates no text runs on ONNX Runtime or PyTorch: LLM engines add nothing for it."""
     if case.is_llm or case.model.format == "gguf":
         return None
@@ -147,33 +147,33 @@ def not_an_llm(case: Case) -> Pick | None:
     return Pick(("onnxruntime", "pytorch"), f"the task is {task}: an engine for text generation would add nothing")
 
 
-@pick(
+@add_pick(
     "operations.portable",
     ("onnxruntime", "vllm", "llama.cpp"),
     'landscape "Must be hardware-agnostic points to ONNX Runtime"',
 )
-def portable(case: Case) -> Pick | None:
+def pick_portable(case: DecisionCase) -> Pick | None:
     """A deployment that must run unchanged on other vendors' hardware uses ONNX Runtime, if the model fits there."""
     if not case.operations.portable:
         return None
-    others = ("vllm", "llama.cpp") if case.many else ("llama.cpp", "vllm")
+    others = ("vllm", "llama.cpp") if case.has_many_requests else ("llama.cpp", "vllm")
     return Pick(("onnxruntime", *others), "it must run unchanged on other vendors' hardware", holding=True)
 
 
-@pick("hardware.cpu", ("llama.cpp",), 'landscape "CPU-only or consumer hardware points to llama.cpp"')
-def no_accelerator(case: Case) -> Pick | None:
+@add_pick("hardware.cpu", ("llama.cpp",), 'landscape "CPU-only or consumer hardware points to llama.cpp"')
+def pick_for_cpu(case: DecisionCase) -> Pick | None:
     """On a machine without a GPU, llama.cpp: its kernels and formats are optimized for CPUs."""
     if case.hardware.accelerators:
         return None
     return Pick(("llama.cpp",), "no GPU here: llama.cpp is optimized for CPUs")
 
 
-@pick(
+@add_pick(
     "format.given",
     ("llama.cpp", "mistral.rs", "mlx", "exllamav3", "exllamav2", "onnxruntime"),
     'cheat-sheet "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; engines-compared "MLX quant"',
 )
-def format_given(case: Case) -> Pick | None:
+def pick_by_format(case: DecisionCase) -> Pick | None:
     """Weights in one engine's own format are served by that engine: a conversion would cost time or quality."""
     made_for = {
         "gguf": ("llama.cpp", "mistral.rs"),
@@ -185,28 +185,28 @@ def format_given(case: Case) -> Pick | None:
     return Pick(made_for, f"the weights are in {case.model.format.upper()} format") if made_for else None
 
 
-@pick(
+@add_pick(
     "hardware.apple",
     ("llama.cpp", "mlx"),
     'cheat-sheet "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"',
 )
-def apple(case: Case) -> Pick | None:
+def pick_for_apple(case: DecisionCase) -> Pick | None:
     """A Mac runs MLX; for many concurrent requests it runs llama.cpp, which has a slot for each of them."""
     if case.vendor != "apple":
         return None
-    if case.many:
+    if case.has_many_requests:
         return Pick(
             ("llama.cpp", "mlx"), f"{case.in_flight} concurrent requests on a Mac: llama.cpp has a slot for each"
         )
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory")
 
 
-@pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'cheat-sheet "laptop / edge / weird hardware → llama.cpp"')
-def unusual(case: Case) -> Pick | None:
+@add_pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'cheat-sheet "laptop / edge / weird hardware → llama.cpp"')
+def pick_for_unusual(case: DecisionCase) -> Pick | None:
     """Edge devices, unified memory and GPUs that few engines support run llama.cpp."""
-    if case.vendor is None or (case.many and case.vendor in ("nvidia", "amd")):
+    if case.vendor is None or (case.has_many_requests and case.vendor in ("nvidia", "amd")):
         return None
-    if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.unified:
+    if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.has_unified_memory:
         name = case.hardware.accelerators[0].name
         if case.kind == "accelerator":
             return Pick(("llama.cpp", "mistral.rs"), f"no engine here supports {name}: the CPU of the host is used")
@@ -216,12 +216,12 @@ def unusual(case: Case) -> Pick | None:
     return None
 
 
-@pick(
+@add_pick(
     "fit.offload",
     ("llama.cpp",),
     'cheat-sheet "best when VRAM is tight and RAM is plenty"; hardware-strategy "low VRAM … plenty of system RAM"',
 )
-def tight_memory(case: Case) -> Pick | None:
+def pick_for_tight_memory(case: DecisionCase) -> Pick | None:
     """A model whose 4-bit weights exceed the memory of all GPUs is split between GPUs and RAM."""
     card_bytes = sum(card.free_bytes or card.memory_bytes or 0 for card in case.hardware.accelerators)
     four_bit_bytes = min(case.model.weight_bytes, case.model.parameters // 2)
@@ -231,53 +231,58 @@ def tight_memory(case: Case) -> Pick | None:
     return Pick(("llama.cpp",), text)
 
 
-@pick(
+@add_pick(
     "format.stored",
     ("exllamav2", "vllm", "llama.cpp"),
     "physics: weights of about four bits lose quality again when they are requantized",
 )
-def stored_small(case: Case) -> Pick | None:
+def pick_by_stored_bits(case: DecisionCase) -> Pick | None:
     """Weights that are published in about four bits are served as they are, by an engine that loads them."""
     details = case.model.quantization_details
-    if not case.rtx or not case.few or details is None or details.bits > STORED_BITS:
+    if not case.has_rtx_cards or not case.has_few_requests or details is None or details.bits > STORED_BITS:
         return None
     engines = {"gptq": ("exllamav2", "vllm"), "mxfp4": ("llama.cpp", "vllm")}.get(details.method, ("vllm",))
     return Pick(engines, f"the weights are published in {case.model.quantization} and are served without conversion")
 
 
-@pick(
+@add_pick(
     "hardware.rtx",
     ("exllamav3", "exllamav2", "llama.cpp"),
     'hardware-strategy "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"',
 )
-def rtx(case: Case) -> Pick | None:
+def pick_for_rtx(case: DecisionCase) -> Pick | None:
     """One to four RTX cards and a few concurrent requests: ExLlama, whose quantization is designed for such cards."""
-    if not case.rtx or not case.few or case.workload.precision_sensitive or case.workload.task != "generate":
+    if (
+        not case.has_rtx_cards
+        or not case.has_few_requests
+        or case.workload.precision_sensitive
+        or case.workload.task != "generate"
+    ):
         return None
     number = case.cards if case.cards > 1 else "one"
-    kind = "NVIDIA desktop" if case.before_turing else "RTX"
+    kind = "NVIDIA desktop" if case.has_pre_turing_cards else "RTX"
     requests = f"{case.in_flight} concurrent requests" if case.in_flight > 1 else "one request at a time"
     return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{number} {kind} card{'s' * (case.cards > 1)}, {requests}")
 
 
-@pick(
+@add_pick(
     "operations.prototype",
     ("pytorch", "vllm"),
     'landscape "Prototyping, batch jobs that process one item at a time, or low-traffic internal tools"',
 )
-def prototype(case: Case) -> Pick | None:
+def pick_for_prototype(case: DecisionCase) -> Pick | None:
     """One request at a time, a model that changes often and no deployment infrastructure: plain PyTorch."""
     if case.in_flight > 1 or case.operations.machinery != "none" or case.operations.model_changes != "often":
         return None
     return Pick(("pytorch", "vllm"), "one request at a time, a model that changes often, no deployment infrastructure")
 
 
-@pick(
+@add_pick(
     "serve.compiled",
     ("tensorrt-llm", "vllm"),
     'landscape "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
 )
-def compiled(case: Case) -> Pick | None:
+def pick_compiled(case: DecisionCase) -> Pick | None:
     """Extreme volume on NVIDIA data-centre GPUs with a model that rarely changes: TensorRT-LLM."""
     stable = case.operations.model_changes == "rarely" and case.workload.volume == "extreme"
     if not stable or case.vendor != "nvidia" or case.kind != "datacenter" or not case.allows("container"):
@@ -285,68 +290,81 @@ def compiled(case: Case) -> Pick | None:
     return Pick(("tensorrt-llm", "vllm"), "extreme volume, NVIDIA, and a model that rarely changes")
 
 
-@pick(
+@add_pick(
     "serve.shared-prefix",
     ("sglang", "vllm"),
     'hardware-strategy "SGLang (RadixAttention)"; engines-compared "structured generation and prefix sharing"',
 )
-def shared_prefix(case: Case) -> Pick | None:
+def pick_for_shared_prefix(case: DecisionCase) -> Pick | None:
     """Requests that share most of their prompt: SGLang, which caches prefixes in a radix tree."""
-    if not _server_grade(case) or not case.shares_prefix or not case.allows("container"):
+    if not _is_server_grade(case) or not case.shares_prefix or not case.allows("container"):
         return None
     shared = f"{case.workload.shared_prefix_tokens:,} of {case.workload.prompt_tokens:,} prompt tokens are shared"
     return Pick(("sglang", "vllm"), shared)
 
 
-@pick(
+@add_pick(
     "serve.structured",
     ("sglang", "vllm"),
     'engines-compared "Agentic/structured serving"; '
     'behind-the-stack "Designed for batched tool-using agents and workflows"',
 )
-def structured(case: Case) -> Pick | None:
+def pick_for_structured(case: DecisionCase) -> Pick | None:
     """Many concurrent requests with structured output: SGLang, whose runtime is designed for them."""
-    if not _server_grade(case) or not case.workload.structured_output or not case.many or not case.allows("container"):
+    if (
+        not _is_server_grade(case)
+        or not case.workload.structured_output
+        or not case.has_many_requests
+        or not case.allows("container")
+    ):
         return None
     return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} concurrent requests")
 
 
-@pick("serve.moe-long", ("sglang", "vllm"), 'cheat-sheet "complex infra / long context / MoE → SGLang"')
-def moe_long(case: Case) -> Pick | None:
+@add_pick("serve.moe-long", ("sglang", "vllm"), 'cheat-sheet "complex infra / long context / MoE → SGLang"')
+def pick_for_long_moe(case: DecisionCase) -> Pick | None:
     """Many long requests to a mixture-of-experts model, and a team that runs containers: SGLang."""
-    if not _server_grade(case) or not (case.moe and case.long and case.many) or not case.allows("container"):
+    if (
+        not _is_server_grade(case)
+        or not (case.is_moe and case.has_long_requests and case.has_many_requests)
+        or not case.allows("container")
+    ):
         return None
     tokens = case.workload.request_tokens
     return Pick(("sglang", "vllm"), f"a mixture-of-experts model and requests of {tokens:,} tokens")
 
 
-@pick("serve.long", ("sglang", "vllm"), 'hardware-strategy "Complex infra, long context, MoE -> SGLang"')
-def very_long(case: Case) -> Pick | None:
+@add_pick("serve.long", ("sglang", "vllm"), 'hardware-strategy "Complex infra, long context, MoE -> SGLang"')
+def pick_for_very_long(case: DecisionCase) -> Pick | None:
     """Many very long requests, and a team that runs Kubernetes or a cluster: SGLang."""
-    if not _server_grade(case) or not (case.very_long and case.many) or not case.allows("kubernetes"):
+    if (
+        not _is_server_grade(case)
+        or not (case.has_very_long_requests and case.has_many_requests)
+        or not case.allows("kubernetes")
+    ):
         return None
     tokens = case.workload.request_tokens
     return Pick(("sglang", "vllm"), f"{case.in_flight} concurrent requests of {tokens:,} tokens on a cluster")
 
 
-@pick(
+@add_pick(
     "operations.huggingface",
     ("vllm",),
     'landscape "your workflow already lives in HuggingFace"; TGI was archived in March 2026',
 )
-def huggingface(case: Case) -> Pick | None:
+def pick_for_huggingface(case: DecisionCase) -> Pick | None:
     """A team that uses the Hugging Face Hub: vLLM, which loads the same models; TGI is no longer developed."""
     if case.operations.ecosystem != "huggingface" or case.vendor not in ("nvidia", "amd"):
         return None
     return Pick(("vllm",), "vLLM loads models of the Hugging Face Hub directly, and TGI is no longer developed")
 
 
-@pick(
+@add_pick(
     "serve.default",
     ("vllm", "llama.cpp", "pytorch"),
     'hardware-strategy "Default candidate for general production serving"',
 )
-def general_serving(case: Case) -> Pick | None:
+def pick_default(case: DecisionCase) -> Pick | None:
     """The default for serving from GPUs is vLLM: it covers the most hardware and models, and is predictable."""
     if case.vendor not in ("nvidia", "amd"):
         return None
@@ -358,48 +376,48 @@ def general_serving(case: Case) -> Pick | None:
 SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
 
 
-@pick("anywhere", SIMPLEST_FIRST, 'cheat-sheet "runs anywhere"')
-def anywhere(case: Case) -> Pick | None:
+@add_pick("anywhere", SIMPLEST_FIRST, 'cheat-sheet "runs anywhere"')
+def pick_simplest(case: DecisionCase) -> Pick | None:
     """If no other rule finds an engine, the simplest engine that can run here and fits."""
     return Pick(SIMPLEST_FIRST, "no engine that suits this workload runs here; this is the simplest that does")
 
 
-def _server_grade(case: Case) -> bool:
+def _is_server_grade(case: DecisionCase) -> bool:
     return case.vendor in ("nvidia", "amd") and case.kind == "datacenter" and case.workload.task == "generate"
 
 
 # doubts: the engine can run here, but is not suitable
 
 
-@doubt("doubt.mlx", "mlx", 'engines-compared "Apple-only"')
-def mlx_elsewhere(case: Case) -> Doubt | None:
+@add_doubt("doubt.mlx", "mlx", 'engines-compared "Apple-only"')
+def doubt_mlx_elsewhere(case: DecisionCase) -> Doubt | None:
     """MLX is designed for Macs and is not optimized for other machines."""
     if case.vendor == "apple":
         return None
     return Doubt("designed for Apple's unified memory, not optimized for other hardware", "a Mac with an M-series chip")
 
 
-@doubt("doubt.mlx-many", "mlx", 'cheat-sheet "great for Mac-first workflows, not prod serving"')
-def mlx_for_many(case: Case) -> Doubt | None:
+@add_doubt("doubt.mlx-many", "mlx", 'cheat-sheet "great for Mac-first workflows, not prod serving"')
+def doubt_mlx_for_many(case: DecisionCase) -> Doubt | None:
     """MLX is designed for one user's Mac, not for many concurrent requests."""
-    if not case.many:
+    if not case.has_many_requests:
         return None
     return Doubt("designed for one user's Mac, not for many concurrent requests", "fewer concurrent requests")
 
 
-@doubt("doubt.exllama", "exllamav3", 'cheat-sheet "consumer rigs pretending to be datacenters"')
-def exllama_at_scale(case: Case) -> Doubt | None:
+@add_doubt("doubt.exllama", "exllamav3", 'cheat-sheet "consumer rigs pretending to be datacenters"')
+def doubt_exllamav3_at_scale(case: DecisionCase) -> Doubt | None:
     """ExLlamaV3 is designed for one to four RTX cards and a few concurrent requests."""
-    return _beyond_exllama(case)
+    return _doubt_exllama(case)
 
 
-@doubt("doubt.exllamav2", "exllamav2", 'cheat-sheet "not meant for clusters or non-CUDA"')
-def exllamav2_at_scale(case: Case) -> Doubt | None:
+@add_doubt("doubt.exllamav2", "exllamav2", 'cheat-sheet "not meant for clusters or non-CUDA"')
+def doubt_exllamav2_at_scale(case: DecisionCase) -> Doubt | None:
     """ExLlamaV2 is designed for one to four RTX cards and a few concurrent requests."""
-    return _beyond_exllama(case)
+    return _doubt_exllama(case)
 
 
-def _beyond_exllama(case: Case) -> Doubt | None:
+def _doubt_exllama(case: DecisionCase) -> Doubt | None:
     hint = f"one to {RTX_CARDS} RTX cards and at most {FEW} concurrent requests"
     if case.cards > RTX_CARDS:
         return Doubt(f"designed for one to {RTX_CARDS} cards; this machine has {case.cards}", hint)
@@ -410,33 +428,33 @@ def _beyond_exllama(case: Case) -> Doubt | None:
             "designed for quantized weights, and this workload is precision-sensitive",
             "a workload that tolerates 4-bit weights",
         )
-    return None if case.rtx else Doubt("designed for desktop RTX cards, not for data-centre GPUs", hint)
+    return None if case.has_rtx_cards else Doubt("designed for desktop RTX cards, not for data-centre GPUs", hint)
 
 
-@doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')
-def llama_cpp_for_many(case: Case) -> Doubt | None:
+@add_doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')
+def doubt_llama_cpp_for_many(case: DecisionCase) -> Doubt | None:
     """On GPUs, llama.cpp is not designed for many concurrent requests."""
-    if not case.many or case.vendor not in ("nvidia", "amd"):
+    if not case.has_many_requests or case.vendor not in ("nvidia", "amd"):
         return None
     return Doubt(
         "not designed for many concurrent requests on GPUs", f"fewer than {MANY} concurrent requests, or little VRAM"
     )
 
 
-@doubt(
+@add_doubt(
     "doubt.mistral.rs",
     "mistral.rs",
     'behind-the-stack "Mistral.rs and similar projects: Built for maximum portability"',
 )
-def mistralrs_for_many(case: Case) -> Doubt | None:
+def doubt_mistralrs_for_many(case: DecisionCase) -> Doubt | None:
     """The mistral.rs package processes one request at a time."""
     if case.in_flight <= FEW:
         return None
     return Doubt("its package processes one request at a time", "one user")
 
 
-@doubt("doubt.pytorch", "pytorch", 'landscape "there is no memory management or batching infrastructure"')
-def pytorch_for_serving(case: Case) -> Doubt | None:
+@add_doubt("doubt.pytorch", "pytorch", 'landscape "there is no memory management or batching infrastructure"')
+def doubt_pytorch_for_serving(case: DecisionCase) -> Doubt | None:
     """Plain PyTorch is for prototypes and for one item at a time."""
     if case.in_flight == 1 and case.operations.machinery == "none":
         return None
@@ -446,8 +464,8 @@ def pytorch_for_serving(case: Case) -> Doubt | None:
     )
 
 
-@doubt("doubt.onnxruntime", "onnxruntime", 'landscape "not specialized for LLMs or autoregressive generation"')
-def onnxruntime_for_text(case: Case) -> Doubt | None:
+@add_doubt("doubt.onnxruntime", "onnxruntime", 'landscape "not specialized for LLMs or autoregressive generation"')
+def doubt_onnxruntime_for_text(case: DecisionCase) -> Doubt | None:
     """ONNX Runtime is not optimized for text generation; it is suitable when the deployment must be portable."""
     if not case.is_llm or case.operations.portable:
         return None
@@ -457,16 +475,16 @@ def onnxruntime_for_text(case: Case) -> Doubt | None:
     )
 
 
-@doubt("doubt.vllm", "vllm", 'behind-the-stack "Deployed on a few powerful machines (e.g., A100s or H100s)"')
-def vllm_without_gpu(case: Case) -> Doubt | None:
+@add_doubt("doubt.vllm", "vllm", 'behind-the-stack "Deployed on a few powerful machines (e.g., A100s or H100s)"')
+def doubt_vllm_without_gpu(case: DecisionCase) -> Doubt | None:
     """vLLM gains nothing on a machine without a GPU that serves few concurrent requests."""
-    if case.vendor is not None or case.many:
+    if case.vendor is not None or case.has_many_requests:
         return None
     return Doubt("designed to serve many users from GPUs", "a GPU, or many concurrent requests on a server CPU")
 
 
-@doubt("doubt.sglang", "sglang", 'cheat-sheet "this is infra nerd territory"')
-def sglang_for_few(case: Case) -> Doubt | None:
+@add_doubt("doubt.sglang", "sglang", 'cheat-sheet "this is infra nerd territory"')
+def doubt_sglang_for_few(case: DecisionCase) -> Doubt | None:
     """SGLang is designed for many concurrent requests on GPUs."""
     hint = (
         "many concurrent requests that share prefixes, ask for structured output, or are long and use a "
@@ -474,34 +492,34 @@ def sglang_for_few(case: Case) -> Doubt | None:
     )
     if case.vendor is None:
         return Doubt("designed for clusters of GPUs", hint)
-    return Doubt("designed for many concurrent requests", hint) if not case.many else None
+    return Doubt("designed for many concurrent requests", hint) if not case.has_many_requests else None
 
 
-@doubt(
+@add_doubt(
     "doubt.tensorrt-llm",
     "tensorrt-llm",
     'hardware-strategy "If the workload does not justify that complexity, it is a net loss"',
 )
-def tensorrt_unjustified(case: Case) -> Doubt | None:
+def doubt_tensorrt(case: DecisionCase) -> Doubt | None:
     """The maintenance of TensorRT-LLM is justified only at high volume and with a model that rarely changes."""
     hint = "extreme volume, and a model that rarely changes"
     if case.operations.model_changes == "often":
         return Doubt("supports fewer models, each tied to a version, and the model changes often", hint)
-    if not case.many:
+    if not case.has_many_requests:
         return Doubt("few concurrent requests do not justify its maintenance", hint)
     return Doubt("needs at least containers, and the team runs none", hint) if not case.allows("container") else None
 
 
-@doubt("doubt.tgi", "tgi", "huggingface/text-generation-inference: archived in March 2026")
-def tgi_for_something_new(case: Case) -> Doubt | None:
+@add_doubt("doubt.tgi", "tgi", "huggingface/text-generation-inference: archived in March 2026")
+def doubt_tgi_for_new_services(case: DecisionCase) -> Doubt | None:
     """TGI is no longer developed and is not chosen for new services."""
     if case.operations.incumbent == "tgi":
         return None
     return Doubt("no longer developed; do not start a new service with it", "it is already in service", "outranked")
 
 
-@doubt("doubt.ollama", "ollama", "ollama/ollama: v0.32.15, llm/llama_server.go starts llama.cpp's server (b10488)")
-def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
+@add_doubt("doubt.ollama", "ollama", "ollama/ollama: v0.32.15, llm/llama_server.go starts llama.cpp's server (b10488)")
+def doubt_ollama(case: DecisionCase) -> Doubt | None:
     """Ollama runs llama.cpp; bedplate runs llama.cpp directly and manages the models."""
     if case.operations.incumbent == "ollama":
         return None
@@ -512,92 +530,104 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
     )
 
 
-@doubt("doubt.lmdeploy", "lmdeploy", 'hardware-strategy "Keeping one standard engine"; no article names LMDeploy')
-def lmdeploy_without_evidence(case: Case) -> Doubt | None:
+@add_doubt("doubt.lmdeploy", "lmdeploy", 'hardware-strategy "Keeping one standard engine"; no article names LMDeploy')
+def doubt_lmdeploy(case: DecisionCase) -> Doubt | None:
     """LMDeploy serves the same cases as vLLM; it is a challenger with 4-bit weights or on GPUs that vLLM dropped."""
-    if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case) or _many_on_old_cards(case):
+    if case.operations.incumbent == "lmdeploy" or _has_four_bits_for_many(case) or _has_many_on_old_cards(case):
         return None
     hint = "it is already in service, or a measurement here shows that it is faster"
     return Doubt("serves the same cases as vLLM; no measurement here shows that it is better", hint, "outranked")
 
 
-def _four_bits_for_many(case: Case) -> bool:
+def _has_four_bits_for_many(case: DecisionCase) -> bool:
     stored = (case.model.quantization or "").upper()
-    return case.many and case.vendor == "nvidia" and stored in ("AWQ-INT4", "GPTQ-INT4", "MXFP4")
+    return case.has_many_requests and case.vendor == "nvidia" and stored in ("AWQ-INT4", "GPTQ-INT4", "MXFP4")
 
 
-def _many_on_old_cards(case: Case) -> bool:
-    return case.many and case.before_turing
+def _has_many_on_old_cards(case: DecisionCase) -> bool:
+    return case.has_many_requests and case.has_pre_turing_cards
 
 
 # challenges: engines worth measuring, each with the evidence that would justify it
 
 
-@challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
-def measure_vllm(case: Case, chosen: str) -> str | None:
+@add_challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
+def measure_vllm(case: DecisionCase, chosen: str) -> str | None:
     """vLLM, the default, is worth measuring if another engine was chosen on GPUs, or for many requests on a CPU."""
     if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
         return f"throughput and latency no worse than {chosen}'s on your traffic: vLLM is the default"
-    if case.vendor is None and case.many and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}:
+    if (
+        case.vendor is None
+        and case.has_many_requests
+        and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}
+    ):
         return f"more tokens per second than {chosen} at {case.in_flight} concurrent requests on this CPU"
     return None
 
 
-@challenge(
+@add_challenge(
     "challenge.sglang", "sglang", 'hardware-strategy "making that branching decision based on measured bottlenecks"'
 )
-def measure_sglang(case: Case, chosen: str) -> str | None:
+def measure_sglang(case: DecisionCase, chosen: str) -> str | None:
     """SGLang is worth measuring for many concurrent requests, if prefixes repeat or the scheduler is the bottleneck."""
-    if not case.many or case.vendor not in ("nvidia", "amd") or chosen not in ("vllm", "tensorrt-llm", "tgi"):
+    if (
+        not case.has_many_requests
+        or case.vendor not in ("nvidia", "amd")
+        or chosen not in ("vllm", "tensorrt-llm", "tgi")
+    ):
         return None
     return "prefix cache hits from repeated prompts, or a queue that grows while the KV cache has free blocks"
 
 
-@challenge(
+@add_challenge(
     "challenge.tensorrt-llm",
     "tensorrt-llm",
     'hardware-strategy "worth investing in only for extreme volume or latency-critical cases"',
 )
-def measure_tensorrt(case: Case, chosen: str) -> str | None:
+def measure_tensorrt(case: DecisionCase, chosen: str) -> str | None:
     """TensorRT-LLM is worth measuring for many concurrent requests on NVIDIA data-centre GPUs."""
-    if not case.many or case.vendor != "nvidia" or case.kind != "datacenter":
+    if not case.has_many_requests or case.vendor != "nvidia" or case.kind != "datacenter":
         return None
     return f"a compute or runtime-overhead bottleneck of {chosen} at full load, and a gain worth the maintenance"
 
 
-@challenge("challenge.exllamav3", "exllamav3", 'cheat-sheet "single RTX box go brrr"')
-def measure_exllama(case: Case, chosen: str) -> str | None:
+@add_challenge("challenge.exllamav3", "exllamav3", 'cheat-sheet "single RTX box go brrr"')
+def measure_exllama(case: DecisionCase, chosen: str) -> str | None:
     """ExLlamaV3 is worth measuring on RTX cards for a few concurrent requests."""
-    if not case.rtx or not case.few or case.workload.precision_sensitive:
+    if not case.has_rtx_cards or not case.has_few_requests or case.workload.precision_sensitive:
         return None
     return f"more tokens per second for one stream than {chosen}, with the same agreement with the reference"
 
 
-@challenge("challenge.llama.cpp", "llama.cpp", 'cheat-sheet "runs anywhere"')
-def measure_llama_cpp(case: Case, chosen: str) -> str | None:
+@add_challenge("challenge.llama.cpp", "llama.cpp", 'cheat-sheet "runs anywhere"')
+def measure_llama_cpp(case: DecisionCase, chosen: str) -> str | None:
     """llama.cpp is worth measuring for fewer than ten concurrent requests: it is the simplest engine."""
     others = ("mlx", "exllamav3", "exllamav2", "pytorch", "vllm", "ollama")
-    if case.many or not case.is_llm or chosen not in others:
+    if case.has_many_requests or not case.is_llm or chosen not in others:
         return None
     return f"as many tokens per second as {chosen}: llama.cpp is simpler to operate"
 
 
-@challenge("challenge.mlx", "mlx", 'cheat-sheet "Apple Silicon weapon"')
-def measure_mlx(case: Case, chosen: str) -> str | None:
+@add_challenge("challenge.mlx", "mlx", 'cheat-sheet "Apple Silicon weapon"')
+def measure_mlx(case: DecisionCase, chosen: str) -> str | None:
     """MLX is worth measuring on a Mac that runs another engine."""
-    return f"more tokens per second than {chosen} on this Mac" if case.vendor == "apple" and not case.many else None
+    return (
+        f"more tokens per second than {chosen} on this Mac"
+        if case.vendor == "apple" and not case.has_many_requests
+        else None
+    )
 
 
-@challenge(
+@add_challenge(
     "challenge.lmdeploy",
     "lmdeploy",
     "InternLM/lmdeploy: README of 0.18.0, LMDeploy's figures: gpt-oss at 1.5 times vLLM's speed on H800",
 )
-def measure_lmdeploy(case: Case, chosen: str) -> str | None:
+def measure_lmdeploy(case: DecisionCase, chosen: str) -> str | None:
     """LMDeploy is worth measuring for many concurrent requests with 4-bit weights or on GPUs that vLLM dropped."""
-    if _many_on_old_cards(case):
+    if _has_many_on_old_cards(case):
         return f"more tokens per second than {chosen} on your traffic: it supports tensor parallelism on these GPUs"
-    if not _four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
+    if not _has_four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
         return None
     return f"more tokens per second than {chosen} on the same {case.model.quantization} weights and your traffic"
 
@@ -605,10 +635,10 @@ def measure_lmdeploy(case: Case, chosen: str) -> str | None:
 # above the engine
 
 
-@orchestration(
+@add_orchestration(
     "orchestrate.dynamo", 'behind-the-stack "Use Dynamo when you need to scale inference like infrastructure"'
 )
-def dynamo(case: Case, nodes: int) -> Pick | None:
+def orchestrate_with_dynamo(case: DecisionCase, nodes: int) -> Pick | None:
     """Several nodes of NVIDIA GPUs, extreme volume, and a team that runs clusters: Dynamo."""
     if nodes < 2 or case.vendor != "nvidia" or not case.allows("cluster"):
         return None
@@ -620,17 +650,17 @@ def dynamo(case: Case, nodes: int) -> Pick | None:
     )
 
 
-@orchestration(
+@add_orchestration(
     "orchestrate.kubernetes", 'hardware-strategy "We pool GPUs on Kubernetes, manage queuing and scheduling with Kueue"'
 )
-def kubernetes(case: Case, nodes: int) -> Pick | None:
+def orchestrate_with_kubernetes(case: DecisionCase, nodes: int) -> Pick | None:
     """Several nodes, and a team that runs Kubernetes: Kubernetes."""
     if nodes < 2 or case.operations.machinery != "kubernetes":
         return None
     return Pick(("kubernetes",), f"{nodes} nodes, and the team runs Kubernetes")
 
 
-@orchestration("orchestrate.ray", 'behind-the-stack "How much infrastructure are you willing to manage?"')
-def ray(case: Case, nodes: int) -> Pick | None:
+@add_orchestration("orchestrate.ray", 'behind-the-stack "How much infrastructure are you willing to manage?"')
+def orchestrate_with_ray(case: DecisionCase, nodes: int) -> Pick | None:
     """Several nodes in all other cases: Ray starts the engine, or its replicas, on all of them."""
     return Pick(("ray",), f"{nodes} nodes: Ray starts the engine on all of them") if nodes > 1 else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bedplate.decide.memory import free_of
+from bedplate.decide.memory import get_free_bytes
 from bedplate.decide.wording import join_alternatives
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.engines.roles import FIRST
-from bedplate.errors import AnswerIsNo
-from bedplate.values import Accelerator, Decision, Hardware, Workload, replaced
-from bedplate.values.units import memory
+from bedplate.errors import NotPossible
+from bedplate.values import Accelerator, Decision, Hardware, Workload, replace_fields
+from bedplate.values.units import format_memory
 
 HOST = "host"
 FULL_SHARE = 0.05
@@ -22,7 +22,7 @@ Decides = Callable[[Hardware, Workload], Decision]
 
 
 @dataclass(frozen=True)
-class Ask:
+class ServiceAsk:
     name: str
     workload: Workload
     decides: Decides
@@ -32,7 +32,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Part:
+class MachinePart:
     """The part of the machine that a service gets; all its replicas are the same."""
 
     workload: Workload
@@ -44,34 +44,36 @@ class Part:
     """The accelerators of each replica by the driver's indices; empty if the engine chooses."""
 
 
-def together(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None = None) -> tuple[Part, ...]:
+def divide_machine(
+    hardware: Hardware, asks: Sequence[ServiceAsk], budget_bytes: int | None = None
+) -> tuple[MachinePart, ...]:
     """A part for each service; raises if they do not fit together.
 
     If they do not fit with spare context and slots, the minimum is tried. Services that stay loaded must fit together;
     each service on demand must fit in the remaining memory alone.
     """
     try:
-        return _parts(hardware, asks, budget_bytes)
-    except AnswerIsNo:
-        modest = [_modest(ask) for ask in asks]
+        return _make_parts(hardware, asks, budget_bytes)
+    except NotPossible:
+        modest = [_reduce_to_minimum(ask) for ask in asks]
         if modest == list(asks):
             raise
-        return _parts(hardware, modest, budget_bytes)
+        return _make_parts(hardware, modest, budget_bytes)
 
 
-def _parts(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None) -> tuple[Part, ...]:
-    found: dict[int, Part] = {}
+def _make_parts(hardware: Hardware, asks: Sequence[ServiceAsk], budget_bytes: int | None) -> tuple[MachinePart, ...]:
+    found: dict[int, MachinePart] = {}
     taken: list[Need] = []
     stay = [index for index, ask in enumerate(asks) if not ask.on_demand]
     for index in (*stay, *(index for index, ask in enumerate(asks) if ask.on_demand)):
         ask = asks[index]
-        rest = less(hardware, taken, budget_bytes)
-        part = _part(rest, ask, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
+        rest = subtract_needs(hardware, taken, budget_bytes)
+        part = _make_part(rest, ask, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
         if not part.decision.fits and (len(asks) > 1 or ask.replicas > 1 or budget_bytes is not None):
             others = [asks[other].name for other in stay if other in found]
-            raise _too_much(ask, part.decision, others, hardware, budget_bytes)
-        if _crowded(part, ask, hardware):
-            raise AnswerIsNo(
+            raise _explain_too_much(ask, part.decision, others, hardware, budget_bytes)
+        if _is_crowded(part, ask, hardware):
+            raise NotPossible(
                 f"{ask.replicas} replicas of {part.decision.engine} need one accelerator each",
                 cause=f"each reserves a share of a whole GPU, and there are only {len(hardware.accelerators)}",
                 hint=f"fewer replicas, or --engine {FIRST.id}, whose processes can share a GPU",
@@ -82,25 +84,25 @@ def _parts(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None) ->
     return tuple(found[index] for index in range(len(asks)))
 
 
-def _part(hardware: Hardware, ask: Ask, *, alone: bool, name_cards: bool) -> Part:
+def _make_part(hardware: Hardware, ask: ServiceAsk, *, alone: bool, name_cards: bool) -> MachinePart:
     if alone and ask.replicas == 1:
         decision = ask.decides(hardware, ask.workload)
-        return Part(ask.workload, decision, (need_of(decision, hardware.accelerators),), ((),))
-    groups = _groups(hardware.accelerators, ask.replicas)
-    machine, workload = portion(hardware, groups[-1], ask.replicas), _shared_out(ask.workload, ask.replicas)
+        return MachinePart(ask.workload, decision, (count_need(decision, hardware.accelerators),), ((),))
+    groups = _group_cards(hardware.accelerators, ask.replicas)
+    machine, workload = take_portion(hardware, groups[-1], ask.replicas), _divide_workload(ask.workload, ask.replicas)
     decision = ask.decides(machine, workload)
-    used = [group[: _cards_used(decision)] for group in groups]
-    needs = tuple(need_of(decision, group) for group in groups)
+    used = [group[: _count_used_cards(decision)] for group in groups]
+    needs = tuple(count_need(decision, group) for group in groups)
     cards = tuple(tuple(card.index for card in group) for group in used)
-    return Part(workload, decision, needs, cards if name_cards else tuple(() for _ in groups))
+    return MachinePart(workload, decision, needs, cards if name_cards else tuple(() for _ in groups))
 
 
-def _crowded(part: Part, ask: Ask, hardware: Hardware) -> bool:
+def _is_crowded(part: MachinePart, ask: ServiceAsk, hardware: Hardware) -> bool:
     settings = part.decision.settings
     return settings is not None and settings.memory_share is not None and ask.replicas > len(hardware.accelerators) > 0
 
 
-def need_of(decision: Decision, cards: Sequence[Accelerator]) -> Need:
+def count_need(decision: Decision, cards: Sequence[Accelerator]) -> Need:
     """The memory that one engine needs on each device; an engine that reserves a share of a card takes all of it."""
     found: dict[str, int] = {}
     whole = decision.settings is not None and decision.settings.memory_share is not None
@@ -109,57 +111,57 @@ def need_of(decision: Decision, cards: Sequence[Accelerator]) -> Need:
             found[HOST] = found.get(HOST, 0) + one.high_bytes
             continue
         for card in cards[: one.count]:
-            found[f"card {card.index}"] = max(one.high_bytes, (free_of(card) or 0) if whole else 0)
+            found[f"card {card.index}"] = max(one.high_bytes, (get_free_bytes(card) or 0) if whole else 0)
     return found
 
 
-def less(hardware: Hardware, taken: Sequence[Need], budget_bytes: int | None = None) -> Hardware:
+def subtract_needs(hardware: Hardware, taken: Sequence[Need], budget_bytes: int | None = None) -> Hardware:
     """The machine without the memory that is taken, within the budget; cards with the most free memory first."""
     left = None if budget_bytes is None else max(0, budget_bytes - sum(sum(need.values()) for need in taken))
     available = hardware.memory.available_bytes - sum(need.get(HOST, 0) for need in taken)
     if left is not None:
         available = min(available, round(left / (1 - RESERVED_SHARE)))
-    cards = [_less_of(card, taken, left) for card in hardware.accelerators]
+    cards = [_subtract_from_card(card, taken, left) for card in hardware.accelerators]
     if taken:
-        cards.sort(key=lambda card: -(free_of(card) or 0))
-        not_full = [card for card in cards if not _full(card)]
+        cards.sort(key=lambda card: -(get_free_bytes(card) or 0))
+        not_full = [card for card in cards if not _is_full(card)]
         cards = not_full or cards[:1]
-    return replaced(
+    return replace_fields(
         hardware,
-        memory=replaced(hardware.memory, available_bytes=max(0, available)),
+        memory=replace_fields(hardware.memory, available_bytes=max(0, available)),
         accelerators=tuple(cards),
     )
 
 
-def _less_of(card: Accelerator, taken: Sequence[Need], left: int | None) -> Accelerator:
-    free = free_of(card)
+def _subtract_from_card(card: Accelerator, taken: Sequence[Need], left: int | None) -> Accelerator:
+    free = get_free_bytes(card)
     if free is None:
         return card
     free -= sum(need.get(f"card {card.index}", 0) for need in taken)
-    return replaced(card, free_bytes=max(0, free if left is None else min(free, left)))
+    return replace_fields(card, free_bytes=max(0, free if left is None else min(free, left)))
 
 
-def _full(card: Accelerator) -> bool:
-    free = free_of(card)
+def _is_full(card: Accelerator) -> bool:
+    free = get_free_bytes(card)
     return free is not None and free < FULL_SHARE * (card.memory_bytes or free or 1)
 
 
-def portion(hardware: Hardware, cards: Sequence[Accelerator], replicas: int) -> Hardware:
+def take_portion(hardware: Hardware, cards: Sequence[Accelerator], replicas: int) -> Hardware:
     """The part of the machine for one replica: its share of cores and memory, and its cards."""
     cpu = hardware.cpu
-    return replaced(
+    return replace_fields(
         hardware,
-        cpu=replaced(
+        cpu=replace_fields(
             cpu,
             allowed_cores=cpu.allowed_cores / replicas,
             allowed_physical_cores=max(1, cpu.allowed_physical_cores // replicas),
         ),
-        memory=replaced(hardware.memory, available_bytes=hardware.memory.available_bytes // replicas),
+        memory=replace_fields(hardware.memory, available_bytes=hardware.memory.available_bytes // replicas),
         accelerators=tuple(cards),
     )
 
 
-def _groups(cards: Sequence[Accelerator], replicas: int) -> list[tuple[Accelerator, ...]]:
+def _group_cards(cards: Sequence[Accelerator], replicas: int) -> list[tuple[Accelerator, ...]]:
     """The cards of each replica, those with the least free memory last; replicas share cards if there are too few."""
     if not cards:
         return [()] * replicas
@@ -167,22 +169,22 @@ def _groups(cards: Sequence[Accelerator], replicas: int) -> list[tuple[Accelerat
     if each:
         return [tuple(cards[number * each : (number + 1) * each]) for number in range(replicas)]
     sharers = -(-replicas // len(cards))
-    shared = [replaced(card, free_bytes=(free_of(card) or 0) // sharers) for card in cards]
+    shared = [replace_fields(card, free_bytes=(get_free_bytes(card) or 0) // sharers) for card in cards]
     groups: list[tuple[Accelerator, ...]] = [(card,) for card in shared * sharers]
     return groups[:replicas]
 
 
-def _cards_used(decision: Decision) -> int:
+def _count_used_cards(decision: Decision) -> int:
     if decision.settings is None or decision.settings.device == "cpu":
         return 0
     layout = decision.parallelism
     return layout.tensor * layout.pipeline * layout.data
 
 
-def _shared_out(workload: Workload, replicas: int) -> Workload:
+def _divide_workload(workload: Workload, replicas: int) -> Workload:
     """One replica's part of the workload."""
     rate = workload.requests_per_s
-    return replaced(
+    return replace_fields(
         workload,
         users=-(-workload.users // replicas),
         concurrency=-(-workload.concurrency // replicas) if workload.concurrency is not None else None,
@@ -190,26 +192,30 @@ def _shared_out(workload: Workload, replicas: int) -> Workload:
     )
 
 
-def _modest(ask: Ask) -> Ask:
+def _reduce_to_minimum(ask: ServiceAsk) -> ServiceAsk:
     """The request without the spare context and slots that engines otherwise get if there is memory."""
     work = ask.workload
-    asked = replaced(work, context_tokens=work.request_tokens, concurrency=work.in_flight())
-    return Ask(ask.name, asked, ask.decides, ask.replicas, ask.on_demand)
+    asked = replace_fields(work, context_tokens=work.request_tokens, concurrency=work.compute_in_flight())
+    return ServiceAsk(ask.name, asked, ask.decides, ask.replicas, ask.on_demand)
 
 
-def _too_much(
-    ask: Ask, decision: Decision, others: Sequence[str], hardware: Hardware, budget_bytes: int | None
-) -> AnswerIsNo:
+def _explain_too_much(
+    ask: ServiceAsk, decision: Decision, others: Sequence[str], hardware: Hardware, budget_bytes: int | None
+) -> NotPossible:
     first = decision.refused[0] if decision.refused else None
     many = f"{ask.replicas} replicas of {ask.name} do" if ask.replicas > 1 else f"{ask.name} does"
     where = f" together with {' and '.join(others)}" if others else ""
-    within = memory(budget_bytes) if budget_bytes is not None else f"{memory(hardware.memory.available_bytes)} of RAM"
+    within = (
+        format_memory(budget_bytes)
+        if budget_bytes is not None
+        else f"{format_memory(hardware.memory.available_bytes)} of RAM"
+    )
     hints = ["fewer replicas"] if ask.replicas > 1 else []
     if others:
         hints.append("a ttl for the services, so that each is loaded only when it is needed")
     if budget_bytes is not None:
         hints.append("a larger memory budget")
-    return AnswerIsNo(
+    return NotPossible(
         f"{many} not fit{where} in {within}",
         cause=f"{first.engine}: {first.why}" if first is not None else None,
         hint=join_alternatives((*hints, *decision.hints)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bedplate.values import Remedy, Shortage
-from bedplate.values.units import memory
+from bedplate.values.units import format_memory
 
 
 def describe_shortage(shortage: Shortage, *, breakdown: bool = True) -> str:
@@ -13,13 +13,15 @@ def describe_shortage(shortage: Shortage, *, breakdown: bool = True) -> str:
     where = ""
     if shortage.device != "host":
         where = f" on each of {shortage.count} GPUs" if shortage.count > 1 else " on the GPU"
-    usable = f"{memory(shortage.usable_bytes)} is" if shortage.usable_bytes is not None else "an unknown amount is"
+    usable = (
+        f"{format_memory(shortage.usable_bytes)} is" if shortage.usable_bytes is not None else "an unknown amount is"
+    )
     parts = (
-        f" (weights {memory(shortage.weights_bytes)}, cache {memory(shortage.cache_bytes)}, "
-        f"overhead {memory(shortage.overhead_bytes)})"
+        f" (weights {format_memory(shortage.weights_bytes)}, cache {format_memory(shortage.cache_bytes)}, "
+        f"overhead {format_memory(shortage.overhead_bytes)})"
     )
     return (
-        f"needs {memory(shortage.needed_bytes)}{where} in {shortage.weights_label}{parts if breakdown else ''}, "
+        f"needs {format_memory(shortage.needed_bytes)}{where} in {shortage.weights_label}{parts if breakdown else ''}, "
         f"but only {usable} usable"
     )
 
@@ -31,7 +33,7 @@ def describe_remedy(remedy: Remedy) -> str:
             f"(this one has {remedy.bits_per_weight:.1f})"
         )
     if remedy.kind == "memory":
-        return f"{memory(remedy.memory_bytes or 0)} more free memory{' on the GPUs' if remedy.on_cards else ''}"
+        return f"{format_memory(remedy.memory_bytes or 0)} more free memory{' on the GPUs' if remedy.on_cards else ''}"
     return f"{remedy.cards} GPUs of this model"
 
 

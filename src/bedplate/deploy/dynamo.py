@@ -8,36 +8,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bedplate.decide.estimate import expectation_for
+from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.deploy.images import DYNAMO_TAG_NOTE, DYNAMO_VERSION, Image
-from bedplate.deploy.kubernetes import Files, manifests, workload
+from bedplate.deploy.kubernetes import Files, write_manifests, write_workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
     QUEUE_LABEL,
     Tree,
-    container_rights,
-    counted,
-    environment,
-    labels_of,
-    metadata,
-    mounts,
-    noted_arguments,
-    place,
-    resources,
-    rights,
-    volumes,
-    waiting,
+    annotate_arguments,
+    format_count,
+    make_labels,
+    select_nodes,
+    write_container_security,
+    write_environment,
+    write_metadata,
+    write_mounts,
+    write_resources,
+    write_security_context,
+    write_volumes,
+    write_wait_container,
 )
-from bedplate.deploy.queues import queue_of
-from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, behaviour, bounds, replica_bounds
-from bedplate.deploy.served import DRAIN_S, GIB, Served, engines_that, served, with_slots
-from bedplate.deploy.yaml_writer import Why, why
+from bedplate.deploy.queues import choose_queue
+from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, compute_bounds, write_behavior, write_replica_bounds
+from bedplate.deploy.served import DRAIN_S, GIB, ServiceContainers, describe_containers, find_engines, with_slots
+from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.engines import DynamoWorker, Engine
-from bedplate.errors import AnswerIsNo
-from bedplate.values import replaced
-from bedplate.values.intent import Deploy
-from bedplate.values.units import seconds
+from bedplate.errors import NotPossible
+from bedplate.values import replace_fields
+from bedplate.values.intent import DeployTarget
+from bedplate.values.units import format_seconds
 
 SYSTEM_PORT = 9090
 SERVER_OPTIONS = ("--host", "--port")
@@ -53,7 +53,7 @@ PROMPT_HEAVY = 2.0
 
 
 @dataclass(frozen=True)
-class Split:
+class WorkerSplit:
     """How many workers do prefill and decode, and why."""
 
     prefill: int
@@ -61,29 +61,29 @@ class Split:
     words: str
 
     @property
-    def apart(self) -> bool:
+    def is_disaggregated(self) -> bool:
         return self.prefill > 0
 
 
-def dynamo(platform: Platform) -> Files:
-    units = [served(placed, platform.deploy) for placed in platform.services]
-    reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
+def write_dynamo(platform: Platform) -> Files:
+    units = [describe_containers(placed, platform.deploy) for placed in platform.services]
+    reasons = {unit.name: reason for unit in units if (reason := explain_refusal(unit)) is not None}
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
-        raise AnswerIsNo(first, hint=f"use --emit kubernetes, or --engine {STANDARD_ENGINE} on NVIDIA GPUs")
+        raise NotPossible(first, hint=f"use --emit kubernetes, or --engine {STANDARD_ENGINE} on NVIDIA GPUs")
     workloads: dict[str, Sequence[Tree]] = {}
     for index, unit in enumerate(units):
         if unit.name in reasons:
-            workloads[unit.name] = workload(unit, platform)
+            workloads[unit.name] = write_workload(unit, platform)
         else:
-            units[index] = _as_dynamo(unit)
-            workloads[unit.name] = _graph(units[index], platform)
-    return manifests(platform, units, workloads, plain_reasons=reasons)
+            units[index] = _use_dynamo_image(unit)
+            workloads[unit.name] = _write_graph(units[index], platform)
+    return write_manifests(platform, units, workloads, plain_reasons=reasons)
 
 
-def refused(unit: Served) -> str | None:
+def explain_refusal(unit: ServiceContainers) -> str | None:
     if unit.engine.dynamo is None:
-        runs = ", ".join(one.id for one in engines_that(lambda one: one.dynamo))
+        runs = ", ".join(one.id for one in find_engines(lambda one: one.dynamo))
         return f"Dynamo runs {runs}, but {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
         return f"Dynamo's images need NVIDIA GPUs, but {unit.name} runs on {unit.plan.settings.device}"
@@ -92,45 +92,50 @@ def refused(unit: Served) -> str | None:
     return None
 
 
-def _as_dynamo(unit: Served) -> Served:
-    worker = worker_of(unit.engine)
+def _use_dynamo_image(unit: ServiceContainers) -> ServiceContainers:
+    worker = get_worker(unit.engine)
     brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} includes {unit.engine.name} {worker.version}"
     note = f"{brings}; the plan was made for {unit.plan.engine_version}; {DYNAMO_TAG_NOTE}"
     return replace(unit, image=Image(f"{worker.image}:{DYNAMO_VERSION}", note, user=1000, group=0, python=True))
 
 
-def split_of(unit: Served, deploy: Deploy) -> Split:
+def split_workers(unit: ServiceContainers, deploy: DeployTarget) -> WorkerSplit:
     """Divide the workers into prefill and decode by the share of time that prefill takes."""
-    share, words = prompt_share(unit)
+    share, words = estimate_prefill_share(unit)
     work, count = unit.plan.workload, unit.replicas
     # A decode worker keeps every running request in its KV cache; a prefill worker hands each one on.
     holds = max(1, unit.placed.decision.max_concurrency // count)
     least = -(-unit.placed.decision.in_flight // holds)
     possible = work.task == "generate" and least < count
     if deploy.layout == "disaggregated" and not possible:
-        requests = counted(unit.placed.decision.in_flight, "concurrent request")
-        raise AnswerIsNo(
-            f"{unit.name} cannot be disaggregated: decoding {requests} takes all of its {counted(count, 'worker')}",
+        requests = format_count(unit.placed.decision.in_flight, "concurrent request")
+        raise NotPossible(
+            f"{unit.name} cannot be disaggregated: decoding {requests} takes all of its "
+            f"{format_count(count, 'worker')}",
             hint="set deploy.layout: aggregated, or use more GPUs",
         )
     heavy = work.prompt_tokens >= PROMPT_HEAVY * work.output_tokens
     worth = heavy and count >= LEAST_APART and share is not None and 0.15 < share < 0.85
     if deploy.layout == "aggregated" or not possible or (deploy.layout is None and not worth):
-        shape = f"{counted(count, 'worker')}, {work.prompt_tokens:,} prompt and {work.output_tokens:,} output tokens"
+        shape = (
+            f"{format_count(count, 'worker')}, {work.prompt_tokens:,} prompt and {work.output_tokens:,} output tokens"
+        )
         why_not = "Aggregated, as requested" if deploy.layout == "aggregated" else f"Aggregated: {shape}"
-        return Split(0, count, ". ".join(part for part in (why_not, words) if part))
+        return WorkerSplit(0, count, ". ".join(part for part in (why_not, words) if part))
     prefill = max(1, round(count * (share if share is not None else 0.5)))
     decode = max(least, count - prefill)
     prefill = count - decode
-    held = f"{counted(decode, 'decode worker')} for {unit.placed.decision.in_flight:,} concurrent requests"
-    return Split(prefill, decode, f"{words or 'There is no estimate, so the workers are divided equally'}. {held}")
+    held = f"{format_count(decode, 'decode worker')} for {unit.placed.decision.in_flight:,} concurrent requests"
+    return WorkerSplit(
+        prefill, decode, f"{words or 'There is no estimate, so the workers are divided equally'}. {held}"
+    )
 
 
-def prompt_share(unit: Served) -> tuple[float | None, str]:
+def estimate_prefill_share(unit: ServiceContainers) -> tuple[float | None, str]:
     """Return the share of a request's compute time that prefill takes, and the comment for it."""
     made = unit.placed.decision.estimate.output_tok_s
-    work = replaced(unit.plan.workload, concurrency=1, users=1, requests_per_s=None)
-    alone = expectation_for(
+    work = replace_fields(unit.plan.workload, concurrency=1, users=1, requests_per_s=None)
+    alone = compute_expectation(
         unit.placed.node, unit.placed.plan.model, unit.engine.id, unit.plan.parallelism, work, slots=1
     )
     if made is None or alone is None or made.value <= 0:
@@ -138,147 +143,152 @@ def prompt_share(unit: Served) -> tuple[float | None, str]:
     request_s = work.output_tokens * max(1, unit.placed.decision.parallelism.data) / made.value
     share = min(1.0, alone.ttft_s / request_s)
     words = (
-        f"By the estimate a replica computes {seconds(request_s)} per request, {seconds(alone.ttft_s)} of it prefill: "
+        f"By the estimate a replica computes {format_seconds(request_s)} per request, "
+        f"{format_seconds(alone.ttft_s)} of it prefill: "
         f"{share:.0%}"
     )
     return share, words
 
 
-def _graph(unit: Served, platform: Platform) -> list[Tree]:
-    deploy, queue = platform.deploy, queue_of(unit, platform)
-    split = split_of(unit, deploy)
+def _write_graph(unit: ServiceContainers, platform: Platform) -> list[Tree]:
+    deploy, queue = platform.deploy, choose_queue(unit, platform)
+    split = split_workers(unit, deploy)
     workers = []
-    if not split.apart:
-        workers.append(_worker(unit, deploy, queue, "worker", split.decode))
+    if not split.is_disaggregated:
+        workers.append(_write_worker(unit, deploy, queue, "worker", split.decode))
     else:
         each = -(-unit.placed.decision.in_flight // split.decode)
-        workers.append(_worker(with_slots(unit, each), deploy, queue, "decode", split.decode))
-        workers.append(_worker(unit, deploy, queue, "prefill", split.prefill))
-    components = [_front_end(unit, deploy, queue), *workers]
+        workers.append(_write_worker(with_slots(unit, each), deploy, queue, "decode", split.decode))
+        workers.append(_write_worker(unit, deploy, queue, "prefill", split.prefill))
+    components = [_write_frontend(unit, deploy, queue), *workers]
     graph = {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
-        "metadata": metadata(unit.name, deploy, labels_of(unit)),
+        "metadata": write_metadata(unit.name, deploy, make_labels(unit)),
         "spec": {
-            "backendFramework": worker_of(unit.engine).framework,
-            "components": why(components, split.words),
+            "backendFramework": get_worker(unit.engine).framework,
+            "components": annotate(components, split.words),
         },
     }
-    return [*settings_of(unit, split, deploy), graph, *_scaled(unit, split, deploy)]
+    return [*write_settings(unit, split, deploy), graph, *_write_scaling(unit, split, deploy)]
 
 
-def _front_end(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
+def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
     waits = unit.grace_s - DRAIN_S
     container: Tree = {
         "name": "main",
         "image": unit.image.name,
         "command": ["python3", "-m", "dynamo.frontend"],
         "env": [
-            why({"name": "DYN_ROUTER_MODE", "value": "kv"}, "route to the worker with the longest cached prefix"),
+            annotate({"name": "DYN_ROUTER_MODE", "value": "kv"}, "route to the worker with the longest cached prefix"),
             {"name": "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(waits)},
-            why(
+            annotate(
                 {"name": "DYN_MIGRATION_LIMIT", "value": "3"},
                 "a request whose worker fails continues on another worker",
             ),
             {"name": "HOME", "value": "/cache"},
         ],
         "resources": {"requests": {"cpu": 4, "memory": "8Gi"}, "limits": {"memory": "8Gi"}},
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [
-            why(
+            annotate(
                 {"name": "models", "mountPath": "/models", "readOnly": True}, "the frontend needs the model's tokenizer"
             ),
             {"name": "cache", "mountPath": "/cache"},
         ],
     }
-    kept = [volume for volume in volumes(unit) if isinstance(volume, Mapping) and volume["name"] in ("models", "cache")]
+    kept = [
+        volume
+        for volume in write_volumes(unit)
+        if isinstance(volume, Mapping) and volume["name"] in ("models", "cache")
+    ]
     spec: Tree = {
-        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
-        "securityContext": rights(unit.image),
-        "initContainers": [waiting(unit)],
+        "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
+        "securityContext": write_security_context(unit.image),
+        "initContainers": [write_wait_container(unit)],
         "containers": [container],
         "volumes": kept,
     }
-    labels = labels_of(unit) | {"app.kubernetes.io/component": "frontend"}
+    labels = make_labels(unit) | {"app.kubernetes.io/component": "frontend"}
     return {
         "name": "frontend",
         "type": "frontend",
-        "replicas": why(
+        "replicas": annotate(
             1 if unit.replicas < LEAST_APART else 2, "it only tokenizes and routes: one serves many workers"
         ),
-        "podTemplate": {"metadata": {"labels": _queued(labels, queue)}, "spec": spec},
+        "podTemplate": {"metadata": {"labels": _add_queue_label(labels, queue)}, "spec": spec},
     }
 
 
-def _worker(unit: Served, deploy: Deploy, queue: str | None, role: str, count: int) -> Tree:
-    scaled = role == "worker" and bounds(unit)[0] != bounds(unit)[1]
+def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | None, role: str, count: int) -> Tree:
+    scaled = role == "worker" and compute_bounds(unit)[0] != compute_bounds(unit)[1]
     rdma = deploy.rdma if role != "worker" or unit.nodes > 1 else None
     unit = replace(unit, files=unit.engine.dynamo_files(unit.plan, role))
     container: Tree = {
         "name": "main",
-        "image": why(unit.image.name, unit.image.note),
-        "command": ["python3", "-m", worker_of(unit.engine).module],
-        "args": noted_arguments(unit, arguments(unit, role)),
+        "image": annotate(unit.image.name, unit.image.note),
+        "command": ["python3", "-m", get_worker(unit.engine).module],
+        "args": annotate_arguments(unit, build_arguments(unit, role)),
         "env": [
-            *(entry for entry in environment(unit) if entry["name"] != unit.engine.key_variable),
+            *(entry for entry in write_environment(unit) if entry["name"] != unit.engine.key_variable),
             {"name": "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(unit.grace_s - DRAIN_S)},
         ],
-        "resources": resources(unit, rdma),
-        "startupProbe": why(
+        "resources": write_resources(unit, rdma),
+        "startupProbe": annotate(
             {
                 "httpGet": {"path": "/live", "port": SYSTEM_PORT},
                 "periodSeconds": 10,
                 "timeoutSeconds": 5,
                 "failureThreshold": unit.start_failures,
             },
-            f"{unit.load_words}. The pod restarts if it is not ready after {seconds(unit.start_failures * 10)}",
+            f"{unit.load_words}. The pod restarts if it is not ready after {format_seconds(unit.start_failures * 10)}",
         ),
-        "securityContext": container_rights(rdma is not None),
-        "volumeMounts": [mount for mount in mounts(unit) if mount["name"] != "shm"],
+        "securityContext": write_container_security(rdma is not None),
+        "volumeMounts": [mount for mount in write_mounts(unit) if mount["name"] != "shm"],
     }
     settings = f"{unit.name}-{role}" if unit.files else None
     spec: Tree = {
-        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
-        "securityContext": rights(unit.image),
-        **place(unit),
-        "initContainers": [waiting(unit)],
+        "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
+        "securityContext": write_security_context(unit.image),
+        **select_nodes(unit),
+        "initContainers": [write_wait_container(unit)],
         "containers": [container],
-        "volumes": [volume for volume in volumes(unit, settings) if not isinstance(volume, Why)],
+        "volumes": [volume for volume in write_volumes(unit, settings) if not isinstance(volume, CommentedValue)],
     }
     return {
         "name": role,
         "type": role,
         "replicas": count,
-        "scalingAdapter": why({}, "the ScaledObject below sets the number of replicas") if scaled else None,
-        "sharedMemorySize": why(f"{unit.shm_bytes // GIB}Gi", "shared memory between the ranks of one worker"),
-        "multinode": why({"nodeCount": unit.nodes}, f"{unit.cards} GPUs on each") if unit.nodes > 1 else None,
-        "podTemplate": {"metadata": {"labels": _queued(labels_of(unit), queue)}, "spec": spec},
+        "scalingAdapter": annotate({}, "the ScaledObject below sets the number of replicas") if scaled else None,
+        "sharedMemorySize": annotate(f"{unit.shm_bytes // GIB}Gi", "shared memory between the ranks of one worker"),
+        "multinode": annotate({"nodeCount": unit.nodes}, f"{unit.cards} GPUs on each") if unit.nodes > 1 else None,
+        "podTemplate": {"metadata": {"labels": _add_queue_label(make_labels(unit), queue)}, "spec": spec},
     }
 
 
-def _queued(labels: Tree, queue: str | None) -> Tree:
+def _add_queue_label(labels: Tree, queue: str | None) -> Tree:
     """Label the pods with their queue: Kueue does not know Dynamo's graphs, but admits single pods."""
     return labels | ({QUEUE_LABEL: queue} if queue is not None else {})
 
 
-def arguments(unit: Served, role: str) -> tuple[str, ...]:
+def build_arguments(unit: ServiceContainers, role: str) -> tuple[str, ...]:
     """Return the engine's options without those of its server, plus Dynamo's options for the role."""
-    worker = worker_of(unit.engine)
+    worker = get_worker(unit.engine)
     found = ["--model", unit.model_path] if worker.names_model else []
     if worker.names_served:
         found += ["--served-model-name", unit.plan.model.served_name]
-    found += engine_options(worker, unit.launch.argv)
+    found += select_engine_options(worker, unit.launch.argv)
     own = unit.engine.dynamo_options(role, unit.plan.workload.task)
-    return tuple(_paired([*found, *own, *parser_options(worker, unit.launch.argv)]))
+    return tuple(_join_values([*found, *own, *choose_parser_options(worker, unit.launch.argv)]))
 
 
-def worker_of(engine: Engine) -> DynamoWorker:
+def get_worker(engine: Engine) -> DynamoWorker:
     if engine.dynamo is None:
-        raise AnswerIsNo(f"Dynamo has no worker for {engine.name}")
+        raise NotPossible(f"Dynamo has no worker for {engine.name}")
     return engine.dynamo
 
 
-def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
+def select_engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Return the options of a launch command without the model and without those of the server."""
     words = list(argv)
     dropped = {*SERVER_OPTIONS, *worker.drops, worker.tool_parser, worker.reasoning_parser}
@@ -297,7 +307,7 @@ def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     return found
 
 
-def parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
+def choose_parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Return Dynamo's options for the parsers of tool calls and reasoning that its frontend supports."""
     words = list(argv)
     found: list[str] = []
@@ -311,7 +321,7 @@ def parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _paired(words: Sequence[str]) -> list[str]:
+def _join_values(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     index = 0
     while index < len(words):
@@ -324,43 +334,43 @@ def _paired(words: Sequence[str]) -> list[str]:
     return found
 
 
-def settings_of(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
+def write_settings(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTarget) -> list[Tree]:
     """Write a ConfigMap of the engine's files for each role."""
     if not unit.files:
         return []
-    roles = ("decode", "prefill") if split.apart else ("worker",)
+    roles = ("decode", "prefill") if split.is_disaggregated else ("worker",)
     return [
         {
-            "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(f"{unit.name}-{role}", deploy),
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": write_metadata(f"{unit.name}-{role}", deploy),
             "data": unit.engine.dynamo_files(unit.plan, role),
         }
         for role in roles
     ]  # fmt: skip
 
 
-def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
+def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTarget) -> list[Tree]:
     """Scale aggregated workers by the frontend's active requests."""
-    least, most = bounds(unit)
-    if least == most or split.apart:
+    least, most = compute_bounds(unit)
+    if least == most or split.is_disaggregated:
         # With prefill and decode workers the ratio matters too; Dynamo's planner controls both.
         return []
-    of = f'{{dynamo_namespace="{metadata("", deploy)["namespace"]}-{unit.name}"}}'
-    each = max(1, round(FULL * unit.at_once))
+    of = f'{{dynamo_namespace="{write_metadata("", deploy)["namespace"]}-{unit.name}"}}'
+    each = max(1, round(FULL * unit.request_capacity))
     return [
         {
             "apiVersion": "keda.sh/v1alpha1",
             "kind": "ScaledObject",
-            "metadata": metadata(unit.name, deploy),
+            "metadata": write_metadata(unit.name, deploy),
             "spec": {
                 "scaleTargetRef": {
                     "apiVersion": "nvidia.com/v1alpha1",
                     "kind": "DynamoGraphDeploymentScalingAdapter",
-                    "name": why(f"{unit.name}-worker", "the operator creates it for the component named worker"),
+                    "name": annotate(f"{unit.name}-worker", "the operator creates it for the component named worker"),
                 },
-                **replica_bounds(unit),
+                **write_replica_bounds(unit),
                 "pollingInterval": 15,
                 "cooldownPeriod": QUIET_S,
-                "advanced": behaviour(unit),
+                "advanced": write_behavior(unit),
                 "triggers": [
                     {
                         "type": "prometheus",
@@ -368,7 +378,9 @@ def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
                         "metadata": {
                             "serverAddress": deploy.prometheus or PROMETHEUS,
                             "query": f"sum(dynamo_frontend_active_requests{of})",
-                            "threshold": why(str(each), f"{FULL:.0%} of the capacity of a worker, {unit.at_once:,}"),
+                            "threshold": annotate(
+                                str(each), f"{FULL:.0%} of the capacity of a worker, {unit.request_capacity:,}"
+                            ),
                         },
                     }
                 ],

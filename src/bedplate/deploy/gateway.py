@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from bedplate.deploy.images import ENDPOINT_PICKER
-from bedplate.deploy.pods import Tree, container_rights, metadata, selecting
-from bedplate.deploy.served import PORT, Served, engines_that
-from bedplate.deploy.yaml_writer import document, why
+from bedplate.deploy.pods import Tree, make_selector, write_container_security, write_metadata
+from bedplate.deploy.served import PORT, ServiceContainers, find_engines
+from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines import MetricNames
-from bedplate.errors import AnswerIsNo
-from bedplate.values.intent import Deploy
+from bedplate.errors import NotPossible
+from bedplate.values.intent import DeployTarget
 
 PICKER_PORT, HEALTH_PORT, METRICS_PORT = 9002, 9003, 9090
 CONFIG = "picker.yaml"
 
 
-def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
+def write_inference_pool(unit: ServiceContainers, deploy: DeployTarget, services: int) -> list[Tree]:
     """Write a service's InferencePool, its endpoint picker and the route to it."""
     if unit.metrics is None or unit.metrics.picker is None:
-        read = [one.id for one in engines_that(lambda one: one.metric_names and one.metric_names.picker)]
-        raise AnswerIsNo(
+        read = [one.id for one in find_engines(lambda one: one.metric_names and one.metric_names.picker)]
+        raise NotPossible(
             f"{unit.name}: the endpoint picker cannot read the metrics of {unit.engine.name}",
             hint=f"deploy.gateway supports {', '.join(read)}; without it, a plain Service balances the load",
         )
@@ -27,35 +27,35 @@ def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
         {
             "apiVersion": "inference.networking.k8s.io/v1",
             "kind": "InferencePool",
-            "metadata": metadata(unit.name, deploy, selecting(unit)),
+            "metadata": write_metadata(unit.name, deploy, make_selector(unit)),
             "spec": {
-                "selector": {"matchLabels": selecting(unit, leader=True)},
+                "selector": {"matchLabels": make_selector(unit, leader=True)},
                 "targetPorts": [{"number": PORT}],
                 "endpointPickerRef": {
                     "name": picker,
                     "port": {"number": PICKER_PORT},
-                    "failureMode": why("FailOpen", "without the picker, requests go to any replica"),
+                    "failureMode": annotate("FailOpen", "without the picker, requests go to any replica"),
                 },
             },
         },
-        _route(unit, deploy, services),
-        *_rights(picker, deploy),
-        _config(unit, picker, deploy),
-        _deployment(unit, picker, deploy),
+        _write_route(unit, deploy, services),
+        *_write_role(picker, deploy),
+        _write_config(unit, picker, deploy),
+        _write_deployment(unit, picker, deploy),
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": metadata(picker, deploy),
+            "metadata": write_metadata(picker, deploy),
             "spec": {
                 "selector": {"app.kubernetes.io/name": picker},
                 "ports": [{"name": "grpc", "port": PICKER_PORT, "targetPort": "grpc", "appProtocol": "http2"}],
             },
         },
-        _policy(picker, deploy),
+        _write_policy(picker, deploy),
     ]
 
 
-def _route(unit: Served, deploy: Deploy, services: int) -> Tree:
+def _write_route(unit: ServiceContainers, deploy: DeployTarget, services: int) -> Tree:
     namespace, _, name = (deploy.gateway or "").rpartition("/")
     parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": name, "namespace": namespace or None}
     pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": unit.name}
@@ -66,16 +66,16 @@ def _route(unit: Served, deploy: Deploy, services: int) -> Tree:
             "matches": [{"path": {"type": "PathPrefix", "value": f"/{unit.name}"}}],
             "filters": [{"type": "URLRewrite", "urlRewrite": rewrite}],
         }
-    rule |= {"backendRefs": [pool], "timeouts": {"request": why(f"{unit.grace_s}s", unit.grace_words)}}
+    rule |= {"backendRefs": [pool], "timeouts": {"request": annotate(f"{unit.grace_s}s", unit.grace_words)}}
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "HTTPRoute",
-        "metadata": metadata(unit.name, deploy),
+        "metadata": write_metadata(unit.name, deploy),
         "spec": {"parentRefs": [parent], "rules": [rule]},
     }
 
 
-def _rights(picker: str, deploy: Deploy) -> list[Tree]:
+def _write_role(picker: str, deploy: DeployTarget) -> list[Tree]:
     api = "rbac.authorization.k8s.io/v1"
     look = ["get", "list", "watch"]
     rules = [
@@ -84,18 +84,18 @@ def _rights(picker: str, deploy: Deploy) -> list[Tree]:
         {"apiGroups": ["llm-d.ai"], "resources": ["inferenceobjectives", "inferencemodelrewrites"], "verbs": look},
     ]
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": picker}
-    account = {"kind": "ServiceAccount", "name": picker, "namespace": metadata(picker, deploy)["namespace"]}
+    account = {"kind": "ServiceAccount", "name": picker, "namespace": write_metadata(picker, deploy)["namespace"]}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(picker, deploy)},
-        {"apiVersion": api, "kind": "Role", "metadata": metadata(picker, deploy), "rules": rules},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": write_metadata(picker, deploy)},
+        {"apiVersion": api, "kind": "Role", "metadata": write_metadata(picker, deploy), "rules": rules},
         {
-            "apiVersion": api, "kind": "RoleBinding", "metadata": metadata(picker, deploy), "roleRef": role,
+            "apiVersion": api, "kind": "RoleBinding", "metadata": write_metadata(picker, deploy), "roleRef": role,
             "subjects": [account],
         },
     ]  # fmt: skip
 
 
-def _config(unit: Served, picker: str, deploy: Deploy) -> Tree:
+def _write_config(unit: ServiceContainers, picker: str, deploy: DeployTarget) -> Tree:
     weights = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3}
     metrics = unit.metrics or MetricNames()
     extractor: Tree = {"type": "core-metrics-extractor"}
@@ -117,19 +117,19 @@ def _config(unit: Served, picker: str, deploy: Deploy) -> Tree:
         ],
     }
     return {
-        "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(picker, deploy),
-        "data": {CONFIG: document(config)},
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": write_metadata(picker, deploy),
+        "data": {CONFIG: write_document(config)},
     }  # fmt: skip
 
 
-def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
+def _write_deployment(unit: ServiceContainers, picker: str, deploy: DeployTarget) -> Tree:
     own = {"app.kubernetes.io/name": picker}
     probe = {"grpc": {"port": HEALTH_PORT, "service": "inference-extension"}}
     container: Tree = {
         "name": "picker",
         "image": ENDPOINT_PICKER,
         "args": [
-            f"--pool-name={unit.name}", f"--pool-namespace={metadata('', deploy)['namespace']}",
+            f"--pool-name={unit.name}", f"--pool-namespace={write_metadata('', deploy)['namespace']}",
             "--pool-group=inference.networking.k8s.io", f"--config-file=/config/{CONFIG}",
             f"--grpc-health-port={HEALTH_PORT}", "--zap-encoder=json", "--tracing=false",
             "--metrics-endpoint-auth=false",
@@ -146,12 +146,12 @@ def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
         "livenessProbe": {**probe, "initialDelaySeconds": 5, "periodSeconds": 10},
         "readinessProbe": {**probe, "periodSeconds": 2},
         "resources": {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [{"name": "config", "mountPath": "/config", "readOnly": True}],
     }  # fmt: skip
     spec: Tree = {
         "serviceAccountName": picker,
-        "terminationGracePeriodSeconds": why(unit.grace_s, "as long as the pods in its pool"),
+        "terminationGracePeriodSeconds": annotate(unit.grace_s, "as long as the pods in its pool"),
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": picker}}],
@@ -159,9 +159,9 @@ def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(picker, deploy, own),
+        "metadata": write_metadata(picker, deploy, own),
         "spec": {
-            "replicas": why(
+            "replicas": annotate(
                 1, "its prefix cache index is in memory: each of two pickers would see only half of the requests"
             ),
             "selector": {"matchLabels": own},
@@ -170,17 +170,17 @@ def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
     }
 
 
-def _policy(picker: str, deploy: Deploy) -> Tree:
+def _write_policy(picker: str, deploy: DeployTarget) -> Tree:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(picker, deploy),
+        "metadata": write_metadata(picker, deploy),
         "spec": {
             "podSelector": {"matchLabels": {"app.kubernetes.io/name": picker}},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"ports": [{"port": PICKER_PORT, "protocol": "TCP"}, {"port": METRICS_PORT, "protocol": "TCP"}]}
             ],
-            "egress": why([{}], "the API server, and the pods whose metrics it reads"),
+            "egress": annotate([{}], "the API server, and the pods whose metrics it reads"),
         },
     }

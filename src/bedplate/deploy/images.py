@@ -6,7 +6,7 @@ import importlib.resources
 import shlex
 from dataclasses import dataclass
 
-from bedplate.engines import Engine, Recipe
+from bedplate.engines import Engine, EnvironmentRecipe
 from bedplate.engines.traits import ANY_USER
 from bedplate.values.decision import Settings
 
@@ -38,15 +38,15 @@ class Image:
     """Other files of the build context: name and text."""
 
 
-def image_for(engine: Engine, settings: Settings, gfx: str | None, arch: str, registry: str | None) -> Image | None:
+def choose_image(engine: Engine, settings: Settings, gfx: str | None, arch: str, registry: str | None) -> Image | None:
     """Choose the published image for a plan, or describe one to build; `None` if neither is possible."""
     found = engine.published_image(settings.device, gfx, arch)
     if found is None:
-        return _own(engine, settings, registry)
+        return _describe_own_image(engine, settings, registry)
     return Image(found.name, found.note, user=found.user, group=found.group, python=found.python)
 
 
-def _own(engine: Engine, settings: Settings, registry: str | None) -> Image | None:
+def _describe_own_image(engine: Engine, settings: Settings, registry: str | None) -> Image | None:
     device = settings.device
     recipe = engine.recipe_for(device)
     if recipe is None or device not in ("cpu", "cuda") or not engine.container.allowed:
@@ -57,10 +57,10 @@ def _own(engine: Engine, settings: Settings, registry: str | None) -> Image | No
     card = f"-sm{settings.compute_capability.replace('.', '')}" if settings.compute_capability else ""
     name = f"{f'{registry}/' if registry else ''}bedplate-{engine.id.replace('.', '')}:{engine.version}{card}"
     note = "no published image has a server: build this one from images/ and push it to your registry"
-    return Image(name, note, dockerfile=_dockerfile(engine, recipe, settings, base), files=files)
+    return Image(name, note, dockerfile=_write_dockerfile(engine, recipe, settings, base), files=files)
 
 
-def _dockerfile(engine: Engine, recipe: Recipe, settings: Settings, base: str | None) -> str:
+def _write_dockerfile(engine: Engine, recipe: EnvironmentRecipe, settings: Settings, base: str | None) -> str:
     uv = "uv pip {} --python /opt/engine/bin/python"
     backend = ("--torch-backend", "cpu" if settings.device == "cpu" else "cu130")
     torch = backend if any(one.startswith("torch==") for one in recipe.packages) else ()

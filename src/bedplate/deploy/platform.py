@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bedplate.decide import plan as plan_decision
-from bedplate.decide.portfolio import machine_of
-from bedplate.errors import AnswerIsNo
-from bedplate.facts.chips import chip_of
+from bedplate.decide.portfolio import make_pool_machine
+from bedplate.errors import NotPossible
+from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values import Decision, Hardware, Model, Plan, Workload
-from bedplate.values.intent import Deploy, Intent, Pool, Tenant
+from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant
 from bedplate.values.portfolio import Portfolio
 
 NO_NETWORK = ("none", "no", "")
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedService:
     """A service and the pool that it runs on."""
 
     name: str
     plan: Plan
     decision: Decision
-    pool: Pool
+    pool: NodePool
     node: Hardware
     """All accelerators of the pool as one machine, with the CPU and memory of one node."""
     spare: int
@@ -36,55 +36,57 @@ class Placed:
 
 @dataclass(frozen=True)
 class Platform:
-    services: tuple[Placed, ...]
-    pools: tuple[Pool, ...]
-    tenants: tuple[Tenant, ...] = ()
-    deploy: Deploy = field(default_factory=Deploy)
+    services: tuple[PlacedService, ...]
+    pools: tuple[NodePool, ...]
+    tenants: tuple[PlatformTenant, ...] = ()
+    deploy: DeployTarget = field(default_factory=DeployTarget)
 
 
-def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> Platform:
+def place_one_service(
+    intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision
+) -> Platform:
     """Describe one service on one machine or on identical nodes."""
     plan = plan_decision(decision, model, workload)
-    name = slug(model.short_name)
-    pool = _pool_of(intent, hardware)
+    name = make_slug(model.short_name)
+    pool = _describe_pool(intent, hardware)
     layout = decision.parallelism
     used = layout.tensor * layout.pipeline * layout.data
     spare = max(0, len(hardware.accelerators) - used) if hardware.accelerators else 0
-    placed = Placed(name, plan, decision, pool, hardware, spare)
+    placed = PlacedService(name, plan, decision, pool, hardware, spare)
     return Platform((placed,), (pool,), intent.tenants, intent.deploy)
 
 
-def many_services(
+def place_services(
     intent: Intent, found: Portfolio, models: Sequence[Model], hardware: Hardware | None = None
 ) -> Platform:
     """Describe a portfolio in which every service is placed, in pools or together on one machine."""
     lost = [placement.service for placement in found.placements if placement.pool is None]
     if lost:
-        raise AnswerIsNo(
-            f"no files were written: {_listed(lost)} {'does' if len(lost) == 1 else 'do'} not fit",
+        raise NotPossible(
+            f"no files were written: {_join_names(lost)} {'does' if len(lost) == 1 else 'do'} not fit",
             cause="no pool has enough free capacity next to the other services",
             hint="use a larger pool, fewer users or a smaller model; bedplate plan -f FILE shows what would fit",
         )
-    alone = _pool_of(intent, hardware) if hardware is not None and not intent.pools else None
+    alone = _describe_pool(intent, hardware) if hardware is not None and not intent.pools else None
     pools = {pool.name: pool for pool in intent.pools}
-    names = _names([placement.service for placement in found.placements])
+    names = _choose_names([placement.service for placement in found.placements])
     services = []
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
         plan = plan_decision(placement.decision, model, asked.workload)
         if alone is not None and hardware is not None:
             services.append(
-                Placed(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
+                PlacedService(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
             )
             continue
         pool = pools[str(placement.pool)]
-        node = machine_of(pool, pool.count)
-        services.append(Placed(name, plan, placement.decision, pool, node, found.free[pool.name], asked.tenants))
+        node = make_pool_machine(pool, pool.count)
+        services.append(PlacedService(name, plan, placement.decision, pool, node, found.free[pool.name], asked.tenants))
     return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
 
 
-def spans_nodes_without_network(placed: Placed, cards: int) -> str | None:
+def explain_missing_network(placed: PlacedService, cards: int) -> str | None:
     """Say why a replica cannot span nodes when no network is named; `None` when it can or need not."""
-    per_node = cards_per_node(placed)
+    per_node = count_node_cards(placed)
     if cards <= per_node or (placed.pool.network or "none").lower() not in NO_NETWORK:
         return None
     return (
@@ -93,21 +95,21 @@ def spans_nodes_without_network(placed: Placed, cards: int) -> str | None:
     )
 
 
-def cards_per_node(placed: Placed) -> int:
+def count_node_cards(placed: PlacedService) -> int:
     if placed.pool.gpus_per_node is not None:
         return placed.pool.gpus_per_node
     return max(1, placed.node.cards_per_node)
 
 
-def slug(text: str, most: int = 40) -> str:
+def make_slug(text: str, most: int = 40) -> str:
     """Turn a text into a Kubernetes name: lower case letters, digits and dashes, starting with a letter."""
     made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].rstrip("-")
     return made if made[:1].isalpha() else f"m-{made}".rstrip("-")
 
 
-def _names(wanted: Sequence[str]) -> list[str]:
+def _choose_names(wanted: Sequence[str]) -> list[str]:
     found: list[str] = []
-    for name in map(slug, wanted):
+    for name in map(make_slug, wanted):
         number = 2
         unique = name
         while unique in found:
@@ -116,15 +118,15 @@ def _names(wanted: Sequence[str]) -> list[str]:
     return found
 
 
-def _pool_of(intent: Intent, hardware: Hardware) -> Pool:
+def _describe_pool(intent: Intent, hardware: Hardware) -> NodePool:
     """Describe hypothetical hardware, or this machine, as a pool."""
     network = intent.hardware.get("network") if isinstance(intent.hardware, dict) else None
     first = hardware.accelerators[0] if hardware.accelerators else None
     if first is None:
         cores, ram_gb = hardware.cpu.logical_cores, hardware.memory.total_bytes / 2**30
-        return Pool(name="nodes", cpu=hardware.cpu.name, cores=cores, ram_gb=ram_gb, os=hardware.os)
-    chip = chip_of(first)
-    return Pool(
+        return NodePool(name="nodes", cpu=hardware.cpu.name, cores=cores, ram_gb=ram_gb, os=hardware.os)
+    chip = find_accelerator_chip(first)
+    return NodePool(
         name="nodes",
         accelerator=chip.name if chip is not None else first.name,
         count=len(hardware.accelerators),
@@ -136,5 +138,5 @@ def _pool_of(intent: Intent, hardware: Hardware) -> Pool:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

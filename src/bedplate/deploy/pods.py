@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
-from bedplate.deploy.served import DRAIN_S, GIB, PORT, SETTINGS, Served, Step
-from bedplate.deploy.yaml_writer import Why, why
+from bedplate.deploy.served import DRAIN_S, GIB, PORT, SETTINGS, ServiceContainers, VolumeStep
+from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.engines.traits import MODELS
-from bedplate.values.intent import Deploy
-from bedplate.values.units import seconds
+from bedplate.values.intent import DeployTarget
+from bedplate.values.units import format_seconds
 
 Tree = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -19,40 +19,40 @@ KEY = "engine-key"
 NAMESPACE = "inference"
 
 
-def metadata(name: str, deploy: Deploy, labels: Mapping[str, str] | None = None) -> Tree:
+def write_metadata(name: str, deploy: DeployTarget, labels: Mapping[str, str] | None = None) -> Tree:
     return {"name": name, "namespace": deploy.namespace or NAMESPACE, "labels": dict(labels) if labels else None}
 
 
-def labels_of(unit: Served, queue: str | None = None) -> Tree:
-    found = selecting(unit) | {"app.kubernetes.io/version": unit.plan.engine_version}
+def make_labels(unit: ServiceContainers, queue: str | None = None) -> Tree:
+    found = make_selector(unit) | {"app.kubernetes.io/version": unit.plan.engine_version}
     return found | ({QUEUE_LABEL: queue} if queue else {})
 
 
-def selecting(unit: Served, leader: bool = False) -> Tree:
+def make_selector(unit: ServiceContainers, leader: bool = False) -> Tree:
     """Return the labels that select the pods of a service; with `leader`, only pods that answer requests."""
-    found = _named(unit) | {"app.kubernetes.io/component": "engine"}
+    found = _make_name_labels(unit) | {"app.kubernetes.io/component": "engine"}
     return found | ({"role": "leader"} if leader and unit.nodes > 1 else {})
 
 
-def model_labels(unit: Served) -> Tree:
+def make_model_labels(unit: ServiceContainers) -> Tree:
     """Return the labels of the pods that fill the volume."""
-    return _named(unit) | {"app.kubernetes.io/component": "model"}
+    return _make_name_labels(unit) | {"app.kubernetes.io/component": "model"}
 
 
-def _named(unit: Served) -> Tree:
+def _make_name_labels(unit: ServiceContainers) -> Tree:
     return {"app.kubernetes.io/name": unit.engine.id.replace(".", "-"), "app.kubernetes.io/instance": unit.name}
 
 
-def pod_spec(unit: Served, deploy: Deploy, engine: Tree) -> Tree:
+def write_pod_spec(unit: ServiceContainers, deploy: DeployTarget, engine: Tree) -> Tree:
     spec: Tree = {
         "serviceAccountName": unit.name,
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
-        "securityContext": rights(unit.image),
-        **place(unit),
-        "initContainers": [waiting(unit)],
+        "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
+        "securityContext": write_security_context(unit.image),
+        **select_nodes(unit),
+        "initContainers": [write_wait_container(unit)],
         "containers": [engine],
-        "volumes": volumes(unit),
+        "volumes": write_volumes(unit),
     }
     if unit.replicas > 1 and unit.nodes == 1:
         spec["topologySpreadConstraints"] = [
@@ -60,42 +60,44 @@ def pod_spec(unit: Served, deploy: Deploy, engine: Tree) -> Tree:
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": selecting(unit)},
+                "labelSelector": {"matchLabels": make_selector(unit)},
             }
         ]
     return spec
 
 
-def engine_container(unit: Served, argv: tuple[Sequence[str], Sequence[str]] | None = None, *, answers: bool = True,
+def write_engine_container(unit: ServiceContainers, argv: tuple[Sequence[str], Sequence[str]] | None = None, *,
+answers: bool = True,
                      rdma: str | None = None) -> Tree:  # fmt: skip
     """Write the engine's container. If a replica has several pods, only the leader answers requests and probes."""
     command, arguments = argv or unit.program
     container: Tree = {
         "name": "engine",
-        "image": why(unit.image.name, unit.image.note) if unit.image.note else unit.image.name,
+        "image": annotate(unit.image.name, unit.image.note) if unit.image.note else unit.image.name,
         "imagePullPolicy": "IfNotPresent",
         "command": list(command),
-        "args": noted_arguments(unit, arguments),
-        "env": environment(unit),
+        "args": annotate_arguments(unit, arguments),
+        "env": write_environment(unit),
         "ports": [{"name": "http", "containerPort": PORT}] if answers else None,
-        "resources": resources(unit, rdma),
-        **(probes(unit) if answers else {}),
-        "lifecycle": leaving(unit) if answers else None,
-        "securityContext": container_rights(rdma is not None),
-        "volumeMounts": mounts(unit),
+        "resources": write_resources(unit, rdma),
+        **(write_probes(unit) if answers else {}),
+        "lifecycle": write_lifecycle(unit) if answers else None,
+        "securityContext": write_container_security(rdma is not None),
+        "volumeMounts": write_mounts(unit),
     }
     return container
 
 
-def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
+def annotate_arguments(unit: ServiceContainers, arguments: Sequence[str]) -> list[object]:
     """Annotate slots, context length and tensor parallelism with the reasons for their values."""
     layout, decision = unit.plan.parallelism, unit.placed.decision
     work = unit.plan.workload
-    replicas = counted(max(1, decision.parallelism.data), "replica")
-    each = f"{counted(decision.in_flight, 'concurrent request')} over {replicas}"
+    replicas = format_count(max(1, decision.parallelism.data), "replica")
+    each = f"{format_count(decision.in_flight, 'concurrent request')} over {replicas}"
     noted, renames = unit.engine.noted, unit.engine.dynamo.renames if unit.engine.dynamo is not None else {}
     reasons = {
-        noted.slots: f"{each}; one replica has capacity for {unit.at_once:,} of {work.request_tokens:,} tokens",
+        noted.slots: f"{each}; one replica has capacity for {unit.request_capacity:,} of "
+        f"{work.request_tokens:,} tokens",
         noted.context: f"longest request; usual: {work.prompt_tokens:,} prompt, {work.output_tokens:,} output tokens",
         noted.tensor: f"the weights and KV cache of one replica need {layout.tensor} GPUs",
     }
@@ -103,65 +105,65 @@ def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
     found: list[object] = []
     for argument in arguments:
         reason = reasons.get(argument.partition("=")[0])
-        found.append(why(argument, reason) if reason is not None else argument)
+        found.append(annotate(argument, reason) if reason is not None else argument)
     return found
 
 
-def counted(number: int, word: str) -> str:
+def format_count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def environment(unit: Served) -> list[Tree]:
+def write_environment(unit: ServiceContainers) -> list[Tree]:
     """Return the engine's variables; HOME is the cache volume, because the weights are read-only."""
     fixed = {"HOME": "/cache", "USER": "engine", **unit.launch.env}
     found: list[Tree] = [{"name": name, "value": value} for name, value in fixed.items()]
     if unit.engine.key_variable is not None:
-        found.append(secret(unit.engine.key_variable, KEY, "key"))
+        found.append(refer_to_secret(unit.engine.key_variable, KEY, "key"))
     return found
 
 
-def secret(variable: str, name: str, key: str) -> Tree:
+def refer_to_secret(variable: str, name: str, key: str) -> Tree:
     """Read a variable from a Secret that the user creates; it is optional."""
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
-def resources(unit: Served, rdma: str | None = None) -> Tree:
+def write_resources(unit: ServiceContainers, rdma: str | None = None) -> Tree:
     memory = f"{unit.memory_bytes // GIB}Gi"
     own: Tree = {unit.selector.resource: unit.cards} if unit.selector.resource is not None else {}
     own |= {rdma: 1} if rdma is not None else {}
     words = "processes, /dev/shm and page cache for loading" if unit.cards else "weights, KV cache and overhead"
     return {
-        "requests": {"cpu": unit.cpu_cores, "memory": why(memory, words), **own},
+        "requests": {"cpu": unit.cpu_cores, "memory": annotate(memory, words), **own},
         # No CPU limit: a throttled engine leaves its GPUs idle between two steps.
         "limits": {"memory": memory, **own},
     }
 
 
-def probes(unit: Served) -> Tree:
+def write_probes(unit: ServiceContainers) -> Tree:
     get = {"httpGet": {"path": unit.launch.health_path, "port": "http"}}
-    allowed = seconds(unit.start_failures * 10)
+    allowed = format_seconds(unit.start_failures * 10)
     return {
-        "startupProbe": why(
+        "startupProbe": annotate(
             {**get, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": unit.start_failures},
             f"{unit.load_words}. The pod restarts if it is not ready after {allowed}",
         ),
         "readinessProbe": {**get, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
-        "livenessProbe": why(
+        "livenessProbe": annotate(
             {**get, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 8},
             "a full batch may delay the response; the engine restarts after two minutes without one",
         ),
     }
 
 
-def leaving(unit: Served) -> Tree:
+def write_lifecycle(unit: ServiceContainers) -> Tree:
     if unit.engine.container.drains:
         return {"preStop": {"sleep": {"seconds": DRAIN_S}}}
     wait_s = max(DRAIN_S, unit.grace_s - 15)
     words = f"{unit.engine.name} stops without draining: this delay lets running requests finish"
-    return {"preStop": why({"sleep": {"seconds": wait_s}}, words)}
+    return {"preStop": annotate({"sleep": {"seconds": wait_s}}, words)}
 
 
-def rights(image: Image) -> Tree:
+def write_security_context(image: Image) -> Tree:
     return {
         "runAsNonRoot": True,
         "runAsUser": image.user,
@@ -172,14 +174,14 @@ def rights(image: Image) -> Tree:
     }
 
 
-def container_rights(locks_memory: bool = False) -> Tree:
+def write_container_security(locks_memory: bool = False) -> Tree:
     capabilities: Tree = {"drop": ["ALL"]}
     if locks_memory:
-        capabilities["add"] = [why("IPC_LOCK", "RDMA pins memory, which needs this capability")]
+        capabilities["add"] = [annotate("IPC_LOCK", "RDMA pins memory, which needs this capability")]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def place(unit: Served) -> Tree:
+def select_nodes(unit: ServiceContainers) -> Tree:
     """Select only nodes with the GPUs that the plan was made for."""
     chosen = unit.selector
     found: Tree = {}
@@ -195,8 +197,8 @@ def place(unit: Served) -> Tree:
     return found
 
 
-def volumes(unit: Served, settings: str | None = None) -> list[object]:
-    claim = {"claimName": model_claim(unit), "readOnly": True}
+def write_volumes(unit: ServiceContainers, settings: str | None = None) -> list[object]:
+    claim = {"claimName": name_model_claim(unit), "readOnly": True}
     found: list[object] = [
         {"name": "models", "persistentVolumeClaim": claim},
         {"name": "cache", "emptyDir": {}},
@@ -209,13 +211,13 @@ def volumes(unit: Served, settings: str | None = None) -> list[object]:
             if unit.cards > 1
             else "shared memory between its processes"
         )
-        found.append(why({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}, words))
+        found.append(annotate({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}, words))
     if unit.files:
         found.append({"name": "settings", "configMap": {"name": settings or unit.name}})
     return found
 
 
-def mounts(unit: Served) -> list[Tree]:
+def write_mounts(unit: ServiceContainers) -> list[Tree]:
     found: list[Tree] = [
         {"name": "models", "mountPath": MODELS, "readOnly": True},
         {"name": "cache", "mountPath": "/cache"},
@@ -225,36 +227,36 @@ def mounts(unit: Served) -> list[Tree]:
     return found + ([{"name": "settings", "mountPath": SETTINGS, "readOnly": True}] if unit.files else [])
 
 
-def waiting(unit: Served) -> Tree:
+def write_wait_container(unit: ServiceContainers) -> Tree:
     """Write the init container that waits until the model is on the volume."""
-    script = f"until [ -e {marker(unit)} ]; do echo waiting for the model; sleep 10; done"
+    script = f"until [ -e {name_marker(unit)} ]; do echo waiting for the model; sleep 10; done"
     return {
         "name": "model",
         "image": unit.image.name,
         "command": ["sh", "-c", script],
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS, "readOnly": True}],
     }
 
 
-def marker(unit: Served) -> str:
+def name_marker(unit: ServiceContainers) -> str:
     return f"{unit.model_path}.complete"
 
 
-def model_claim(unit: Served) -> str:
+def name_model_claim(unit: ServiceContainers) -> str:
     return f"{unit.name}-model"
 
 
-def filling_job(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
+def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
     """Write the Job that downloads the model and converts it if planned; it does not run again once complete."""
-    labels = model_labels(unit)
+    labels = make_model_labels(unit)
     last = {
         "name": "complete",
         "image": unit.steps[-1].image,
-        "command": ["sh", "-c", f"test -e {unit.model_path} && touch {marker(unit)}"],
+        "command": ["sh", "-c", f"test -e {unit.model_path} && touch {name_marker(unit)}"],
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
     }
     needs_cards = any(step.cards for step in unit.steps)
@@ -262,23 +264,23 @@ def filling_job(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
         "restartPolicy": "OnFailure",
         "serviceAccountName": unit.name,
         "automountServiceAccountToken": False,
-        "securityContext": rights(unit.image),
-        **(place(unit) if needs_cards else {}),
-        "initContainers": [_step(unit, step) for step in unit.steps],
+        "securityContext": write_security_context(unit.image),
+        **(select_nodes(unit) if needs_cards else {}),
+        "initContainers": [_write_step(unit, step) for step in unit.steps],
         "containers": [last],
         "volumes": [
-            {"name": "models", "persistentVolumeClaim": {"claimName": model_claim(unit)}},
+            {"name": "models", "persistentVolumeClaim": {"claimName": name_model_claim(unit)}},
             {"name": "cache", "emptyDir": {}},
         ],
     }
-    own = metadata(model_claim(unit), deploy, labels | ({QUEUE_LABEL: queue} if queue else {}))
+    own = write_metadata(name_model_claim(unit), deploy, labels | ({QUEUE_LABEL: queue} if queue else {}))
     template = {"metadata": {"labels": labels}, "spec": spec}
     return {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": {"backoffLimit": 4, "template": template},
     }  # fmt: skip
 
 
-def _step(unit: Served, step: Step) -> Why:
+def _write_step(unit: ServiceContainers, step: VolumeStep) -> CommentedValue:
     memory = 8 * GIB
     if step.name == "convert":
         # A converter holds the source weights in host memory, also when it computes on a GPU.
@@ -290,12 +292,12 @@ def _step(unit: Served, step: Step) -> Why:
         "name": step.name,
         "image": step.image,
         "command": list(step.command),
-        "env": [*env, *([secret("HF_TOKEN", TOKEN, "token")] if step.name == "fetch" else [])],
+        "env": [*env, *([refer_to_secret("HF_TOKEN", TOKEN, "token")] if step.name == "fetch" else [])],
         "resources": {
             "requests": {"cpu": cpu, "memory": f"{memory // GIB}Gi", **own},
             "limits": {"memory": f"{memory // GIB}Gi", **own},
         },
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}, {"name": "cache", "mountPath": "/cache"}],
     }
-    return why(container, step.note)
+    return annotate(container, step.note)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bedplate.decide.portfolio import machine_of
-from bedplate.deploy.platform import Platform, slug
-from bedplate.deploy.pods import Tree, metadata
-from bedplate.deploy.served import GIB, NODE_SHARE, Selector, Served, selector_of
-from bedplate.deploy.yaml_writer import why
-from bedplate.facts.chips import chip_of
-from bedplate.values.intent import Deploy, Pool
+from bedplate.decide.portfolio import make_pool_machine
+from bedplate.deploy.platform import Platform, make_slug
+from bedplate.deploy.pods import Tree, write_metadata
+from bedplate.deploy.served import GIB, NODE_SHARE, NodeSelector, ServiceContainers, make_node_selector
+from bedplate.deploy.yaml_writer import annotate
+from bedplate.facts.chips import find_accelerator_chip
+from bedplate.values.intent import DeployTarget, NodePool
 
 API = "kueue.x-k8s.io/v1beta2"
 SHARED = "shared-services"
@@ -35,23 +35,23 @@ class Flavor:
     """All nodes with the same GPUs, in any pool."""
 
     name: str
-    selector: Selector
+    selector: NodeSelector
     has: Amount
 
 
-def queue_of(unit: Served, platform: Platform) -> str | None:
+def choose_queue(unit: ServiceContainers, platform: Platform) -> str | None:
     """Return a service's queue: that of its only tenant, or the shared one."""
     if not platform.tenants:
         return None
-    return slug(unit.placed.tenants[0]) if len(unit.placed.tenants) == 1 else SHARED
+    return make_slug(unit.placed.tenants[0]) if len(unit.placed.tenants) == 1 else SHARED
 
 
-def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
-    flavors = _flavors(platform.pools)
-    takes = {flavor.name: _taken(units, platform, flavor) for flavor in flavors}
-    shares = _shares(platform)
-    found: list[Tree] = [_resource_flavor(flavor) for flavor in flavors]
-    shared = any(queue_of(unit, platform) == SHARED for unit in units)
+def write_queues(platform: Platform, units: Sequence[ServiceContainers]) -> list[Tree]:
+    flavors = _list_flavors(platform.pools)
+    takes = {flavor.name: _sum_usage(units, platform, flavor) for flavor in flavors}
+    shares = _compute_shares(platform)
+    found: list[Tree] = [_write_resource_flavor(flavor) for flavor in flavors]
+    shared = any(choose_queue(unit, platform) == SHARED for unit in units)
     for name in [*([SHARED] if shared else []), *shares]:
         quotas: dict[str, tuple[Amount, str]] = {}
         for flavor in flavors:
@@ -59,23 +59,23 @@ def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
             if name == SHARED:
                 quotas[flavor.name] = (kept, "used by services that several tenants share")
             else:
-                quotas[flavor.name] = _portion(name, shares, flavor, kept, takes[flavor.name].get(name, Amount()))
-        made = _cluster_queue(name, quotas, flavors, _adapters(platform))
-        found += [made, _local_queue(name, platform.deploy)]
+                quotas[flavor.name] = _compute_quota(name, shares, flavor, kept, takes[flavor.name].get(name, Amount()))
+        made = _write_cluster_queue(name, quotas, flavors, _count_adapters(platform))
+        found += [made, _write_local_queue(name, platform.deploy)]
     return found
 
 
-def _adapters(platform: Platform) -> tuple[str, int] | None:
+def _count_adapters(platform: Platform) -> tuple[str, int] | None:
     """Grant one network adapter per node. They are not scarce, but Kueue admits no resource without a quota."""
     rdma = platform.deploy.rdma
     return (rdma, sum(pool.nodes for pool in platform.pools)) if rdma is not None else None
 
 
-def _flavors(pools: Sequence[Pool]) -> list[Flavor]:
+def _list_flavors(pools: Sequence[NodePool]) -> list[Flavor]:
     found: dict[str, Flavor] = {}
     for pool in pools:
-        name, selector = _kind(pool)
-        node = machine_of(pool, pool.count)
+        name, selector = _describe_node_type(pool)
+        node = make_pool_machine(pool, pool.count)
         has = Amount(
             pool.count if selector.resource is not None else 0,
             int(NODE_SHARE * node.cpu.logical_cores * pool.nodes),
@@ -85,38 +85,40 @@ def _flavors(pools: Sequence[Pool]) -> list[Flavor]:
     return list(found.values())
 
 
-def _kind(pool: Pool) -> tuple[str, Selector]:
-    node = machine_of(pool, pool.count)
-    chip = chip_of(node.accelerators[0]) if node.accelerators else None
-    selector = selector_of(node, chip)
-    return slug(chip.name if chip is not None else pool.accelerator or f"cpu-{selector.values[0]}"), selector
+def _describe_node_type(pool: NodePool) -> tuple[str, NodeSelector]:
+    node = make_pool_machine(pool, pool.count)
+    chip = find_accelerator_chip(node.accelerators[0]) if node.accelerators else None
+    selector = make_node_selector(node, chip)
+    return make_slug(chip.name if chip is not None else pool.accelerator or f"cpu-{selector.values[0]}"), selector
 
 
-def _taken(units: Sequence[Served], platform: Platform, flavor: Flavor) -> dict[str, Amount]:
+def _sum_usage(units: Sequence[ServiceContainers], platform: Platform, flavor: Flavor) -> dict[str, Amount]:
     """Sum what the services of each queue use of a flavor at the planned number of replicas."""
     found: dict[str, Amount] = {}
     for unit in units:
-        if _kind(unit.placed.pool)[0] != flavor.name:
+        if _describe_node_type(unit.placed.pool)[0] != flavor.name:
             continue
         pods = unit.replicas * unit.nodes
         takes = Amount(unit.cards * pods, unit.cpu_cores * pods + JOB_CORES, unit.memory_bytes // GIB * pods + JOB_GIB)
-        queue = str(queue_of(unit, platform))
+        queue = str(choose_queue(unit, platform))
         found[queue] = found.get(queue, Amount()) + takes
     return found
 
 
-def _shares(platform: Platform) -> dict[str, float]:
+def _compute_shares(platform: Platform) -> dict[str, float]:
     """Return each tenant's share; tenants without one divide what is left equally."""
-    stated = {slug(tenant.name): tenant.share for tenant in platform.tenants}
+    stated = {make_slug(tenant.name): tenant.share for tenant in platform.tenants}
     left = max(0.0, 1.0 - sum(share or 0.0 for share in stated.values()))
     unstated = sum(share is None for share in stated.values())
     return {name: share if share is not None else left / unstated for name, share in stated.items()}
 
 
-def _portion(name: str, shares: Mapping[str, float], flavor: Flavor, kept: Amount, own: Amount) -> tuple[Amount, str]:
+def _compute_quota(
+    name: str, shares: Mapping[str, float], flavor: Flavor, kept: Amount, own: Amount
+) -> tuple[Amount, str]:
     """Return a tenant's quota of what the shared services leave, and the comment for it."""
-    rest = Amount(*(max(0, has - took) for has, took in zip(_parts(flavor.has), _parts(kept), strict=True)))
-    cards, cores, gib = (_divided(amount, shares)[name] for amount in _parts(rest))
+    rest = Amount(*(max(0, has - took) for has, took in zip(_to_tuple(flavor.has), _to_tuple(kept), strict=True)))
+    cards, cores, gib = (_divide(amount, shares)[name] for amount in _to_tuple(rest))
     words = f"{shares[name]:.0%} of the {rest.cards} not used by shared services" if kept.cards else (
         f"{shares[name]:.0%} of {rest.cards}"
     )  # fmt: skip
@@ -125,11 +127,11 @@ def _portion(name: str, shares: Mapping[str, float], flavor: Flavor, kept: Amoun
     return Amount(cards, cores, gib), words
 
 
-def _parts(amount: Amount) -> tuple[int, int, int]:
+def _to_tuple(amount: Amount) -> tuple[int, int, int]:
     return amount.cards, amount.cores, amount.gib
 
 
-def _divided(count: int, shares: Mapping[str, float]) -> dict[str, int]:
+def _divide(count: int, shares: Mapping[str, float]) -> dict[str, int]:
     """Divide into whole numbers by the largest remainder method."""
     exact = {name: count * share for name, share in shares.items()}
     found = {name: int(value + 1e-9) for name, value in exact.items()}
@@ -139,7 +141,7 @@ def _divided(count: int, shares: Mapping[str, float]) -> dict[str, int]:
     return found
 
 
-def _resource_flavor(flavor: Flavor) -> Tree:
+def _write_resource_flavor(flavor: Flavor) -> Tree:
     chosen = flavor.selector
     spec: Tree = {"nodeLabels": {chosen.label: chosen.values[0]}}
     if chosen.resource is not None:
@@ -147,7 +149,7 @@ def _resource_flavor(flavor: Flavor) -> Tree:
     return {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": flavor.name}, "spec": spec}
 
 
-def _cluster_queue(
+def _write_cluster_queue(
     name: str,
     quotas: Mapping[str, tuple[Amount, str]],
     flavors: Sequence[Flavor],
@@ -164,21 +166,21 @@ def _cluster_queue(
         for resource in resources:
             mine = resource == flavor.selector.resource
             limit = flavor.has.cards - amount.cards if mine else None
-            quota: object = why(amount.cards, words) if mine else 0
+            quota: object = annotate(amount.cards, words) if mine else 0
             entries.append({"name": resource, "nominalQuota": quota, "borrowingLimit": limit})
         if adapters is not None:
-            entries.append({"name": adapters[0], "nominalQuota": why(adapters[1], "one per node")})
+            entries.append({"name": adapters[0], "nominalQuota": annotate(adapters[1], "one per node")})
         listed.append({"name": flavor.name, "resources": entries})
     return {
         "apiVersion": API,
         "kind": "ClusterQueue",
         "metadata": {"name": name},
         "spec": {
-            "cohortName": why(COHORT, "queues of one cohort lend each other unused quota"),
+            "cohortName": annotate(COHORT, "queues of one cohort lend each other unused quota"),
             "namespaceSelector": {},
             "queueingStrategy": "BestEffortFIFO",
             "preemption": {
-                "reclaimWithinCohort": why("Any", "a queue preempts borrowers to get back its quota"),
+                "reclaimWithinCohort": annotate("Any", "a queue preempts borrowers to get back its quota"),
                 "withinClusterQueue": "LowerPriority",
             },
             "resourceGroups": [
@@ -191,7 +193,8 @@ def _cluster_queue(
     }
 
 
-def _local_queue(name: str, deploy: Deploy) -> Tree:
+def _write_local_queue(name: str, deploy: DeployTarget) -> Tree:
     return {
-        "apiVersion": API, "kind": "LocalQueue", "metadata": metadata(name, deploy), "spec": {"clusterQueue": name},
+        "apiVersion": API, "kind": "LocalQueue", "metadata": write_metadata(name, deploy),
+        "spec": {"clusterQueue": name},
     }  # fmt: skip

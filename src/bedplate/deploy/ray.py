@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bedplate.deploy.images import RAY_TAG, RAY_TAG_NOTE, RAY_VERSION, Image
-from bedplate.deploy.kubernetes import Files, head_of, manifests, workload
+from bedplate.deploy.kubernetes import Files, write_heading, write_manifests, write_workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
     Tree,
-    container_rights,
-    environment,
-    labels_of,
-    metadata,
-    mounts,
-    place,
-    resources,
-    rights,
-    volumes,
-    waiting,
+    make_labels,
+    select_nodes,
+    write_container_security,
+    write_environment,
+    write_metadata,
+    write_mounts,
+    write_resources,
+    write_security_context,
+    write_volumes,
+    write_wait_container,
 )
-from bedplate.deploy.queues import queue_of
-from bedplate.deploy.scaling import FULL, QUIET_S, bounds, most_words
-from bedplate.deploy.served import DRAIN_S, PORT, Served, engines_that, served
-from bedplate.deploy.yaml_writer import document, plain, why
-from bedplate.errors import AnswerIsNo
-from bedplate.facts.chips import chip_of
-from bedplate.values.intent import Deploy
-from bedplate.values.units import seconds
+from bedplate.deploy.queues import choose_queue
+from bedplate.deploy.scaling import FULL, QUIET_S, compute_bounds, explain_maximum
+from bedplate.deploy.served import DRAIN_S, PORT, ServiceContainers, describe_containers, find_engines
+from bedplate.deploy.yaml_writer import annotate, strip_comments, write_document
+from bedplate.errors import NotPossible
+from bedplate.facts.chips import find_accelerator_chip
+from bedplate.values.intent import DeployTarget
+from bedplate.values.units import format_seconds
 
 ACCELERATORS = {
     "H100": "H100", "H200": "H200", "GH200": "GH200", "B200": "B200", "GB200": "GB200", "B300": "B300",
@@ -40,34 +40,34 @@ ACCELERATORS = {
 PORTS = {"serve": PORT, "metrics": 8080, "gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
-def ray(platform: Platform) -> Files:
-    units = [served(placed, platform.deploy) for placed in platform.services]
-    reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
+def write_ray(platform: Platform) -> Files:
+    units = [describe_containers(placed, platform.deploy) for placed in platform.services]
+    reasons = {unit.name: reason for unit in units if (reason := explain_refusal(unit)) is not None}
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
-        runs = " or ".join(one.id for one in engines_that(lambda one: one.ray))
-        raise AnswerIsNo(first, hint=f"use --engine {runs} on NVIDIA GPUs, or --emit kubernetes")
+        runs = " or ".join(one.id for one in find_engines(lambda one: one.ray))
+        raise NotPossible(first, hint=f"use --engine {runs} on NVIDIA GPUs, or --emit kubernetes")
     workloads: dict[str, Sequence[Tree]] = {}
     configs: Files = {}
     for index, unit in enumerate(units):
         worker = unit.engine.ray
         if unit.name in reasons or worker is None:
-            workloads[unit.name] = workload(unit, platform)
+            workloads[unit.name] = write_workload(unit, platform)
             continue
         build = f"Ray {RAY_VERSION} includes its own build of {unit.engine.name}"
         note = f"{build}; the plan was made for {unit.plan.engine_version}; {RAY_TAG_NOTE}"
         units[index] = replace(unit, image=Image(f"{worker.image}:{RAY_TAG}", note, user=1000, group=100, python=True))
-        config = serve_config(units[index])
+        config = write_serve_config(units[index])
         # For `serve deploy`; the RayService contains the same configuration.
-        configs[f"serve/{unit.name}.yaml"] = document(config, head_of(unit))
-        service = _ray_service(units[index], platform.deploy, queue_of(unit, platform), config)
-        workloads[unit.name] = [service, _watched(units[index], platform.deploy)]
-    return manifests(platform, units, workloads, plain_reasons=reasons, more_files=configs)
+        configs[f"serve/{unit.name}.yaml"] = write_document(config, write_heading(unit))
+        service = _write_ray_service(units[index], platform.deploy, choose_queue(unit, platform), config)
+        workloads[unit.name] = [service, _write_pod_monitor(units[index], platform.deploy)]
+    return write_manifests(platform, units, workloads, plain_reasons=reasons, more_files=configs)
 
 
-def refused(unit: Served) -> str | None:
+def explain_refusal(unit: ServiceContainers) -> str | None:
     if unit.engine.ray is None:
-        runs = ", ".join(one.name for one in engines_that(lambda one: one.ray))
+        runs = ", ".join(one.name for one in find_engines(lambda one: one.ray))
         return f"Ray Serve LLM runs {runs}, but {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
         on = f"{unit.name} runs on {unit.plan.settings.device}"
@@ -75,32 +75,34 @@ def refused(unit: Served) -> str | None:
     return None
 
 
-def serve_config(unit: Served) -> Tree:
+def write_serve_config(unit: ServiceContainers) -> Tree:
     """Write the Serve configuration of one service: an OpenAI-compatible application over engine replicas."""
-    least, most = bounds(unit)
-    target = max(1, round(FULL * unit.at_once))
+    least, most = compute_bounds(unit)
+    target = max(1, round(FULL * unit.request_capacity))
     scaling = {
-        "min_replicas": why(
+        "min_replicas": annotate(
             least,
             f"{unit.placed.decision.in_flight:,} concurrent requests need {unit.replicas} replicas; half of them stay "
-            f"when idle, because a new replica takes up to {seconds(unit.load_s)} to start",
+            f"when idle, because a new replica takes up to {format_seconds(unit.load_s)} to start",
         ),
-        "max_replicas": why(most, most_words(unit)),
-        "target_ongoing_requests": why(target, f"{FULL:.0%} of the capacity of a replica, {unit.at_once:,}"),
+        "max_replicas": annotate(most, explain_maximum(unit)),
+        "target_ongoing_requests": annotate(
+            target, f"{FULL:.0%} of the capacity of a replica, {unit.request_capacity:,}"
+        ),
         "downscale_delay_s": QUIET_S,
     }
     deployment: Tree = {
         "autoscaling_config": scaling,
-        "max_ongoing_requests": why(
-            2 * unit.at_once, "twice what a replica runs concurrently: the rest queues in the engine"
+        "max_ongoing_requests": annotate(
+            2 * unit.request_capacity, "twice what a replica runs concurrently: the rest queues in the engine"
         ),
-        "graceful_shutdown_timeout_s": why(unit.grace_s - DRAIN_S, unit.grace_words),
+        "graceful_shutdown_timeout_s": annotate(unit.grace_s - DRAIN_S, unit.grace_words),
         "health_check_timeout_s": 60,
     }
     config: Tree = {
         "model_loading_config": {"model_id": unit.plan.model.served_name, "model_source": unit.model_path},
-        "accelerator_type": accelerator(unit),
-        "engine_kwargs": engine_arguments(unit),
+        "accelerator_type": name_accelerator(unit),
+        "engine_kwargs": collect_engine_kwargs(unit),
         "deployment_config": deployment,
         "runtime_env": {"env_vars": dict(unit.launch.env)} if unit.launch.env else None,
         "log_engine_metrics": True,
@@ -114,10 +116,10 @@ def serve_config(unit: Served) -> Tree:
     return {"http_options": {"host": "0.0.0.0", "port": PORT}, "applications": [application]}  # noqa: S104
 
 
-def accelerator(unit: Served) -> str | None:
+def name_accelerator(unit: ServiceContainers) -> str | None:
     """Return Ray's name of the GPU, or `None` if it has none: node labels select the pods in any case."""
     first = unit.placed.node.accelerators[0]
-    chip = chip_of(first)
+    chip = find_accelerator_chip(first)
     name = chip.name if chip is not None else first.name
     if "A100" in name:
         return "A100-80G" if "80" in name else "A100-40G"
@@ -125,7 +127,7 @@ def accelerator(unit: Served) -> str | None:
     return ACCELERATORS[max(found, key=len)] if found else None
 
 
-def engine_arguments(unit: Served) -> Tree:
+def collect_engine_kwargs(unit: ServiceContainers) -> Tree:
     """Return the options of the launch command as `engine_kwargs`, without those of the engine's server."""
     dropped = unit.engine.ray.server_options if unit.engine.ray is not None else frozenset()
     words = unit.launch.argv
@@ -137,16 +139,16 @@ def engine_arguments(unit: Served) -> Tree:
         has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
         if word not in dropped:
             name = word.removeprefix("--").replace("-", "_")
-            found[name] = _value(words[index + 1]) if has_value else True
+            found[name] = _parse_value(words[index + 1]) if has_value else True
         index += 2 if has_value else 1
     if "tool_call_parser" in found:
         found["enable_auto_tool_choice"] = True
     if unit.nodes > 1:
-        found["distributed_executor_backend"] = why("ray", f"one replica spans {unit.nodes} nodes")
+        found["distributed_executor_backend"] = annotate("ray", f"one replica spans {unit.nodes} nodes")
     return found
 
 
-def _value(text: str) -> int | float | str:
+def _parse_value(text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
@@ -155,27 +157,27 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _ray_service(unit: Served, deploy: Deploy, queue: str | None, config: Tree) -> Tree:
-    least, most = bounds(unit)
-    applications = {"applications": plain(config["applications"])}
+def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str | None, config: Tree) -> Tree:
+    least, most = compute_bounds(unit)
+    applications = {"applications": strip_comments(config["applications"])}
     worker: Tree = {
         "groupName": "engines",
         "replicas": least,
         "minReplicas": least,
         "maxReplicas": most,
-        "numOfHosts": why(unit.nodes, f"nodes per replica, {unit.cards} GPUs on each") if unit.nodes > 1 else 1,
+        "numOfHosts": annotate(unit.nodes, f"nodes per replica, {unit.cards} GPUs on each") if unit.nodes > 1 else 1,
         "rayStartParams": {"num-gpus": str(unit.cards)},
-        "template": {"metadata": {"labels": labels_of(unit)}, "spec": _worker_spec(unit, deploy)},
+        "template": {"metadata": {"labels": make_labels(unit)}, "spec": _write_worker_spec(unit, deploy)},
     }
     cluster: Tree = {
         "rayVersion": RAY_VERSION,
-        "enableInTreeAutoscaling": why(True, "Serve scales replicas; the cluster adds the pods that they need"),
+        "enableInTreeAutoscaling": annotate(True, "Serve scales replicas; the cluster adds the pods that they need"),
         "autoscalerOptions": {"idleTimeoutSeconds": QUIET_S, "upscalingMode": "Default"},
         "headGroupSpec": {
-            "rayStartParams": why({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
+            "rayStartParams": annotate({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
             "template": {
-                "metadata": {"labels": labels_of(unit) | {"app.kubernetes.io/component": "head"}},
-                "spec": _head_spec(unit),
+                "metadata": {"labels": make_labels(unit) | {"app.kubernetes.io/component": "head"}},
+                "spec": _write_head_spec(unit),
             },
         },
         "workerGroupSpecs": [worker],
@@ -183,22 +185,24 @@ def _ray_service(unit: Served, deploy: Deploy, queue: str | None, config: Tree) 
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": metadata(unit.name, deploy, labels_of(unit, queue)),
+        "metadata": write_metadata(unit.name, deploy, make_labels(unit, queue)),
         "spec": {
-            "serviceUnhealthySecondThreshold": why(unit.start_failures * 10, unit.load_words),
-            "serveConfigV2": why(document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"),
+            "serviceUnhealthySecondThreshold": annotate(unit.start_failures * 10, unit.load_words),
+            "serveConfigV2": annotate(
+                write_document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"
+            ),
             "rayClusterConfig": cluster,
         },
     }
 
 
-def _watched(unit: Served, deploy: Deploy) -> Tree:
-    labels = labels_of(unit)
+def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
+    labels = make_labels(unit)
     own = {name: labels[name] for name in ("app.kubernetes.io/name", "app.kubernetes.io/instance")}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": metadata(unit.name, deploy),
+        "metadata": write_metadata(unit.name, deploy),
         "spec": {
             "selector": {
                 "matchLabels": own,
@@ -212,39 +216,39 @@ def _watched(unit: Served, deploy: Deploy) -> Tree:
     }
 
 
-def _head_spec(unit: Served) -> Tree:
+def _write_head_spec(unit: ServiceContainers) -> Tree:
     container = {
         "name": "ray-head",
         "image": unit.image.name,
         "ports": [{"name": name, "containerPort": port} for name, port in PORTS.items()],
         "resources": {"requests": {"cpu": 4, "memory": "16Gi"}, "limits": {"memory": "16Gi"}},
-        "securityContext": container_rights(),
+        "securityContext": write_container_security(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
     }
     return {
         "terminationGracePeriodSeconds": unit.grace_s,
-        "securityContext": rights(unit.image),
+        "securityContext": write_security_context(unit.image),
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
 
 
-def _worker_spec(unit: Served, deploy: Deploy) -> Tree:
+def _write_worker_spec(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
     rdma = deploy.rdma if unit.nodes > 1 else None
     container: Tree = {
         "name": "ray-worker",
-        "image": why(unit.image.name, unit.image.note),
-        "env": [entry for entry in environment(unit) if entry["name"] != unit.engine.key_variable],
+        "image": annotate(unit.image.name, unit.image.note),
+        "env": [entry for entry in write_environment(unit) if entry["name"] != unit.engine.key_variable],
         "ports": [{"name": "serve", "containerPort": PORT}, {"name": "metrics", "containerPort": PORTS["metrics"]}],
-        "resources": resources(unit, rdma),
-        "securityContext": container_rights(rdma is not None),
-        "volumeMounts": mounts(unit),
+        "resources": write_resources(unit, rdma),
+        "securityContext": write_container_security(rdma is not None),
+        "volumeMounts": write_mounts(unit),
     }
     return {
-        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
-        "securityContext": rights(unit.image),
-        **place(unit),
-        "initContainers": [waiting(unit)],
+        "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
+        "securityContext": write_security_context(unit.image),
+        **select_nodes(unit),
+        "initContainers": [write_wait_container(unit)],
         "containers": [container],
-        "volumes": volumes(unit),
+        "volumes": write_volumes(unit),
     }

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from bedplate.decide.rules import STANDARD_ENGINE
-from bedplate.deploy.images import HUB_PACKAGE, PYTHON, Image, image_for
-from bedplate.deploy.platform import Placed, cards_per_node, spans_nodes_without_network
-from bedplate.engines import Engine, all_engines
-from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import made_path
+from bedplate.deploy.images import HUB_PACKAGE, PYTHON, Image, choose_image
+from bedplate.deploy.platform import PlacedService, count_node_cards, explain_missing_network
+from bedplate.engines import Engine, load_engines
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.engines.base import get_converted_path
 from bedplate.engines.shared import COMPRESSOR
 from bedplate.engines.traits import MODELS, MetricNames
-from bedplate.errors import AnswerIsNo
-from bedplate.facts.chips import Chip, chip_of
-from bedplate.values import Hardware, Launch, Plan, Preparation, replaced
+from bedplate.errors import NotPossible
+from bedplate.facts.chips import Chip, find_accelerator_chip
+from bedplate.values import Hardware, Launch, Plan, Preparation, replace_fields
 from bedplate.values.fit import DeviceNeed
-from bedplate.values.intent import Deploy
-from bedplate.values.units import seconds, size
+from bedplate.values.intent import DeployTarget
+from bedplate.values.units import format_seconds, format_size
 
 GIB = 1 << 30
 SETTINGS = "/etc/engine"
@@ -43,7 +43,7 @@ DRAIN_S = 15
 
 
 @dataclass(frozen=True)
-class Step:
+class VolumeStep:
     """One step that puts the model onto the volume before the first start."""
 
     name: str
@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Selector:
+class NodeSelector:
     """Node label and values to select, and the extended resource to request."""
 
     resource: str | None
@@ -64,8 +64,8 @@ class Selector:
 
 
 @dataclass(frozen=True)
-class Served:
-    placed: Placed
+class ServiceContainers:
+    placed: PlacedService
     engine: Engine
     plan: Plan
     """The plan of one replica, with paths inside the container."""
@@ -79,8 +79,8 @@ class Served:
     """GPUs per pod."""
     files: dict[str, str]
     """Configuration files, mounted under SETTINGS."""
-    steps: tuple[Step, ...]
-    selector: Selector
+    steps: tuple[VolumeStep, ...]
+    selector: NodeSelector
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class Served:
         if self.engine.container.store is not None:
             return self.engine.container.store
         if self.plan.weights.made == "converted":
-            return on_volume(made_path(self.plan))
+            return make_volume_path(get_converted_path(self.plan))
         return self.plan.model_path
 
     @property
@@ -118,8 +118,10 @@ class Served:
     def load_words(self) -> str:
         share = f", sharded over {self.nodes} pods," if self.nodes > 1 else ""
         return (
-            f"expected start time {seconds(self.load_s)}: {size(self.weight_bytes)} of weights{share} from a volume of "
-            f"{size(SLOW_VOLUME_BYTES_S)}/s, plus about {seconds(self.engine.container.start_s)} for {self.engine.name}"
+            f"expected start time {format_seconds(self.load_s)}: {format_size(self.weight_bytes)} of "
+            f"weights{share} from a volume of "
+            f"{format_size(SLOW_VOLUME_BYTES_S)}/s, plus about {format_seconds(self.engine.container.start_s)} "
+            f"for {self.engine.name}"
         )
 
     @property
@@ -139,7 +141,7 @@ class Served:
 
     @property
     def grace_s(self) -> int:
-        return _rounded(DRAIN_S + self.longest_s * 1.2, 30, LEAST_GRACE_S)
+        return _round_up(DRAIN_S + self.longest_s * 1.2, 30, LEAST_GRACE_S)
 
     @property
     def grace_words(self) -> str:
@@ -148,7 +150,9 @@ class Served:
         response = (
             f"the longest response ({self.longest_tokens:,} tokens)" if self.longest_tokens > 1 else "one request"
         )
-        return f"{response} takes {seconds(self.longest_s)} {basis}; plus {DRAIN_S} s until no new requests arrive"
+        return (
+            f"{response} takes {format_seconds(self.longest_s)} {basis}; plus {DRAIN_S} s until no new requests arrive"
+        )
 
     @property
     def start_failures(self) -> int:
@@ -156,7 +160,7 @@ class Served:
         return max(6, math.ceil(self.load_s * PATIENCE / 10))
 
     @property
-    def at_once(self) -> int:
+    def request_capacity(self) -> int:
         """Concurrent requests that one replica runs without queueing."""
         resident = self.placed.decision.max_concurrency // max(1, self.placed.decision.parallelism.data)
         return max(1, min(self.plan.settings.slots, resident or self.plan.settings.slots))
@@ -170,19 +174,19 @@ class Served:
         if self.plan.settings.device == "cpu":
             wanted = self.plan.settings.threads or self.placed.node.cpu.allowed_physical_cores
             return max(1, min(wanted, int(NODE_SHARE * self.placed.node.cpu.logical_cores)))
-        each = max(1, min(8, int(NODE_SHARE * self.placed.node.cpu.logical_cores / cards_per_node(self.placed))))
+        each = max(1, min(8, int(NODE_SHARE * self.placed.node.cpu.logical_cores / count_node_cards(self.placed))))
         return max(2, each * self.cards)
 
     @property
     def memory_bytes(self) -> int:
         """Host memory: processes, shared memory, offloaded weights, and page cache for loading."""
-        host = sum(need.high_bytes for need in self._needs() if need.device == "host")
+        host = sum(need.high_bytes for need in self._list_device_needs() if need.device == "host")
         processes = round(1.5 * self.engine.uses.process_bytes * (self.cards + 1))
         if self.plan.settings.device == "cpu":
-            return _gibs(1.1 * max(host, processes))
-        return _gibs(host + processes + self.shm_bytes + 8 * GIB)
+            return _round_up_to_gib(1.1 * max(host, processes))
+        return _round_up_to_gib(host + processes + self.shm_bytes + 8 * GIB)
 
-    def _needs(self) -> tuple[DeviceNeed, ...]:
+    def _list_device_needs(self) -> tuple[DeviceNeed, ...]:
         memory = self.placed.decision.memory
         return memory.devices if memory is not None else ()
 
@@ -190,7 +194,7 @@ class Served:
     def volume_bytes(self) -> int:
         """Downloaded and converted weights, plus 20% headroom."""
         disks = [step.disk_bytes or 0 for step in self.launch.prepare if step.kind == "convert"]
-        return _gibs(1.2 * (self.plan.model.weight_bytes + sum(disks)), 10)
+        return _round_up_to_gib(1.2 * (self.plan.model.weight_bytes + sum(disks)), 10)
 
     @property
     def program(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -199,138 +203,144 @@ class Served:
         cut = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
         command, rest = argv[:cut], argv[cut:]
         rest = (*rest, *self.engine.stop_options(self.grace_s - DRAIN_S - 5))
-        return command, tuple(_joined(rest)) if self.engine.container.joins_values else rest
+        return command, tuple(_join_options(rest)) if self.engine.container.joins_values else rest
 
 
-def served(placed: Placed, deploy: Deploy, *, all_replicas: bool = False) -> Served:
+def describe_containers(
+    placed: PlacedService, deploy: DeployTarget, *, all_replicas: bool = False
+) -> ServiceContainers:
     """Describe the containers of one service; with `all_replicas`, one container runs all of them."""
     engine = engine_by_id(placed.plan.engine)
     device = placed.plan.settings.device
     if placed.node.os != "linux":
-        raise _cannot(placed, f"containers need Linux, but {placed.pool.name} runs {placed.node.os}")
+        raise _make_refusal(placed, f"containers need Linux, but {placed.pool.name} runs {placed.node.os}")
     layout = placed.plan.parallelism
     each = layout.tensor * layout.pipeline if device != "cpu" else 0
-    if reason := spans_nodes_without_network(placed, each):
-        raise AnswerIsNo(
+    if reason := explain_missing_network(placed, each):
+        raise NotPossible(
             reason,
             hint="add network: InfiniBand NDR 400 to the pool, or use larger nodes or a smaller quantization",
         )
     first = placed.node.accelerators[0] if placed.node.accelerators and device != "cpu" else None
-    chip = chip_of(first) if first is not None else None
+    chip = find_accelerator_chip(first) if first is not None else None
     gfx = chip.gfx if chip is not None else None
-    image = image_for(engine, placed.plan.settings, gfx, placed.node.cpu.arch, deploy.registry)
+    image = choose_image(engine, placed.plan.settings, gfx, placed.node.cpu.arch, deploy.registry)
     if image is None:
-        raise _cannot(placed, f"{engine.name} has no image for {device}, and none can be built from its packages")
+        raise _make_refusal(placed, f"{engine.name} has no image for {device}, and none can be built from its packages")
     replicas = 1 if all_replicas else max(1, layout.data) * placed.copies
-    plan = _inside(placed.plan, data=layout.data if all_replicas else 1)
+    plan = _put_model_on_volume(placed.plan, data=layout.data if all_replicas else 1)
     cards = each * (layout.data if all_replicas else 1)
-    nodes = max(1, -(-cards // cards_per_node(placed))) if cards else 1
-    launch = _launch(engine, plan, image)
+    nodes = max(1, -(-cards // count_node_cards(placed))) if cards else 1
+    launch = _write_launch(engine, plan, image)
     spare = placed.spare // each if each else placed.spare
-    result = Served(
+    result = ServiceContainers(
         placed=placed, engine=engine, plan=plan, launch=launch, image=image, replicas=replicas,
         most_replicas=min(replicas + spare, MOST_TIMES * replicas), nodes=nodes, cards=-(-cards // nodes),
-        files=engine.container_files(plan), steps=(), selector=selector_of(placed.node, chip, device == "cpu"),
+        files=engine.container_files(plan), steps=(), selector=make_node_selector(placed.node, chip, device == "cpu"),
     )  # fmt: skip
-    return _with_steps(result)
+    return _add_steps(result)
 
 
-def engines_that(supports: Callable[[Engine], object]) -> list[Engine]:
+def find_engines(supports: Callable[[Engine], object]) -> list[Engine]:
     """List the engines that a platform supports: the default engine first, then by operating effort."""
-    found = [one for one in all_engines().values() if supports(one) is not None]
+    found = [one for one in load_engines().values() if supports(one) is not None]
     return sorted(found, key=lambda one: (one.id != STANDARD_ENGINE, one.effort, one.id))
 
 
-def selector_of(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> Selector:
+def make_node_selector(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> NodeSelector:
     """Select nodes by the labels of the vendors' GPU feature discovery."""
     first = node.accelerators[0] if node.accelerators and not on_cpu else None
     if first is None:
         arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
-        return Selector(None, "kubernetes.io/arch", (arch,))
+        return NodeSelector(None, "kubernetes.io/arch", (arch,))
     names = chip.driver_names if chip is not None and chip.driver_names else (first.name,)
     if first.vendor == "amd":
-        return Selector("amd.com/gpu", "amd.com/gpu.product-name", tuple(_label(name, "_") for name in names))
+        return NodeSelector("amd.com/gpu", "amd.com/gpu.product-name", tuple(_make_label(name, "_") for name in names))
     if first.vendor == "intel":
-        return Selector("gpu.intel.com/xe", "intel.feature.node.kubernetes.io/gpu", ("true",))
-    return Selector("nvidia.com/gpu", "nvidia.com/gpu.product", tuple(_label(name, "-") for name in names))
+        return NodeSelector("gpu.intel.com/xe", "intel.feature.node.kubernetes.io/gpu", ("true",))
+    return NodeSelector("nvidia.com/gpu", "nvidia.com/gpu.product", tuple(_make_label(name, "-") for name in names))
 
 
-def _label(name: str, space: str) -> str:
+def _make_label(name: str, space: str) -> str:
     return name.replace(" ", space).replace("(", "").replace(")", "")[:63]
 
 
-def _cannot(placed: Placed, reason: str) -> AnswerIsNo:
-    return AnswerIsNo(
+def _make_refusal(placed: PlacedService, reason: str) -> NotPossible:
+    return NotPossible(
         f"{placed.name} cannot run in containers: {reason}",
         hint="choose another engine with --engine, or write a shell script with --emit command",
     )
 
 
-def _inside(plan: Plan, data: int) -> Plan:
+def _put_model_on_volume(plan: Plan, data: int) -> Plan:
     """Return the plan with the model's path on the volume."""
     model = plan.model
     if model.files:
         first = PurePath(model.files[0])
-        kept = on_volume(first.name) if first.suffix == ".gguf" else f"{on_volume(first.parent.name)}/{first.name}"
+        kept = (
+            make_volume_path(first.name)
+            if first.suffix == ".gguf"
+            else f"{make_volume_path(first.parent.name)}/{first.name}"
+        )
     elif model.format == "gguf" or (plan.weights.format == "gguf" and plan.weights.made == "as it is"):
-        kept = on_volume(f"{model.short_name}.gguf")
+        kept = make_volume_path(f"{model.short_name}.gguf")
     else:
-        kept = f"{on_volume(model.short_name)}/config.json"
-    return replaced(
+        kept = f"{make_volume_path(model.short_name)}/config.json"
+    return replace_fields(
         plan,
-        model=replaced(model, files=(kept,)),
-        parallelism=replaced(plan.parallelism, data=data),
+        model=replace_fields(model, files=(kept,)),
+        parallelism=replace_fields(plan.parallelism, data=data),
     )
 
 
-def with_slots(unit: Served, slots: int) -> Served:
+def with_slots(unit: ServiceContainers, slots: int) -> ServiceContainers:
     """Return the service with this many slots per replica."""
-    plan = replaced(unit.plan, settings=replaced(unit.plan.settings, slots=slots))
-    return replace(unit, plan=plan, launch=_launch(unit.engine, plan, unit.image))
+    plan = replace_fields(unit.plan, settings=replace_fields(unit.plan.settings, slots=slots))
+    return replace(unit, plan=plan, launch=_write_launch(unit.engine, plan, unit.image))
 
 
-def on_volume(name: str) -> str:
+def make_volume_path(name: str) -> str:
     """Return the path on the volume; characters that are special to a shell become dashes."""
     return f"{MODELS}/{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
-def _launch(engine: Engine, plan: Plan, image: Image) -> Launch:
+def _write_launch(engine: Engine, plan: Plan, image: Image) -> Launch:
     """Return the engine's launch command with paths and addresses inside its container."""
     launch = engine.in_container(engine.launch(plan, PORT), image.name)
-    made = made_path(plan) if plan.weights.made == "converted" else None
+    made = get_converted_path(plan) if plan.weights.made == "converted" else None
     named = {"127.0.0.1": "0.0.0.0"}  # noqa: S104
     named |= {name: f"{SETTINGS}/{name}" for name in engine.container_files(plan)}
-    named |= {made: on_volume(made)} if made is not None else {}
+    named |= {made: make_volume_path(made)} if made is not None else {}
     argv = [named.get(word, word) for word in launch.argv]
     if argv[0] == "python":
         argv[0] = "python3"
     env = {name: value.replace("127.0.0.1", "0.0.0.0") for name, value in launch.env.items()}  # noqa: S104
-    return replaced(launch, argv=tuple(argv), env=env)
+    return replace_fields(launch, argv=tuple(argv), env=env)
 
 
-def _with_steps(unit: Served) -> Served:
-    return replace(unit, steps=tuple(_steps(unit)))
+def _add_steps(unit: ServiceContainers) -> ServiceContainers:
+    return replace(unit, steps=tuple(_list_steps(unit)))
 
 
-def _steps(unit: Served) -> Iterator[Step]:
+def _list_steps(unit: ServiceContainers) -> Iterator[VolumeStep]:
     """Yield the steps that put the model onto the volume: download or manual copy, then conversion if planned."""
     placed, plan = unit.placed, unit.plan
     if placed.plan.source is not None:
-        raise _cannot(placed, "its weights must first be dequantized from a GGUF file")
-    yield from _fetched(unit)
+        raise _make_refusal(placed, "its weights must first be dequantized from a GGUF file")
+    yield from _write_fetch_step(unit)
     if stored := unit.engine.store_step(plan):
         note = f"import {plan.model.name} into the engine's store as {stored.model}"
-        yield Step("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
+        yield VolumeStep("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
     elif plan.weights.made == "converted":
-        yield _converted(unit)
+        yield _write_convert_step(unit)
 
 
-def _fetched(unit: Served) -> Iterator[Step]:
+def _write_fetch_step(unit: ServiceContainers) -> Iterator[VolumeStep]:
     origin, target = unit.placed.plan.model, unit.plan.model_path
     folder = target if not target.endswith(".gguf") else MODELS
     if origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name:
         where = origin.files[0] if origin.files else origin.name
-        yield Step(
+        yield VolumeStep(
             "wait",
             PYTHON,
             ("sh", "-c", f"until [ -e {target}.copied ]; do sleep 10; done"),
@@ -342,44 +352,49 @@ def _fetched(unit: Served) -> Iterator[Step]:
     command: tuple[str, ...] = ("python3", "-c", code)
     if not unit.image.python:
         command = ("uvx", "--from", HUB_PACKAGE, "python", "-c", code)
-    note = f"downloads {size(origin.weight_bytes)}; skipped if the files are already on the volume"
+    note = f"downloads {format_size(origin.weight_bytes)}; skipped if the files are already on the volume"
     # The engine's image has the hub client; using it here also pulls the image onto the node.
-    yield Step("fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"})
+    yield VolumeStep(
+        "fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"}
+    )
 
 
-def _converted(unit: Served) -> Step:
+def _write_convert_step(unit: ServiceContainers) -> VolumeStep:
     plan, made = unit.plan, unit.model_path
     label, source = plan.weights.label, plan.model_path
     steps = [step for step in unit.launch.prepare if step.kind == "convert"]
     note = f"converts {plan.model.name} to {label}; skipped if the result is already on the volume"
     if own := unit.engine.container_conversion(plan, source, made):
         image, cards = own.image or unit.image.name, unit.cards if own.on_cards else 0
-        return Step("convert", image, ("sh", "-c", _whole(made, own.command)), note, cards=cards)
+        return VolumeStep("convert", image, ("sh", "-c", _make_atomic(made, own.command)), note, cards=cards)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
-        script = steps[-1].argv[2].replace(repr(made_path(plan)), repr(f"{made}.part"))
+        script = steps[-1].argv[2].replace(repr(get_converted_path(plan)), repr(f"{made}.part"))
         command = f"pip install --quiet --user {COMPRESSOR} && python3 -c {shlex.quote(script)}"
-        return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=unit.cards)
+        return VolumeStep("convert", unit.image.name, ("sh", "-c", _make_atomic(made, command)), note, cards=unit.cards)
     if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
-        command = " && ".join(_command(step, plan, made) for step in steps)
+        command = " && ".join(_write_command(step, plan, made) for step in steps)
         cards = unit.cards if plan.settings.device != "cpu" else 0
-        return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=cards)
-    raise _cannot(
+        return VolumeStep("convert", unit.image.name, ("sh", "-c", _make_atomic(made, command)), note, cards=cards)
+    raise _make_refusal(
         unit.placed,
         f"no image has the tools that convert weights to {label}; use a checkpoint that is already in {label}",
     )
 
 
-def _whole(made: str, command: str) -> str:
+def _make_atomic(made: str, command: str) -> str:
     """Make a command atomic: it writes `made`.part, which is renamed at the end, so an interrupted job starts again."""
     return f"[ -e {made} ] || (rm -rf {made}.part && {command} && mv {made}.part {made})"
 
 
-def _command(step: Preparation, plan: Plan, made: str) -> str:
-    words = [f"{made}.part" if word == made_path(plan) else word.replace(made_path(plan), made) for word in step.argv]
+def _write_command(step: Preparation, plan: Plan, made: str) -> str:
+    words = [
+        f"{made}.part" if word == get_converted_path(plan) else word.replace(get_converted_path(plan), made)
+        for word in step.argv
+    ]
     return shlex.join(["python3" if words[0] == "python" else words[0], *words[1:]])
 
 
-def _joined(words: tuple[str, ...]) -> Iterator[str]:
+def _join_options(words: tuple[str, ...]) -> Iterator[str]:
     index = 0
     while index < len(words):
         value = words[index + 1] if index + 1 < len(words) else "--"
@@ -391,9 +406,9 @@ def _joined(words: tuple[str, ...]) -> Iterator[str]:
             index += 1
 
 
-def _rounded(value: float, step: int, least: int) -> int:
+def _round_up(value: float, step: int, least: int) -> int:
     return max(least, math.ceil(value / step) * step)
 
 
-def _gibs(value: float, step: int = 2) -> int:
-    return _rounded(value / GIB, step, step) * GIB
+def _round_up_to_gib(value: float, step: int = 2) -> int:
+    return _round_up(value / GIB, step, step) * GIB

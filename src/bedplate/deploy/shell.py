@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from bedplate._version import __version__
 from bedplate.deploy.images import HUB_PACKAGE
-from bedplate.engines import ClonedProgram, Engine, Recipe
-from bedplate.engines import engine as engine_by_id
+from bedplate.engines import ClonedProgram, Engine, EnvironmentRecipe
+from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.shared import COMPRESSOR
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import NotPossible
 from bedplate.values import Decision, Launch, Plan, Preparation
-from bedplate.values.units import seconds, size
+from bedplate.values.units import format_seconds, format_size
 
 # In bash, `test || { a && b; }` continues when `a` fails, despite `set -e`: put one command on each line.
 HEAD = """\
@@ -81,46 +81,46 @@ TOOLKITS = {"cuda": "the CUDA toolkit", "rocm": "ROCm with its compiler", "vulka
             "xpu": "the oneAPI toolkit"}  # fmt: skip
 
 
-def script(plan: Plan, decision: Decision) -> str:
+def write_script(plan: Plan, decision: Decision) -> str:
     """Write the script. A second run skips steps whose results exist."""
     engine = engine_by_id(plan.engine)
     launch = decision.launch
     if launch is None:
-        raise AnswerIsNo(f"there is nothing to launch: no plan runs {plan.engine}")
+        raise NotPossible(f"there is nothing to launch: no plan runs {plan.engine}")
     device = plan.settings.device
     recipe = engine.recipe_for(device)
     title = f"{plan.model.name} ({decision.quantization}) with {engine.name} {plan.engine_version}"
-    needs = _needs(plan, launch, engine)
+    needs = _list_needs(plan, launch, engine)
     parts = [
         HEAD.format(
             title=title,
             version=__version__,
-            needs=_listed([words for _, words in needs]),
+            needs=_join_words([words for _, words in needs]),
             programs=shlex.join(dict.fromkeys(program for program, _ in needs if program)),
-            port=_port(launch.argv),
+            port=_find_port(launch.argv),
         )
     ]
-    if not _in_container(launch):
+    if not _runs_in_container(launch):
         own = any(step.kind == "install" and _is_own(step, engine) for step in launch.prepare)
         # Packages for different devices conflict, so each device has its own environment.
         folder = f"{engine.id}-{plan.engine_version}{'' if device == 'cpu' else f'-{device}'}"
-        parts += [ENVIRONMENT.format(folder=folder), *(_programs(recipe) if recipe is not None and own else ())]
+        parts += [ENVIRONMENT.format(folder=folder), *(_write_programs(recipe) if recipe is not None and own else ())]
     for helper in dict.fromkeys(step.within for step in launch.prepare if step.within not in (None, engine.id)):
-        parts += _helper(engine_by_id(str(helper)))
+        parts += _write_helper(engine_by_id(str(helper)))
     steps = [step for step in launch.prepare if step.kind != "install" or _is_own(step, engine)]
-    if any(step.kind != "install" for step in steps) and not _in_container(launch):
+    if any(step.kind != "install" for step in steps) and not _runs_in_container(launch):
         parts.append(STEPS)
     for number, step in enumerate(steps):
         install = step.kind == "install"
-        parts.append(_install(number, step, recipe, launch.argv[0]) if install else _step(step, engine))
+        parts.append(_write_install(number, step, recipe, launch.argv[0]) if install else _write_step(step, engine))
     parts += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
-    parts.append(f"exec {_wrapped(launch.argv)}")
+    parts.append(f"exec {_wrap(launch.argv)}")
     return "\n".join(parts) + "\n"
 
 
-def _needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | None, str]]:
+def _list_needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | None, str]]:
     """List what the script needs and does not install: (program to check, description)."""
-    if _in_container(launch):
+    if _runs_in_container(launch):
         return [("docker", "docker with GPU access")]
     found: list[tuple[str | None, str]] = [("python3", "python3 with venv"), (None, "a package index")]
     recipe = engine.recipe_for(plan.settings.device)
@@ -142,7 +142,7 @@ def _needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | None,
     return found
 
 
-def _in_container(launch: Launch) -> bool:
+def _runs_in_container(launch: Launch) -> bool:
     return launch.argv[0] == "docker"
 
 
@@ -154,7 +154,7 @@ def _is_cloned(step: Preparation, engine: Engine) -> bool:
     return engine.cloned is not None and engine.cloned.program in step.argv
 
 
-def _programs(recipe: Recipe, variable: str = "env") -> Iterator[str]:
+def _write_programs(recipe: EnvironmentRecipe, variable: str = "env") -> Iterator[str]:
     """Yield bedplate's programs for an engine that has no server of its own, or a faulty one."""
     for name, file in recipe.programs:
         text = (importlib.resources.files("bedplate.engines") / "shipped" / file).read_text(encoding="utf-8")
@@ -164,45 +164,47 @@ def _programs(recipe: Recipe, variable: str = "env") -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def _helper(helper: Engine) -> Iterator[str]:
+def _write_helper(helper: Engine) -> Iterator[str]:
     """Yield the environment of another engine that converts the weights."""
     (step,) = helper.installation() or (None,)
     if helper.recipe is None or step is None:
         return
-    sizes = f" ({_sizes(step)})" if _sizes(step) else ""
-    packages = shlex.join(_packages(helper.recipe))
+    sizes = f" ({_describe_sizes(step)})" if _describe_sizes(step) else ""
+    packages = shlex.join(_list_packages(helper.recipe))
     folder = f"{helper.id}-{helper.version}"
-    yield HELPER.format(name=helper.name, sizes=sizes, variable=_variable(helper), folder=folder, packages=packages)
-    yield from _programs(helper.recipe, _variable(helper))
+    yield HELPER.format(
+        name=helper.name, sizes=sizes, variable=_name_variable(helper), folder=folder, packages=packages
+    )
+    yield from _write_programs(helper.recipe, _name_variable(helper))
 
 
-def _variable(helper: Engine) -> str:
+def _name_variable(helper: Engine) -> str:
     return re.sub(r"\W", "_", helper.id)
 
 
-def _packages(recipe: Recipe) -> tuple[str, ...]:
+def _list_packages(recipe: EnvironmentRecipe) -> tuple[str, ...]:
     # By default torch downloads gigabytes of CUDA libraries, even on a machine without a GPU.
     torch = any(package.startswith("torch==") for package in recipe.packages)
     return (*(("--torch-backend", "auto") if torch else ()), *recipe.packages)
 
 
-def _what(step: Preparation) -> str:
-    return f"# {step.kind}: {step.what}{f' ({_sizes(step)})' if _sizes(step) else ''}\n"
+def _write_comment(step: Preparation) -> str:
+    return f"# {step.kind}: {step.what}{f' ({_describe_sizes(step)})' if _describe_sizes(step) else ''}\n"
 
 
-def _step(step: Preparation, engine: Engine) -> str:
-    what = _what(step)
+def _write_step(step: Preparation, engine: Engine) -> str:
+    what = _write_comment(step)
     if not step.argv:
         return f"{what.rstrip()}, to {step.where}\n"
     if step.argv[:2] == ("docker", "pull"):
         # A local image needs no registry.
         image = shlex.quote(step.argv[2])
         return f"{what}docker image inspect {image} > /dev/null 2>&1 || {shlex.join(step.argv)}\n"
-    name, words = shlex.quote(step.where), _in_part(step)
+    name, words = shlex.quote(step.where), _rename_output(step)
     if step.kind == "convert" and words != step.argv:
-        before = _clone(engine.cloned) if engine.cloned is not None and _is_cloned(step, engine) else ""
-        return f"{what}{before}write_atomically {name} {_command(step, words, engine)}\n"
-    command = _command(step, step.argv, engine)
+        before = _write_clone(engine.cloned) if engine.cloned is not None and _is_cloned(step, engine) else ""
+        return f"{what}{before}write_atomically {name} {_write_command(step, words, engine)}\n"
+    command = _write_command(step, step.argv, engine)
     if " " in step.where:
         # The target is a store, not a file; the command is idempotent.
         return f"{what}{command}\n"
@@ -210,7 +212,7 @@ def _step(step: Preparation, engine: Engine) -> str:
     return f"{what}{before}run_once {name} {command}\n"
 
 
-def _install(number: int, step: Preparation, recipe: Recipe | None, program: str) -> str:
+def _write_install(number: int, step: Preparation, recipe: EnvironmentRecipe | None, program: str) -> str:
     if step.what == COMPRESSOR:
         # In the engine's environment it would change the versions of shared packages.
         packages = shlex.join(("--torch-backend", "auto", COMPRESSOR))
@@ -218,28 +220,28 @@ def _install(number: int, step: Preparation, recipe: Recipe | None, program: str
         return HELPER.format(name="LLM Compressor", sizes="", variable="compressor", folder=folder, packages=packages)
     argv = step.argv
     if not argv and recipe is not None:
-        argv = ("uv", "pip", "install", *_packages(recipe))
+        argv = ("uv", "pip", "install", *_list_packages(recipe))
     if not argv:
         missing = f"{{ echo {shlex.quote(f'this script needs {step.what}')} >&2; exit 1; }}"
         return f"# Not installed here: {step.what}\ncommand -v {shlex.quote(program)} > /dev/null || {missing}\n"
     done = f'"$env/.installed-{number}"'
-    return f"{_what(step)}[ -e {done} ] || {{\n    {shlex.join(argv)}\n    touch {done}\n}}\n"
+    return f"{_write_comment(step)}[ -e {done} ] || {{\n    {shlex.join(argv)}\n    touch {done}\n}}\n"
 
 
-def _in_part(step: Preparation) -> tuple[str, ...]:
+def _rename_output(step: Preparation) -> tuple[str, ...]:
     """Return the command with its output renamed to NAME.part, also where Python code has it as a literal."""
     part = f"{step.where}.part"
     return tuple(part if word == step.where else word.replace(repr(step.where), repr(part)) for word in step.argv)
 
 
-def _clone(program: ClonedProgram) -> str:
+def _write_clone(program: ClonedProgram) -> str:
     return f"write_atomically {CLONE} git clone --depth 1 --branch {program.tag} {program.repository} {CLONE}.part\n"
 
 
-def _command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
+def _write_command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
     """Write the command with the path of its program, which may be in another environment."""
     if not _is_own(step, engine):
-        return f'"${_variable(engine_by_id(str(step.within)))}/bin/{words[0]}" {shlex.join(words[1:])}'
+        return f'"${_name_variable(engine_by_id(str(step.within)))}/bin/{words[0]}" {shlex.join(words[1:])}'
     if words[0] == "hf":
         words = (*HUB_CLIENT, *words)
     elif engine.cloned is not None and _is_cloned(step, engine):
@@ -250,22 +252,22 @@ def _command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
     return shlex.join(words)
 
 
-def _sizes(step: Preparation) -> str:
+def _describe_sizes(step: Preparation) -> str:
     parts = []
     if step.download_bytes:
-        parts.append(f"{size(step.download_bytes)} to download")
+        parts.append(f"{format_size(step.download_bytes)} to download")
     if step.disk_bytes:
-        parts.append(f"{size(step.disk_bytes)} on disk")
+        parts.append(f"{format_size(step.disk_bytes)} on disk")
     if step.seconds is not None:
-        parts.append(f"about {seconds(step.seconds.value)}")
+        parts.append(f"about {format_seconds(step.seconds.value)}")
     return ", ".join(parts)
 
 
-def _port(argv: tuple[str, ...]) -> str:
+def _find_port(argv: tuple[str, ...]) -> str:
     return next((value for option, value in itertools.pairwise(argv) if option in ("--port", "--server-port")), "8080")
 
 
-def _wrapped(argv: tuple[str, ...]) -> str:
+def _wrap(argv: tuple[str, ...]) -> str:
     """Write one option per line."""
     lines = [shlex.quote(argv[0])]
     for word in argv[1:]:
@@ -276,6 +278,6 @@ def _wrapped(argv: tuple[str, ...]) -> str:
     return " \\\n    ".join(lines)
 
 
-def _listed(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
     *most, last = dict.fromkeys(words)
     return f"{', '.join(most)} and {last}" if most else last

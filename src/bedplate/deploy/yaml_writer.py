@@ -15,84 +15,84 @@ QUANTITY = re.compile(r"(?:0|[1-9][0-9]*)(?:[KMGT]i|m|s|h)")
 
 
 @dataclass(frozen=True)
-class Why:
+class CommentedValue:
     """A value and the comment above it."""
 
     value: object
     text: str
 
 
-def why(value: object, text: str) -> Why:
-    return Why(value, text)
+def annotate(value: object, text: str) -> CommentedValue:
+    return CommentedValue(value, text)
 
 
-def document(value: Mapping[str, object], head: str = "") -> str:
+def write_document(value: Mapping[str, object], head: str = "") -> str:
     """Write one document, without entries that are `None`."""
-    return "\n".join([*_comment(head, ""), *_mapping(value, "")]) + "\n"
+    return "\n".join([*_write_comment(head, ""), *_write_mapping(value, "")]) + "\n"
 
 
-def documents(values: Sequence[Mapping[str, object]], head: str = "") -> str:
+def write_documents(values: Sequence[Mapping[str, object]], head: str = "") -> str:
     """Write several documents into one file."""
-    first = "".join(f"{line}\n" for line in _comment(head, ""))
-    return first + "---\n".join(document(value) for value in values)
+    first = "".join(f"{line}\n" for line in _write_comment(head, ""))
+    return first + "---\n".join(write_document(value) for value in values)
 
 
-def plain(value: object) -> object:
+def strip_comments(value: object) -> object:
     """Return the data as a parser of the file reads it: without comments and without `None` entries."""
-    if isinstance(value, Why):
-        return plain(value.value)
+    if isinstance(value, CommentedValue):
+        return strip_comments(value.value)
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items() if _bare(inner) is not None}
+        return {key: strip_comments(inner) for key, inner in value.items() if _unwrap(inner) is not None}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(inner) for inner in value]
+        return [strip_comments(inner) for inner in value]
     return value
 
 
-def _bare(value: object) -> object:
-    return _bare(value.value) if isinstance(value, Why) else value
+def _unwrap(value: object) -> object:
+    return _unwrap(value.value) if isinstance(value, CommentedValue) else value
 
 
-def _comment(text: str, indent: str) -> list[str]:
+def _write_comment(text: str, indent: str) -> list[str]:
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH - len(indent)) or [""]]
     return [f"{indent}# {line}".rstrip() for line in lines]
 
 
-def _mapping(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
+def _write_mapping(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
     for key, noted in mapping.items():
-        value = _bare(noted)
+        value = _unwrap(noted)
         if value is None:
             continue
-        if isinstance(noted, Why):
-            yield from _comment(noted.text, indent)
-        yield from _entry(f"{indent}{_text(key)}:", value, indent)
+        if isinstance(noted, CommentedValue):
+            yield from _write_comment(noted.text, indent)
+        yield from _write_entry(f"{indent}{_write_text(key)}:", value, indent)
 
 
-def _entry(start: str, value: object, indent: str) -> Iterator[str]:
-    if isinstance(value, Mapping) and plain(value):
+def _write_entry(start: str, value: object, indent: str) -> Iterator[str]:
+    if isinstance(value, Mapping) and strip_comments(value):
         yield start
-        yield from _mapping(value, f"{indent}  ")
+        yield from _write_mapping(value, f"{indent}  ")
     elif isinstance(value, Sequence) and not isinstance(value, str) and value:
         yield start
-        yield from _items(value, f"{indent}  ")
+        yield from _write_items(value, f"{indent}  ")
     elif isinstance(value, str) and _is_block(value):
         yield f"{start} {'|' if value.endswith(chr(10)) else '|-'}"
         yield from (f"{indent}  {line}".rstrip() for line in value.removesuffix("\n").split("\n"))
     else:
-        yield f"{start} {_scalar(value)}"
+        yield f"{start} {_write_scalar(value)}"
 
 
-def _items(items: Sequence[object], indent: str) -> Iterator[str]:
+def _write_items(items: Sequence[object], indent: str) -> Iterator[str]:
     for noted in items:
-        value = _bare(noted)
-        if isinstance(noted, Why):
-            yield from _comment(noted.text, indent)
-        if isinstance(value, Mapping) and plain(value):
-            yield from _dashed(list(_mapping(value, f"{indent}  ")), indent)
+        value = _unwrap(noted)
+        if isinstance(noted, CommentedValue):
+            yield from _write_comment(noted.text, indent)
+        if isinstance(value, Mapping) and strip_comments(value):
+            yield from _add_dash(list(_write_mapping(value, f"{indent}  ")), indent)
         else:
-            yield from _entry(f"{indent}-", value, indent)
+            yield from _write_entry(f"{indent}-", value, indent)
 
 
-def _dashed(lines: list[str], indent: str) -> Iterator[str]:
+def _add_dash(lines: list[str], indent: str) -> Iterator[str]:
     """Put the dash on the first line that is not a comment; comments before it stay above."""
     first = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
     yield from (line[2:] for line in lines[:first])
@@ -100,25 +100,25 @@ def _dashed(lines: list[str], indent: str) -> Iterator[str]:
     yield from lines[first + 1 :]
 
 
-def _scalar(value: object) -> str:
+def _write_scalar(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return _text(value)
+        return _write_text(value)
     return "{}" if isinstance(value, Mapping) else "[]"
 
 
-def _text(text: str) -> str:
+def _write_text(text: str) -> str:
     if QUANTITY.fullmatch(text) or (PLAIN.fullmatch(text) and text.lower() not in WORDS and text.isprintable()):
         return text
     if text.isprintable() and "'" not in text:
         return f"'{text}'" if '"' in text or "\\" in text else f'"{text}"'
-    return f'"{"".join(map(_escaped, text))}"'
+    return f'"{"".join(map(_escape, text))}"'
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     if letter in '"\\':
         return f"\\{letter}"
     if letter.isprintable():

@@ -9,16 +9,16 @@ from importlib.metadata import entry_points
 
 from bedplate.engines.base import (
     BorrowedLibrary,
+    BuildVariant,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
     OverlayRecipe,
-    Recipe,
     SourceBuild,
-    Target,
-    Variant,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -34,14 +34,36 @@ from bedplate.engines.traits import (
     StoreStep,
     TableNames,
 )
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.values import Plan
 
 __all__ = [
-    "AdviceFlags", "BorrowedLibrary", "ClonedProgram", "ContainerConversion", "ContainerImage", "ContainerTraits",
-    "DynamoWorker", "Engine", "EngineState", "EstimateTraits", "Failure", "Features", "MemoryUse", "MetricNames",
-    "NotedOptions", "OverlayRecipe", "RayWorker", "Recipe", "SourceBuild", "StoreStep", "TableNames", "Target",
-    "Variant", "all_engines", "engine", "engine_of",
+    "AdviceFlags",
+    "BorrowedLibrary",
+    "BuildVariant",
+    "ClonedProgram",
+    "ComputeTarget",
+    "ContainerConversion",
+    "ContainerImage",
+    "ContainerTraits",
+    "DynamoWorker",
+    "Engine",
+    "EngineState",
+    "EnvironmentRecipe",
+    "EstimateTraits",
+    "Features",
+    "KnownFailure",
+    "MemoryUse",
+    "MetricNames",
+    "NotedOptions",
+    "OverlayRecipe",
+    "RayWorker",
+    "SourceBuild",
+    "StoreStep",
+    "TableNames",
+    "get_engine",
+    "get_plan_engine",
+    "load_engines",
 ]  # fmt: skip
 
 
@@ -50,7 +72,7 @@ SHARED_MODULES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipp
 
 
 @functools.cache
-def all_engines() -> dict[str, Engine]:
+def load_engines() -> dict[str, Engine]:
     found: dict[str, Engine] = {}
     for module in pkgutil.iter_modules(__path__):
         if module.name not in SHARED_MODULES:
@@ -60,7 +82,7 @@ def all_engines() -> dict[str, Engine]:
         try:
             one = point.load()
         except Exception as error:
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"the engine {point.name} of the package {point.dist.name if point.dist else '?'} cannot be loaded",
                 cause=f"{type(error).__name__}: {error}",
                 hint="update or uninstall that package",
@@ -70,11 +92,11 @@ def all_engines() -> dict[str, Engine]:
 
 
 @functools.cache
-def engine(name: str) -> Engine:
+def get_engine(name: str) -> Engine:
     """An engine by its id, or in one version by ID@VERSION."""
     import difflib
 
-    known = all_engines()
+    known = load_engines()
     engine_id, at, version = name.partition("@")
     if engine_id in known and not at:
         return known[engine_id]
@@ -82,11 +104,11 @@ def engine(name: str) -> Engine:
         return known[engine_id].at(version)
     near = difflib.get_close_matches(engine_id, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise BadQuestion(f"no engine is called {name!r}", hint=f"{hint}known: {', '.join(known)}")
+    raise UsageError(f"no engine is called {name!r}", hint=f"{hint}known: {', '.join(known)}")
 
 
-def engine_of(plan: Plan) -> Engine:
+def get_plan_engine(plan: Plan) -> Engine:
     """The engine of a plan, in the version that the plan was made for."""
-    one = engine(plan.engine)
+    one = get_engine(plan.engine)
     version = one.version_of(plan)
-    return one if version == one.version else engine(f"{plan.engine}@{version}")
+    return one if version == one.version else get_engine(f"{plan.engine}@{version}")

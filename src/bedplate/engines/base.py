@@ -24,7 +24,7 @@ from bedplate.engines.traits import (
     StoreStep,
     TableNames,
 )
-from bedplate.facts.chips import Chip, chip_of
+from bedplate.facts.chips import Chip, find_accelerator_chip
 from bedplate.values import (
     Accelerator,
     Hardware,
@@ -38,7 +38,7 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.decision import Device
-from bedplate.values.tuning import Knob
+from bedplate.values.tuning import TunableSetting
 
 SHARE_MARGIN = 0.01
 """Of a device's memory: what stays free beside the share that an engine asks for when it starts."""
@@ -65,7 +65,7 @@ class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
     """Glob of its path in the package."""
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class EnvironmentRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """How the environment of an engine is created: pinned packages, and programs that bedplate ships."""
 
     packages: tuple[str, ...]
@@ -112,7 +112,7 @@ class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
+class BuildVariant(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration of a build. If its result does not run on this machine, the next one is tried."""
 
     name: str = ""
@@ -187,7 +187,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Source of these entries, with version or date."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A known failure, recognized by a line of the log."""
 
     message: str
@@ -209,7 +209,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cache_queries: float | None = None
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ComputeTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a machine that an engine computes on: its accelerators, assumed identical, or its CPU."""
 
     device: Device
@@ -237,7 +237,7 @@ class Engine:
     """Older versions whose options were checked as well, the newest first."""
     is_version_named: bool = False
     """Whether the user requested this version."""
-    recipe: ClassVar[Recipe | None] = None
+    recipe: ClassVar[EnvironmentRecipe | None] = None
     """`None`: bedplate plans the engine but does not install it."""
     overlays: ClassVar[tuple[OverlayRecipe, ...]] = ()
     """Versions that can be bundled for machines that already have PyTorch."""
@@ -321,45 +321,47 @@ class Engine:
         known = [one for one in (self.pinned_version, *self.checked_versions) if one is not None]
         if version is None or not known or version in known:
             return version if version in known else self.pinned_version
-        before = [one for one in known if _numbers(one) <= _numbers(version)]
-        return max(before, key=_numbers) if before else min(known, key=_numbers)
+        before = [one for one in known if _parse_version(one) <= _parse_version(version)]
+        return max(before, key=_parse_version) if before else min(known, key=_parse_version)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         """Why it cannot run this model or task here; `None`: it can. The rules decide whether it should."""
         if hardware.os not in self.systems:
-            return self.refusal(
-                "impossible", f"does not run on {hardware.os}", f"a machine with {_either(self.systems)}"
+            return self.make_refusal(
+                "impossible", f"does not run on {hardware.os}", f"a machine with {_join_with_or(self.systems)}"
             )
         if self.target(hardware) is None:
-            return self._no_hardware(hardware)
+            return self._refuse_hardware(hardware)
         if workload.task not in self.tasks:
-            return self.refusal(
-                "impossible", f"does not support the task {workload.task}", f"a model to {_either(self.tasks)}"
+            return self.make_refusal(
+                "impossible", f"does not support the task {workload.task}", f"a model to {_join_with_or(self.tasks)}"
             )
         if model.format not in (*self.formats, *self.converts, "facts"):
-            loads = _either(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
-            return self.refusal(
+            loads = _join_with_or(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
+            return self.make_refusal(
                 "impossible", f"loads {loads}, not {model.format}", "the same model in a supported format"
             )
         return None
 
-    def target(self, hardware: Hardware) -> Target | None:
+    def target(self, hardware: Hardware) -> ComputeTarget | None:
         """The accelerators or else the CPU of this machine that it would use; `None`: it supports neither."""
-        cards = cards_of(hardware, self.vendors)
+        cards = find_cards(hardware, self.vendors)
         first = cards[0] if cards else None
-        chip = chip_of(first) if first is not None else None
-        capability = _version(first.compute_capability or (chip.capability if chip else None)) if first else None
+        chip = find_accelerator_chip(first) if first is not None else None
+        capability = (
+            _parse_capability(first.compute_capability or (chip.capability if chip else None)) if first else None
+        )
         if first is not None and (capability is None or capability >= self.capability):
-            return Target(
+            return ComputeTarget(
                 device=DEVICES.get(first.vendor, "cpu"),
                 count=len(cards),
                 chip=chip,
                 features=chip.features if chip is not None else frozenset(),
                 capability=capability,
             )
-        return Target(device="cpu", count=1) if self.cpu else None
+        return ComputeTarget(device="cpu", count=1) if self.cpu else None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         """The weight formats in which it can load the model on this target, the most faithful first.
 
         Files that are already quantized are loaded as they are.
@@ -371,7 +373,7 @@ class Engine:
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         """The largest settings for this workload on this machine, whether or not they fit."""
         target = self.target(hardware)
-        asked = workload.in_flight()
+        asked = workload.compute_in_flight()
         stated = workload.concurrency is not None or workload.users > 1
         slots = asked if stated else max(asked, self.default_slots)
         return Settings(
@@ -390,7 +392,7 @@ class Engine:
         if share >= 1:
             return None
         if self.uses.share_of == "total":
-            for card in cards_of(hardware, self.vendors):
+            for card in find_cards(hardware, self.vendors):
                 if card.memory_bytes and card.free_bytes is not None:
                     free = card.free_bytes / card.memory_bytes
                     if free < self.uses.share + SHARE_MARGIN:
@@ -423,7 +425,7 @@ class Engine:
         """Whether this version's compile cache depends on the key that protects its port."""
         return False
 
-    def recipe_for(self, device: Device) -> Recipe | None:
+    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
         """The recipe for this device, if packages differ by device."""
         return self.recipe
 
@@ -432,11 +434,11 @@ class Engine:
         recipe = self.recipe_for(settings.device)
         return recipe.packages if recipe is not None else ()
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
+    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
         """Configurations of `build` for this machine, the best first; empty: it cannot be built here."""
         return ()
 
-    def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
+    def list_build_steps(self, plan: Plan) -> tuple[Preparation, ...]:
         """The preparation steps that build the engine itself; not needed if a build exists."""
         return ()
 
@@ -444,7 +446,7 @@ class Engine:
         """Maximum number of concurrent connections of its HTTP server; `None`: no limit."""
         return None
 
-    def beside_others(self, settings: Settings) -> dict[str, str]:
+    def get_replica_env(self, settings: Settings) -> dict[str, str]:
         """Environment variables for one of several replicas that would otherwise use the same cores."""
         return {}
 
@@ -460,11 +462,11 @@ class Engine:
         """Whether the fitted efficiencies apply to this version of a published measurement, or it is older."""
         return True
 
-    def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
+    def read_chunk_size(self, notes: Mapping[str, str], scenario: str) -> int | None:
         """Prefill chunk size by the notes of a published row; `None`: the default."""
         return None
 
-    def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
+    def uses_flash_attention(self, notes: Mapping[str, str], current: bool) -> bool:
         """Whether flash attention was used, by the notes of a published row."""
         return True
 
@@ -511,11 +513,11 @@ class Engine:
         download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
         return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         """Settings that `bedplate tune` may change on this machine; empty: it is not tuned."""
         return ()
 
-    def drafting(self, model: str) -> tuple[str, ...]:
+    def get_draft_options(self, model: str) -> tuple[str, ...]:
         """Options for speculative decoding with a draft model of the same vocabulary; empty: not supported."""
         return ()
 
@@ -523,7 +525,7 @@ class Engine:
         """The loaded share of the model, if this log line reports it."""
         return None
 
-    def explain(self, log: str) -> Failure | None:
+    def explain(self, log: str) -> KnownFailure | None:
         """The known failure that this log shows."""
         return None
 
@@ -531,64 +533,64 @@ class Engine:
         """The engine's load from its own metrics."""
         return EngineState()
 
-    def refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
+    def make_refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
         return msgspec.convert({"engine": self.id, "kind": kind, "why": why, "hint": hint}, Refusal)
 
-    def _no_hardware(self, hardware: Hardware) -> Refusal:
-        whose = _either(tuple(VENDOR_NAMES.get(vendor, vendor) for vendor in self.vendors))
+    def _refuse_hardware(self, hardware: Hardware) -> Refusal:
+        whose = _join_with_or(tuple(VENDOR_NAMES.get(vendor, vendor) for vendor in self.vendors))
         if any(card.vendor in self.vendors for card in hardware.accelerators):
             least = ".".join(map(str, self.capability))
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"its kernels need compute capability {least} or higher", "a newer NVIDIA GPU"
             )
-        gpu = f"{_article(whose)} {whose} GPU"
-        return self.refusal("impossible", f"needs {gpu}", gpu)
+        gpu = f"{_choose_article(whose)} {whose} GPU"
+        return self.make_refusal("impossible", f"needs {gpu}", gpu)
 
 
-def cards_of(hardware: Hardware, vendors: Iterable[str]) -> list[Accelerator]:
+def find_cards(hardware: Hardware, vendors: Iterable[str]) -> list[Accelerator]:
     """The GPUs of these vendors; dedicated neural-network accelerators run none of these engines."""
-    return [card for card in hardware.accelerators if card.vendor in vendors and not _is_special(card)]
+    return [card for card in hardware.accelerators if card.vendor in vendors and not _is_dedicated_accelerator(card)]
 
 
-def _is_special(card: Accelerator) -> bool:
-    chip = chip_of(card)
+def _is_dedicated_accelerator(card: Accelerator) -> bool:
+    chip = find_accelerator_chip(card)
     return chip is not None and chip.kind == "accelerator"
 
 
-def everyday_context(model: Model, workload: Workload) -> int:
+def choose_context(model: Model, workload: Workload) -> int:
     """The context length to reserve KV cache for: as requested, else enough for most conversations."""
     asked = workload.context_tokens
     wanted = asked if asked is not None else max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
     return min(wanted, model.max_context or DEFAULT_CONTEXT_TOKENS)
 
 
-def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | None:
+def find_known_failure(log: str, known: Iterable[tuple[str, KnownFailure]]) -> KnownFailure | None:
     """The failure of the first pattern that the log matches; its named groups fill in the message."""
     for pattern, failure in known:
         if found := re.search(pattern, log):
             words = found.groupdict()
-            return Failure(
+            return KnownFailure(
                 message=failure.message.format(**words), hint=failure.hint.format(**words), lasting=failure.lasting
             )
     return None
 
 
-def made_path(plan: Plan) -> str:
+def get_converted_path(plan: Plan) -> str:
     """The output path of a conversion, relative to the working directory."""
     name = f"{plan.model.short_name}-{plan.weights.label}"
     return f"{name}.gguf" if plan.weights.format == "gguf" else name
 
 
-def source_folder(plan: Plan) -> str:
+def get_source_folder(plan: Plan) -> str:
     """The folder with the original weights, the input of a conversion."""
     return plan.model_path if plan.model.files else plan.model.short_name
 
 
-def fetching(plan: Plan) -> tuple[Preparation, ...]:
+def plan_download(plan: Plan) -> tuple[Preparation, ...]:
     """The download of missing original weights, for tools that need a folder instead of a hub id."""
     if plan.model.files:
         return ()
-    folder, size = source_folder(plan), plan.model.weight_bytes
+    folder, size = get_source_folder(plan), plan.model.weight_bytes
     argv = ("hf", "download", plan.model.name, "--local-dir", folder)
     return (
         Preparation(
@@ -597,23 +599,23 @@ def fetching(plan: Plan) -> tuple[Preparation, ...]:
     )
 
 
-def installing_within(helper: Engine) -> tuple[Preparation, ...]:
+def plan_helper_installation(helper: Engine) -> tuple[Preparation, ...]:
     """The installation of another engine, in whose environment a step of this plan runs."""
     return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(one) for one in re.findall(r"\d+", version)[:4])
 
 
-def _version(text: str | None) -> tuple[int, int] | None:
+def _parse_capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
-def _either(words: tuple[str, ...]) -> str:
+def _join_with_or(words: tuple[str, ...]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _article(word: str) -> str:
+def _choose_article(word: str) -> str:
     return "an" if word[:1] in "AEIONaeio" else "a"

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
-    Failure,
+    ComputeTarget,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    everyday_context,
-    fetching,
-    known_failure,
-    made_path,
-    source_folder,
+    choose_context,
+    find_known_failure,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
 )
-from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env, module_argv
-from bedplate.engines.knobs import eight_bit_cache, landed, worth_turning
-from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.exllamav3 import count_compile_jobs, get_kernel_env, make_module_argv, plan_compilation
+from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_cache_knob
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
-from bedplate.values.record import estimate
-from bedplate.values.tuning import Knob
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
+from bedplate.values.record import make_estimate
+from bedplate.values.tuning import TunableSetting
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 2.5e6, 5.0, 12.0
@@ -38,31 +49,31 @@ mixtral orion phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe starcoder2
 """
 ARCHITECTURES = frozenset(_MODEL_TYPES.split())
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"Insufficient VRAM for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
-        Failure(
+        KnownFailure(
             message="there is not enough GPU memory for the model and its KV cache",
             hint="reduce the need: --context 4096, or fewer bits per weight",
         ),
     ),
     (
         r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
-        Failure(
+        KnownFailure(
             message="ExLlamaV2 compiles its kernels on this machine, and the CUDA compiler nvcc is missing",
             hint="install a C++ compiler and the CUDA toolkit that matches the driver",
         ),
     ),
     (
         r"Error building extension 'exllamav2_ext'",
-        Failure(
+        KnownFailure(
             message="the compilation of its kernels failed",
             hint="see the first error in the log; if memory ran out, set MAX_JOBS to a smaller number",
         ),
     ),
     (
         r"## Could not find (?P<what>\S+)\.\* in model|Missing any of the following keys",
-        Failure(
+        KnownFailure(
             message="tensors that ExLlamaV2 expects for this architecture are missing from the folder",
             hint="use --engine exllamav3: the model may be newer than the last release of ExLlamaV2, July 2025",
         ),
@@ -70,14 +81,14 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 )
 
 
-class ExLlamaV2(ServedByBedplate):
+class ExLlamaV2(BedplateServedEngine):
     id = "exllamav2"
     name = "ExLlamaV2"
     spellings = ("exllama2", "exl2")
     # The major version is part of the name: ExLlamaV2 and ExLlamaV3 have different formats.
     spelling_pattern = r"\s*exllama[\s_v-]*2\.[0-9]"
     version = "0.3.2"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("exllamav2==0.3.2", "torch==2.11.0", "tokenizers==0.22.2", "jinja2==3.1.6", *SERVER_PACKAGES),
         programs=(("exllamav2-server", "exllamav2_server.py"), *SERVER),
         download_bytes=3_000_000_000,
@@ -129,25 +140,25 @@ class ExLlamaV2(ServedByBedplate):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal(
+            return self.make_refusal(
                 "impossible",
                 f"does not support the architecture {model.architecture}",
                 "exllamav3, which may support it",
             )
-        if odd := _odd_widths(model):
+        if odd := _list_odd_widths(model):
             why = f"needs layer sizes that are multiples of {WIDTH_STEP}, and this model has {odd}"
-            return self.refusal("impossible", why, "another model, or llama.cpp, which supports any size")
+            return self.make_refusal("impossible", why, "another model, or llama.cpp, which supports any size")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             why = f"loads 16-bit or GPTQ weights, not {model.quantization}"
-            return self.refusal("impossible", why, "the same model in BF16, or as EXL2")
+            return self.make_refusal("impossible", why, "the same model in BF16, or as EXL2")
         return None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "exl2":
             return (Weights(label=label, made="as it is", format="exl2"),)
-        if label == "GPTQ-INT4" or (label == "INT4" and _method(model) == "gptq"):
+        if label == "GPTQ-INT4" or (label == "INT4" and _get_quantization_method(model) == "gptq"):
             return (Weights(label=label, made="as it is", format="safetensors"),)
         if label not in SIXTEEN_BIT:
             return ()
@@ -157,33 +168,35 @@ class ExLlamaV2(ServedByBedplate):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # Its KV cache is allocated at start-up, so it must hold more than an average request.
         settings = super().settle(hardware, model, workload)
-        return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
+        return replace_fields(
+            settings, context_tokens=choose_context(model, workload), threads=count_compile_jobs(hardware)
+        )
 
     def launch(self, plan: Plan, port: int) -> Launch:
         converted, cards = plan.weights.made == "converted", plan.parallelism.pipeline
-        argv = self.server_argv("exllamav2-server", plan, port)
+        argv = self.make_server_argv("exllamav2-server", plan, port)
         if converted:
-            argv[argv.index("--model") + 1] = made_path(plan)
+            argv[argv.index("--model") + 1] = get_converted_path(plan)
         if plan.settings.kv_type == "fp8":
             argv += ["--cache-bits", "8"]
-        env = kernels_env("exllamav2")
+        env = get_kernel_env("exllamav2")
         if cards > 1:
             # It fills one visible card after the other.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
+        steps = [*self.installation(), plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
-            steps += [*fetching(plan), _conversion(plan)]
-        return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
+            steps += [*plan_download(plan), _plan_conversion(plan)]
+        return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         # Without flash-attn it computes one request at a time, so there are no batching settings.
-        return worth_turning([eight_bit_cache(plan, "cache.py of 0.3.2: ExLlamaV2Cache_Q8")])
+        return keep_tunable([make_cache_knob(plan, "cache.py of 0.3.2: ExLlamaV2Cache_Q8")])
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
-def _odd_widths(model: Model) -> str:
+def _list_odd_widths(model: Model) -> str:
     """Layer sizes that it does not support. It pads the output of a matrix to 32 (linear.py, pad32), not the input of
     the next one, and packs weights of 3 and 5 bits by 32 rows (cuda/q_matrix.cu)."""
     head = model.head_dim
@@ -199,15 +212,15 @@ def _odd_widths(model: Model) -> str:
     return " and ".join(f"{what} of {width}" for what, width in widths.items() if width and width % WIDTH_STEP)
 
 
-def _method(model: Model) -> str:
+def _get_quantization_method(model: Model) -> str:
     return model.quantization_details.method if model.quantization_details else ""
 
 
-def _conversion(plan: Plan) -> Preparation:
-    bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
+def _plan_conversion(plan: Plan) -> Preparation:
+    bits, result = plan.weights.label.removesuffix("BPW"), get_converted_path(plan)
     weights = plan.model.parameters + plan.model.vision_parameters
     kept = 2 * (plan.model.vocab_size or 0) * (plan.model.hidden_size or 0)
-    argv = [*module_argv("exllamav2", "conversion.convert_exl2", MASKED), "--in_dir", source_folder(plan)]
+    argv = [*make_module_argv("exllamav2", "conversion.convert_exl2", MASKED), "--in_dir", get_source_folder(plan)]
     argv += ["--out_dir", f"{result}-work", "--compile_full", result, "--bits", bits]
     return Preparation(
         kind="convert",
@@ -215,7 +228,7 @@ def _conversion(plan: Plan) -> Preparation:
         where=result,
         # Twice: the working folder keeps the finished layers until the conversion is complete.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
-        seconds=estimate(
+        seconds=make_estimate(
             CONVERT_START_S + CONVERT_LAYER_S * plan.model.num_layers + weights / CONVERT_WEIGHTS_S,
             0.7,
             "measured on an H200: 203 s for SmolLM2-135M; it measures every layer, then quantizes",

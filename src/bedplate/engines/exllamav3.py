@@ -7,23 +7,41 @@ from collections.abc import Mapping
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
-    Failure,
+    ComputeTarget,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    everyday_context,
-    fetching,
-    known_failure,
-    made_path,
-    source_folder,
+    choose_context,
+    find_known_failure,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
 )
-from bedplate.engines.knobs import eight_bit_cache, field_scale, has_own_defaults, landed, slots_knob, worth_turning
-from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.knobs import (
+    apply_tuned_options,
+    keep_tunable,
+    make_cache_knob,
+    make_field_choices,
+    make_slots_knob,
+    uses_engine_defaults,
+)
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
-from bedplate.values.record import estimate
-from bedplate.values.tuning import Knob
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
+from bedplate.values.record import make_estimate
+from bedplate.values.tuning import TunableSetting
 
 ENGINE_DEFAULT_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
 """Defaults of its generator; the KV cache size has no default."""
@@ -58,38 +76,38 @@ _ANY_WIDTH = frozenset(
     ["apertus", "arcee", "gpt_oss", "minimax_m2", "mixtral", "nemotron_h", "qwen3_moe", "qwen3_vl_moe"]
 )
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"Insufficient VRAM in split for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
-        Failure(
+        KnownFailure(
             message="there is not enough GPU memory for the model and its KV cache",
             hint="reduce the need: --context 4096, --concurrency 1, or fewer bits per weight",
         ),
     ),
     (
         r"Unknown architecture (?P<what>\w+)",
-        Failure(
+        KnownFailure(
             message="this version of ExLlamaV3 does not support the architecture {what}",
             hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"tensor a \((?P<has>\d+)\) must match the size of tensor b \((?P<gets>\d+)\) at non-singleton dimension 2",
-        Failure(
+        KnownFailure(
             message="ExLlamaV3 pads to multiples of 128: the hidden size is {has}, and its layers return {gets}",
             hint="choose another engine with --engine, or a model whose hidden size is a multiple of 128",
         ),
     ),
     (
         r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
-        Failure(
+        KnownFailure(
             message="ExLlamaV3 compiles its kernels on this machine, and the CUDA compiler nvcc is missing",
             hint="install a C++ compiler and the CUDA toolkit that matches the driver",
         ),
     ),
     (
         r"Error building extension 'exllamav3_ext'",
-        Failure(
+        KnownFailure(
             message="the compilation of its kernels failed",
             hint="see the first error in the log; if memory ran out, set MAX_JOBS to a smaller number",
         ),
@@ -97,14 +115,14 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 )
 
 
-class ExLlamaV3(ServedByBedplate):
+class ExLlamaV3(BedplateServedEngine):
     id = "exllamav3"
     name = "ExLlamaV3"
     spellings = ("exllama3", "exl3")
     # The major version is part of the name: ExLlamaV2 and ExLlamaV3 have different formats.
     spelling_pattern = r"\s*exllama[\s_v-]*3\.[0-9]"
     version = "1.6.5"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("exllamav3==1.6.5", "torch==2.11.0", "jinja2==3.1.6", *SERVER_PACKAGES),
         programs=(("exllamav3-server", "exllamav3_server.py"), *SERVER),
         download_bytes=2_900_000_000,
@@ -158,22 +176,24 @@ class ExLlamaV3(ServedByBedplate):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
             )
         if model.architecture.startswith("gemma4") and re.search(r"\bE\dB\b", model.name, re.IGNORECASE):
-            return self.refusal("impossible", "does not support the small E models of Gemma 4", "a larger Gemma 4")
+            return self.make_refusal("impossible", "does not support the small E models of Gemma 4", "a larger Gemma 4")
         width = model.hidden_size
         if width is not None and width % WIDTH_STEP and model.architecture not in _ANY_WIDTH:
             why = f"needs a hidden size that is a multiple of {WIDTH_STEP}, and this model's is {width}"
-            return self.refusal("impossible", why, "a model with such a hidden size; exllamav2 needs a multiple of 32")
+            return self.make_refusal(
+                "impossible", why, "a model with such a hidden size; exllamav2 needs a multiple of 32"
+            )
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             why = f"has no conversion of {model.quantization} weights that suits this workload"
-            return self.refusal("impossible", why, "the same model in BF16, or as EXL3")
+            return self.make_refusal("impossible", why, "the same model in BF16, or as EXL3")
         return None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "exl3":
             return (Weights(label=label, made="as it is", format="exl3"),)
@@ -188,16 +208,18 @@ class ExLlamaV3(ServedByBedplate):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # Its KV cache is allocated at start-up, so it must hold more than an average request.
         settings = super().settle(hardware, model, workload)
-        return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
+        return replace_fields(
+            settings, context_tokens=choose_context(model, workload), threads=count_compile_jobs(hardware)
+        )
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism
         converted = plan.weights.made == "converted"
-        argv = self.server_argv("exllamav3-server", plan, port)
+        argv = self.make_server_argv("exllamav3-server", plan, port)
         if converted:
-            argv[argv.index("--model") + 1] = made_path(plan)
+            argv[argv.index("--model") + 1] = get_converted_path(plan)
         argv += ["--cache-tokens", str(-(-settings.context_tokens // PAGE_TOKENS) * PAGE_TOKENS * settings.slots)]
-        if has_own_defaults(settings):
+        if uses_engine_defaults(settings):
             argv[argv.index("--slots") + 1] = str(ENGINE_DEFAULT_SLOTS)
         if (cards := layout.tensor * layout.pipeline) > 1:
             argv += ["--cards", str(cards)]
@@ -207,86 +229,86 @@ class ExLlamaV3(ServedByBedplate):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
+        steps = [*self.installation(), plan_compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
-            steps += [*fetching(plan), _conversion(plan)]
-        env = kernels_env("exllamav3")
-        if not has_own_defaults(settings):
+            steps += [*plan_download(plan), _plan_conversion(plan)]
+        env = get_kernel_env("exllamav3")
+        if not uses_engine_defaults(settings):
             # Token embeddings are computed on the host. For larger batches PyTorch uses all cores, which then spin:
             # slower, with eight busy cores (docs/gpu.md).
             env["OMP_NUM_THREADS"] = "1"
-        return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
+        return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        settings, asked = plan.settings, plan.workload.in_flight()
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+        settings, asked = plan.settings, plan.workload.compute_in_flight()
         chunk = settings.batch_tokens or CHUNK
-        found = slots_knob(plan, {1, GRAPH_BATCH_SIZE, asked, 2 * asked}, own=None, source=_GRAPHS)
+        found = make_slots_knob(plan, {1, GRAPH_BATCH_SIZE, asked, 2 * asked}, own=None, source=_GRAPHS)
         # With more requests kernels are launched one by one, and the GPU waits for the launches.
         crowded = settings.slots > GRAPH_BATCH_SIZE
-        return worth_turning([
-            replaced(found, first=(str(GRAPH_BATCH_SIZE),), prior=0.7) if crowded else found,
-            Knob(
+        return keep_tunable([
+            replace_fields(found, first=(str(GRAPH_BATCH_SIZE),), prior=0.7) if crowded else found,
+            TunableSetting(
                 name="chunk", meaning="prefill chunk size in tokens", now=str(chunk), own=str(CHUNK),
                 own_choice=str(CHUNK), ordered=True, risk=("memory",), prior=0.25, limits=("compute", "scheduler"),
-                choices=field_scale({*CHUNKS, chunk}, "batch_tokens"),
+                choices=make_field_choices({*CHUNKS, chunk}, "batch_tokens"),
                 source="generator/generator.py of 1.6.5: max_chunk_size",
             ),
-            eight_bit_cache(plan, "cache/ of 1.6.5: CacheLayer_quant"),
+            make_cache_knob(plan, "cache/ of 1.6.5: CacheLayer_quant"),
         ])  # fmt: skip
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
-def compile_jobs(hardware: Hardware) -> int:
+def count_compile_jobs(hardware: Hardware) -> int:
     """Number of parallel compiler processes for the available cores and memory."""
     most = hardware.memory.available_bytes // BYTES_PER_JOB
     return max(1, min(int(hardware.cpu.allowed_cores), most))
 
 
-def kernels_env(package: str) -> dict[str, str]:
+def get_kernel_env(package: str) -> dict[str, str]:
     """The environment variable for the folder of the compiled kernels, relative to the working directory."""
-    return {"TORCH_EXTENSIONS_DIR": _kernels(package)}
+    return {"TORCH_EXTENSIONS_DIR": _get_kernel_folder(package)}
 
 
-def compilation(package: str, settings: Settings, core_seconds: float, basis: str) -> Preparation:
+def plan_compilation(package: str, settings: Settings, core_seconds: float, basis: str) -> Preparation:
     """The step that compiles the package's kernels, which the first request would otherwise wait for."""
     jobs = settings.threads or COMPILE_JOBS
-    where = _kernels(package)
-    lines = (*_with_kernels(package), f"import {package}")
+    where = _get_kernel_folder(package)
+    lines = (*_set_kernel_folder(package), f"import {package}")
     return Preparation(
         kind="build",
         what=f"CUDA kernels of {package}; needs nvcc and a C++ compiler",
         where=where,
-        seconds=estimate(core_seconds / jobs, 0.5, basis),
+        seconds=make_estimate(core_seconds / jobs, 0.5, basis),
         disk_bytes=500_000_000,
         argv=("env", f"MAX_JOBS={jobs}", "python", "-c", "; ".join(lines)),
     )
 
 
-def module_argv(package: str, module: str, env: Mapping[str, str] | None = None) -> list[str]:
+def make_module_argv(package: str, module: str, env: Mapping[str, str] | None = None) -> list[str]:
     """A command like `python -m` that uses the compiled kernels; otherwise the import would compile them again."""
     also = [f'os.environ["{name}"] = "{value}"' for name, value in (env or {}).items()]
     run = ("import runpy", f'runpy.run_module("{package}.{module}", run_name="__main__")')
-    lines = (*_with_kernels(package), *also, *run)
+    lines = (*_set_kernel_folder(package), *also, *run)
     return ["python", "-c", "; ".join(lines)]
 
 
-def _with_kernels(package: str) -> tuple[str, ...]:
-    return "import os", f'os.environ["TORCH_EXTENSIONS_DIR"] = os.path.abspath("{_kernels(package)}")'
+def _set_kernel_folder(package: str) -> tuple[str, ...]:
+    return "import os", f'os.environ["TORCH_EXTENSIONS_DIR"] = os.path.abspath("{_get_kernel_folder(package)}")'
 
 
-def _kernels(package: str) -> str:
+def _get_kernel_folder(package: str) -> str:
     return f"{package}-kernels"
 
 
-def _conversion(plan: Plan) -> Preparation:
-    bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
+def _plan_conversion(plan: Plan) -> Preparation:
+    bits, result = plan.weights.label.removesuffix("BPW"), get_converted_path(plan)
     model = plan.model
     weights = model.parameters + model.vision_parameters
     # The embedding is not quantized.
     kept = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
-    argv = [*module_argv("exllamav3", "conversion.convert_model"), "--in_dir", source_folder(plan)]
+    argv = [*make_module_argv("exllamav3", "conversion.convert_model"), "--in_dir", get_source_folder(plan)]
     argv += ["--work_dir", f"{result}-work", "--out_dir", result, "--bits", bits]
     return Preparation(
         kind="convert",
@@ -294,7 +316,7 @@ def _conversion(plan: Plan) -> Preparation:
         where=result,
         # Twice: the working folder keeps the finished layers until the conversion is complete.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
-        seconds=estimate(
+        seconds=make_estimate(
             CONVERT_START_S + CONVERT_LAYER_S * model.num_layers + weights / CONVERT_WEIGHTS_S,
             0.7,
             "its README: a few hours for 70 B on one GPU; measured on an H200: 134 s for 30 small layers, 26 s for 2",

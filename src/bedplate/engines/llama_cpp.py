@@ -11,26 +11,33 @@ from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKE
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     BorrowedLibrary,
+    BuildVariant,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
     SourceBuild,
-    Target,
-    Variant,
-    cards_of,
-    everyday_context,
-    fetching,
-    installing_within,
-    known_failure,
-    made_path,
-    source_folder,
+    choose_context,
+    find_cards,
+    find_known_failure,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
+    plan_helper_installation,
 )
-from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, worth_turning
+from bedplate.engines.knobs import (
+    SPIN,
+    apply_tuned_options,
+    keep_tunable,
+    make_field_choices,
+    make_option_choices,
+    uses_engine_defaults,
+)
 from bedplate.engines.pytorch import ENGINE as CONVERTER
-from bedplate.engines.shared import curl, total
+from bedplate.engines.shared import make_curl_command, sum_samples
 from bedplate.engines.traits import (
     AdviceFlags,
     ContainerConversion,
@@ -42,10 +49,10 @@ from bedplate.engines.traits import (
     TableNames,
 )
 from bedplate.facts.known_models import GGUF_BITS
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replaced
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
-from bedplate.values.record import estimate
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.record import make_estimate
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
@@ -134,66 +141,66 @@ MIN_BATCH = 128
 FEW_CORES = 4
 """With fewer cores, one that does not compute is noticeable; with more, memory may be the bottleneck."""
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"data is not within the file bounds|gguf_init_from_\w+: failed to read ",
-        Failure(
+        KnownFailure(
             message="the model file is damaged: it is shorter than its header says",
             hint="download it again, and check that the disk is not full",
         ),
     ),
     (
         r"invalid magic characters",
-        Failure(
+        KnownFailure(
             message="the model file is not a GGUF file",
             hint="specify a .gguf file; `bedplate inspect FILE` shows the type of a file",
         ),
     ),
     (
         r"unknown model architecture: '(?P<what>[^']+)'",
-        Failure(
+        KnownFailure(
             message="this build of llama.cpp does not support the architecture {what}",
             hint="a newer build may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"unknown (?:pre-)?tokenizer(?: type)?:? '?(?P<what>[^'\s]+)",
-        Failure(
+        KnownFailure(
             message="this build of llama.cpp does not support the tokenizer {what}",
             hint="a newer build may support it: update bedplate",
         ),
     ),
     (
         r"(?:failed to allocate|unable to allocate|cannot allocate memory|std::bad_alloc)",
-        Failure(
+        KnownFailure(
             message="there is not enough memory for the model and its KV cache",
             hint="reduce the need: --context 4096, --concurrency 1, or a smaller quantization",
         ),
     ),
     (
         r"n_seq_max must be <= (?P<what>\d+)",
-        Failure(
+        KnownFailure(
             message="llama.cpp supports at most {what} concurrent requests",
             hint="specify --concurrency {what} or less",
         ),
     ),
     (
         r"failed to open GGUF file '(?P<what>.+)' \(Permission denied\)",
-        Failure(
+        KnownFailure(
             message="no permission to read {what}",
             hint="change its permissions, or run bedplate as its owner",
         ),
     ),
     (
         r"failed to open GGUF file '(?P<what>.+)' \(No such file or directory\)",
-        Failure(
+        KnownFailure(
             message="{what} does not exist any more",
             hint="specify its new path if it was moved, or mount its disk",
         ),
     ),
     (
         r"std::system_error'\s+what\(\):\s+Resource temporarily unavailable",
-        Failure(
+        KnownFailure(
             message="llama.cpp could not start its threads: a limit on processes or memory was reached",
             hint="raise the limit (ulimit -u, ulimit -v, or the limits of the container), or stop other programs",
             lasting=False,
@@ -201,7 +208,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     ),
     (
         r"couldn't bind HTTP server socket",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -231,7 +238,7 @@ class LlamaCpp(Engine):
     offloads = True
     effort = 1
     version = "2026.10.11549"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("xllamacpp==2026.10.11549",),
         # The wheel contains the library and neither of these programs.
         programs=((SERVER, "llama_server.py"), (QUANTIZER, "llama_quantize.py")),
@@ -305,7 +312,7 @@ class LlamaCpp(Engine):
     # Measured on a CPU: 1 to 3 s.
     container = ContainerTraits(start_s=10.0)
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or ("BF16" if model.format != "gguf" else "Q4_K_M")
         if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
             return (Weights(label=label, made="as it is", format="gguf"),)
@@ -314,31 +321,31 @@ class LlamaCpp(Engine):
             return (Weights(label=label, made="converted", format="gguf"),)
         if label in SIXTEEN_BIT:
             plain = "BF16" if "bf16" in target.features and label != "F16" else "F16"
-            labels: tuple[str, ...] = (plain, "Q8_0", *_smaller(model))
+            labels: tuple[str, ...] = (plain, "Q8_0", *_list_smaller_types(model))
         elif label == "FP8":
-            labels = ("Q8_0", *_smaller(model))
+            labels = ("Q8_0", *_list_smaller_types(model))
         elif label in ("INT4", "GPTQ-INT4"):
             # Dequantized to 16 bits first, so that more bits than before would not restore precision.
-            labels = _smaller(model)[-2:] if _smaller(model) == K_QUANTS else SMALL_BLOCKS[-1:]
+            labels = _list_smaller_types(model)[-2:] if _list_smaller_types(model) == K_QUANTS else SMALL_BLOCKS[-1:]
         else:
             return ()
         kept = [one for one in labels if not workload.precision_sensitive or one in ("BF16", "F16", "Q8_0")]
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        in_flight = workload.in_flight()
+        in_flight = workload.compute_in_flight()
         stated = workload.concurrency is not None or workload.users > 1
         target = self.target(hardware)
         device = target.device if target is not None else "cpu"
         slots = min(in_flight if stated else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
         return Settings(
             slots=slots,
-            context_tokens=everyday_context(model, workload),
+            context_tokens=choose_context(model, workload),
             threads=hardware.cpu.allowed_physical_cores,
             device=device,
             # The output layer counts as one more layer.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
-            batch_tokens=_one_prompt(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
+            batch_tokens=_choose_batch_tokens(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
         )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -349,18 +356,18 @@ class LlamaCpp(Engine):
         settings = plan.settings
         built = settings.device not in self.built_for
         argv = [f"{BUILD}/bin/{SERVER}" if built else SERVER]
-        argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
-        if has_own_defaults(settings):
+        argv += ["--model", _get_gguf_path(plan), "--alias", plan.model.served_name]
+        if uses_engine_defaults(settings):
             # The library of the wheel starts with one slot; the released llama-server starts with these.
             argv += ["--host", "127.0.0.1", "--port", str(port)]
             argv += ["--parallel", str(ENGINE_DEFAULT_SLOTS), "--kv-unified"]
-            return Launch(argv=(*argv, "--metrics"), prepare=self._preparation(plan, built))
-        argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
+            return Launch(argv=(*argv, "--metrics"), prepare=self._plan_steps(plan, built))
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_count_http_threads(settings))]
         # The server divides its context among the slots, so --ctx-size is for all of them.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
         if settings.threads is not None:
             argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
-        argv += _placed(plan)
+        argv += _place_layers(plan)
         # By default its prompt cache may use 8 GiB of RAM, which the plan does not include.
         argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
         if settings.batch_tokens is not None:
@@ -372,59 +379,64 @@ class LlamaCpp(Engine):
             argv += ["--embeddings"]
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
-        return landed(Launch(argv=tuple(argv), prepare=self._preparation(plan, built)), settings)
+        return apply_tuned_options(Launch(argv=tuple(argv), prepare=self._plan_steps(plan, built)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
-        found = [_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
-        found += _thread_knobs(hardware, plan) if on_cpu else _card_knobs(plan)
-        found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob()]
-        return worth_turning(found)
+        found = [_make_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
+        found += _make_thread_knobs(hardware, plan) if on_cpu else _make_card_knobs(plan)
+        found += [*_make_batch_knobs(plan), *_make_cache_knobs(plan), _make_speculation_knob()]
+        return keep_tunable(found)
 
-    def drafting(self, model: str) -> tuple[str, ...]:
+    def get_draft_options(self, model: str) -> tuple[str, ...]:
         return ("--spec-type", "draft-simple", "--spec-draft-model", model)
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
-        options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_architectures(hardware, device))
-        found = [Variant(options=(*options, "-DGGML_NATIVE=ON"))]
+    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
+        options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_choose_cuda_architectures(hardware, device))
+        found = [BuildVariant(options=(*options, "-DGGML_NATIVE=ON"))]
         sets = hardware.cpu.instruction_sets
         if any(name.startswith("amx") for name in sets):
             # AMX kernels compiled by GCC 12 fail with an illegal instruction on machines whose AMX works.
             rest = tuple(f"-D{option}={'ON' if name in sets else 'OFF'}" for name, option in X86_OPTIONS.items())
-            found.append(Variant(name="AMX", options=(*options, "-DGGML_NATIVE=OFF", "-DGGML_BMI2=ON", *rest)))
+            found.append(BuildVariant(name="AMX", options=(*options, "-DGGML_NATIVE=OFF", "-DGGML_BMI2=ON", *rest)))
         return tuple(found)
 
-    def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
+    def list_build_steps(self, plan: Plan) -> tuple[Preparation, ...]:
         return tuple(
             step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_BUILD_FOLDERS)
         )
 
-    def _preparation(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
+    def _plan_steps(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
         quantized = converted and plan.weights.label in (*K_QUANTS, *SMALL_BLOCKS)
         steps = [] if built else list(self.installation())
         if converted and plan.model.format == "gguf":
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
-            return (*steps, *(_source() if built else ()), *self._built(plan, built), _remade(plan, quantizer))
+            return (
+                *steps,
+                *(_plan_source() if built else ()),
+                *self._plan_build(plan, built),
+                _plan_requantization(plan, quantizer),
+            )
         if built or converted:
-            steps += _source()
-        steps += self._built(plan, built, quantizes=quantized)
+            steps += _plan_source()
+        steps += self._plan_build(plan, built, quantizes=quantized)
         if converted:
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
-            steps += [*fetching(plan), *_conversion(plan, quantizer if quantized else None)]
+            steps += [*plan_download(plan), *_plan_conversion(plan, quantizer if quantized else None)]
         return tuple(steps)
 
-    def _built(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
-        return _build(plan.settings, [SERVER, *([QUANTIZER] if quantizes else [])]) if built else []
+    def _plan_build(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
+        return _plan_cmake(plan.settings, [SERVER, *([QUANTIZER] if quantizes else [])]) if built else []
 
     def connections(self, settings: Settings) -> int | None:
-        return _http_threads(settings) - SPARE_HTTP_THREADS
+        return _count_http_threads(settings) - SPARE_HTTP_THREADS
 
     def is_current(self, version: str, backend: str) -> bool:
         # Builds are numbered; tables without a build number are mostly from 2023 and 2024.
         return bool(version) or backend == "cpu"
 
-    def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
+    def read_chunk_size(self, notes: Mapping[str, str], scenario: str) -> int | None:
         if (tokens := notes.get("n_ubatch", "")).isdigit():
             return max(1, int(tokens))
         smaller = notes.get("b", "").removeprefix("-b").strip()
@@ -433,7 +445,7 @@ class LlamaCpp(Engine):
         # llama-batched-bench fills its batch with many prompts, and is usually run with larger batches.
         return 2048 if "batched-bench" in scenario else None
 
-    def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
+    def uses_flash_attention(self, notes: Mapping[str, str], current: bool) -> bool:
         flag = notes.get("fa", "").lower()
         return flag in ("1", "true", "on") if flag else current
 
@@ -446,10 +458,10 @@ class LlamaCpp(Engine):
         return ContainerImage(name=f"{IMAGES}:{kinds[device]}-{IMAGE_BUILD}", note=note)
 
     def in_container(self, launch: Launch, image: str) -> Launch:
-        return replaced(launch, argv=(f"/app/{SERVER}", *launch.argv[1:]))
+        return replace_fields(launch, argv=(f"/app/{SERVER}", *launch.argv[1:]))
 
     def health_command(self, url: str) -> tuple[str, ...]:
-        return curl(url)
+        return make_curl_command(url)
 
     def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
         label = plan.weights.label
@@ -475,28 +487,28 @@ class LlamaCpp(Engine):
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES)
 
     def read(self, metrics: str) -> EngineState:
-        cached = total(metrics, "llamacpp:prompt_tokens_cached_total")
-        computed = total(metrics, "llamacpp:prompt_tokens_total")
+        cached = sum_samples(metrics, "llamacpp:prompt_tokens_cached_total")
+        computed = sum_samples(metrics, "llamacpp:prompt_tokens_total")
         return EngineState(
-            running=total(metrics, "llamacpp:requests_processing"),
-            waiting=total(metrics, "llamacpp:requests_deferred"),
+            running=sum_samples(metrics, "llamacpp:requests_processing"),
+            waiting=sum_samples(metrics, "llamacpp:requests_deferred"),
             cache_hits=cached,
             cache_queries=cached + computed if cached is not None and computed is not None else None,
         )
 
 
-def _gguf(plan: Plan) -> str:
+def _get_gguf_path(plan: Plan) -> str:
     if plan.weights.made == "converted":
-        return made_path(plan)
+        return get_converted_path(plan)
     # A model without files, known only by its facts, has no path yet.
     return plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
 
 
-def _placed(plan: Plan) -> list[str]:
+def _place_layers(plan: Plan) -> list[str]:
     """Options that place the layers; by default the server uses all visible cards."""
     settings, cards = plan.settings, plan.parallelism.pipeline
     layers = settings.gpu_layers
@@ -508,11 +520,11 @@ def _placed(plan: Plan) -> list[str]:
             argv += ["--device", ",".join(f"{name}{number}" for number in range(cards))]
         argv += ["--split-mode", "layer" if cards > 1 else "none"]
     if settings.host_expert_layers:
-        argv += ["--n-cpu-moe", str(_first_layers(plan.model, settings.host_expert_layers))]
+        argv += ["--n-cpu-moe", str(_count_first_layers(plan.model, settings.host_expert_layers))]
     return argv
 
 
-def _first_layers(model: Model, with_experts: int) -> int:
+def _count_first_layers(model: Model, with_experts: int) -> int:
     """The value of --n-cpu-moe, which also counts layers without experts, for this many layers with experts."""
     layers, experts = model.num_layers, model.num_moe_layers or model.num_layers
     if 2 * experts <= layers:
@@ -521,7 +533,7 @@ def _first_layers(model: Model, with_experts: int) -> int:
     return min(layers, with_experts + layers - experts)
 
 
-def _source() -> list[Preparation]:
+def _plan_source() -> list[Preparation]:
     only = ("--no-deps", "--no-binary", "llama-cpp-python")
     take = ("python3", "-m", "pip", "download", *only, SOURCE_PACKAGE, "--dest", ".")
     unpack = ("tar", "-xzf", f"{SOURCE}.tar.gz")
@@ -537,24 +549,24 @@ def _source() -> list[Preparation]:
 _BUILD_FOLDERS = (BUILD, f"{BUILD}/bin")
 
 
-def _architectures(hardware: Hardware, device: Device) -> tuple[str, ...]:
+def _choose_cuda_architectures(hardware: Hardware, device: Device) -> tuple[str, ...]:
     """The cmake option that compiles only for the installed NVIDIA cards: each architecture takes minutes."""
     if device != "cuda":
         return ()
-    found = {card.compute_capability for card in cards_of(hardware, ("nvidia",))}
+    found = {card.compute_capability for card in find_cards(hardware, ("nvidia",))}
     if not found or None in found:
         return ANY_CUDA
     numbers = sorted(int(one.replace(".", "")) for one in found if one)
     return ("-DCMAKE_CUDA_ARCHITECTURES=" + ";".join(f"{number}-real" for number in numbers),)
 
 
-def _build(settings: Settings, programs: list[str]) -> list[Preparation]:
+def _plan_cmake(settings: Settings, programs: list[str]) -> list[Preparation]:
     cards = ANY_CUDA if settings.device == "cuda" else ()
     configure = ("cmake", "-S", TREE, "-B", BUILD, *CMAKE_OPTIONS, *BACKENDS[settings.device], *cards)
     compile_all = ("cmake", "--build", BUILD, "--config", "Release", "--parallel", "--target", *programs)
     small = settings.device in ("cpu", "metal")
     work = BUILD_CORE_SECONDS if small else GPU_BUILD_CORE_SECONDS
-    took = estimate(work / (settings.threads or 4), 0.5, BUILD_BASIS)
+    took = make_estimate(work / (settings.threads or 4), 0.5, BUILD_BASIS)
     on = f"llama.cpp for {settings.device}"
     return [
         Preparation(kind="build", what=f"configure {on}", where=BUILD, argv=configure),
@@ -565,24 +577,24 @@ def _build(settings: Settings, programs: list[str]) -> list[Preparation]:
     ]  # fmt: skip
 
 
-def _smaller(model: Model) -> tuple[str, ...]:
+def _list_smaller_types(model: Model) -> tuple[str, ...]:
     """Quantization types below 8 bits for this model, the largest first."""
     return SMALL_BLOCKS if (model.hidden_size or 0) % K_BLOCK else K_QUANTS
 
 
-def _quantized_bytes(model: Model, label: str) -> int:
+def _estimate_quantized_bytes(model: Model, label: str) -> int:
     weights, bits = model.parameters + model.vision_parameters, GGUF_BITS[label]
     # K-quants do not support these rows: the output layer, shared with the embeddings, is then stored in 8 bits.
     output = (model.vocab_size or 0) * (model.hidden_size or 0) if label in SMALL_BLOCKS else 0
     return round((weights * bits + output * (GGUF_BITS["Q8_0"] - bits)) / 8)
 
 
-def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
+def _plan_conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     """Steps that convert Hugging Face weights to GGUF, through 16 bits for types below Q8_0.
 
     The converter runs in PyTorch's environment, which has all packages that it imports.
     """
-    label, result, folder = plan.weights.label, made_path(plan), source_folder(plan)
+    label, result, folder = plan.weights.label, get_converted_path(plan), get_source_folder(plan)
     # The 16-bit file is the same for every target type.
     first = f"{plan.model.short_name}-16-bit.gguf" if quantizer else result
     outtype = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}.get(label, "auto")
@@ -590,10 +602,10 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     first_bytes = round(weights * (16 if quantizer else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)
     convert = ("python3", f"{TREE}/convert_hf_to_gguf.py", folder, "--outfile", first, "--outtype", outtype)
     steps = [
-        *installing_within(CONVERTER),
+        *plan_helper_installation(CONVERTER),
         Preparation(
             kind="convert", what=f"{plan.model.name} to GGUF", where=first, disk_bytes=first_bytes,
-            seconds=estimate(
+            seconds=make_estimate(
                 CONVERT_START_S + first_bytes / CONVERT_BYTES_S.get(outtype, CONVERT_COPY_BYTES_S), 0.6,
                 "measured: 135 million weights to Q8_0 in 19 s on 2 busy cores; 16 bits at disk speed",
             ),
@@ -602,7 +614,7 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     ]  # fmt: skip
     if quantizer:
         cores = plan.settings.threads or 4
-        took = estimate(
+        took = make_estimate(
             weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores),
             0.7,
             "measured: 135 million weights in 6 to 12 s on two busy cores",
@@ -610,37 +622,39 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
         steps.append(
             Preparation(
                 kind="convert", what=f"{plan.model.name} in {label}", where=result, seconds=took,
-                disk_bytes=_quantized_bytes(plan.model, label),
+                disk_bytes=_estimate_quantized_bytes(plan.model, label),
                 argv=(quantizer, first, result, label, str(cores)),
             )
         )  # fmt: skip
     return steps
 
 
-def _remade(plan: Plan, quantizer: str) -> Preparation:
+def _plan_requantization(plan: Plan, quantizer: str) -> Preparation:
     """The step that requantizes a GGUF file to another type."""
     label, cores = plan.weights.label, plan.settings.threads or 4
     weights = plan.model.parameters + plan.model.vision_parameters
-    took = estimate(weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "measured: 135 million weights in 6 to 12 s")
+    took = make_estimate(
+        weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "measured: 135 million weights in 6 to 12 s"
+    )
     return Preparation(
-        kind="convert", what=f"{plan.model.name} in {label}", where=made_path(plan), seconds=took,
+        kind="convert", what=f"{plan.model.name} in {label}", where=get_converted_path(plan), seconds=took,
         disk_bytes=round(weights * GGUF_BITS.get(label, 16) / 8),
-        argv=(quantizer, "--allow-requantize", plan.model_path, made_path(plan), label, str(cores)),
+        argv=(quantizer, "--allow-requantize", plan.model_path, get_converted_path(plan), label, str(cores)),
     )  # fmt: skip
 
 
 _HELP = "llama-server --help of b11549"
 
 
-def _weights_knob(plan: Plan) -> Knob:
+def _make_weights_knob(plan: Plan) -> TunableSetting:
     now, source = plan.weights.label, plan.model
-    kept = Choice(value=now)
+    kept = SettingChoice(value=now)
     sixteen = now in SIXTEEN_BIT
     made = [label for label in REQUANTIZED_TYPES if label != now and not (sixteen and label == "F16")]
-    return Knob(
+    return TunableSetting(
         name="weights",
         meaning="weight type; converted from the file once, and kept",
-        choices=(kept, *(Choice(value=label, weights=label, lossy=_is_lossy(label, now)) for label in made))
+        choices=(kept, *(SettingChoice(value=label, weights=label, lossy=_is_lossy(label, now)) for label in made))
         if source.files
         else (kept,),
         now=now,
@@ -658,7 +672,7 @@ def _is_lossy(label: str, now: str) -> bool:
     return GGUF_BITS.get(label, 16.0) < min(GGUF_BITS.get(now, 16.0), GGUF_BITS["Q8_0"])
 
 
-def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+def _make_thread_knobs(hardware: Hardware, plan: Plan) -> list[TunableSetting]:
     cores, now = hardware.cpu.allowed_physical_cores, str(plan.settings.threads)
     counts = sorted({max(1, cores // 2), cores, cores + 1, 2 * cores, plan.settings.threads or cores})
     about = {
@@ -666,61 +680,62 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
         "source": "docs/threads.md",
         "first": (str(cores + 1),) if cores < FEW_CORES else (),
     }  # fmt: skip
-    pinned = Choice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
+    pinned = SettingChoice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
     return [
-        Knob(
-            name="threads", meaning="threads for decode", choices=scale(counts, "--threads"),
+        TunableSetting(
+            name="threads", meaning="threads for decode", choices=make_option_choices(counts, "--threads"),
             limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.12, **about,  # type: ignore[arg-type]
         ),
-        Knob(
-            name="threads-batch", meaning="threads for prefill", choices=scale(counts, "--threads-batch"),
+        TunableSetting(
+            name="threads-batch", meaning="threads for prefill", choices=make_option_choices(counts, "--threads-batch"),
             limits=("compute",), prior=0.2, **about,  # type: ignore[arg-type]
         ),
         # --poll is for builds without OpenMP; both the wheel and the build from source use OpenMP.
-        Knob(
+        TunableSetting(
             name="spin", meaning="whether idle threads spin or block", now="default",
             own="spin for a while, then block", choices=SPIN, limits=("runtime overhead",),
             prior=0.12, source="ggml-cpu.c of b11549: GGML_USE_OPENMP; OpenMP 5.2, OMP_WAIT_POLICY",
         ),
-        Knob(
+        TunableSetting(
             name="pinning", meaning="each thread is pinned to one core", now="off", own="off",
-            choices=(Choice(value="off"), pinned), limits=("runtime overhead", "memory bandwidth"), prior=0.12,
+            choices=(SettingChoice(value="off"), pinned), limits=("runtime overhead", "memory bandwidth"), prior=0.12,
             source="OpenMP 5.2, OMP_PROC_BIND",
         ),
     ]  # fmt: skip
 
 
-def _card_knobs(plan: Plan) -> list[Knob]:
+def _make_card_knobs(plan: Plan) -> list[TunableSetting]:
     settings, all_layers = plan.settings, plan.model.num_layers + 1
     layers, experts = settings.gpu_layers, settings.host_expert_layers
-    on_card = _around(layers, all_layers) if layers is not None and layers < all_layers else []
-    on_host = _around(experts, plan.model.num_layers) if experts else []
+    on_card = _list_values_around(layers, all_layers) if layers is not None and layers < all_layers else []
+    on_host = _list_values_around(experts, plan.model.num_layers) if experts else []
     split = ("layer", "row") if plan.parallelism.pipeline > 1 else ("layer",)
     where = {"limits": ("memory bandwidth", "compute", "KV cache"), "risk": ("memory", "start"), "source": _HELP}
     return [
-        Knob(
+        TunableSetting(
             name="gpu-layers", meaning="layers on the GPU; the CPU computes the others", now=str(layers),
-            choices=field_scale(on_card, "gpu_layers"),
+            choices=make_field_choices(on_card, "gpu_layers"),
             own="all that fit", ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
-        Knob(
+        TunableSetting(
             name="host-experts", meaning="layers whose experts stay in host memory", now=str(experts), own="none",
-            choices=field_scale(on_host, "host_expert_layers"),
+            choices=make_field_choices(on_host, "host_expert_layers"),
             ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
-        Knob(
+        TunableSetting(
             name="split", meaning="how the model is split over GPUs: by layers, or each matrix by rows",
-            choices=tuple(Choice(value=one, options=("--split-mode", one)) for one in split), now="layer", own="layer",
+            choices=tuple(SettingChoice(value=one, options=("--split-mode", one)) for one in split), now="layer",
+            own="layer",
             limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3, source=_HELP,
         ),
     ]  # fmt: skip
 
 
-def _around(now: int, most: int) -> list[int]:
+def _list_values_around(now: int, most: int) -> list[int]:
     return sorted({max(0, min(most, now + step)) for step in (-4, -2, -1, 0, 1, 2, 4)})
 
 
-def _one_prompt(model: Model, workload: Workload, slots: int, least: int) -> int | None:
+def _choose_batch_tokens(model: Model, workload: Workload, slots: int, least: int) -> int | None:
     """A batch size that holds one whole prompt and one token of each other request.
 
     Prompts that arrive together are then computed one after the other, so that only the last one waits for all.
@@ -728,83 +743,85 @@ def _one_prompt(model: Model, workload: Workload, slots: int, least: int) -> int
     # Images and embedding inputs are computed in one step regardless of their length.
     whole = model.vision_parameters or "embed" in (model.task, workload.task)
     tokens = workload.prompt_tokens + slots
-    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < ENGINE_DEFAULT_BATCH else None
+    return tokens if workload.compute_in_flight() > 1 and not whole and least <= tokens < ENGINE_DEFAULT_BATCH else None
 
 
-def _batch_knobs(plan: Plan) -> list[Knob]:
+def _make_batch_knobs(plan: Plan) -> list[TunableSetting]:
     settings = plan.settings
-    asked = plan.workload.in_flight()
+    asked = plan.workload.compute_in_flight()
     slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
     batch = str(settings.batch_tokens or ENGINE_DEFAULT_BATCH)
-    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, MIN_BATCH)
+    one_prompt = _choose_batch_tokens(plan.model, plan.workload, settings.slots, MIN_BATCH)
     alone = () if one_prompt is None or one_prompt >= int(batch) else (one_prompt,)
     source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
     return [
-        Knob(
+        TunableSetting(
             name="ubatch", meaning="prefill chunk size in tokens", now=str(MICRO_BATCH), own="512",
-            choices=scale(MICRO_BATCHES, "--ubatch-size"), ordered=True, limits=("compute", "scheduler"),
+            choices=make_option_choices(MICRO_BATCHES, "--ubatch-size"), ordered=True, limits=("compute", "scheduler"),
             risk=("memory",), prior=0.35, source=source,
         ),
-        Knob(
+        TunableSetting(
             name="batch", meaning="maximum tokens of all requests in one step", now=batch,
             own=str(ENGINE_DEFAULT_BATCH), own_choice=str(ENGINE_DEFAULT_BATCH), first=tuple(map(str, alone)),
             ordered=True,
-            choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"),
+            choices=make_option_choices({*BATCHES, *alone, int(batch)}, "--batch-size"),
             limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
             source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",
         ),
-        Knob(
+        TunableSetting(
             name="slots", meaning="concurrent requests; others wait", now=str(settings.slots), own="4",
-            choices=field_scale(slots, "slots"), ordered=True,
+            choices=make_field_choices(slots, "slots"), ordered=True,
             own_choice="4" if 4 in slots else None,
             limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.2, source=source,
         ),
     ]  # fmt: skip
 
 
-def _cache_knobs(plan: Plan) -> list[Knob]:
-    kept, eight = Choice(value="f16"), ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+def _make_cache_knobs(plan: Plan) -> list[TunableSetting]:
+    kept, eight = SettingChoice(value="f16"), ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
     on_cpu = plan.settings.device == "cpu"
     # On a CPU `auto` means `on`.
     flash = ("auto", "off") if on_cpu else ("auto", "on", "off")
     return [
-        Knob(
+        TunableSetting(
             name="flash-attn", meaning="flash attention", now="auto", own="auto",
-            choices=tuple(Choice(value=one, options=("--flash-attn", one)) for one in flash),
+            choices=tuple(SettingChoice(value=one, options=("--flash-attn", one)) for one in flash),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("answers",), prior=0.4, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="kv-unified", meaning="one KV cache for all slots, instead of one for each", now="off", own="on",
-            choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))), own_choice="on",
+            choices=(SettingChoice(value="off"), SettingChoice(value="on", options=("--kv-unified",))), own_choice="on",
             limits=("KV cache", "compute"), prior=0.2, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="kv-type", meaning="type of the KV cache", own="f16",
             now="q8_0" if plan.settings.kv_type == "fp8" else "f16",
-            choices=(kept, Choice(value="q8_0", options=eight, settings=(("kv_type", "fp8"),))),
+            choices=(kept, SettingChoice(value="q8_0", options=eight, settings=(("kv_type", "fp8"),))),
             # On CPUs 16-bit floats are converted to 32 bits before each use; 8-bit integers are multiplied directly.
             limits=("KV cache", "memory bandwidth", "compute") if on_cpu else ("KV cache", "memory bandwidth"),
             risk=("answers",), prior=0.25, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="prompt-cache", meaning="MiB of RAM for the prompt cache of earlier requests", now="0", own="8192",
-            choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))), own_choice="8192",
+            choices=(SettingChoice(value="0"), SettingChoice(value="8192", options=("--cache-ram", "8192"))),
+            own_choice="8192",
             limits=("KV cache",), risk=("memory",), prior=0.2 if plan.workload.shared_prefix_tokens else 0.02,
             source=_HELP,
         ),
     ]  # fmt: skip
 
 
-def _speculation_knob() -> Knob:
+def _make_speculation_knob() -> TunableSetting:
     kinds = ("ngram-simple", "ngram-mod")
-    return Knob(
+    return TunableSetting(
         name="speculation", meaning="n-gram speculation", now="off",
-        own="off", choices=(Choice(value="off"), *(Choice(value=one, options=("--spec-type", one)) for one in kinds)),
+        own="off", choices=(SettingChoice(value="off"), *(SettingChoice(value=one, options=("--spec-type",
+        one)) for one in kinds)),
         limits=("memory bandwidth", "runtime overhead"), risk=("answers",), prior=0.05, source=_HELP,
     )  # fmt: skip
 
 
-def _http_threads(settings: Settings) -> int:
+def _count_http_threads(settings: Settings) -> int:
     # The engine queues as many requests as it computes, so that the next one starts as soon as a slot is free.
     return max(MIN_HTTP_THREADS, 2 * settings.slots + SPARE_HTTP_THREADS)
 

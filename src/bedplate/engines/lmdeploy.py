@@ -6,32 +6,32 @@ from collections.abc import Mapping
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
     Features,
+    KnownFailure,
     MemoryUse,
-    Target,
-    fetching,
-    made_path,
-    source_folder,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
 )
-from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
     FailurePatterns,
-    everyday_settings,
-    explained,
-    highest,
-    hub_variables,
-    joined,
-    plain_form,
+    choose_plain_weights,
+    explain_log,
+    find_highest_sample,
+    get_hub_variables,
+    identify_quantization,
+    join_options,
     refuse_architecture,
     refuse_stored,
-    stored_as,
-    total,
+    set_default_context,
+    sum_samples,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -42,9 +42,20 @@ from bedplate.engines.traits import (
     NotedOptions,
     TableNames,
 )
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
-from bedplate.values.record import estimate
+from bedplate.values.record import make_estimate
 
 # From the files of the package lmdeploy 0.18.0 (2026-09-28), unless another version is named.
 PREFILL_TOKENS = 8192
@@ -94,7 +105,7 @@ PARSERS: Mapping[str, Parsers] = {
 _KNOWN_FAILURES: FailurePatterns = (
     (
         r"CUDA runtime error: out of memory|No enough gpu memory for (?:kv cache|state cache|runtime)",
-        Failure(
+        KnownFailure(
             message="the memory left by the weights is too small for KV cache and activations",
             hint="use a shorter --context, a lower --concurrency or a smaller quantization; or free GPU memory",
         ),
@@ -102,21 +113,21 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Can not found rewrite for architectures: \['?(?P<what>\w+)"
         r"|\((?P<gone>\w+)\) support has been removed from LMDeploy",
-        Failure(
+        KnownFailure(
             message="this version of LMDeploy does not support the architecture {what}{gone}",
             hint="use --engine vllm, which supports more architectures",
         ),
     ),
     (
         r"Unsupported group_size=(?P<size>\d+) for model_format=\"(?P<how>[\w-]+)\"",
-        Failure(
+        KnownFailure(
             message="LMDeploy does not support {how} weights with group size {size}",
             hint="use the same model with group size 128, or choose another engine with --engine",
         ),
     ),
     (
         r"cuda is not available",
-        Failure(message="the GPU driver was not found", hint="install it; `bedplate doctor` shows what was found"),
+        KnownFailure(message="the GPU driver was not found", hint="install it; `bedplate doctor` shows what was found"),
     ),
 )
 
@@ -181,29 +192,29 @@ class LmDeploy(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        label, method = stored_as(model)
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = identify_quantization(model)
         if method != "16-bit":
             runs = _runs(model, label, method, target)
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
-        found = [plain_form(label, target)]
+        found = [choose_plain_weights(label, target)]
         if model.architecture in MAKES_AWQ and not workload.precision_sensitive:
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
-        return replaced(settings, batch_tokens=PREFILL_TOKENS)
+        settings = set_default_context(super().settle(hardware, model, workload), model, workload)
+        return replace_fields(settings, batch_tokens=PREFILL_TOKENS)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, tensor = plan.settings, plan.parallelism.tensor
         converted = plan.weights.made == "converted"
-        path = made_path(plan) if converted else plan.model_path
-        backend = _backend(plan.model)
+        path = get_converted_path(plan) if converted else plan.model_path
+        backend = _choose_backend(plan.model)
         argv = ["lmdeploy", "serve", "api_server", path, "--model-name", plan.model.served_name]
         argv += ["--server-name", "127.0.0.1", "--server-port", str(port), "--backend", backend]
         argv += ["--session-len", str(settings.context_tokens), "--max-batch-size", str(settings.slots)]
-        argv += joined([
+        argv += join_options([
             ("--cache-max-entry-count", settings.memory_share),
             ("--max-prefill-token-num", settings.batch_tokens),
             ("--tp", tensor if tensor > 1 else None),
@@ -217,9 +228,9 @@ class LmDeploy(Engine):
             argv += ["--quant-policy", "int8" if backend == "turbomind" else "fp8"]
         if plan.workload.shared_prefix_tokens:
             argv += ["--enable-prefix-caching"]
-        parsers = parsers_for(plan.model, PARSERS)
-        argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
-        return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
+        parsers = find_parsers(plan.model, PARSERS)
+        argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
+        return Launch(argv=tuple(argv), env=get_hub_variables(plan), prepare=self._prepare(plan))
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device != "cuda":
@@ -227,17 +238,17 @@ class LmDeploy(Engine):
         note = "tag by the project's naming scheme; the newest checked tag is v0.16.0-cu12.8"
         return ContainerImage(name=f"openmmlab/lmdeploy:v{self.version}-cu12.8", note=note, python=True)
 
-    def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+    def explain(self, log: str) -> KnownFailure | None:
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
     def read(self, metrics: str) -> EngineState:
-        before = total(metrics, "lmdeploy:num_api_requests_waiting")
-        inside = total(metrics, "lmdeploy:num_requests_waiting")
+        before = sum_samples(metrics, "lmdeploy:num_api_requests_waiting")
+        inside = sum_samples(metrics, "lmdeploy:num_requests_waiting")
         waiting = [count for count in (before, inside) if count is not None]
         return EngineState(
-            running=total(metrics, "lmdeploy:num_requests_running"),
+            running=sum_samples(metrics, "lmdeploy:num_requests_running"),
             waiting=sum(waiting) if waiting else None,
-            kv_use=highest(metrics, "lmdeploy:gpu_cache_usage_perc"),
+            kv_use=find_highest_sample(metrics, "lmdeploy:gpu_cache_usage_perc"),
         )
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
@@ -249,11 +260,11 @@ class LmDeploy(Engine):
             )
         ]  # fmt: skip
         if plan.weights.made == "converted":
-            steps += [*fetching(plan), _quantizing(plan)]
+            steps += [*plan_download(plan), _plan_quantization(plan)]
         return tuple(steps)
 
 
-def _runs(model: Model, label: str, method: str, target: Target) -> bool:
+def _runs(model: Model, label: str, method: str, target: ComputeTarget) -> bool:
     details = model.quantization_details
     shared = details.block[-1] if details is not None and details.block else details.group_size if details else None
     if method not in GROUPS or (shared is not None and shared not in GROUPS[method]):
@@ -268,14 +279,14 @@ def _runs(model: Model, label: str, method: str, target: Target) -> bool:
     return method == "awq" or (shared == in_groups is not None and (method != "fp8" or "fp8" in target.features))
 
 
-def _backend(model: Model) -> str:
+def _choose_backend(model: Model) -> str:
     return "pytorch" if model.architecture in PYTORCH else "turbomind"
 
 
-def _quantizing(plan: Plan) -> Preparation:
+def _plan_quantization(plan: Plan) -> Preparation:
     """The step that converts to AWQ on the serving GPU, calibrated with 128 samples of a public text."""
-    folder, where = source_folder(plan), made_path(plan)
-    seconds = estimate(300 + 120 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
+    folder, where = get_source_folder(plan), get_converted_path(plan)
+    seconds = make_estimate(300 + 120 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
     return Preparation(
         kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=where,
         disk_bytes=round(plan.model.parameters * 0.6), seconds=seconds,

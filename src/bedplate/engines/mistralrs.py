@@ -5,18 +5,29 @@ from __future__ import annotations
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
     SIXTEEN_BIT,
-    Failure,
+    ComputeTarget,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    known_failure,
+    find_known_failure,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, threads_knob, worth_turning
-from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_threads_knob, uses_engine_defaults
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
 """Types of in-situ quantization, by the most similar GGUF type."""
@@ -37,35 +48,35 @@ smollm3 granite granitemoe granitehybrid gpt-oss hunyuan-dense hunyuan-moe lfm2 
 """
 FILES = frozenset(_FILES.split())
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"Unknown (?:normal-model )?GGUF architecture `(?P<what>[^`]+)`",
-        Failure(
+        KnownFailure(
             message="this version of mistral.rs does not support the architecture {what}",
             hint="use --engine llama.cpp, which may support it",
         ),
     ),
     (
         r"appears to be a Mistral model, but the file does not encode",
-        Failure(
+        KnownFailure(
             message="mistral.rs does not load GGUF files of Mistral models without the original configuration",
             hint="specify the folder of the original model, or use --engine llama.cpp",
         ),
     ),
     (
         r"bedplate-engine: (?P<what>.+ is not a GGUF file)",
-        Failure(message="{what}", hint="`bedplate inspect FILE` shows the type of a file"),
+        KnownFailure(message="{what}", hint="`bedplate inspect FILE` shows the type of a file"),
     ),
     (
         r"bedplate-engine: the model file is damaged|GGUF tensor .+ outside file length",
-        Failure(
+        KnownFailure(
             message="the model file is damaged: it is shorter than its header says",
             hint="download it again, and check that the disk is not full",
         ),
     ),
     (
         r"bedplate-engine: mistral\.rs cannot load the model: (?P<what>.+)",
-        Failure(
+        KnownFailure(
             message="mistral.rs cannot load this model: {what}",
             hint="try another engine: bedplate plan --engine llama.cpp",
         ),
@@ -73,12 +84,12 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 )
 
 
-class MistralRs(ServedByBedplate):
+class MistralRs(BedplateServedEngine):
     id = "mistral.rs"
     name = "mistral.rs"
     spellings = ("mistralrsserver",)
     version = "0.9.5"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("mistralrs==0.9.5", "jinja2==3.1.6", *SERVER_PACKAGES),
         programs=(("mistralrs-server", "mistralrs_server.py"), *SERVER),
         download_bytes=27_000_000,
@@ -125,18 +136,18 @@ class MistralRs(ServedByBedplate):
             return refused
         known = FILES if model.format == "gguf" else FOLDERS
         if model.format != "facts" and model.architecture not in (*known, "unknown"):
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
             )
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             stored = model.quantization or "these"
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"does not load {stored} weights on this device", "the same model in BF16, or as GGUF"
             )
         return None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "gguf":
             # It has kernels for the plain and the K types, not for the I types.
@@ -152,30 +163,32 @@ class MistralRs(ServedByBedplate):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
         if chosen.device == "cpu":
-            return replaced(chosen, threads=hardware.cpu.allowed_physical_cores)
+            return replace_fields(chosen, threads=hardware.cpu.allowed_physical_cores)
         target = self.target(hardware)
         if chosen.device != "cuda" or target is None or target.capability is None:
             return chosen
-        return replaced(chosen, compute_capability=".".join(map(str, target.capability)))
+        return replace_fields(chosen, compute_capability=".".join(map(str, target.capability)))
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        argv = self.server_argv("mistralrs-server", plan, port)
+        argv = self.make_server_argv("mistralrs-server", plan, port)
         if plan.weights.made == "while loading":
             argv += ["--isq", ISQ[plan.weights.label]]
-        if plan.settings.threads is not None and not has_own_defaults(plan.settings):
+        if plan.settings.threads is not None and not uses_engine_defaults(plan.settings):
             argv += ["--threads", str(plan.settings.threads)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-        return landed(Launch(argv=tuple(argv), env=env, prepare=self._preparation(plan.settings)), plan.settings)
+        return apply_tuned_options(
+            Launch(argv=tuple(argv), env=env, prepare=self._plan_installation(plan.settings)), plan.settings
+        )
 
     def requirements(self, settings: Settings) -> tuple[str, ...]:
         usual = super().requirements(settings)
         if settings.device != "cuda":
             return usual
         _, *rest = usual
-        engine = f"mistralrs=={_wheel(settings.compute_capability)}"
+        engine = f"mistralrs=={_choose_wheel(settings.compute_capability)}"
         return ("--find-links", RELEASE.format(self.version), engine, *rest)
 
-    def _preparation(self, settings: Settings) -> tuple[Preparation, ...]:
+    def _plan_installation(self, settings: Settings) -> tuple[Preparation, ...]:
         if settings.device != "cuda":
             return self.installation()
         words = self.requirements(settings)
@@ -183,18 +196,18 @@ class MistralRs(ServedByBedplate):
         argv = ("uv", "pip", "install", *words)
         return (Preparation(kind="install", what=what, where=OWN_ENVIRONMENT, argv=argv),)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        found = [_weights_knob(plan)]
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+        found = [_make_weights_knob(plan)]
         if plan.settings.device == "cpu":
             cores, source = hardware.cpu.allowed_physical_cores, "rayon and candle, which it uses"
-            found.append(threads_knob(plan, cores, own="one per core", source=source, prior=0.3))
-        return worth_turning(found)
+            found.append(make_threads_knob(plan, cores, own="one per core", source=source, prior=0.3))
+        return keep_tunable(found)
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
-def _wheel(capability: str | None) -> str:
+def _choose_wheel(capability: str | None) -> str:
     """The version of the wheel for a GPU, as named in its guide (0.9.2).
 
     The oldest toolkit that supports the GPU also works with newer drivers, and a wheel for one compute capability also
@@ -207,14 +220,15 @@ def _wheel(capability: str | None) -> str:
     return f"{MistralRs.version}+{toolkit}.sm{major}{minor}"
 
 
-def _weights_knob(plan: Plan) -> Knob:
+def _make_weights_knob(plan: Plan) -> TunableSetting:
     """The setting for in-situ quantization, which is repeated at every start."""
     now = plan.weights.label
     known = (now, *(one for one in ISQ if one != now)) if plan.weights.format == "safetensors" else (now,)
-    return Knob(
+    return TunableSetting(
         name="weights", meaning="type to which weights are quantized while loading", now=now,
         own="as stored", alone=True,
-        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in LOSSLESS)
+        choices=tuple(SettingChoice(value=one, options=("--isq", ISQ[one]) if one != now else (),
+        lossy=one not in LOSSLESS)
                       for one in known),
         limits=("memory bandwidth", "compute"), risk=("answers", "start"), prior=0.6,
         source="mistralrs 0.9.5: in_situ_quant",

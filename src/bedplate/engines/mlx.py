@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
+    ComputeTarget,
     Engine,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    everyday_context,
-    known_failure,
-    made_path,
+    choose_context,
+    find_known_failure,
+    get_converted_path,
 )
-from bedplate.engines.knobs import field_scale, has_own_defaults, landed, scale, slots_knob, worth_turning
+from bedplate.engines.knobs import (
+    apply_tuned_options,
+    keep_tunable,
+    make_field_choices,
+    make_option_choices,
+    make_slots_knob,
+    uses_engine_defaults,
+)
 from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
-from bedplate.values.record import estimate
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.record import make_estimate
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
 ON_CPU = ("F32", "8-BIT")
@@ -59,38 +77,38 @@ FP8_ARCHITECTURES = frozenset(_FP8_TYPES.split())
 # Quantizations of other tools, repacked while loading: utils.load_model of mlx-lm 0.32.2.
 REPACKED = ("MXFP4", "NVFP4", "INT4", "AWQ-INT4", "GPTQ-INT4")
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"Model type (?P<what>[\w.-]+) not supported",
-        Failure(
+        KnownFailure(
             message="this version of MLX does not support the architecture {what}",
             hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"kIOGPUCommandBufferCallbackErrorOutOfMemory|\[metal::malloc\]|\[malloc_or_wait\] Unable to allocate",
-        Failure(
+        KnownFailure(
             message="there is not enough memory for the model and its KV cache",
             hint="reduce the need: --context 4096, --concurrency 1, or fewer bits; or close other programs",
         ),
     ),
     (
         r"No safetensors found in (?P<what>\S+)",
-        Failure(
+        KnownFailure(
             message="{what} contains no weights",
             hint="specify the folder with config.json and the .safetensors files",
         ),
     ),
     (
         r"unsupported compressed-tensors format '(?P<what>[^']+)'",
-        Failure(
+        KnownFailure(
             message="MLX does not load weights in the format {what}",
             hint="use the model in BF16, or one in MLX format",
         ),
     ),
     (
         r"Address already in use",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -104,7 +122,7 @@ class Mlx(Engine):
     name = "MLX"
     spellings = ("mlxlm", "mlxlmserver", "mlxvlm", "applemlx")
     version = "0.32.2"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         # `cpu` has an effect only on Linux; on a Mac the same requirement installs the Metal kernels.
         packages=("mlx-lm[cpu]==0.32.2", "mlx==0.32.2", "transformers==5.22.2"),
         programs=(("mlx-server", "mlx_server.py"),),
@@ -153,24 +171,26 @@ class Mlx(Engine):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
             )
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             stored = model.quantization or "these"
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"does not load {stored} weights", "the same model in BF16, or in MLX format"
             )
         return None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "mlx":
             return (Weights(label=label, made="as it is", format="mlx"),)
         if label in REPACKED:
             return (Weights(label=label, made="as it is", format="safetensors"),)
-        labels = [one for one in _made_on(target.device) if not (workload.precision_sensitive and _is_lossy(one))]
+        labels = [
+            one for one in _list_target_types(target.device) if not (workload.precision_sensitive and _is_lossy(one))
+        ]
         made = tuple(Weights(label=one, made="converted", format="mlx") for one in labels if one != label)
         if label in SIXTEEN_BIT or model.format == "facts":
             as_it_is = Weights(label=label, made="as it is", format="safetensors")
@@ -179,21 +199,21 @@ class Mlx(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # KV caches grow with their requests; only the plan limits them.
-        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
+        return replace_fields(super().settle(hardware, model, workload), context_tokens=choose_context(model, workload))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, converted = plan.settings, plan.weights.made == "converted"
-        argv = ["mlx-server", "--model", made_path(plan) if converted else plan.model_path]
+        argv = ["mlx-server", "--model", get_converted_path(plan) if converted else plan.model_path]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
-        steps = (*self.installation(), *([_conversion(plan)] if converted else []))
-        if has_own_defaults(settings):
+        steps = (*self.installation(), *([_plan_conversion(plan)] if converted else []))
+        if uses_engine_defaults(settings):
             return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
         argv += ["--prompt-concurrency", str(min(settings.slots, PROMPT_CONCURRENCY))]
         # By default it keeps the last ten conversations of any length; the plan counts the context of all slots.
         bits = 8 if settings.kv_type == "fp8" else 16
-        kept = plan.model.kv_bytes(settings.context_tokens, bits) * settings.slots
+        kept = plan.model.compute_kv_bytes(settings.context_tokens, bits) * settings.slots
         argv += ["--prompt-cache-bytes", str(kept)]
         # The limit for requests without one; the server does not know the context length.
         argv += ["--max-tokens", str(max(settings.context_tokens, LONG_ANSWER))]
@@ -201,37 +221,37 @@ class Mlx(Engine):
             argv += ["--prefill-step-size", str(settings.batch_tokens)]
         if settings.kv_type == "fp8":
             argv += ["--kv-bits", "8"]
-        return landed(Launch(argv=tuple(argv), env=env, prepare=steps), settings)
+        return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=steps), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        settings, asked = plan.settings, plan.workload.in_flight()
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+        settings, asked = plan.settings, plan.workload.compute_in_flight()
         step = settings.batch_tokens or ENGINE_DEFAULT_STEP
         readers = min(settings.slots, PROMPT_CONCURRENCY)
-        return worth_turning([
-            _weights_knob(plan),
-            slots_knob(plan, (1, asked, 2 * asked), own=ENGINE_DEFAULT_SLOTS, source=_OPTIONS),
-            Knob(
+        return keep_tunable([
+            _make_weights_knob(plan),
+            make_slots_knob(plan, (1, asked, 2 * asked), own=ENGINE_DEFAULT_SLOTS, source=_OPTIONS),
+            TunableSetting(
                 name="prefill-step", meaning="prefill chunk size in tokens", now=str(step),
                 own=str(ENGINE_DEFAULT_STEP), own_choice=str(ENGINE_DEFAULT_STEP), ordered=True,
-                choices=field_scale({*PREFILL_STEPS, step}, "batch_tokens"),
+                choices=make_field_choices({*PREFILL_STEPS, step}, "batch_tokens"),
                 limits=("compute", "scheduler"), risk=("memory",), prior=0.3, source=_OPTIONS,
             ),
-            Knob(
+            TunableSetting(
                 name="prompts-at-once", meaning="prompts in one prefill batch",
                 now=str(readers), own=str(PROMPT_CONCURRENCY), ordered=True,
-                choices=scale({1, max(1, readers // 2), readers}, "--prompt-concurrency"),
+                choices=make_option_choices({1, max(1, readers // 2), readers}, "--prompt-concurrency"),
                 limits=("scheduler", "compute"), risk=("memory",), prior=0.35, source=_OPTIONS,
             ),
         ])  # fmt: skip
 
-    def drafting(self, model: str) -> tuple[str, ...]:
+    def get_draft_options(self, model: str) -> tuple[str, ...]:
         return ("--draft-model", model)
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES)
 
 
-def _made_on(device: Device) -> tuple[str, ...]:
+def _list_target_types(device: Device) -> tuple[str, ...]:
     return ON_CPU if device == "cpu" else tuple(BITS)
 
 
@@ -239,23 +259,24 @@ def _is_lossy(label: str) -> bool:
     return BITS.get(label, 16) < EIGHT
 
 
-def _weights_knob(plan: Plan) -> Knob:
+def _make_weights_knob(plan: Plan) -> TunableSetting:
     now = plan.weights.label
     # Weights that are already quantized are not converted again.
     makes = plan.model.format != "mlx" and now in (*SIXTEEN_BIT, *BITS)
-    made = [label for label in _made_on(plan.settings.device) if label != now] if makes else []
-    return Knob(
+    made = [label for label in _list_target_types(plan.settings.device) if label != now] if makes else []
+    return TunableSetting(
         name="weights", meaning="bits per weight; converted from the model once, and kept", now=now,
         own="as stored", alone=True,
-        choices=(Choice(value=now), *(Choice(value=one, weights=one, weights_format="mlx", lossy=_is_lossy(one))
+        choices=(SettingChoice(value=now), *(SettingChoice(value=one, weights=one, weights_format="mlx",
+        lossy=_is_lossy(one))
                                       for one in made)),
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
         source="mlx_lm.convert --help of 0.32.2",
     )  # fmt: skip
 
 
-def _conversion(plan: Plan) -> Preparation:
-    bits, result, on_cpu = BITS.get(plan.weights.label), made_path(plan), plan.settings.device == "cpu"
+def _plan_conversion(plan: Plan) -> Preparation:
+    bits, result, on_cpu = BITS.get(plan.weights.label), get_converted_path(plan), plan.settings.device == "cpu"
     argv = ["mlx_lm.convert", "--hf-path", plan.model_path, "--mlx-path", result]
     if bits is not None:
         argv += ["--quantize", "--q-bits", str(bits)]
@@ -270,7 +291,7 @@ def _conversion(plan: Plan) -> Preparation:
         what=f"{plan.model.name} to {bits or 32} bits",
         where=result,
         disk_bytes=round(weights * stored_bits / 8),
-        seconds=estimate(
+        seconds=make_estimate(
             CONVERT_START_S + 2 * weights / CONVERT_BYTES_S,
             0.6,
             "measured: 135 million weights in 8 s on two busy cores; larger models at disk speed",

@@ -8,14 +8,14 @@ from pathlib import PurePath
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
+    ComputeTarget,
     Engine,
-    Failure,
     Features,
+    KnownFailure,
     MemoryUse,
-    Target,
-    fetching,
-    known_failure,
-    source_folder,
+    find_known_failure,
+    get_source_folder,
+    plan_download,
 )
 from bedplate.engines.llama_cpp import LlamaCpp
 from bedplate.engines.traits import (
@@ -28,9 +28,20 @@ from bedplate.engines.traits import (
     TableNames,
 )
 from bedplate.facts.known_models import GGUF_BITS
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
-from bedplate.values.record import estimate
+from bedplate.values.record import make_estimate
 
 # From the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
 LLAMA_CPP = LlamaCpp()
@@ -57,7 +68,7 @@ STARTS_S = 30
 _KNOWN_FAILURES = (
     (
         r"listen tcp \S+: bind: ",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -65,14 +76,14 @@ _KNOWN_FAILURES = (
     ),
     (
         r"unsupported architecture \\?\"(?P<what>\w+)",
-        Failure(
+        KnownFailure(
             message="Ollama cannot import the architecture {what}",
             hint="use a GGUF file of the same model, or --engine llama.cpp, which converts it",
         ),
     ),
     (
         r"invalid model name",
-        Failure(message="Ollama does not accept this model name", hint="use only letters, digits, - and _"),
+        KnownFailure(message="Ollama does not accept this model name", hint="use only letters, digits, - and _"),
     ),
 )
 
@@ -136,9 +147,9 @@ class Ollama(Engine):
         if target is None or self.weights(target, model, workload):
             return None
         what = f"{model.quantization or 'BF16'} weights of the architecture {model.architecture}"
-        return self.refusal("impossible", f"cannot import {what}", "a GGUF file of the same model")
+        return self.make_refusal("impossible", f"cannot import {what}", "a GGUF file of the same model")
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
             return LLAMA_CPP.weights(target, model, workload)
@@ -153,9 +164,9 @@ class Ollama(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # Its steps hold 512 tokens of all requests together.
-        settings = replaced(LLAMA_CPP.settle(hardware, model, workload), batch_tokens=None)
+        settings = replace_fields(LLAMA_CPP.settle(hardware, model, workload), batch_tokens=None)
         alone = "embed" in (model.task, workload.task) or model.architecture.replace("_", "") in ONE_AT_A_TIME
-        return replaced(settings, slots=1) if alone else settings
+        return replace_fields(settings, slots=1) if alone else settings
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
         return LLAMA_CPP.overhead_bytes(model, settings) + SERVER_BYTES
@@ -164,12 +175,12 @@ class Ollama(Engine):
         # It is ready before the model is loaded: the first request loads it, and it stays loaded.
         return Launch(
             argv=("ollama", "serve"),
-            env=_environment(plan, port),
+            env=_make_environment(plan, port),
             prepare=(
                 Preparation(
                     kind="install", what=f"Ollama {self.version}, from ollama.com/download", where="this machine"
                 ),
-                *_import(plan, port),
+                *_plan_import(plan, port),
             ),
             health_path="/api/version",
         )
@@ -181,27 +192,27 @@ class Ollama(Engine):
 
     def in_container(self, launch: Launch, image: str) -> Launch:
         # At start-up it deletes files without a manifest, and the volume is read-only.
-        return replaced(launch, env={**launch.env, "OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"})
+        return replace_fields(launch, env={**launch.env, "OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"})
 
     def health_command(self, url: str) -> tuple[str, ...]:
         return ("ollama", "list")
 
     def store_step(self, plan: Plan) -> StoreStep | None:
         """Only a running server can add a model to the store: the step runs one until it is done."""
-        name, quantize = creating(plan)[2], creating(plan)[5:]
+        name, quantize = make_create_command(plan)[2], make_create_command(plan)[5:]
         command = (
-            f"[ -e {STORE}/manifests ] && exit 0; printf %s {shlex.quote(modelfile(plan))} > /cache/Modelfile; "
+            f"[ -e {STORE}/manifests ] && exit 0; printf %s {shlex.quote(write_modelfile(plan))} > /cache/Modelfile; "
             "ollama serve & "
             "until ollama list > /dev/null 2>&1; do sleep 1; done; "
             f"{shlex.join(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
         )
         return StoreStep(model=name, command=command, env={"OLLAMA_MODELS": STORE})
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES) or LLAMA_CPP.explain(log)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES) or LLAMA_CPP.explain(log)
 
 
-def model_name(model: Model) -> str:
+def make_model_name(model: Model) -> str:
     """The served name in the form that Ollama accepts: [namespace/]model[:tag], without a dot in the namespace."""
     *above, last = model.served_name.split("/")
     name, _, tag = last.partition(":")
@@ -211,9 +222,9 @@ def model_name(model: Model) -> str:
     return f"{named}:{re.sub(r'[^a-zA-Z0-9_.-]', '-', tag)}" if tag else named
 
 
-def modelfile(plan: Plan) -> str:
+def write_modelfile(plan: Plan) -> str:
     """The Modelfile: the weights, and settings that have no environment variable."""
-    lines = [f"FROM {_from(path)}" for path in _sources(plan)]
+    lines = [f"FROM {_format_source_path(path)}" for path in _list_sources(plan)]
     settings = plan.settings
     if settings.device == "cpu" and settings.threads is not None:
         lines.append(f"PARAMETER num_thread {settings.threads}")
@@ -226,16 +237,16 @@ def modelfile(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def creating(plan: Plan) -> tuple[str, ...]:
+def make_create_command(plan: Plan) -> tuple[str, ...]:
     """The command that adds the model to the store through a running server."""
     quantize = QUANTIZE_VALUES.get(plan.weights.label) if plan.weights.made == "converted" else None
     return (
-        "ollama", "create", model_name(plan.model), "--file", _modelfile_path(plan),
+        "ollama", "create", make_model_name(plan.model), "--file", _get_modelfile_path(plan),
         *(("--quantize", quantize) if quantize else ()),
     )  # fmt: skip
 
 
-def _environment(plan: Plan, port: int) -> dict[str, str]:
+def _make_environment(plan: Plan, port: int) -> dict[str, str]:
     settings = plan.settings
     found = {
         "OLLAMA_HOST": f"127.0.0.1:{port}",
@@ -254,30 +265,30 @@ def _environment(plan: Plan, port: int) -> dict[str, str]:
     return found
 
 
-def _import(plan: Plan, port: int) -> tuple[Preparation, ...]:
+def _plan_import(plan: Plan, port: int) -> tuple[Preparation, ...]:
     """Steps that add the model to the store with a Modelfile and a temporary server; can be repeated."""
     converted = plan.weights.made == "converted"
     size = round(plan.model.parameters * GGUF_BITS.get(plan.weights.label, 4.5) / 8) if converted else None
     stored = size or plan.model.weight_bytes
     # A quantization temporarily needs space for the 16-bit file as well.
     disk = stored + (2 * plan.model.parameters if converted and QUANTIZE_VALUES.get(plan.weights.label) else 0)
-    took = estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at disk speed")
+    took = make_estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at disk speed")
     return (
-        *(fetching(plan) if converted else ()),
+        *(plan_download(plan) if converted else ()),
         Preparation(
             kind="convert" if converted else "build",
-            what=f"{plan.model.name} as {model_name(plan.model)}, from a Modelfile", where="Ollama's model store",
-            disk_bytes=disk, seconds=took, argv=("python", "-c", _created(plan, port)),
+            what=f"{plan.model.name} as {make_model_name(plan.model)}, from a Modelfile", where="Ollama's model store",
+            disk_bytes=disk, seconds=took, argv=("python", "-c", _write_import_script(plan, port)),
         ),
     )  # fmt: skip
 
 
-def _created(plan: Plan, port: int) -> str:
+def _write_import_script(plan: Plan, port: int) -> str:
     """Python code that writes the Modelfile and imports it through a temporary server."""
     return f"""\
 import os, subprocess, time, urllib.request
-with open({_modelfile_path(plan)!r}, "w") as file:
-    file.write({modelfile(plan)!r})
+with open({_get_modelfile_path(plan)!r}, "w") as file:
+    file.write({write_modelfile(plan)!r})
 os.environ["OLLAMA_HOST"] = "127.0.0.1:{port}"
 server = subprocess.Popen(["ollama", "serve"])
 try:
@@ -288,25 +299,25 @@ try:
         except OSError:
             assert server.poll() is None, "ollama serve exited"
             time.sleep(0.1)
-    subprocess.run({list(creating(plan))!r}, check=True)
+    subprocess.run({list(make_create_command(plan))!r}, check=True)
 finally:
     server.terminate()
     server.wait()
 """
 
 
-def _modelfile_path(plan: Plan) -> str:
+def _get_modelfile_path(plan: Plan) -> str:
     return f"{plan.model.short_name}-{plan.weights.label}.Modelfile"
 
 
-def _sources(plan: Plan) -> tuple[str, ...]:
+def _list_sources(plan: Plan) -> tuple[str, ...]:
     """The folder with the original weights, or all parts of a GGUF file."""
     if plan.weights.made == "converted":
-        return (source_folder(plan),)
+        return (get_source_folder(plan),)
     return plan.model.files or (f"{plan.model.short_name}.gguf",)
 
 
-def _from(path: str) -> str:
+def _format_source_path(path: str) -> str:
     """The path with a leading `./` or `/`, so that it cannot be read as a model name."""
     pure = PurePath(path)
     return path if pure.is_absolute() or path.startswith("./") else f"./{path}"

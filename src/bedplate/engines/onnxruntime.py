@@ -8,23 +8,40 @@ import msgspec
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
-    Failure,
+    ComputeTarget,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    fetching,
-    known_failure,
-    made_path,
-    source_folder,
+    find_known_failure,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, threads_knob, worth_turning
-from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.knobs import (
+    apply_tuned_options,
+    keep_tunable,
+    make_slots_knob,
+    make_threads_knob,
+    uses_engine_defaults,
+)
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
-from bedplate.values.record import estimate
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.record import make_estimate
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT4": "int4"}
 """Values of the GenAI builder's --precision."""
@@ -43,7 +60,7 @@ WRITERS = frozenset(_WRITERS.split())
 # Encoders that Transformers supports without remote code; the exporter checks each result.
 _READERS = "albert bert camembert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta"
 READERS = frozenset(_READERS.split())
-RECIPE = Recipe(
+RECIPE = EnvironmentRecipe(
     # The packages from torch on convert models to ONNX.
     packages=(
         "onnxruntime-genai==0.18.0",
@@ -73,35 +90,35 @@ CUDA_RECIPE = msgspec.structs.replace(
     disk_bytes=7_500_000_000,
 )
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"bedplate-engine: there is no \.onnx file in (?P<what>.+)",
-        Failure(message="{what} contains no .onnx file", hint="specify the folder with the .onnx files"),
+        KnownFailure(message="{what} contains no .onnx file", hint="specify the folder with the .onnx files"),
     ),
     (
         r"bedplate-engine: this model has inputs other than text: (?P<what>.+)",
-        Failure(
+        KnownFailure(
             message="the model has inputs other than text: {what}",
             hint="use an ONNX model that generates, embeds or classifies text",
         ),
     ),
     (
         r"bedplate-engine: (?P<what>.+) has no tokenizer\.json",
-        Failure(
+        KnownFailure(
             message="{what} has no tokenizer.json",
             hint="copy the tokenizer files of the original model to the folder of the .onnx file",
         ),
     ),
     (
         r"Protobuf parsing failed|External data path does not exist|External data path validation failed",
-        Failure(
+        KnownFailure(
             message="the model file is damaged, or its external data is missing",
             hint="download it again, including the .onnx.data files",
         ),
     ),
     (
         r"(?:[Uu]nsupported model IR version|is not a registered function/op|opset \d+ is under development)",
-        Failure(
+        KnownFailure(
             message="the model needs another version of ONNX Runtime",
             hint="build it again with `onnxruntime_genai.models.builder`, or update bedplate",
         ),
@@ -109,7 +126,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 )
 
 
-class OnnxRuntime(ServedByBedplate):
+class OnnxRuntime(BedplateServedEngine):
     id = "onnxruntime"
     name = "ONNX Runtime"
     spellings = ("onnx", "ort", "onnxrt", "ortgenai", "onnxruntimegenai", "microsoftonnxruntime")
@@ -155,25 +172,25 @@ class OnnxRuntime(ServedByBedplate):
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
             return refused
-        reads = _reads(model, workload)
+        reads = _is_encoder(model, workload)
         known = self.readers if reads else WRITERS
         if model.format == "safetensors" and model.architecture not in (*known, "unknown"):
             why = f"its {'exporter' if reads else 'builder'} does not support the architecture {model.architecture}"
-            return self.refusal("impossible", why, "the same model as ONNX")
+            return self.make_refusal("impossible", why, "the same model as ONNX")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            return self.refusal(
+            return self.make_refusal(
                 "impossible", f"cannot convert {model.quantization} weights", "the same model in BF16, or as ONNX"
             )
         return None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "F32"
         if model.format == "onnx":
             return (Weights(label=label, made="as it is", format="onnx"),)
         if model.quantization is not None and label not in SIXTEEN_BIT:
             return ()
-        if _reads(model, workload):
+        if _is_encoder(model, workload):
             return (Weights(label="F32", made="converted", format="onnx"),)
         # On CPUs it only computes in 32 bits: 16-bit weights would be converted.
         widest = ("F32",) if target.device == "cpu" else (label if label in ("BF16", "F16") else "BF16",)
@@ -182,81 +199,82 @@ class OnnxRuntime(ServedByBedplate):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
-        if _reads(model, workload):
+        if _is_encoder(model, workload):
             # It computes one batch after the other.
-            chosen = replaced(chosen, slots=1)
-        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+            chosen = replace_fields(chosen, slots=1)
+        return replace_fields(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, converted = plan.settings, plan.weights.made == "converted"
-        argv = self.server_argv("onnxruntime-server", plan, port)
+        argv = self.make_server_argv("onnxruntime-server", plan, port)
         if converted:
-            argv[argv.index("--model") + 1] = made_path(plan)
+            argv[argv.index("--model") + 1] = get_converted_path(plan)
         argv += ["--device", "cuda" if settings.device == "cuda" else "cpu"]
-        if settings.threads is not None and not has_own_defaults(settings):
+        if settings.threads is not None and not uses_engine_defaults(settings):
             argv += ["--threads", str(settings.threads)]
-        steps = [self._installed(plan)]
+        steps = [self._plan_installation(plan)]
         if converted:
-            reads = _reads(plan.model, plan.workload)
+            reads = _is_encoder(plan.model, plan.workload)
             # The builder accepts a hub id; the exporter needs a folder.
-            steps += [*fetching(plan), _export(plan)] if reads else [_build(plan)]
-        return landed(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
+            steps += [*plan_download(plan), _plan_export(plan)] if reads else [_plan_build(plan)]
+        return apply_tuned_options(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        settings, asked = plan.settings, plan.workload.in_flight()
-        found = [_weights_knob(plan)]
-        if not _reads(plan.model, plan.workload):
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+        settings, asked = plan.settings, plan.workload.compute_in_flight()
+        found = [_make_weights_knob(plan)]
+        if not _is_encoder(plan.model, plan.workload):
             source = "its server interleaves requests on a CPU, and batches them on a GPU"
-            found.append(slots_knob(plan, (1, asked, 2 * asked), own=None, source=source))
+            found.append(make_slots_knob(plan, (1, asked, 2 * asked), own=None, source=source))
         if settings.device == "cpu":
             cores = hardware.cpu.allowed_physical_cores
             source = "onnxruntime 1.31.1: intra_op_num_threads, session.intra_op.allow_spinning"
-            found.append(threads_knob(plan, cores, own="one per core", source=source))
+            found.append(make_threads_knob(plan, cores, own="one per core", source=source))
             found.append(
-                Knob(
+                TunableSetting(
                     name="spin", meaning="whether idle threads spin or block", now="on", own="on",
-                    choices=(Choice(value="on"), Choice(value="off", options=("--spin", "off"))),
+                    choices=(SettingChoice(value="on"), SettingChoice(value="off", options=("--spin", "off"))),
                     limits=("runtime overhead", "compute"), prior=0.2, source=source,
                 )
             )  # fmt: skip
-        return worth_turning(found)
+        return keep_tunable(found)
 
-    def recipe_for(self, device: Device) -> Recipe | None:
+    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
         return CUDA_RECIPE if device == "cuda" else self.recipe
 
-    def _installed(self, plan: Plan) -> Preparation:
+    def _plan_installation(self, plan: Plan) -> Preparation:
         (step,) = self.installation()
         recipe = self.recipe_for(plan.settings.device) or RECIPE
-        return replaced(
+        return replace_fields(
             step, what=" ".join(recipe.packages), download_bytes=recipe.download_bytes, disk_bytes=recipe.disk_bytes
         )
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
-def _reads(model: Model, workload: Workload) -> bool:
+def _is_encoder(model: Model, workload: Workload) -> bool:
     """Whether the model is an encoder, which generates no text."""
     return "generate" not in (model.task, workload.task) or model.architecture in READERS
 
 
-def _weights_knob(plan: Plan) -> Knob:
+def _make_weights_knob(plan: Plan) -> TunableSetting:
     now = plan.weights.label
-    makes = plan.weights.made == "converted" and not _reads(plan.model, plan.workload)
+    makes = plan.weights.made == "converted" and not _is_encoder(plan.model, plan.workload)
     made = [one for one in (CPU_TYPES if plan.settings.device == "cpu" else GPU_TYPES) if one != now] if makes else []
-    return Knob(
+    return TunableSetting(
         name="weights", meaning="weight type; converted from the model once, and kept", now=now,
         own="as built", alone=True,
-        choices=(Choice(value=now), *(Choice(value=one, weights=one, lossy=one == "INT4") for one in made)),
+        choices=(SettingChoice(value=now), *(SettingChoice(value=one, weights=one,
+        lossy=one == "INT4") for one in made)),
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.5,
         source="onnxruntime_genai.models.builder of 0.18.0: --precision",
     )  # fmt: skip
 
 
-def _build(plan: Plan) -> Preparation:
+def _plan_build(plan: Plan) -> Preparation:
     """The conversion step with GenAI's builder, for models that generate text."""
     cuda = plan.settings.device == "cuda"
-    result = made_path(plan)
+    result = get_converted_path(plan)
     argv = ["python", "-m", "onnxruntime_genai.models.builder"]
     here = plan.model.files or plan.model.is_unpacked
     argv += ["--input", plan.model_path] if here else ["--model_name", plan.model.name]
@@ -265,16 +283,16 @@ def _build(plan: Plan) -> Preparation:
     if cuda:
         # Without it, no request joins a running batch.
         argv += ["--extra_options", "use_paged_attention=true"]
-    return _converted(plan, f"{plan.model.name} to ONNX in {plan.weights.label}", result, argv)
+    return _plan_conversion(plan, f"{plan.model.name} to ONNX in {plan.weights.label}", result, argv)
 
 
-def _export(plan: Plan) -> Preparation:
-    result = made_path(plan)
-    argv = ["onnx-export", "--model", source_folder(plan), "--output", result]
-    return _converted(plan, f"{plan.model.name} to ONNX", result, argv)
+def _plan_export(plan: Plan) -> Preparation:
+    result = get_converted_path(plan)
+    argv = ["onnx-export", "--model", get_source_folder(plan), "--output", result]
+    return _plan_conversion(plan, f"{plan.model.name} to ONNX", result, argv)
 
 
-def _converted(plan: Plan, what: str, where: str, argv: list[str]) -> Preparation:
+def _plan_conversion(plan: Plan, what: str, where: str, argv: list[str]) -> Preparation:
     weights = plan.model.parameters + plan.model.vision_parameters
     seconds = BUILD_START_S + weights / BUILD_WEIGHTS_S
     return Preparation(
@@ -282,7 +300,7 @@ def _converted(plan: Plan, what: str, where: str, argv: list[str]) -> Preparatio
         what=what,
         where=where,
         disk_bytes=round(weights * BYTES_PER_WEIGHT[plan.weights.label]),
-        seconds=estimate(seconds, 0.7, "measured: 20 to 40 s for SmolLM2 or a small encoder on two cores"),
+        seconds=make_estimate(seconds, 0.7, "measured: 20 to 40 s for SmolLM2 or a small encoder on two cores"),
         argv=tuple(argv),
     )
 

@@ -6,21 +6,29 @@ import re
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
+    ComputeTarget,
     Engine,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
-    Recipe,
-    Target,
-    everyday_context,
-    known_failure,
+    choose_context,
+    find_known_failure,
 )
-from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, variable_scale, worth_turning
-from bedplate.engines.shared import FLOAT32_ONLY, computed_bits, wide_on_older_arm
+from bedplate.engines.knobs import (
+    SPIN,
+    apply_tuned_options,
+    keep_tunable,
+    make_field_choices,
+    make_option_choices,
+    make_variable_choices,
+    uses_engine_defaults,
+)
+from bedplate.engines.shared import FLOAT32_ONLY, get_compute_bits, widen_on_older_arm
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
-from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
 """PyTorch's device names; AMD GPUs are named cuda."""
@@ -29,38 +37,38 @@ QUANTIZATIONS = {"INT8": "bnb-8bit", "NF4": "bnb-4bit"}
 PAGE_TOKENS = 256
 """ContinuousBatchingConfig.page_size: tokens per block of the KV cache."""
 
-_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"OutOfMemoryError: .*out of memory|CUDA out of memory|MPS backend out of memory|can't allocate memory",
-        Failure(
+        KnownFailure(
             message="there is not enough memory for the model and its KV cache",
             hint="reduce the need: --context 4096, --concurrency 1, or a smaller model",
         ),
     ),
     (
         r"model type `(?P<what>[\w.-]+)` but Transformers does not recognize this architecture",
-        Failure(
+        KnownFailure(
             message="this version of Transformers does not support the architecture {what}",
             hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"is not the path to a directory containing a file named|does not appear to have (?:a file named|files named)",
-        Failure(
+        KnownFailure(
             message="files that Transformers needs are missing from the model folder",
             hint="download it again; it must contain config.json, the tokenizer files and .safetensors files",
         ),
     ),
     (
         r"requires the latest version of bitsandbytes|bitsandbytes.*(?:not installed|is required)",
-        Failure(
+        KnownFailure(
             message="quantization while loading needs bitsandbytes, which does not support this device",
             hint="use the model in BF16, or a quantized one",
         ),
     ),
     (
         r"error while attempting to bind on address .*address already in use",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -74,7 +82,7 @@ class PyTorch(Engine):
     name = "PyTorch"
     spellings = ("torch", "transformers", "hftransformers", "huggingfacetransformers", "pytorcheager", "torchserve")
     version = "5.22.2"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=(
             "transformers[serving]==5.22.2",
             "torch==2.13.0",
@@ -132,14 +140,14 @@ class PyTorch(Engine):
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             why = f"does not load {model.quantization} weights on this device"
-            return self.refusal("impossible", why, "the same model in BF16")
+            return self.make_refusal("impossible", why, "the same model in BF16")
         return None
 
-    def target(self, hardware: Hardware) -> Target | None:
+    def target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 four requests of 512 + 128 tokens took 44 s in 32 bits, and more than five minutes in BF16.
-        return wide_on_older_arm(super().target(hardware), hardware)
+        return widen_on_older_arm(super().target(hardware), hardware)
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if label in SIXTEEN_BIT:
             if target.features == FLOAT32_ONLY and label != "F32":
@@ -161,20 +169,22 @@ class PyTorch(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         threads = hardware.cpu.allowed_physical_cores
-        settled = replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
-        return replaced(settled, threads=threads) if settled.device == "cpu" else settled
+        settled = replace_fields(
+            super().settle(hardware, model, workload), context_tokens=choose_context(model, workload)
+        )
+        return replace_fields(settled, threads=threads) if settled.device == "cpu" else settled
 
     def cache_bits(self, model: Model) -> int:
-        return computed_bits(model)
+        return get_compute_bits(model)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, cards = plan.settings, plan.parallelism.pipeline
         argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
-        if has_own_defaults(settings):
+        if uses_engine_defaults(settings):
             env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
             return Launch(argv=tuple(argv), env=env, prepare=self.installation())
         argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto")]
-        argv += ["--dtype", _computed_in(plan)]
+        argv += ["--dtype", _choose_dtype(plan)]
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
             argv += ["--quantization", method]
         if settings.slots > 1:
@@ -183,13 +193,15 @@ class PyTorch(Engine):
             argv += ["--continuous-batching", "--cb-num-blocks", str(pages)]
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
-        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation()), settings)
+        return apply_tuned_options(
+            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.installation()), settings
+        )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         device = plan.settings.device
-        found = [*_batching_knobs(plan), *(_cpu_knobs(hardware, plan) if device == "cpu" else [])]
-        found += _card_knobs(plan) if device == "cuda" else []
-        return worth_turning(found)
+        found = [*_make_batching_knobs(plan), *(_make_cpu_knobs(hardware, plan) if device == "cpu" else [])]
+        found += _make_card_knobs(plan) if device == "cuda" else []
+        return keep_tunable(found)
 
     def progress(self, line: str) -> float | None:
         # The progress bar is one growing line: the last number is the newest.
@@ -201,72 +213,73 @@ class PyTorch(Engine):
         found = re.match(r"4\.(\d+)", version)
         return found is None or int(found[1]) >= 48
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _KNOWN_FAILURES)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _KNOWN_FAILURES)
 
 
 _HELP = "transformers serve --help of 5.22.2"
 BF16_SETS = frozenset(["avx512_bf16", "amx_bf16", "bf16"])
 
 
-def _computed_in(plan: Plan) -> str:
+def _choose_dtype(plan: Plan) -> str:
     widened = plan.weights.made == "while loading" and plan.weights.label == "F32"
     return "float32" if widened else "auto"
 
 
-def _batching_knobs(plan: Plan) -> list[Knob]:
-    settings, asked = plan.settings, plan.workload.in_flight()
+def _make_batching_knobs(plan: Plan) -> list[TunableSetting]:
+    settings, asked = plan.settings, plan.workload.compute_in_flight()
     many = settings.slots > 1
     slots = sorted({1, asked, 2 * asked, settings.slots})
     tokens = (512, 1024, 2048)
-    kept = Choice(value="default")
+    kept = SettingChoice(value="default")
     # Without a GPU, sdpa is the default of Transformers.
     ways = ("eager",) if settings.device == "cpu" else ("sdpa", "eager")
     return [
-        Knob(
+        TunableSetting(
             name="slots", meaning="concurrent requests with continuous batching; 1: one after the other",
-            choices=field_scale(slots, "slots"),
+            choices=make_field_choices(slots, "slots"),
             now=str(settings.slots), own="1", own_choice="1", ordered=True,
             limits=("scheduler", "runtime overhead", "compute"), risk=("answers", "memory"), prior=0.4, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="batch-tokens", meaning="maximum tokens of all requests in one step of continuous batching",
-            choices=(kept, *scale(tokens, "--cb-max-batch-tokens")) if many else (kept,), now="default",
+            choices=(kept, *make_option_choices(tokens, "--cb-max-batch-tokens")) if many else (kept,), now="default",
             own="by free memory", limits=("compute", "scheduler"), risk=("memory",), prior=0.4, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="attention", meaning="attention implementation", now="default", own="chosen by Transformers",
-            choices=(kept, *(Choice(value=one, options=("--attn-implementation", one)) for one in ways)),
+            choices=(kept, *(SettingChoice(value=one, options=("--attn-implementation", one)) for one in ways)),
             limits=("compute", "runtime overhead"), risk=("answers", "start"), prior=0.3, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="compile", meaning="torch.compile at start-up", now="off", own="off",
             # Continuous batching ignores it (cli/serving/utils.py: it means a cache of fixed size).
-            choices=(Choice(value="off"), *(() if many else (Choice(value="on", options=("--compile",)),))),
+            choices=(SettingChoice(value="off"), *(() if many else (SettingChoice(value="on",
+            options=("--compile",)),))),
             limits=("runtime overhead", "compute"), risk=("start", "answers"), prior=0.3, source=_HELP,
         ),
     ]  # fmt: skip
 
 
-def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+def _make_cpu_knobs(hardware: Hardware, plan: Plan) -> list[TunableSetting]:
     cores = hardware.cpu.allowed_physical_cores
     counts = sorted({max(1, cores // 2), cores, 2 * cores})
     # Without BF16 instructions, each number is converted to 32 bits first.
     has_bf16 = bool(BF16_SETS & set(hardware.cpu.instruction_sets))
-    prior = 0.15 if has_bf16 or _computed_in(plan) == "float32" else 0.7
+    prior = 0.15 if has_bf16 or _choose_dtype(plan) == "float32" else 0.7
     return [
-        Knob(
+        TunableSetting(
             name="threads", meaning="threads", now=str(plan.settings.threads), own="one per core",
-            choices=variable_scale(counts, "OMP_NUM_THREADS"),
+            choices=make_variable_choices(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
             source="OpenMP, which PyTorch uses",
         ),
-        Knob(
-            name="dtype", meaning="compute type", now=_computed_in(plan), own="auto: as stored",
-            choices=tuple(Choice(value=one, options=("--dtype", one)) for one in ("auto", "float32")),
+        TunableSetting(
+            name="dtype", meaning="compute type", now=_choose_dtype(plan), own="auto: as stored",
+            choices=tuple(SettingChoice(value=one, options=("--dtype", one)) for one in ("auto", "float32")),
             limits=("compute", "memory bandwidth"), risk=("memory",), prior=prior, source=_HELP,
         ),
-        Knob(
+        TunableSetting(
             name="spin", meaning="whether idle threads spin or block", now="default",
             own="spin for a while, then block", choices=SPIN, limits=("runtime overhead",), prior=0.15,
             source="OpenMP 5.2, OMP_WAIT_POLICY",
@@ -274,19 +287,20 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     ]  # fmt: skip
 
 
-def _card_knobs(plan: Plan) -> list[Knob]:
-    graphs = Choice(value="on", options=("--cb-use-cuda-graph",))
+def _make_card_knobs(plan: Plan) -> list[TunableSetting]:
+    graphs = SettingChoice(value="on", options=("--cb-use-cuda-graph",))
     return [
-        Knob(
+        TunableSetting(
             name="graphs", meaning="CUDA graphs: one launch per step instead of one per kernel",
-            choices=(Choice(value="default"), graphs) if plan.settings.slots > 1 else (Choice(value="default"),),
+            choices=(SettingChoice(value="default"),
+            graphs) if plan.settings.slots > 1 else (SettingChoice(value="default"),),
             now="default", own="only if attention needs no mask", limits=("runtime overhead",),
             risk=("answers", "memory", "start"), prior=0.6, source=_HELP,
         ),
     ]  # fmt: skip
 
 
-def _environment(plan: Plan) -> dict[str, str]:
+def _make_environment(plan: Plan) -> dict[str, str]:
     settings, cards = plan.settings, plan.parallelism.pipeline
     env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
     if settings.device == "cpu" and settings.threads is not None:

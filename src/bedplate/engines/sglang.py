@@ -7,20 +7,27 @@ from collections.abc import Mapping
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
     OverlayRecipe,
-    Recipe,
-    Target,
-    cards_of,
-    fetching,
-    made_path,
+    find_cards,
+    get_converted_path,
+    plan_download,
 )
-from bedplate.engines.knobs import field_scale, has_own_defaults, landed, slots_knob, variable_scale, worth_turning
-from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.knobs import (
+    apply_tuned_options,
+    keep_tunable,
+    make_field_choices,
+    make_slots_knob,
+    make_variable_choices,
+    uses_engine_defaults,
+)
+from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
     HUB,
@@ -29,20 +36,20 @@ from bedplate.engines.shared import (
     TORCH,
     TORCH_2_11_CUDA_13,
     FailurePatterns,
-    compressing,
-    dynamo_events,
-    dynamo_pooling,
-    everyday_settings,
-    explained,
-    highest,
-    hub_variables,
-    joined,
-    plain_form,
-    progress_of_shards,
+    choose_plain_weights,
+    explain_log,
+    find_highest_sample,
+    get_dynamo_event_options,
+    get_dynamo_pooling_options,
+    get_hub_variables,
+    identify_quantization,
+    join_options,
+    parse_shard_progress,
+    plan_compression,
     refuse_gfx,
     refuse_stored,
-    stored_as,
-    total,
+    set_default_context,
+    sum_samples,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -65,10 +72,10 @@ from bedplate.values import (
     Settings,
     Weights,
     Workload,
-    replaced,
+    replace_fields,
 )
 from bedplate.values.decision import Device
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 # From the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
@@ -126,7 +133,7 @@ CPU_BATCH_TOKENS = 2048
 # Tested on a CPU without its kernels: dense, with layers that SGLang also implements in plain PyTorch.
 CPU_ARCHITECTURES = frozenset(["llama"])
 # The requirements of its wheel without those for GPUs, images and other services; PyTorch is older than its pin.
-CPU_RECIPE = Recipe(
+CPU_RECIPE = EnvironmentRecipe(
     packages=(
         "torch==2.13.0", "triton==3.9.0", "transformers==5.19.0", "xgrammar==0.2.7", "compressed-tensors==0.18.0",
         "openai==2.8.0", "openai-harmony==0.0.4", "sentencepiece==0.2.1", "soundfile==0.13.1", "llguidance>=1.7.6,<2",
@@ -144,7 +151,7 @@ CPU_RECIPE = Recipe(
 _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
-        Failure(
+        KnownFailure(
             message="weights and activations leave no memory for the KV cache",
             hint="use a smaller quantization, more GPUs, or a GPU without other programs",
         ),
@@ -152,14 +159,14 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Model architectures \[?'?(?P<what>[\w.-]+)'?\]? are not supported for now"
         r"|The checkpoint you are trying to load has model type `(?P<type>[^`]+)`",
-        Failure(
+        KnownFailure(
             message="this version of SGLang does not support the architecture {what}{type}",
             hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"User-specified context_length \((?P<length>\d+)\) is greater than the derived context_length",
-        Failure(
+        KnownFailure(
             message="the model does not support a context of {length} tokens",
             hint="specify a shorter --context",
         ),
@@ -263,23 +270,23 @@ class Sglang(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def target(self, hardware: Hardware) -> Target | None:
+    def target(self, hardware: Hardware) -> ComputeTarget | None:
         """The CPU only if it is x86 and there is no GPU of a supported vendor."""
         found = super().target(hardware)
         if found is None or found.device != "cpu":
             return found
-        return found if not cards_of(hardware, self.vendors) and hardware.cpu.arch in X86 else None
+        return found if not find_cards(hardware, self.vendors) and hardware.cpu.arch in X86 else None
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        label, method = stored_as(model)
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = identify_quantization(model)
         if target.device == "cpu":
-            return (plain_form(label, target),) if method == "16-bit" else ()
+            return (choose_plain_weights(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
             runs = SUPPORTED_METHODS if target.device == "cuda" else ROCM_METHODS
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if method in runs else ()
-        found = [plain_form(label, target)]
-        if workload.task == "generate" and ("fp8" in target.features or _unpacks_fp8(target, model)):
+        found = [choose_plain_weights(label, target)]
+        if workload.task == "generate" and ("fp8" in target.features or _dequantizes_fp8(target, model)):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive:
             if target.device == "cuda" and "fp4" in target.features:
@@ -288,14 +295,16 @@ class Sglang(Engine):
         return tuple(found)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         if settings.device != "cpu":
-            return replaced(settings, memory_share=self._share_beside_others(hardware, model, settings.context_tokens))
-        settings = replaced(settings, memory_share=None)
+            return replace_fields(
+                settings, memory_share=self._share_beside_others(hardware, model, settings.context_tokens)
+            )
+        settings = replace_fields(settings, memory_share=None)
         stated = workload.concurrency is not None or workload.users > 1
-        slots = settings.slots if stated else max(workload.in_flight(), CPU_SLOTS)
+        slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
         threads = hardware.cpu.allowed_physical_cores
-        return replaced(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
+        return replace_fields(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
 
     def _share_beside_others(self, hardware: Hardware, model: Model, prompt_tokens: int) -> float | None:
         """`--mem-fraction-static` where other processes hold much of a GPU's memory; `None` leaves it to SGLang.
@@ -303,7 +312,7 @@ class Sglang(Engine):
         SGLang derives what it leaves to activations and CUDA graphs from the GPU's total memory, but counts the share
         from the memory that is free when it starts.
         """
-        cards = [card for card in cards_of(hardware, self.vendors) if card.memory_bytes and card.free_bytes]
+        cards = [card for card in find_cards(hardware, self.vendors) if card.memory_bytes and card.free_bytes]
         smallest = min(cards, key=lambda card: card.free_bytes or 0, default=None)
         if smallest is None or (smallest.free_bytes or 0) >= ALONE_SHARE * (smallest.memory_bytes or 0):
             return None
@@ -311,48 +320,52 @@ class Sglang(Engine):
         rest = (self.uses.device_bytes + self.activation_bytes(model, prompt_tokens)) * (1 + self.uses.spread)
         return min(self.uses.share, max(0.1, math.floor(100 * (free - rest) / free) / 100))
 
-    def recipe_for(self, device: Device) -> Recipe | None:
+    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
         return self.recipe if device == "cpu" else None
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        settings, layout = plan.settings, _one_group(plan.parallelism)
-        path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
+        settings, layout = plan.settings, _merge_replicas(plan.parallelism)
+        path = get_converted_path(plan) if plan.weights.made == "converted" else plan.model_path
         on_cpu = settings.device == "cpu"
         argv = ["sglang-server" if on_cpu else "sglang", "serve", "--model-path", path]
         argv += ["--served-model-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
-        if has_own_defaults(settings):
+        if uses_engine_defaults(settings):
             # On a CPU it does not run without these options.
-            argv += [*_loaded_as(plan), "--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
-            return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+            argv += [*_get_loading_options(plan), "--enable-metrics", *(_get_cpu_options(plan) if on_cpu else [])]
+            return Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan))
         argv += ["--context-length", str(settings.context_tokens)]
         # It divides this number among the attention ranks; each replica gets the full number.
         merged = plan.parallelism.data // layout.data
         argv += ["--max-running-requests", str(settings.slots * merged)]
-        argv += joined([("--mem-fraction-static", settings.memory_share)])
-        argv += joined([("--chunked-prefill-size", settings.batch_tokens)])
-        argv += _loaded_as(plan)
+        argv += join_options([("--mem-fraction-static", settings.memory_share)])
+        argv += join_options([("--chunked-prefill-size", settings.batch_tokens)])
+        argv += _get_loading_options(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
-        argv += _layout(layout, self.options_version(plan.engine_version))
+        argv += _get_layout_options(layout, self.options_version(plan.engine_version))
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
             known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
-            parsers = parsers_for(plan.model, known)
-            argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
-        argv += ["--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
-        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
+            parsers = find_parsers(plan.model, known)
+            argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
+        argv += ["--enable-metrics", *(_get_cpu_options(plan) if on_cpu else [])]
+        return apply_tuned_options(
+            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan)), settings
+        )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
-        return worth_turning([*_scheduler_knobs(plan), *(_cpu_knobs(hardware, plan) if on_cpu else _card_knobs(plan))])
+        return keep_tunable(
+            [*_make_scheduler_knobs(plan), *(_make_cpu_knobs(hardware, plan) if on_cpu else _make_card_knobs(plan))]
+        )
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """The command on one of several nodes; the first node serves requests."""
         launch = self.launch(plan, port)
         argv = (*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank))
-        return replaced(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
+        return replace_fields(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device == "rocm":
@@ -368,32 +381,32 @@ class Sglang(Engine):
     def in_container(self, launch: Launch, image: str) -> Launch:
         # The image contains the project's program, not bedplate's wrapper.
         own = launch.argv[0] == "sglang-server"
-        return replaced(launch, argv=("sglang", *launch.argv[1:])) if own else launch
+        return replace_fields(launch, argv=("sglang", *launch.argv[1:])) if own else launch
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
-            return dynamo_pooling(task)
+            return get_dynamo_pooling_options(task)
         disaggregation = (
             "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl",
             "--disaggregation-bootstrap-port", "30001",
         ) if role != "worker" else ()  # fmt: skip
         # The router counts in blocks of 16 tokens, which is vLLM's default.
-        return (*dynamo_events(role), "--page-size", "16", *disaggregation)
+        return (*get_dynamo_event_options(role), "--page-size", "16", *disaggregation)
 
     def progress(self, line: str) -> float | None:
-        return progress_of_shards(line)
+        return parse_shard_progress(line)
 
-    def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+    def explain(self, log: str) -> KnownFailure | None:
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
     def read(self, metrics: str) -> EngineState:
         return EngineState(
-            running=total(metrics, "sglang:num_running_reqs"),
-            waiting=total(metrics, "sglang:num_queue_reqs"),
-            kv_use=highest(metrics, "sglang:token_usage"),
-            preemptions=total(metrics, "sglang:num_retracted_requests_total"),
-            cache_hits=total(metrics, "sglang:cached_tokens_total"),
-            cache_queries=total(metrics, "sglang:prompt_tokens_total"),
+            running=sum_samples(metrics, "sglang:num_running_reqs"),
+            waiting=sum_samples(metrics, "sglang:num_queue_reqs"),
+            kv_use=find_highest_sample(metrics, "sglang:token_usage"),
+            preemptions=sum_samples(metrics, "sglang:num_retracted_requests_total"),
+            cache_hits=sum_samples(metrics, "sglang:cached_tokens_total"),
+            cache_queries=sum_samples(metrics, "sglang:prompt_tokens_total"),
         )
 
     def _refuse_on_cpu(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
@@ -401,143 +414,146 @@ class Sglang(Engine):
         if target is None or target.device != "cpu":
             return None
         if workload.task != "generate":
-            return self.refusal("impossible", f"does not support the task {workload.task} on a CPU", "a GPU")
+            return self.make_refusal("impossible", f"does not support the task {workload.task} on a CPU", "a GPU")
         if model.architecture not in (*CPU_ARCHITECTURES, "", "unknown") or model.num_experts:
             why = f"no package contains its CPU kernels for {model.architecture}, which it needs on a CPU"
-            return self.refusal("impossible", why, "a GPU, or an engine for CPUs")
+            return self.make_refusal("impossible", why, "a GPU, or an engine for CPUs")
         return None
 
-    def _no_hardware(self, hardware: Hardware) -> Refusal:
-        if cards_of(hardware, self.vendors) or hardware.cpu.arch in X86:
-            return super()._no_hardware(hardware)
+    def _refuse_hardware(self, hardware: Hardware) -> Refusal:
+        if find_cards(hardware, self.vendors) or hardware.cpu.arch in X86:
+            return super()._refuse_hardware(hardware)
         why = f"no package contains its kernels for {hardware.cpu.arch} CPUs, and it does not start without them"
-        return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 CPU")
+        return self.make_refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 CPU")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
         package, where = f"sglang=={self.version_of(plan)}", OWN_ENVIRONMENT
         if plan.settings.device == "cpu":
-            return _install_for_cpu(where)
+            return _plan_cpu_installation(where)
         if plan.settings.device == "rocm":
             steps = [Preparation(kind="install", what=f"{package} built for ROCm", where=where)]
         else:
             argv = ("uv", "pip", "install", "--torch-backend", "auto", package)
             steps = [Preparation(kind="install", what=package, where=where, disk_bytes=4_100_000_000, argv=argv)]
         if plan.weights.made == "converted":
-            steps += fetching(plan)
-            steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
+            steps += plan_download(plan)
+            steps += plan_compression(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
         return tuple(steps)
 
 
 _ARGUMENTS = "srt/server_args.py of 0.5.23"
 
 
-def _scheduler_knobs(plan: Plan) -> list[Knob]:
-    settings, asked = plan.settings, plan.workload.in_flight()
+def _make_scheduler_knobs(plan: Plan) -> list[TunableSetting]:
+    settings, asked = plan.settings, plan.workload.compute_in_flight()
     chunk = "default" if settings.batch_tokens is None else str(settings.batch_tokens)
     sizes = sorted({*CHUNKS, *([settings.batch_tokens] if settings.batch_tokens is not None else [])})
-    chunks = field_scale(sizes, "batch_tokens")
+    chunks = make_field_choices(sizes, "batch_tokens")
     return [
-        Knob(
+        TunableSetting(
             name="chunk", meaning="prefill chunk size in tokens", now=chunk,
-            choices=chunks if settings.batch_tokens is not None else (Choice(value="default"), *chunks),
+            choices=chunks if settings.batch_tokens is not None else (SettingChoice(value="default"), *chunks),
             own="2048 to 16384, by GPU memory", ordered=settings.batch_tokens is not None,
             limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
         ),
-        slots_knob(plan, {max(1, asked // 2), asked, 2 * asked}, own=None, source=_ARGUMENTS),
-        Knob(
+        make_slots_knob(plan, {max(1, asked // 2), asked, 2 * asked}, own=None, source=_ARGUMENTS),
+        TunableSetting(
             name="mixed-chunk", meaning="prefill chunks and decode share a step", now="off", own="off",
-            choices=(Choice(value="off"), Choice(value="on", options=("--enable-mixed-chunk",))),
+            choices=(SettingChoice(value="off"), SettingChoice(value="on", options=("--enable-mixed-chunk",))),
             limits=("scheduler", "compute"), prior=0.25, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="prefix-cache", meaning="prefix cache: known prompt prefixes are not recomputed",
-            choices=(Choice(value="on"), Choice(value="off", options=("--disable-radix-cache",))), now="on", own="on",
+            choices=(SettingChoice(value="on"), SettingChoice(value="off", options=("--disable-radix-cache",))),
+            now="on", own="on",
             limits=("runtime overhead", "compute"), prior=0.05 if plan.workload.shared_prefix_tokens else 0.15,
             source=_ARGUMENTS,
         ),
     ]  # fmt: skip
 
 
-def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+def _make_cpu_knobs(hardware: Hardware, plan: Plan) -> list[TunableSetting]:
     cores, now = hardware.cpu.allowed_physical_cores, plan.settings.threads
     counts = sorted({max(1, cores // 2), cores, now or cores})
     return [
-        Knob(
+        TunableSetting(
             name="threads", meaning="threads", now=str(now or cores), own="one per core",
-            choices=variable_scale(counts, "OMP_NUM_THREADS"),
+            choices=make_variable_choices(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
             source="OpenMP, which PyTorch uses",
         ),
     ]  # fmt: skip
 
 
-def _card_knobs(plan: Plan) -> list[Knob]:
+def _make_card_knobs(plan: Plan) -> list[TunableSetting]:
     settings = plan.settings
     share = "default" if settings.memory_share is None else f"{settings.memory_share:g}"
-    shares = tuple(Choice(value=f"{n:g}", options=("--mem-fraction-static", f"{n:g}")) for n in SHARES)
+    shares = tuple(SettingChoice(value=f"{n:g}", options=("--mem-fraction-static", f"{n:g}")) for n in SHARES)
     backends = ("flashinfer", "fa3", "triton") if settings.device == "cuda" else ("triton", "aiter")
     return [
-        Knob(
+        TunableSetting(
             name="memory-share", meaning="share of the GPU memory for weights and KV cache", now=share,
-            choices=(Choice(value=share), *(one for one in shares if one.value != share)),
+            choices=(SettingChoice(value=share), *(one for one in shares if one.value != share)),
             own="by GPU memory", limits=("KV cache",), risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="kv-type", meaning="type of the KV cache", own="auto: as the weights",
             now="fp8" if settings.kv_type == "fp8" else "auto",
-            choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
-                     Choice(value="fp8", settings=(("kv_type", "fp8"),))),
+            choices=(SettingChoice(value="auto", settings=(("kv_type", "16-bit"),)),
+                     SettingChoice(value="fp8", settings=(("kv_type", "fp8"),))),
             limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="attention", meaning="attention kernels", now="default", own="chosen for the GPU",
-            choices=(Choice(value="default"),
-                     *(Choice(value=one, options=("--attention-backend", one)) for one in backends)),
+            choices=(SettingChoice(value="default"),
+                     *(SettingChoice(value=one, options=("--attention-backend", one)) for one in backends)),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
             source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="graphs", meaning="CUDA graphs: one launch per step instead of one per kernel", now="on",
-            choices=(Choice(value="on"), Choice(value="off", options=("--disable-cuda-graph",))), own="on",
+            choices=(SettingChoice(value="on"), SettingChoice(value="off", options=("--disable-cuda-graph",))),
+            own="on",
             limits=("runtime overhead",), risk=("memory",), prior=0.05, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="overlap", meaning="the next step is scheduled during the current one", now="on", own="on",
-            choices=(Choice(value="on"), Choice(value="off", options=("--disable-overlap-schedule",))),
+            choices=(SettingChoice(value="on"), SettingChoice(value="off", options=("--disable-overlap-schedule",))),
             limits=("scheduler", "runtime overhead"), prior=0.1, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="speculation", meaning="n-gram speculation", now="off",
-            choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-algorithm", "NGRAM"))),
+            choices=(SettingChoice(value="off"), SettingChoice(value="n-gram", options=("--speculative-algorithm",
+            "NGRAM"))),
             own="off", limits=("memory bandwidth", "runtime overhead"), risk=("start", "memory"), prior=0.1,
             source=_ARGUMENTS,
         ),
     ]  # fmt: skip
 
 
-def _loaded_as(plan: Plan) -> list[str]:
+def _get_loading_options(plan: Plan) -> list[str]:
     if plan.weights.made != "while loading":
         return []
     return ["--quantization", "fp8"] if plan.weights.label == "FP8" else ["--dtype", "bfloat16"]
 
 
-def _on_cpu(plan: Plan) -> list[str]:
+def _get_cpu_options(plan: Plan) -> list[str]:
     # Without a size, the KV cache takes nearly all of the memory; without sleeping, an idle server uses a whole core.
-    argv = ["--device", "cpu", "--max-total-tokens", str(_cache_tokens(plan)), "--sleep-on-idle"]
+    argv = ["--device", "cpu", "--max-total-tokens", str(_count_cache_tokens(plan)), "--sleep-on-idle"]
     # No package contains its AMX kernels, and without a GPU there is nothing to overlap the scheduling with.
     argv += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
     # Its log is shown during the start, and would otherwise consist of health checks.
     return [*argv, "--log-level-http", "warning"]
 
 
-def _cache_tokens(plan: Plan) -> int:
+def _count_cache_tokens(plan: Plan) -> int:
     """KV cache for one request of maximum length, or for the expected concurrent requests."""
-    at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+    at_once = min(plan.settings.slots, plan.workload.compute_in_flight()) * plan.workload.request_tokens
     return round(1.1 * max(plan.settings.context_tokens, at_once))
 
 
-def _environment(plan: Plan) -> dict[str, str]:
-    env = hub_variables(plan)
+def _make_environment(plan: Plan) -> dict[str, str]:
+    env = get_hub_variables(plan)
     if plan.settings.device != "cpu":
         return env
     # The first selects the CPU build; without the second, each health check generates a token.
@@ -547,7 +563,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     return env | ({"OMP_NUM_THREADS": str(plan.settings.threads)} if plan.settings.threads is not None else {})
 
 
-def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
+def _plan_cpu_installation(where: str) -> tuple[Preparation, ...]:
     recipe = CPU_RECIPE
     return (
         Preparation(
@@ -567,22 +583,22 @@ def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
     )
 
 
-def _unpacks_fp8(target: Target, model: Model) -> bool:
+def _dequantizes_fp8(target: ComputeTarget, model: Model) -> bool:
     """Whether Marlin kernels dequantize FP8 to 16 bits: dense models on NVIDIA GPUs without FP8 units."""
     return target.device == "cuda" and not model.num_experts and (target.capability or (0, 0)) >= (8, 0)
 
 
-def _one_group(layout: Parallelism) -> Parallelism:
+def _merge_replicas(layout: Parallelism) -> Parallelism:
     """SGLang rejects replicas together with attention data parallelism; one wider group is equivalent."""
     if layout.attention_data == 1 or layout.data == 1:
         return layout
-    return replaced(
+    return replace_fields(
         layout, tensor=layout.tensor * layout.data, attention_data=layout.attention_data * layout.data,
         expert=layout.expert * layout.data, data=1,
     )  # fmt: skip
 
 
-def _layout(layout: Parallelism, version: str | None) -> list[str]:
+def _get_layout_options(layout: Parallelism, version: str | None) -> list[str]:
     # srt/server_args.py of 0.5.15: --dp-size is the attention size, enabled by --enable-dp-attention.
     switch = version == "0.5.15" and layout.attention_data > 1
     sizes = (
@@ -592,7 +608,7 @@ def _layout(layout: Parallelism, version: str | None) -> list[str]:
         ("--ep-size", layout.expert),
         ("--attn-dp-size", 1 if switch else layout.attention_data),
     )
-    argv = joined((name, size if size > 1 else None) for name, size in sizes)
+    argv = join_options((name, size if size > 1 else None) for name, size in sizes)
     return [*argv, "--enable-dp-attention"] if switch else argv
 
 

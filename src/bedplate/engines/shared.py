@@ -10,13 +10,24 @@ from bedplate.engines.base import (
     DEFAULT_CONTEXT_TOKENS,
     OWN_ENVIRONMENT,
     SIXTEEN_BIT,
+    ComputeTarget,
     Engine,
-    Failure,
-    Target,
-    made_path,
-    source_folder,
+    KnownFailure,
+    get_converted_path,
+    get_source_folder,
 )
-from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, estimate, replaced
+from bedplate.values import (
+    Hardware,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    make_estimate,
+    replace_fields,
+)
 
 GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
@@ -41,13 +52,13 @@ them on an H200 (November 2026); kernels that are compiled on first use need the
 DATA_NOT_FOR_SERVING = ("pycountry/locales", "sympy/*/tests", "scipy/*/tests", "mistral_common/data/*.*")
 """Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read; models contain their own."""
 
-FailurePatterns = tuple[tuple[str, Failure], ...]
+FailurePatterns = tuple[tuple[str, KnownFailure], ...]
 """(pattern, failure), the most specific first: the log of a failed start often ends with a general message."""
 
 PORT_IN_USE: FailurePatterns = (
     (
         r"(?i)address already in use",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -57,21 +68,21 @@ PORT_IN_USE: FailurePatterns = (
 HUB: FailurePatterns = (
     (
         r"Cannot access gated repo|You are trying to access a gated repo|GatedRepoError",
-        Failure(
+        KnownFailure(
             message="access to the model is gated",
             hint="request access on the model's page, then set HF_TOKEN to a token of your account",
         ),
     ),
     (
         r"Repo id must be in the form[^\n]*?: '(?P<what>/[^'\n]*)'",
-        Failure(
+        KnownFailure(
             message="{what} does not exist",
             hint="specify its new path if it was moved, or mount its disk",
         ),
     ),
     (
         r"401 Client Error|Repository Not Found for url|RepositoryNotFoundError|is not a valid model identifier",
-        Failure(
+        KnownFailure(
             message="the hub does not have this model, or the model is private",
             hint="check the name (owner/name); for a private model, set HF_TOKEN",
         ),
@@ -79,7 +90,7 @@ HUB: FailurePatterns = (
     (
         r"LocalEntryNotFoundError|outgoing traffic has been disabled|Cannot reach https://huggingface\.co"
         r"|couldn't connect to 'https://huggingface\.co'",
-        Failure(
+        KnownFailure(
             message="the model is not on this machine, and the hub cannot be reached",
             hint="download the model first, or specify a folder that contains it",
         ),
@@ -89,7 +100,7 @@ TORCH: FailurePatterns = (
     (
         r"Error while creating shared memory segment|posix_fallocate failed|/dev/shm[^\n]{0,200}No space left on device"
         r"|insufficient shared memory \(shm\)",
-        Failure(
+        KnownFailure(
             message="the shared memory (/dev/shm) for the engine's processes is too small",
             hint="in a container, start it with --shm-size 16g or --ipc=host",
         ),
@@ -97,7 +108,7 @@ TORCH: FailurePatterns = (
     (
         r"CUDA out of memory[^\n]{0,200}GPU \d+ has a total capacity of (?P<all>[\d.]+) GiB[^\n]{0,200}?"
         r"Process (?P<pid>\d+) has (?P<held>[\d.]+) GiB memory in use",
-        Failure(
+        KnownFailure(
             message="the GPU ran out of memory: process {pid} holds {held} of its {all} GiB",
             hint="stop that process, use another GPU (CUDA_VISIBLE_DEVICES), or ask for less: a shorter --context, "
             "a smaller quantization",
@@ -106,28 +117,28 @@ TORCH: FailurePatterns = (
     (
         r"(?:torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|HIP out of memory|XPU out of memory)"
         r"|CUDA error: out of memory|cudaErrorMemoryAllocation",
-        Failure(
+        KnownFailure(
             message="the GPU ran out of memory",
             hint="use a shorter --context, a lower --concurrency or a smaller quantization; or free GPU memory",
         ),
     ),
     (
         r"NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|RCCL error",
-        Failure(
+        KnownFailure(
             message="communication between the GPUs failed (NCCL)",
             hint="start again with NCCL_DEBUG=INFO; common causes: the driver, the network, shared memory",
         ),
     ),
     (
         r"no kernel image is available for execution on the device",
-        Failure(
+        KnownFailure(
             message="this build of the engine has no kernels for this GPU",
             hint="use a GPU generation that the engine supports, or choose another engine with --engine",
         ),
     ),
     (
         r"CUDA driver version is insufficient|The NVIDIA driver on your system is too old|Found no NVIDIA driver",
-        Failure(
+        KnownFailure(
             message="the GPU driver is missing, or too old for the engine's CUDA version",
             hint="update the driver; `bedplate doctor` shows the installed version",
         ),
@@ -135,39 +146,39 @@ TORCH: FailurePatterns = (
 )
 
 
-def explained(log: str, *known: FailurePatterns) -> Failure | None:
+def explain_log(log: str, *known: FailurePatterns) -> KnownFailure | None:
     """The failure of the first pattern that the log matches; its named groups fill in the message."""
     for pattern, failure in (entry for entries in known for entry in entries):
         if found := re.search(pattern, log):
             words = {name: value or "" for name, value in found.groupdict().items()}
-            return Failure(
+            return KnownFailure(
                 message=failure.message.format(**words), hint=failure.hint.format(**words), lasting=failure.lasting
             )
     return None
 
 
-def samples(metrics: str, name: str) -> list[float]:
+def read_samples(metrics: str, name: str) -> list[float]:
     """The values of one metric in Prometheus text, one for each set of labels."""
     pattern = rf"^{re.escape(name)}(?:\{{[^\n]*\}})? +([0-9.eE+-]+|NaN|[+-]Inf)(?: +\d+)?$"
-    return [value for value in map(_number, re.findall(pattern, metrics, re.MULTILINE)) if value is not None]
+    return [value for value in map(_parse_number, re.findall(pattern, metrics, re.MULTILINE)) if value is not None]
 
 
-def total(metrics: str, *names: str) -> float | None:
+def sum_samples(metrics: str, *names: str) -> float | None:
     """The sum over all labels of the first of these metrics that exists."""
-    return next((sum(found) for name in names if (found := samples(metrics, name))), None)
+    return next((sum(found) for name in names if (found := read_samples(metrics, name))), None)
 
 
-def highest(metrics: str, *names: str) -> float | None:
-    return next((max(found) for name in names if (found := samples(metrics, name))), None)
+def find_highest_sample(metrics: str, *names: str) -> float | None:
+    return next((max(found) for name in names if (found := read_samples(metrics, name))), None)
 
 
-def progress_of_shards(line: str) -> float | None:
+def parse_shard_progress(line: str) -> float | None:
     """The loaded share from the weight loaders of vLLM, SGLang and transformers: `… checkpoint shards:  50%`."""
     found = re.search(r"(?:checkpoint shards|safetensors weights[^:]*|Loading weights)[^:]*:\s*(\d{1,3})%", line)
     return min(int(found[1]), 100) / 100 if found else None
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -186,7 +197,7 @@ _BY_LABEL = {
 }  # fmt: skip
 
 
-def stored_as(model: Model) -> tuple[str, str]:
+def identify_quantization(model: Model) -> tuple[str, str]:
     """Label and quantization method of the weights; "16-bit" if not quantized, "" if the method is unknown."""
     label = (model.quantization or "BF16").upper()
     if label in SIXTEEN_BIT:
@@ -198,17 +209,17 @@ def stored_as(model: Model) -> tuple[str, str]:
     return label, _SAME_METHODS.get(method, method)
 
 
-def plain_form(label: str, target: Target) -> Weights:
+def choose_plain_weights(label: str, target: ComputeTarget) -> Weights:
     """Weights without quantization: BF16 or F16, as the chip supports; loaders convert from 32 bits."""
     has_bf16 = target.capability is None or target.capability >= (8, 0)
     wanted = "BF16" if has_bf16 and label != "F16" else "F16"
     return Weights(label=wanted, made="as it is" if wanted == label else "while loading", format="safetensors")
 
 
-def everyday_settings(settings: Settings, model: Model, workload: Workload) -> Settings:
+def set_default_context(settings: Settings, model: Model, workload: Workload) -> Settings:
     """The settings with context for an average conversation, unless a context is requested."""
     asked = workload.context_tokens or max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
-    return replaced(settings, context_tokens=min(max(asked, workload.request_tokens), model.max_context or asked))
+    return replace_fields(settings, context_tokens=min(max(asked, workload.request_tokens), model.max_context or asked))
 
 
 def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
@@ -217,7 +228,7 @@ def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Wo
     if target is None or engine.weights(target, model, workload):
         return None
     where = target.chip.name if target.chip is not None else {"cpu": "a CPU"}.get(target.device, target.device.upper())
-    return engine.refusal(
+    return engine.make_refusal(
         "impossible", f"does not run {model.quantization} weights on {where}", "the same model in another quantization"
     )
 
@@ -226,7 +237,7 @@ def refuse_architecture(engine: Engine, model: Model, known: frozenset[str]) -> 
     """Why it cannot load this architecture; `None` also if the architecture is unknown."""
     if model.architecture in known or model.architecture in ("", "unknown"):
         return None
-    return engine.refusal(
+    return engine.make_refusal(
         "impossible", f"{engine.version} does not support the architecture {model.architecture}", "a newer version may"
     )
 
@@ -241,10 +252,10 @@ def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Re
     gfx = reported if reported.startswith("gfx") else (target.chip.gfx if target.chip is not None else None)
     if gfx is None or gfx in known:
         return None
-    return engine.refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU with {', '.join(known)}")
+    return engine.make_refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU with {', '.join(known)}")
 
 
-def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
+def plan_compression(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     """Steps that quantize with LLM Compressor on the serving GPUs, calibrated with 512 samples."""
     recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_NOT_QUANTIZED!r})"
     smoothing = "from llmcompressor.modifiers.transform.awq import AWQModifier; " if scheme.startswith("W4") else ""
@@ -252,10 +263,10 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     script = (
         "from llmcompressor import oneshot; "
         f"from llmcompressor.modifiers.quantization import QuantizationModifier; {smoothing}"
-        f"oneshot(model={source_folder(plan)!r}, dataset='open_platypus', recipe={steps}, "
-        f"max_seq_length=2048, output_dir={made_path(plan)!r})"
+        f"oneshot(model={get_source_folder(plan)!r}, dataset='open_platypus', recipe={steps}, "
+        f"max_seq_length=2048, output_dir={get_converted_path(plan)!r})"
     )
-    seconds = estimate(600 + 150 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
+    seconds = make_estimate(600 + 150 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
     size = round(plan.model.parameters * 0.6)
     return (
         Preparation(
@@ -263,7 +274,8 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
             argv=("uv", "pip", "install", COMPRESSOR),
         ),
         Preparation(
-            kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=made_path(plan), disk_bytes=size,
+            kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=get_converted_path(plan),
+            disk_bytes=size,
             seconds=seconds, argv=("python", "-c", script),
         ),
     )  # fmt: skip
@@ -273,27 +285,27 @@ _NOT_QUANTIZED = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:
 """Layers that are not quantized: output, routers, vision encoder. They are small and sensitive."""
 
 
-def hub_variables(plan: Plan) -> dict[str, str]:
+def get_hub_variables(plan: Plan) -> dict[str, str]:
     """Environment variables that disable hub access if the weights are local."""
     return {"HF_HUB_OFFLINE": "1"} if plan.model.files or plan.weights.made == "converted" else {}
 
 
-def joined(options: Iterable[tuple[str, object | None]]) -> list[str]:
+def join_options(options: Iterable[tuple[str, object | None]]) -> list[str]:
     """Command-line words of the options whose value is not `None`."""
     return [word for name, value in options if value is not None for word in (name, str(value))]
 
 
-def computed_bits(model: Model) -> int:
+def get_compute_bits(model: Model) -> int:
     """Bits of PyTorch's compute type, which is also the type of the KV cache."""
     return 32 if model.quantization == "F32" else 16
 
 
-def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None:
+def widen_on_older_arm(found: ComputeTarget | None, hardware: Hardware) -> ComputeTarget | None:
     """The target, in 32 bits on ARM CPUs without BF16 (before v8.6), where BF16 crashes or is far slower."""
     sets = hardware.cpu.instruction_sets
     if found is None or found.device != "cpu" or "neon" not in sets or "bf16" in sets:
         return found
-    return Target(device="cpu", count=1, features=FLOAT32_ONLY)
+    return ComputeTarget(device="cpu", count=1, features=FLOAT32_ONLY)
 
 
 KV_EVENTS = {
@@ -304,15 +316,15 @@ KV_EVENTS = {
 }
 
 
-def dynamo_events(role: str) -> tuple[str, ...]:
+def get_dynamo_event_options(role: str) -> tuple[str, ...]:
     """Options by which a Dynamo worker reports its KV cache to the router; decode workers are not routed by it."""
     return ("--kv-events-config", json.dumps(KV_EVENTS, separators=(",", ":"))) if role != "decode" else ()
 
 
-def dynamo_pooling(task: str) -> tuple[str, ...]:
+def get_dynamo_pooling_options(task: str) -> tuple[str, ...]:
     return ("--embedding-worker",) if task == "embed" else ("--classify-worker",)
 
 
-def curl(url: str) -> tuple[str, ...]:
+def make_curl_command(url: str) -> tuple[str, ...]:
     """A health command for images without Python."""
     return ("curl", "--fail", "--silent", "--output", "/dev/null", url)

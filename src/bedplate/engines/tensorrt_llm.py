@@ -8,31 +8,31 @@ from collections.abc import Mapping
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
     Features,
+    KnownFailure,
     MemoryUse,
-    Target,
-    fetching,
-    made_path,
-    source_folder,
+    get_converted_path,
+    get_source_folder,
+    plan_download,
 )
-from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
     FailurePatterns,
-    everyday_settings,
-    explained,
-    hub_variables,
-    joined,
-    plain_form,
-    progress_of_shards,
+    choose_plain_weights,
+    explain_log,
+    get_hub_variables,
+    identify_quantization,
+    join_options,
+    parse_shard_progress,
     refuse_architecture,
     refuse_stored,
-    stored_as,
+    set_default_context,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -56,8 +56,8 @@ from bedplate.values import (
     Settings,
     Weights,
     Workload,
-    estimate,
-    replaced,
+    make_estimate,
+    replace_fields,
 )
 from bedplate.values.decision import Device
 
@@ -100,39 +100,39 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Executor creation failed due to insufficient GPU memory\."
         r"[\s\S]{0,200}?could not be created: (?P<what>[^\n]+)",
-        Failure(
+        KnownFailure(
             message="there is not enough GPU memory for: {what}",
             hint="specify a shorter --context or a lower --concurrency, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"Executor creation failed due to insufficient GPU memory",
-        Failure(
+        KnownFailure(
             message="there is not enough GPU memory for the model's KV cache",
             hint="specify a shorter --context or a lower --concurrency, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"Unknown architecture for AutoModelForCausalLM: (?P<what>\S+)",
-        Failure(
+        KnownFailure(
             message="this version of TensorRT-LLM does not support the architecture {what}",
             hint="choose another engine with --engine",
         ),
     ),
     (
         r"(?i)unsupported quant[_ ]mode: (?P<what>[^\n]{1,80})",
-        Failure(
+        KnownFailure(
             message="TensorRT-LLM has no kernels for this quantization on this GPU ({what})",
             hint="use another quantization of the same model",
         ),
     ),
     (
         r"No GPU devices found on the node",
-        Failure(message="TensorRT-LLM found no NVIDIA GPU", hint="in a container, start it with --gpus all"),
+        KnownFailure(message="TensorRT-LLM found no NVIDIA GPU", hint="in a container, start it with --gpus all"),
     ),
     (
         r"Failed to bind socket to \S+:\d+",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -212,54 +212,54 @@ class TensorRtLlm(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        label, method = stored_as(model)
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = identify_quantization(model)
         capability = target.capability or _HOPPER
         if method != "16-bit":
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if _runs(method, capability, model) else ()
-        found = [plain_form(label, target)]
+        found = [choose_plain_weights(label, target)]
         labels = ["FP8"] if capability >= _ADA else []
         if not workload.precision_sensitive:
             labels += ["NVFP4"] if capability >= _BLACKWELL else ["AWQ-INT4"]
         return (*found, *(Weights(label=one, made="converted", format="safetensors") for one in labels))
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
-        return replaced(settings, batch_tokens=8192)
+        settings = set_default_context(super().settle(hardware, model, workload), model, workload)
+        return replace_fields(settings, batch_tokens=8192)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism
-        path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
+        path = get_converted_path(plan) if plan.weights.made == "converted" else plan.model_path
         # It has no option for the served model name, and accepts any name.
         argv = ["trtllm-serve", "serve", path, "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--max_seq_len", str(settings.context_tokens)]
         argv += ["--max_batch_size", str(-(-settings.slots // layout.attention_data))]
-        argv += joined([("--max_num_tokens", settings.batch_tokens)])
-        argv += joined([("--kv_cache_free_gpu_memory_fraction", settings.memory_share)])
+        argv += join_options([("--max_num_tokens", settings.batch_tokens)])
+        argv += join_options([("--kv_cache_free_gpu_memory_fraction", settings.memory_share)])
         for name, size in (("--tp_size", layout.tensor), ("--pp_size", layout.pipeline), ("--ep_size", layout.expert)):
             argv += [name, str(size)] if size > 1 else []
-        parsers = parsers_for(plan.model, PARSERS)
-        argv += joined([("--reasoning_parser", parsers.reasoning), ("--tool_parser", parsers.tools)])
+        parsers = find_parsers(plan.model, PARSERS)
+        argv += join_options([("--reasoning_parser", parsers.reasoning), ("--tool_parser", parsers.tools)])
         argv += ["--extra_llm_api_options", OPTIONS_FILE]
-        return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
+        return Launch(argv=tuple(argv), env=get_hub_variables(plan), prepare=self._prepare(plan))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """One command for all nodes, run by Slurm on the first; MPI starts every rank."""
         launch = self.launch(plan, port)
         ranks = plan.parallelism.tensor * plan.parallelism.pipeline
         srun = ["srun", "--nodes", str(nodes), "--ntasks", str(ranks), "--ntasks-per-node", str(-(-ranks // nodes))]
-        return replaced(launch, argv=(*srun, "--mpi=pmix", "trtllm-llmapi-launch", *launch.argv))
+        return replace_fields(launch, argv=(*srun, "--mpi=pmix", "trtllm-llmapi-launch", *launch.argv))
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         return ContainerImage(name=IMAGE, python=True) if device == "cuda" else None
 
     def container_files(self, plan: Plan) -> dict[str, str]:
         # Without it there are no Prometheus metrics.
-        return {OPTIONS_FILE: f"{options(plan)}return_perf_metrics: true\n"}
+        return {OPTIONS_FILE: f"{write_options(plan)}return_perf_metrics: true\n"}
 
     def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
-        words = [f"{made}.part" if word == made_path(plan) else word for word in _converting(plan).argv]
+        words = [f"{made}.part" if word == get_converted_path(plan) else word for word in _plan_conversion(plan).argv]
         cloned = f"git clone --depth 1 --branch {OPTIMIZER.tag} {OPTIMIZER.repository} /cache/modelopt"
         begin = f"rm -rf /cache/modelopt && {cloned} && cd /cache/modelopt/{OPTIMIZER.path}"
         return ContainerConversion(command=f"{begin} && {shlex.join(['python3', *words[1:]])}")
@@ -277,10 +277,10 @@ class TensorRtLlm(Engine):
         return {OPTIONS_FILE: "\n".join(lines) + "\n"}
 
     def progress(self, line: str) -> float | None:
-        return progress_of_shards(line)
+        return parse_shard_progress(line)
 
-    def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+    def explain(self, log: str) -> KnownFailure | None:
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
     def read(self, metrics: str) -> EngineState:
         """From its `/metrics`, a JSON list of the iterations since the previous request."""
@@ -288,10 +288,10 @@ class TensorRtLlm(Engine):
             newest = json.loads(metrics)[-1]
             cache = newest.get("kvCacheStats") or {}
             used, most = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
-            hits, misses = _figure(cache.get("reusedBlocks")), _figure(cache.get("missedBlocks"))
+            hits, misses = _to_float(cache.get("reusedBlocks")), _to_float(cache.get("missedBlocks"))
             return EngineState(
-                running=_figure(newest.get("numActiveRequests")),
-                waiting=_figure(newest.get("numQueuedRequests")),
+                running=_to_float(newest.get("numActiveRequests")),
+                waiting=_to_float(newest.get("numQueuedRequests")),
                 kv_use=used / most if used is not None and most else None,
                 cache_hits=hits,
                 cache_queries=hits + misses if hits is not None and misses is not None else None,
@@ -309,9 +309,9 @@ class TensorRtLlm(Engine):
             )
         ]
         if plan.weights.made == "converted":
-            steps += fetching(plan)
-            steps.append(_converting(plan))
-        text = options(plan)
+            steps += plan_download(plan)
+            steps.append(_plan_conversion(plan))
+        text = write_options(plan)
         steps.append(
             Preparation(
                 kind="build", what=f"options file: {', '.join(text.splitlines())}", where=OPTIONS_FILE,
@@ -321,7 +321,7 @@ class TensorRtLlm(Engine):
         return tuple(steps)
 
 
-def options(plan: Plan) -> str:
+def write_options(plan: Plan) -> str:
     """The YAML file with settings that have no command-line option."""
     # Without chunked prefill, prompts longer than a batch are rejected; without statistics, its metrics are empty.
     lines = ["enable_chunked_prefill: true", "enable_iter_perf_stats: true"]
@@ -349,20 +349,22 @@ def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:
     return method in ("awq", "gptq") and _AMPERE <= capability < _BLACKWELL
 
 
-def _converting(plan: Plan) -> Preparation:
-    seconds = estimate(600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the serving GPUs")
-    argv = ("python", OPTIMIZER.program, "--pyt_ckpt_path", source_folder(plan), "--qformat")
+def _plan_conversion(plan: Plan) -> Preparation:
+    seconds = make_estimate(
+        600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the serving GPUs"
+    )
+    argv = ("python", OPTIMIZER.program, "--pyt_ckpt_path", get_source_folder(plan), "--qformat")
     return Preparation(
         kind="convert",
         what=f"{plan.model.name} to {plan.weights.label}, with examples/llm_ptq of NVIDIA's Model Optimizer",
-        where=made_path(plan),
+        where=get_converted_path(plan),
         disk_bytes=round(plan.model.parameters * (1.1 if plan.weights.label == "FP8" else 0.65)),
         seconds=seconds,
-        argv=(*argv, CONVERSIONS[plan.weights.label], "--export_path", made_path(plan)),
+        argv=(*argv, CONVERSIONS[plan.weights.label], "--export_path", get_converted_path(plan)),
     )
 
 
-def _figure(value: object) -> float | None:
+def _to_float(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 

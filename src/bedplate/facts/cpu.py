@@ -134,19 +134,19 @@ class CpuInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cores:
+class CoreCounts:
     sockets: int | None
     physical: int
     allowed_physical: int
 
 
-def instruction_sets(flags: Collection[str]) -> tuple[str, ...]:
+def select_instruction_sets(flags: Collection[str]) -> tuple[str, ...]:
     """The known instruction sets among `flags` (Linux's names or bedplate's), in a fixed order."""
     names = {ARM_FEATURES.get(flag, flag) for flag in flags}
     return tuple(name for name in INSTRUCTION_SETS if name in names)
 
 
-def summarise(sets: Collection[str]) -> str:
+def summarize_instruction_sets(sets: Collection[str]) -> str:
     """A short summary such as "AVX-512 AMX"; empty if nothing is known."""
     best = (next((name for name in kind if name in sets), None) for kind in SUMMARY)
     return " ".join(INSTRUCTION_SETS[name] for name in best if name)
@@ -166,19 +166,23 @@ def parse_cpuinfo(text: str) -> CpuInfo:
         if match := re.fullmatch(r"processor ([0-9]{1,5})", key):
             numbers.append(int(match[1]))
             common.setdefault("machine", value.rpartition("machine =")[2].strip())
-        elif key == "processor" and (number := _integer(value)) is not None:
+        elif key == "processor" and (number := _parse_integer(value)) is not None:
             numbers.append(number)
             blocks.append({})
         elif blocks:
             blocks[-1].setdefault(key, value)
         common.setdefault(key, value)
-    flags = [set(found.split()) for block in blocks or [common] if (found := _first(block, "flags", "Features"))]
+    flags = [set(found.split()) for block in blocks or [common] if (found := _get_first(block, "flags", "Features"))]
     return CpuInfo(
-        name=_arm_name(blocks) or _plain_name(common),
-        vendor=_vendor(common),
+        name=_find_arm_name(blocks) or _find_plain_name(common),
+        vendor=_find_vendor(common),
         board=common.get("Model") or None,
         processors=tuple(
-            Processor(number=number, package=_integer(block.get("physical id")), core=_integer(block.get("core id")))
+            Processor(
+                number=number,
+                package=_parse_integer(block.get("physical id")),
+                core=_parse_integer(block.get("core id")),
+            )
             for number, block in zip(numbers, blocks or [{} for _ in numbers], strict=False)
         ),
         flags=frozenset(set.intersection(*flags)) if flags else frozenset(),
@@ -187,19 +191,19 @@ def parse_cpuinfo(text: str) -> CpuInfo:
 
 def count_cores(
     processors: Collection[Processor], siblings: Mapping[int, frozenset[int]], allowed: frozenset[int]
-) -> Cores:
+) -> CoreCounts:
     """All physical cores, and how many distinct ones `allowed` covers.
 
     `siblings` (CPUs that share a core, from sysfs) is used if /proc/cpuinfo lists no cores, as on ARM.
     """
 
-    def core(processor: Processor) -> object:
+    def identify_core(processor: Processor) -> object:
         if processor.core is not None:
             return processor.package or 0, processor.core
         return siblings.get(processor.number, processor.number)
 
-    physical = len({core(processor) for processor in processors})
-    reached = {core(processor) for processor in processors if processor.number in allowed}
+    physical = len({identify_core(processor) for processor in processors})
+    reached = {identify_core(processor) for processor in processors if processor.number in allowed}
     allowed_physical = len(reached)
     if not allowed <= {processor.number for processor in processors}:
         # lxcfs shows a container only its own CPUs, renumbered from 0. The affinity mask keeps the host's numbers.
@@ -208,7 +212,7 @@ def count_cores(
         else:
             allowed_physical = min(len(allowed), physical or len(allowed))
     packages = {processor.package for processor in processors if processor.package is not None}
-    return Cores(
+    return CoreCounts(
         sockets=len(packages) or None,
         physical=max(physical, allowed_physical),
         allowed_physical=max(1, allowed_physical),
@@ -226,13 +230,13 @@ def parse_sysctl(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, colon, value in pairs if colon}
 
 
-def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
+def make_mac_cpu(values: Mapping[str, str], arch: str) -> Cpu | None:
     """The CPU of a Mac; `None` if the text has no core count."""
-    logical = _integer(_first(values, "hw.logicalcpu", "hw.ncpu", "machdep.cpu.thread_count"))
+    logical = _parse_integer(_get_first(values, "hw.logicalcpu", "hw.ncpu", "machdep.cpu.thread_count"))
     if not logical:
         return None
-    physical = _integer(_first(values, "hw.physicalcpu", "machdep.cpu.core_count"))
-    performance, efficiency = core_kinds(values)
+    physical = _parse_integer(_get_first(values, "hw.physicalcpu", "machdep.cpu.core_count"))
+    performance, efficiency = read_core_kinds(values)
     apple = values.get("hw.optional.arm64") == "1"
     flags = {name for key, name in SYSCTL_FEATURES.items() if values.get(key) == "1"}
     flags |= {word.replace(".", "_") for word in values.get("machdep.cpu.features", "").lower().split()}
@@ -243,35 +247,38 @@ def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
         vendor="apple" if apple else VENDORS.get(values.get("machdep.cpu.vendor", "")),
         # A translated x86 Python reports x86_64 on an ARM chip.
         arch="arm64" if apple else arch,
-        sockets=_integer(values.get("hw.packages")),
+        sockets=_parse_integer(values.get("hw.packages")),
         physical_cores=physical,
         performance_cores=performance,
         efficiency_cores=efficiency,
         logical_cores=logical,
         allowed_cores=float(logical),
         allowed_physical_cores=max(1, physical or logical),
-        instruction_sets=instruction_sets(flags),
-        caches=sysctl_caches(values),
+        instruction_sets=select_instruction_sets(flags),
+        caches=list_sysctl_caches(values),
     )
 
 
-def core_kinds(values: Mapping[str, str]) -> tuple[int | None, int | None]:
+def read_core_kinds(values: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Performance and efficiency cores of an Apple chip. Level 0 is the fastest kind."""
-    levels = _integer(values.get("hw.nperflevels")) or 0
-    counts = [_integer(values.get(f"hw.perflevel{level}.physicalcpu")) for level in range(min(levels, 8))]
+    levels = _parse_integer(values.get("hw.nperflevels")) or 0
+    counts = [_parse_integer(values.get(f"hw.perflevel{level}.physicalcpu")) for level in range(min(levels, 8))]
     known = [count for count in counts if count]
     return (known[0], sum(known[1:])) if len(known) > 1 else (None, None)
 
 
-def sysctl_caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
+def list_sysctl_caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
     """The caches that macOS lists, for each kind of core or once for all."""
     found: list[Cache] = []
     for level in ("hw.perflevel0.", "hw.perflevel1.", "hw."):
-        cores = _integer(_first(values, f"{level}physicalcpu", f"{level}ncpu"))
+        cores = _parse_integer(_get_first(values, f"{level}physicalcpu", f"{level}ncpu"))
         if not cores or (level == "hw." and found):
             continue
-        l1d, l2 = _integer(values.get(f"{level}l1dcachesize")), _integer(values.get(f"{level}l2cachesize"))
-        l3, shared = _integer(values.get(f"{level}l3cachesize")), _integer(values.get(f"{level}cpusperl2")) or 1
+        l1d, l2 = _parse_integer(values.get(f"{level}l1dcachesize")), _parse_integer(values.get(f"{level}l2cachesize"))
+        l3, shared = (
+            _parse_integer(values.get(f"{level}l3cachesize")),
+            _parse_integer(values.get(f"{level}cpusperl2")) or 1,
+        )
         if l1d:
             found.append(Cache(level=1, kind="data", bytes=l1d, count=cores, shared_by=1))
         if l2:
@@ -285,18 +292,18 @@ def read_cpu(limits: CgroupLimits | None = None, root: Path = Path("/")) -> tupl
     """This machine's CPU, and notes on what could not be read."""
     limits = limits or CgroupLimits()
     if sys.platform == "darwin":
-        if cpu := cpu_from_sysctl(read_sysctl(), platform.machine()):
+        if cpu := make_mac_cpu(read_sysctl(), platform.machine()):
             return cpu, ()
-        return _plain_cpu("sysctl reports no CPU; using the operating system's core counts")
+        return _make_plain_cpu("sysctl reports no CPU; using the operating system's core counts")
     if sys.platform.startswith("linux"):
         text = read_text(root / "proc/cpuinfo")
-        if text and (cpu := linux_cpu(text, platform.machine(), os.sched_getaffinity(0), limits, root)):
+        if text and (cpu := make_linux_cpu(text, platform.machine(), os.sched_getaffinity(0), limits, root)):
             return cpu, ()
-        return _plain_cpu("/proc/cpuinfo lists no CPU; hyper-threads may be counted as cores")
-    return _plain_cpu("bedplate does not read CPU instruction sets on this operating system")
+        return _make_plain_cpu("/proc/cpuinfo lists no CPU; hyper-threads may be counted as cores")
+    return _make_plain_cpu("bedplate does not read CPU instruction sets on this operating system")
 
 
-def linux_cpu(
+def make_linux_cpu(
     cpuinfo: str, arch: str, affinity: Collection[int], limits: CgroupLimits, root: Path = Path("/")
 ) -> Cpu | None:
     """The CPU that `cpuinfo` describes, as far as `affinity` and `limits` allow its use."""
@@ -310,7 +317,7 @@ def linux_cpu(
     renumbered = not allowed <= {processor.number for processor in info.processors}
     siblings = read_siblings(root) if renumbered or not named else {}
     cores = count_cores(info.processors, siblings, allowed)
-    board = info.board or _board(root)
+    board = info.board or _read_board(root)
     name = info.name or f"unknown {arch} CPU"
     quota = limits.cpu_quota_cores
     return Cpu(
@@ -322,7 +329,7 @@ def linux_cpu(
         logical_cores=max(len(info.processors), len(allowed)),
         allowed_cores=float(len(allowed)) if quota is None else min(float(len(allowed)), quota),
         allowed_physical_cores=cap_by_quota(cores.allowed_physical, quota),
-        instruction_sets=instruction_sets(info.flags),
+        instruction_sets=select_instruction_sets(info.flags),
         caches=read_caches(root),
         numa=read_numa(root),
     )
@@ -336,7 +343,7 @@ def read_caches(root: Path = Path("/")) -> tuple[Cache, ...]:
     seen: dict[str, set[int]] = {}
     counts: Counter[tuple[int, str, int, int]] = Counter()
     folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
-    for number, folder in sorted((_integer(folder.name[3:]) or 0, folder) for folder in folders):
+    for number, folder in sorted((_parse_integer(folder.name[3:]) or 0, folder) for folder in folders):
         for index in folder.glob("cache/index[0-9]*"):
             # Every CPU that shares a cache lists it. A known one is not read again.
             known = seen.setdefault(index.name, set())
@@ -344,9 +351,9 @@ def read_caches(root: Path = Path("/")) -> tuple[Cache, ...]:
                 continue
             shared = parse_cpu_list(read_text(index / "shared_cpu_list")) or frozenset([number])
             known |= shared | {number}
-            level, size = _integer(_line(index / "level")), parse_cache_size(_line(index / "size"))
+            level, size = _parse_integer(_read_line(index / "level")), parse_cache_size(_read_line(index / "size"))
             if level and size:
-                counts[level, _line(index / "type") or "Unified", size, len(shared)] += 1
+                counts[level, _read_line(index / "type") or "Unified", size, len(shared)] += 1
     kinds: dict[str, Literal["data", "instruction", "unified"]] = {
         "Data": "data",
         "Instruction": "instruction",
@@ -369,9 +376,9 @@ def read_numa(root: Path = Path("/")) -> tuple[NumaNode, ...]:
     """Each node's CPUs and memory; empty if the kernel was built without NUMA."""
     found = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        index = _integer(folder.name.removeprefix("node"))
+        index = _parse_integer(folder.name.removeprefix("node"))
         if index is not None:
-            cpus = _line(folder / "cpulist") or ""
+            cpus = _read_line(folder / "cpulist") or ""
             total, free = parse_node_meminfo(read_text(folder / "meminfo") or "")
             found.append(
                 NumaNode(index=index, cpus=cpus if parse_cpu_list(cpus) else "", memory_bytes=total, free_bytes=free)
@@ -390,7 +397,7 @@ def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
     """The CPUs that share a core with each CPU."""
     found = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
-        number = _integer(folder.name.removeprefix("cpu"))
+        number = _parse_integer(folder.name.removeprefix("cpu"))
         shared = parse_cpu_list(read_text(folder / "topology/thread_siblings_list"))
         if number is not None and shared:
             found[number] = shared
@@ -406,7 +413,7 @@ def read_sysctl() -> dict[str, str]:
     return parse_sysctl(done.stdout.decode(errors="replace"))
 
 
-def _plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
+def _make_plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
     """A CPU from the counts that every operating system reports."""
     import psutil
 
@@ -415,7 +422,7 @@ def _plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
     process = psutil.Process()
     allowed = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else logical
     return Cpu(
-        name=_registry_name() or platform.processor() or f"unknown {platform.machine()} CPU",
+        name=_read_registry_name() or platform.processor() or f"unknown {platform.machine()} CPU",
         arch=platform.machine(),
         physical_cores=physical,
         logical_cores=logical,
@@ -424,7 +431,7 @@ def _plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
     ), (note,)
 
 
-def _registry_name() -> str | None:
+def _read_registry_name() -> str | None:
     if sys.platform == "win32":
         import winreg
 
@@ -436,11 +443,11 @@ def _registry_name() -> str | None:
     return None
 
 
-def _arm_name(blocks: list[dict[str, str]]) -> str | None:
+def _find_arm_name(blocks: list[dict[str, str]]) -> str | None:
     """The distinct core names: "Cortex-A55 + Cortex-A76"."""
     names: list[str] = []
     for block in blocks:
-        implementer, part = _integer(block.get("CPU implementer"), 16), _integer(block.get("CPU part"), 16)
+        implementer, part = _parse_integer(block.get("CPU implementer"), 16), _parse_integer(block.get("CPU part"), 16)
         if implementer is None or part is None:
             continue
         maker = IMPLEMENTERS.get(implementer, f"{implementer:#04x}")
@@ -450,8 +457,8 @@ def _arm_name(blocks: list[dict[str, str]]) -> str | None:
     return " + ".join(names) or None
 
 
-def _plain_name(common: Mapping[str, str]) -> str | None:
-    if found := _first(common, "model name", "Model Name", "cpu model", "uarch"):
+def _find_plain_name(common: Mapping[str, str]) -> str | None:
+    if found := _get_first(common, "model name", "Model Name", "cpu model", "uarch"):
         return " ".join(found.split())
     if found := common.get("cpu"):  # POWER: "POWER8E (raw), altivec supported"
         return found.partition(",")[0].strip() or None
@@ -460,27 +467,27 @@ def _plain_name(common: Mapping[str, str]) -> str | None:
     return None
 
 
-def _vendor(common: Mapping[str, str]) -> str | None:
-    if (implementer := _integer(common.get("CPU implementer"), 16)) is not None:
+def _find_vendor(common: Mapping[str, str]) -> str | None:
+    if (implementer := _parse_integer(common.get("CPU implementer"), 16)) is not None:
         return IMPLEMENTERS.get(implementer)
     if (common.get("cpu") or "").startswith("POWER"):
         return "ibm"
     return VENDORS.get(common.get("vendor_id", ""))
 
 
-def _board(root: Path) -> str | None:
+def _read_board(root: Path) -> str | None:
     """The board name in the device tree, such as "Raspberry Pi 5 Model B Rev 1.0"."""
     return (read_text(root / "proc/device-tree/model") or "").strip("\0 \n") or None
 
 
-def _line(path: Path) -> str | None:
+def _read_line(path: Path) -> str | None:
     return (read_text(path) or "").strip() or None
 
 
-def _first(values: Mapping[str, str], *keys: str) -> str | None:
+def _get_first(values: Mapping[str, str], *keys: str) -> str | None:
     return next((values[key] for key in keys if values.get(key)), None)
 
 
-def _integer(text: str | None, base: int = 10) -> int | None:
+def _parse_integer(text: str | None, base: int = 10) -> int | None:
     pattern = r"(0x)?[0-9a-fA-F]{1,8}" if base == 16 else r"[0-9]{1,9}"
     return int(text, base) if text and re.fullmatch(pattern, text) else None

@@ -24,7 +24,7 @@ PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundAccelerators:
     """The accelerators of one kind, their links, and notes on problems."""
 
     accelerators: tuple[Accelerator, ...] = ()
@@ -54,7 +54,7 @@ def parse_json(text: str | None) -> Any:
     return None
 
 
-def visible(uuids: Sequence[str | None], value: str | None) -> tuple[int, ...]:
+def select_visible(uuids: Sequence[str | None], value: str | None) -> tuple[int, ...]:
     """The positions that CUDA_VISIBLE_DEVICES selects, in order. As in CUDA, the first invalid entry ends the list."""
     if value is None:
         return tuple(range(len(uuids)))
@@ -71,7 +71,7 @@ def visible(uuids: Sequence[str | None], value: str | None) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def host_link(index: int, pcie: Pcie | None) -> Link | None:
+def make_host_link(index: int, pcie: Pcie | None) -> Link | None:
     """A card's link to the CPU, at the highest rate that card and slot support."""
     if pcie is None:
         return None
@@ -90,8 +90,8 @@ def read_pcie(device: Path) -> Pcie | None:
     pcie = Pcie(
         generation=parse_link_speed(read_text(device / "current_link_speed")),
         max_generation=parse_link_speed(read_text(device / "max_link_speed")),
-        width=lanes(number(device / "current_link_width")),
-        max_width=lanes(number(device / "max_link_width")),
+        width=validate_lanes(read_number(device / "current_link_width")),
+        max_width=validate_lanes(read_number(device / "max_link_width")),
     )
     return None if pcie == Pcie() else pcie
 
@@ -102,36 +102,36 @@ def parse_link_speed(text: str | None) -> int | None:
     return PCIE_GENERATIONS.get(float(match[1])) if match else None
 
 
-def lanes(count: int | None) -> int | None:
+def validate_lanes(count: int | None) -> int | None:
     """`None` for 0 and 255, which the kernel writes for an unknown width."""
     return count if count is not None and 1 <= count <= 32 else None
 
 
-def cards(root: Path, vendor: str) -> list[Path]:
+def list_cards(root: Path, vendor: str) -> list[Path]:
     """The PCI folders of a vendor's graphics cards, in the kernel's order."""
     numbered = [
         (int(match[1]), folder / "device")
         for folder in (root / "sys/class/drm").glob("card*")
         if (match := re.fullmatch(r"card([0-9]{1,4})", folder.name))
     ]
-    return [device for _, device in sorted(numbered) if word(device / "vendor") == vendor]
+    return [device for _, device in sorted(numbered) if read_word(device / "vendor") == vendor]
 
 
-def uevent(device: Path) -> dict[str, str]:
+def read_uevent(device: Path) -> dict[str, str]:
     """The kernel's facts about a device: its driver and PCI address."""
     pairs = (line.partition("=") for line in (read_text(device / "uevent") or "").splitlines())
     return {key: value.strip() for key, equals, value in pairs if equals}
 
 
-def word(path: Path) -> str | None:
+def read_word(path: Path) -> str | None:
     return (read_text(path) or "").strip() or None
 
 
-def number(path: Path) -> int | None:
-    return natural(word(path))
+def read_number(path: Path) -> int | None:
+    return parse_natural(read_word(path))
 
 
-def natural(text: object) -> int | None:
+def parse_natural(text: object) -> int | None:
     """Parse a non-negative integer; `None` if it is not one."""
     if isinstance(text, bool):
         return None
@@ -141,7 +141,7 @@ def natural(text: object) -> int | None:
     return int(stripped) if re.fullmatch(r"[0-9]{1,18}", stripped) else None
 
 
-def decimal(text: object) -> float | None:
+def parse_decimal(text: object) -> float | None:
     """Parse a number such as `700.00 W`, 700 or "700"; `None` for N/A and similar."""
     if isinstance(text, bool):
         return None
@@ -151,6 +151,6 @@ def decimal(text: object) -> float | None:
     return float(match[1]) if match else None
 
 
-def numa_node(device: Path) -> int | None:
+def read_numa_node(device: Path) -> int | None:
     """`None` also for -1, which means that there is no NUMA node."""
-    return number(device / "numa_node")
+    return read_number(device / "numa_node")

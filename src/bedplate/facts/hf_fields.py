@@ -13,7 +13,7 @@ MAX_CONTEXT = 1 << 40
 MAX_FIGURE = 1 << 62
 
 
-class Unplannable(Exception):
+class InvalidConfig(Exception):
     """The configuration contains an impossible value, or lacks a required one."""
 
 
@@ -36,7 +36,7 @@ class Weight(NamedTuple):
         return self.rows * self.cols * self.copies
 
     @property
-    def active(self) -> int:
+    def active_elements(self) -> int:
         return self.rows * self.cols * (self.copies if self.used is None else min(self.used, self.copies))
 
 
@@ -57,66 +57,66 @@ class Config:
     def has(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
-    def count(self, *names: str, most: int = MAX_WIDTH) -> int | None:
+    def get_count(self, *names: str, most: int = MAX_WIDTH) -> int | None:
         """A count. Some models write a list if all layers are equal; its first entry counts."""
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, list):
                 value = value[0] if value else None
             if value is not None:
-                return checked(name, value, most)
+                return check_count(name, value, most)
         return None
 
-    def need(self, *names: str, most: int = MAX_WIDTH) -> int:
-        value = self.count(*names, most=most)
+    def require_count(self, *names: str, most: int = MAX_WIDTH) -> int:
+        value = self.get_count(*names, most=most)
         if not value:
-            raise Unplannable(f"{names[0]} is not in the configuration")
+            raise InvalidConfig(f"{names[0]} is not in the configuration")
         return value
 
-    def number(self, *names: str) -> float | None:
+    def get_number(self, *names: str) -> float | None:
         value = self.get(*names)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_FIGURE:
-            raise Unplannable(f"{names[0]} is {shown(value)}")
+            raise InvalidConfig(f"{names[0]} is {escape_value(value)}")
         return float(value)
 
-    def flag(self, *names: str, default: bool = False) -> bool:
+    def get_flag(self, *names: str, default: bool = False) -> bool:
         value = self.get(*names)
         return default if value is None else bool(value)
 
-    def text(self, *names: str) -> str | None:
+    def get_text(self, *names: str) -> str | None:
         value = self.get(*names)
         return value if isinstance(value, str) else None
 
-    def sub(self, *names: str) -> Config | None:
+    def get_section(self, *names: str) -> Config | None:
         value = self.get(*names)
         return Config(value, self) if isinstance(value, dict) else None
 
-    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
+    def get_per_layer(self, name: str, num_layers: int) -> list[Any] | None:
         """A list with an entry per layer. Multi-token-prediction heads may have entries at its end."""
         value = self.fields.get(name)
         if not isinstance(value, list) or not value:
             return None
         if len(value) < num_layers:
-            raise Unplannable(f"{name} has {len(value):,} entries for {num_layers} layers")
+            raise InvalidConfig(f"{name} has {len(value):,} entries for {num_layers} layers")
         return value[:num_layers]
 
-    def layer_count(self, name: str, layer: int, num_layers: int, most: int = MAX_WIDTH) -> int | None:
+    def get_layer_count(self, name: str, layer: int, num_layers: int, most: int = MAX_WIDTH) -> int | None:
         """A count that is stated once for all layers, or as a list."""
-        values = self.per_layer(name, num_layers)
-        return checked(name, values[layer], most) if values is not None else self.count(name, most=most)
+        values = self.get_per_layer(name, num_layers)
+        return check_count(name, values[layer], most) if values is not None else self.get_count(name, most=most)
 
 
-def checked(name: str, value: object, most: int = MAX_WIDTH) -> int:
+def check_count(name: str, value: object, most: int = MAX_WIDTH) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise Unplannable(f"{name} is {shown(value)}")
+        raise InvalidConfig(f"{name} is {escape_value(value)}")
     return value
 
 
-def shown(value: object, most: int = 60) -> str:
+def escape_value(value: object, most: int = 60) -> str:
     """A value from a file, shortened and escaped for a terminal."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) < 10**24 else "a number of more than 24 digits"
@@ -124,6 +124,6 @@ def shown(value: object, most: int = 60) -> str:
     return "".join(char if char.isprintable() else "·" for char in text[:most])
 
 
-def vectors(part: str, layer: str, sizes: Sequence[tuple[str, int]]) -> list[Weight]:
+def make_vectors(part: str, layer: str, sizes: Sequence[tuple[str, int]]) -> list[Weight]:
     """Norms and biases, which quantizers do not convert."""
     return [Weight(f"{layer}.{name}", part, size, matrix=False) for name, size in sizes if size]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bedplate.facts.devices import Found, cards, host_link, numa_node, number, read_pcie, uevent, word
+from bedplate.facts.devices import (
+    FoundAccelerators,
+    list_cards,
+    make_host_link,
+    read_numa_node,
+    read_number,
+    read_pcie,
+    read_uevent,
+    read_word,
+)
 from bedplate.values import Accelerator
 
 INTEL_PCI_VENDOR = "0x8086"
@@ -26,59 +35,59 @@ NAMES = {
 }
 
 
-def read_intel(root: Path = Path("/")) -> Found:
+def read_intel(root: Path = Path("/")) -> FoundAccelerators:
     """Intel's discrete cards. Graphics inside a CPU has no memory of its own and is only noted."""
     found: list[Accelerator] = []
     notes: list[str] = []
-    for device in cards(root, INTEL_PCI_VENDOR):
-        chip = device_number(word(device / "device"))
-        memory = own_memory(device)
+    for device in list_cards(root, INTEL_PCI_VENDOR):
+        chip = parse_device_number(read_word(device / "device"))
+        memory = read_own_memory(device)
         if memory is None and chip not in NAMES:
             notes.append(
-                f"Intel graphics {word(device / 'device') or ''} is built into the CPU and does not count as a GPU"
+                f"Intel graphics {read_word(device / 'device') or ''} is built into the CPU and does not count as a GPU"
             )
             continue
-        found.append(intel_accelerator(len(found), device, chip, memory))
+        found.append(make_intel_accelerator(len(found), device, chip, memory))
         if memory is None:
             notes.append(f"{found[-1].name}: this version of its driver does not report its memory")
-    to_host = (host_link(card.index, card.pcie) for card in found)
+    to_host = (make_host_link(card.index, card.pcie) for card in found)
     links = tuple(link for link in to_host if link is not None)
-    return Found(accelerators=tuple(found), links=links, notes=tuple(notes))
+    return FoundAccelerators(accelerators=tuple(found), links=links, notes=tuple(notes))
 
 
-def intel_accelerator(index: int, device: Path, chip: int | None, memory: int | None) -> Accelerator:
-    about = uevent(device)
+def make_intel_accelerator(index: int, device: Path, chip: int | None, memory: int | None) -> Accelerator:
+    about = read_uevent(device)
     clocks = sorted(device.glob("tile0/gt0/freq0")) or sorted(device.glob("drm/card*/gt/gt0"))
     clock = clocks[0] if clocks else device
     return Accelerator(
-        name=NAMES.get(chip or 0, f"Intel GPU {word(device / 'device') or ''}".strip()),
+        name=NAMES.get(chip or 0, f"Intel GPU {read_word(device / 'device') or ''}".strip()),
         vendor="intel",
         index=index,
         pci_address=about.get("PCI_SLOT_NAME"),
         memory_bytes=memory,
-        free_bytes=free_memory(device),
+        free_bytes=read_free_memory(device),
         driver_version=about.get("DRIVER"),
-        sm_clock_mhz=number(clock / "act_freq") or number(clock / "rps_act_freq_mhz"),
-        max_sm_clock_mhz=number(clock / "max_freq") or number(clock / "rps_max_freq_mhz"),
+        sm_clock_mhz=read_number(clock / "act_freq") or read_number(clock / "rps_act_freq_mhz"),
+        max_sm_clock_mhz=read_number(clock / "max_freq") or read_number(clock / "rps_max_freq_mhz"),
         pcie=read_pcie(device),
-        numa_node=numa_node(device),
+        numa_node=read_numa_node(device),
     )
 
 
-def own_memory(device: Path) -> int | None:
+def read_own_memory(device: Path) -> int | None:
     """The card's memory. xe has a file per tile, the data-center i915 one per card."""
-    tiles = [number(file) for file in sorted(device.glob("tile*/physical_vram_size_bytes"))]
-    whole = [number(file) for file in sorted(device.glob("drm/card*/lmem_total_bytes"))]
+    tiles = [read_number(file) for file in sorted(device.glob("tile*/physical_vram_size_bytes"))]
+    whole = [read_number(file) for file in sorted(device.glob("drm/card*/lmem_total_bytes"))]
     return sum(tile or 0 for tile in tiles) or next((size for size in whole if size), None)
 
 
-def free_memory(device: Path) -> int | None:
+def read_free_memory(device: Path) -> int | None:
     """Only the data-center i915 reports it."""
     files = sorted(device.glob("drm/card*/lmem_avail_bytes"))
-    return number(files[0]) if files else None
+    return read_number(files[0]) if files else None
 
 
-def device_number(text: str | None) -> int | None:
+def parse_device_number(text: str | None) -> int | None:
     """`0x56a0` as a number."""
     try:
         return int(text or "", 16)

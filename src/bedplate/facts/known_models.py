@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.hf_config import anatomy, read_config, summed
-from bedplate.facts.hf_fields import Config, Unplannable, Weight, shown
-from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Scheme, Storage
-from bedplate.values import Model, replaced
+from bedplate.errors import UsageError
+from bedplate.facts.hf_config import read_anatomy, read_config, sum_weights
+from bedplate.facts.hf_fields import Config, InvalidConfig, Weight, escape_value
+from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Storage, StorageScheme
+from bedplate.values import Model, replace_fields
 from bedplate.values.intent import ModelFacts
-from bedplate.values.model import Part, Quantization, Task, TensorGroup
+from bedplate.values.model import ModelPart, Quantization, Task, TensorGroup
 
 # Bits per weight over a whole file, including embedding and output: the sizes of Llama 3 8B's GGUF files, divided by
 # its 8.03 B weights. The recipes use other types for a few tensors, so other models differ by a few percent.
@@ -62,7 +62,7 @@ _KEPT = {
 }
 
 
-class Stored(msgspec.Struct):
+class StoredWeights(msgspec.Struct):
     label: str
     bytes: int
     parts: dict[str, int]
@@ -75,21 +75,21 @@ class Stored(msgspec.Struct):
     act: int | None = None
 
 
-class Variant(msgspec.Struct):
+class ModelVariant(msgspec.Struct):
     base: str
-    stored: Stored | None = None
+    stored: StoredWeights | None = None
     scheme: str | None = None
     kv: str | None = None
 
 
-class _Data(msgspec.Struct):
+class _ModelData(msgspec.Struct):
     source: str
     models: dict[str, msgspec.Raw]
-    variants: dict[str, Variant]
+    variants: dict[str, ModelVariant]
     aliases: dict[str, str]
 
 
-class Asked(NamedTuple):
+class ParsedModelName(NamedTuple):
     """The model, quantization and name that a user's text means."""
 
     key: str
@@ -97,39 +97,39 @@ class Asked(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _data() -> _Data:
+def _load_data() -> _ModelData:
     shipped = importlib.resources.files("bedplate.facts") / "data" / "models.json"
-    return msgspec.json.decode(shipped.read_bytes(), type=_Data)
+    return msgspec.json.decode(shipped.read_bytes(), type=_ModelData)
 
 
 @lru_cache(maxsize=1)
-def _keys() -> dict[str, str]:
+def _build_keys() -> dict[str, str]:
     """Every known spelling in normal form. Of two models with the same form, the first is the base model."""
     keys: dict[str, str] = {}
-    data = _data()
+    data = _load_data()
     for name in sorted(data.variants, key=lambda name: (name != data.variants[name].base, len(name), name)):
-        asked = understood(name)
+        asked = parse_model_name(name)
         keys.setdefault(f"{asked.key} {asked.label}" if asked.label else asked.key, name)
         if asked.label:
             keys.setdefault(asked.key, name)
     for alias, name in data.aliases.items():
-        keys[understood(alias).key] = name
+        keys[parse_model_name(alias).key] = name
     return keys
 
 
-def known_names() -> tuple[str, ...]:
+def list_known_names() -> tuple[str, ...]:
     """The models whose facts come with bedplate, by hub name."""
-    return tuple(sorted(_data().variants))
+    return tuple(sorted(_load_data().variants))
 
 
-def understood(text: str) -> Asked:
+def parse_model_name(text: str) -> ParsedModelName:
     """Normalize a name:
 
     `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8`, `LLaMA v3.1 8B FP8` and `llama3_1-8b-fp8` are equal.
     """
     words = text.strip().lower().rstrip("/").rpartition("/")[2].removesuffix(".gguf").partition(":")
     words_text = words[0] + (f" {words[2]}" if words[2] not in ("", "latest") else "")
-    label = _label([match[0] for match in _LABEL.finditer(words_text)])
+    label = _find_label([match[0] for match in _LABEL.finditer(words_text)])
     medium = re.search(r"q(\d)_k\s*-\s*(medium|small|large)", words_text)
     if medium:
         label = f"Q{medium[1]}_K_{medium[2][0].upper()}"
@@ -143,10 +143,10 @@ def understood(text: str) -> Asked:
         if token in _NOISE and (kept[0] if kept else "", token) not in _KEPT:
             continue
         kept.append(token)
-    return Asked("".join(kept), label)
+    return ParsedModelName("".join(kept), label)
 
 
-def _label(found: list[str]) -> str | None:
+def _find_label(found: list[str]) -> str | None:
     """The quantization that the words name, by the rightmost match; `gptq` with its bits."""
     label = None
     for word in found:
@@ -172,21 +172,21 @@ def _label(found: list[str]) -> str | None:
 
 def find_model(text: str) -> Model:
     """The facts of the model with this common name. A quantization in the name is applied."""
-    found = lookup(text)
+    found = look_up_model(text)
     if found is None:
-        near = nearest(text)
+        near = find_nearest(text)
         meant = f"did you mean {' or '.join(near)}?" if near else "specify a folder, a .gguf file, or owner/name"
-        raise BadQuestion(f"unknown model {text[:100]!r}", hint=meant)
+        raise UsageError(f"unknown model {text[:100]!r}", hint=meant)
     return found
 
 
 @lru_cache(maxsize=512)
-def lookup(text: str) -> Model | None:
+def look_up_model(text: str) -> Model | None:
     """Like `find_model`, but None if there is none."""
-    asked = understood(text)
+    asked = parse_model_name(text)
     if not asked.key or len(text) > 300:
         return None
-    keys, data = _keys(), _data()
+    keys, data = _build_keys(), _load_data()
     name = keys.get(f"{asked.key} {asked.label}") if asked.label else None
     exact = name is not None
     name = name or keys.get(asked.key) or _find_base_model(asked.key, keys)
@@ -194,18 +194,20 @@ def lookup(text: str) -> Model | None:
         return None
     variant = data.variants[name]
     model = _build_model(name, variant)
-    own = understood(name).label
+    own = parse_model_name(name).label
     if exact and variant.stored is None and variant.scheme is None and asked.label not in ("BF16", "F16"):
         # Its configuration does not state how the weights are stored; only the name does.
-        return replaced(with_label(model, str(asked.label), variant), name=_shown_name(text, name))
+        return replace_fields(apply_label(model, str(asked.label), variant), name=_choose_shown_name(text, name))
     if exact or asked.label is None:
         # A name without a quantization means the model as published.
         if asked.label is None and own and not exact and variant.stored and own.startswith(("NVFP4", "INT")):
-            model = _plain(name, variant)
-        return replaced(model, name=_shown_name(text, name))
+            model = _build_plain_model(name, variant)
+        return replace_fields(model, name=_choose_shown_name(text, name))
     if variant.stored is not None and _keeps_native(asked.label, variant.stored):
-        return replaced(model, name=_shown_name(text, name))
-    return replaced(with_label(_plain(name, variant), asked.label, variant), name=_shown_name(text, name))
+        return replace_fields(model, name=_choose_shown_name(text, name))
+    return replace_fields(
+        apply_label(_build_plain_model(name, variant), asked.label, variant), name=_choose_shown_name(text, name)
+    )
 
 
 def _find_base_model(key: str, keys: dict[str, str]) -> str | None:
@@ -232,19 +234,19 @@ def _keeps_numbers_whole(known: str, key: str) -> bool:
     )
 
 
-def _keeps_native(label: str, stored: Stored) -> bool:
+def _keeps_native(label: str, stored: StoredWeights) -> bool:
     """GGUF files of models trained in MXFP4 keep their experts in it; F16 refers to the other weights."""
     return stored.label == label or (stored.label == "MXFP4" and label in ("F16", "BF16", "FP4", "NVFP4"))
 
 
-def nearest(text: str) -> list[str]:
+def find_nearest(text: str) -> list[str]:
     """Known names similar to the text."""
-    names = {name.rpartition("/")[2].lower(): name for name in known_names()}
+    names = {name.rpartition("/")[2].lower(): name for name in list_known_names()}
     near = difflib.get_close_matches(text[:200].lower().rpartition("/")[2], list(names), n=3, cutoff=0.6)
     return [names[match] for match in near]
 
 
-def _shown_name(text: str, name: str) -> str:
+def _choose_shown_name(text: str, name: str) -> str:
     return text.strip() if "/" in text else name
 
 
@@ -260,24 +262,24 @@ def _expand_lists(value: Any) -> Any:
     return value
 
 
-def essentials(name: str) -> dict[str, Any]:
-    fields: dict[str, Any] = _expand_lists(msgspec.json.decode(_data().models[_data().variants[name].base]))
+def load_config_fields(name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = _expand_lists(msgspec.json.decode(_load_data().models[_load_data().variants[name].base]))
     return fields
 
 
-def _plain(name: str, variant: Variant) -> Model:
+def _build_plain_model(name: str, variant: ModelVariant) -> Model:
     """The model with 16-bit weights."""
-    model = read_config(essentials(name), name=name, origin="known facts")
-    return replaced(
+    model = read_config(load_config_fields(name), name=name, origin="known facts")
+    return replace_fields(
         model,
         basis="spec",
-        task=_task(name, model),
+        task=_find_task(name, model),
         has_chat_template=_is_chat_model(name),
         sources=(f"config.json of {variant.base}",),
     )
 
 
-def _task(name: str, model: Model) -> Task:
+def _find_task(name: str, model: Model) -> Task:
     if "rerank" in name.lower():
         return "classify"
     return "embed" if re.search(r"embed|[-/]e5-", name, re.IGNORECASE) else model.task
@@ -288,15 +290,17 @@ def _is_chat_model(name: str) -> bool:
     return bool(re.search(r"instruct|chat|[-_]it\b|r1|gpt-oss|thinking|kimi-k|glm-[45]|minimax-m", name, re.IGNORECASE))
 
 
-def _build_model(name: str, variant: Variant) -> Model:
-    model = _plain(name, variant)
+def _build_model(name: str, variant: ModelVariant) -> Model:
+    model = _build_plain_model(name, variant)
     if variant.scheme:
-        model = with_label(model, variant.scheme, variant)
+        model = apply_label(model, variant.scheme, variant)
     stored = variant.stored
     if stored is None:
         return model
-    parts = tuple(replaced(part, bytes=stored.parts[part.name]) for part in model.parts if part.name in stored.parts)
-    return replaced(
+    parts = tuple(
+        replace_fields(part, bytes=stored.parts[part.name]) for part in model.parts if part.name in stored.parts
+    )
+    return replace_fields(
         model,
         parts=parts,
         weight_bytes=stored.bytes,
@@ -319,46 +323,44 @@ _FACTS = frozenset(ModelFacts.__struct_fields__)
 _FORMAT_BITS = {"gguf": 4.9, "onnx": 32.0, "mlx": 4.5, "exl2": 4.0, "exl3": 4.0, "safetensors": 16.0, "facts": 16.0}
 
 
-def model_from_facts(fields: object) -> Model:
+def make_model_from_facts(fields: object) -> Model:
     """A model given only by facts in an intent: {task: embed, params_b: 0.11, format: onnx}."""
     if not isinstance(fields, dict):
-        raise BadQuestion(
+        raise UsageError(
             "model facts are not an object", hint="write them as {task: embed, params_b: 0.11, format: onnx}"
         )
     if unknown := sorted(str(key) for key in fields if key not in _FACTS):
-        raise BadQuestion(
-            f"model: {unknown[0]} is not a known field", hint=f"known fields: {', '.join(sorted(_FACTS))}"
-        )
+        raise UsageError(f"model: {unknown[0]} is not a known field", hint=f"known fields: {', '.join(sorted(_FACTS))}")
     given = Config(fields)
     try:
-        return _from_facts(given)
-    except Unplannable as problem:
-        raise BadQuestion(
+        return _make_from_facts(given)
+    except InvalidConfig as problem:
+        raise UsageError(
             "the model's facts are not valid", cause=str(problem), hint="params_b is in billions"
         ) from None
 
 
-def _from_facts(given: Config) -> Model:
-    billions = given.number("params_b")
+def _make_from_facts(given: Config) -> Model:
+    billions = given.get_number("params_b")
     if billions is None or not 0 < billions <= 1e5:
-        raise Unplannable("params_b, the parameters in billions, is missing or out of range")
-    task, form = _or_default(given, "task", "generate"), _or_default(given, "format", "facts")
+        raise InvalidConfig("params_b, the parameters in billions, is missing or out of range")
+    task, form = _get_or_default(given, "task", "generate"), _get_or_default(given, "format", "facts")
     if task not in ("generate", "embed", "classify", "other"):
-        raise Unplannable(f"task is {shown(task)}; it must be generate, embed, classify or other")
+        raise InvalidConfig(f"task is {escape_value(task)}; it must be generate, embed, classify or other")
     if not isinstance(form, str) or form not in _FORMAT_BITS:
-        raise Unplannable(f"format is {shown(form)}; it must be one of {', '.join(_FORMAT_BITS)}")
-    active = given.number("active_params_b")
-    layers = given.count("layers", most=4096)
-    kv = given.count("kv_bytes_per_token")
+        raise InvalidConfig(f"format is {escape_value(form)}; it must be one of {', '.join(_FORMAT_BITS)}")
+    active = given.get_number("active_params_b")
+    layers = given.get_count("layers", most=4096)
+    kv = given.get_count("kv_bytes_per_token")
     if kv is None and task == "generate":
-        kv = _cache_by_shape(given, billions if active is None else active)
+        kv = _compute_cache_by_shape(given, billions if active is None else active)
     parameters = round(billions * 1e9)
-    weight_gb = given.number("weight_gb")
-    label = given.text("quantization")
-    asked = understood(label).label if label else None
+    weight_gb = given.get_number("weight_gb")
+    label = given.get_text("quantization")
+    asked = parse_model_name(label).label if label else None
     bits = GGUF_BITS.get(asked or "") or (_WORDS[asked][1].bits * 1.06 if asked in _WORDS else _FORMAT_BITS[form])
     return Model(
-        name=given.text("name") or f"a model of {billions:g} B parameters",
+        name=given.get_text("name") or f"a model of {billions:g} B parameters",
         format=cast(Any, form),
         origin="facts of the intent",
         architecture="unknown",
@@ -368,61 +370,68 @@ def _from_facts(given: Config) -> Model:
         weight_bytes=round(weight_gb * 1e9) if weight_gb else round(parameters * bits / 8),
         quantization=asked or label,
         num_layers=layers or max(6, round(32 * (billions / 8) ** 0.4)),
-        hidden_size=given.count("hidden_size"),
-        num_heads=given.count("heads"),
-        num_kv_heads=given.count("kv_heads"),
-        head_dim=given.count("head_dim"),
-        num_experts=given.count("experts"),
-        num_experts_active=given.count("experts_active"),
-        max_context=given.count("context", most=1 << 40),
+        hidden_size=given.get_count("hidden_size"),
+        num_heads=given.get_count("heads"),
+        num_kv_heads=given.get_count("kv_heads"),
+        head_dim=given.get_count("head_dim"),
+        num_experts=given.get_count("experts"),
+        num_experts_active=given.get_count("experts_active"),
+        max_context=given.get_count("context", most=1 << 40),
         kv_bytes_per_token=kv or 0,
         basis="estimate",
     )
 
 
-def _or_default(given: Config, name: str, default: str) -> Any:
+def _get_or_default(given: Config, name: str, default: str) -> Any:
     value = given.get(name)
     return default if value is None else value
 
 
-def _cache_by_shape(given: Config, active_b: float) -> int:
+def _compute_cache_by_shape(given: Config, active_b: float) -> int:
     """KV bytes per token: from the given shape, else typical of grouped-query models of that size.
 
     Llama 3.2 1B keeps 32 KiB, Llama 3.1 8B 128 KiB, 70B 320 KiB and 405B 504 KiB.
     """
-    layers, kv_heads, head = given.count("layers", most=4096), given.count("kv_heads"), given.count("head_dim")
+    layers, kv_heads, head = (
+        given.get_count("layers", most=4096),
+        given.get_count("kv_heads"),
+        given.get_count("head_dim"),
+    )
     if layers and kv_heads and head:
         return 4 * layers * kv_heads * head
     return int(131_072 * min(4.0, float(active_b / 8) ** 0.42))
 
 
-def quantized_by_name(model: Model) -> Model:
+def quantize_by_name(model: Model) -> Model:
     """A model whose quantization is stated only in its name, such as GLM-5-NVFP4."""
-    label = understood(model.name).label
-    return with_label(model, label) if label and label not in ("BF16", "F16") else model
+    label = parse_model_name(model.name).label
+    return apply_label(model, label) if label and label not in ("BF16", "F16") else model
 
 
-_WORDS: dict[str, tuple[str, Scheme]] = {
+_WORDS: dict[str, tuple[str, StorageScheme]] = {
     "FP8": ("fp8", FP8), "NVFP4": ("nvfp4", NVFP4), "MXFP4": ("mxfp4", MXFP4), "MXFP8": ("mxfp8", MXFP8),
-    "INT8": ("int8", Scheme("INT8", 8)),
-    "INT4": ("compressed-tensors", Scheme("INT4", 4, 128, 16)), "NF4": ("bitsandbytes", Scheme("NF4", 4, 64, 32)),
-    "GPTQ-INT4": ("gptq", Scheme("GPTQ-Int4", 4, 128, 20)), "GPTQ-INT8": ("gptq", Scheme("GPTQ-Int8", 8, 128, 24)),
-    "GPTQ-INT3": ("gptq", Scheme("GPTQ-Int3", 3, 128, 19)), "AWQ-INT4": ("awq", Scheme("AWQ-Int4", 4, 128, 20)),
-    "AWQ-INT8": ("awq", Scheme("AWQ-Int8", 8, 128, 24)),
+    "INT8": ("int8", StorageScheme("INT8", 8)),
+    "INT4": ("compressed-tensors", StorageScheme("INT4", 4, 128, 16)), "NF4": ("bitsandbytes", StorageScheme("NF4",
+    4, 64, 32)),
+    "GPTQ-INT4": ("gptq", StorageScheme("GPTQ-Int4", 4, 128, 20)), "GPTQ-INT8": ("gptq", StorageScheme("GPTQ-Int8",
+    8, 128, 24)),
+    "GPTQ-INT3": ("gptq", StorageScheme("GPTQ-Int3", 3, 128, 19)), "AWQ-INT4": ("awq", StorageScheme("AWQ-Int4", 4,
+    128, 20)),
+    "AWQ-INT8": ("awq", StorageScheme("AWQ-Int8", 8, 128, 24)),
 }  # fmt: skip
 
 
-def with_label(model: Model, label: str, variant: Variant | None = None) -> Model:
+def apply_label(model: Model, label: str, variant: ModelVariant | None = None) -> Model:
     """The model with its weights stored as `label`: FP8, AWQ-INT4, Q4_K_M, 4-BIT, 4.0BPW …"""
     if label in ("BF16", "F16", "F32"):
         factor = 2 if label == "F32" else 1
         return _scale_weights(model, label, 16 * factor, None)
     if label in _WORDS:
         method, scheme = _WORDS[label]
-        return _stored_as(model, scheme, method, variant.kv if variant else None)
+        return _apply_scheme(model, scheme, method, variant.kv if variant else None)
     if bits := GGUF_BITS.get(label):
         details = Quantization(method="gguf", bits=bits)
-        return replaced(_scale_weights(model, label, bits, details), basis="estimate")
+        return replace_fields(_scale_weights(model, label, bits, details), basis="estimate")
     if match := re.fullmatch(r"(?:BNB[-_]?)?(\d)[-_]?BITS?", label):
         # MLX: a 16-bit scale and bias for each 64 weights.
         details = Quantization(method="mlx", bits=float(match[1]), group_size=64)
@@ -433,32 +442,34 @@ def with_label(model: Model, label: str, variant: Variant | None = None) -> Mode
         )
     if match := re.match(r"I?Q(\d)", label):
         details = Quantization(method="gguf", bits=float(match[1]))
-        return replaced(_scale_weights(model, label, float(match[1]) + 0.6, details), basis="estimate")
+        return replace_fields(_scale_weights(model, label, float(match[1]) + 0.6, details), basis="estimate")
     return model
 
 
 def _scale_weights(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
     """The model with `bits` bits per weight. Vision encoders stay in 16 bits."""
     parts = tuple(
-        part if part.name == "vision" else replaced(part, bytes=round(part.parameters * bits / 8))
+        part if part.name == "vision" else replace_fields(part, bytes=round(part.parameters * bits / 8))
         for part in model.parts
     )
     return _sum_parts(model, parts, label, details, bits)
 
 
 @lru_cache(maxsize=512)
-def _sum_quantized(name: str, scheme: Scheme) -> tuple[tuple[Part, ...], tuple[TensorGroup, ...]]:
+def _sum_quantized(name: str, scheme: StorageScheme) -> tuple[tuple[ModelPart, ...], tuple[TensorGroup, ...]]:
     """The parts and storage types of a known model with quantized linear layers; engines share most schemes."""
     quantizable = ("attention", "state space", "mlp", "experts", "shared experts", "mtp")
 
-    def choose(weight: Weight) -> Scheme | None:
+    def choose(weight: Weight) -> StorageScheme | None:
         return scheme if weight.matrix and weight.cols > 1 and weight.part in quantizable else None
 
-    parts, groups = summed(anatomy(Config(essentials(name))).weights, Storage(None, 2, "BF16", choose))
+    parts, groups = sum_weights(
+        read_anatomy(Config(load_config_fields(name))).weights, Storage(None, 2, "BF16", choose)
+    )
     return tuple(parts.values()), groups
 
 
-def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
+def _apply_scheme(model: Model, scheme: StorageScheme, method: str, kv: str | None) -> Model:
     """The model with quantized linear layers. Embedding, output, norms and routers stay as they are."""
     bits = scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)
     try:
@@ -466,21 +477,23 @@ def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Mod
     except KeyError:
         kept = ("embedding", "output", "norms", "router", "vision")
         ordered = tuple(
-            part if part.name in kept else replaced(part, bytes=round(part.parameters * bits / 8))
+            part if part.name in kept else replace_fields(part, bytes=round(part.parameters * bits / 8))
             for part in model.parts
         )
         groups = ()
     details = Quantization(method=method, bits=scheme.bits, group_size=scheme.group, block=scheme.block, kv_cache=kv)
-    return replaced(_sum_parts(model, ordered, scheme.label, details, bits), tensor_groups=groups)
+    return replace_fields(_sum_parts(model, ordered, scheme.label, details, bits), tensor_groups=groups)
 
 
-def _sum_parts(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
+def _sum_parts(
+    model: Model, parts: tuple[ModelPart, ...], label: str, details: Quantization | None, bits: float
+) -> Model:
     """The model with sums over `parts`; without known parts, its parameters at `bits` bits."""
     by_name = {part.name: part.bytes for part in parts}
     if not parts:
         by_name = {"all": round(model.parameters * bits / 8), "vision": model.vision_weight_bytes}
     method = details.method if details else ""
-    return replaced(
+    return replace_fields(
         model,
         format=method if method in ("gguf", "mlx", "exl3") else model.format,
         parts=parts,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -27,7 +27,7 @@ def parse_json(data: bytes, name: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadQuestion(f"{name} is not JSON", cause=str(error)[:200], hint="download it again") from None
+        raise UsageError(f"{name} is not JSON", cause=str(error)[:200], hint="download it again") from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -35,9 +35,9 @@ def read_bytes(path: Path, most: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as error:
-        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
+        raise UsageError(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
     if len(data) > most:
-        raise BadQuestion(
+        raise UsageError(
             f"{path.name} is larger than {most >> 20} MiB, the limit for such a file", hint="check the file"
         )
     return data

@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.facts.hf_config import read_config
 from bedplate.facts.model_files import read_bytes, read_json
 from bedplate.facts.onnx import read_onnx
-from bedplate.facts.safetensors import MAX_INDEX_BYTES, MAX_TENSORS, Tensor, parse_index, read_header
-from bedplate.values import Model, replaced
-from bedplate.values.model import Part, TensorGroup
+from bedplate.facts.safetensors import MAX_INDEX_BYTES, MAX_TENSORS, SafetensorsTensor, parse_index, read_header
+from bedplate.values import Model, replace_fields
+from bedplate.values.model import ModelPart, TensorGroup
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _MAX_TEMPLATE = 1 << 16
@@ -37,14 +37,14 @@ def is_model_folder(folder: Path) -> bool:
 def read_folder(folder: Path, *, name: str | None = None, origin: str | None = None) -> Model:
     """The model in a folder, from its configuration and the headers of its weights."""
     folder = folder.expanduser().absolute()
-    name = name or _folder_name(folder)
+    name = name or _find_folder_name(folder)
     fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
-    shards = weight_files(folder)
+    shards = list_weight_files(folder)
     onnx = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
     if not shards and (onnx or (folder / "genai_config.json").is_file()):
         return read_onnx(folder, fields, name=name, origin=origin or "a folder")
     if fields is None:
-        raise BadQuestion(
+        raise UsageError(
             f"{folder} has no config.json, so bedplate cannot identify its weights",
             hint="put the model's config.json beside its weights, or specify a .gguf file",
         )
@@ -55,14 +55,14 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
         quant_file=read_json(quant_path) if quant_path.is_file() else None,
         origin=origin or "a folder",
     )
-    model = replaced(model, **_template(folder))
+    model = replace_fields(model, **_read_template(folder))
     if not shards:
         refuse_pickles(folder)
         size = _read_index_total(folder)
-        return by_name(model) if size is None else replaced(model, weight_bytes=size)
+        return apply_quantization_in_name(model) if size is None else replace_fields(model, weight_bytes=size)
     headers = [read_header(path) for path in shards]
     metadata = headers[0].metadata
-    return with_tensors(
+    return apply_tensors(
         model, [t for header in headers for t in header.tensors], metadata, fields, tuple(str(path) for path in shards)
     )
 
@@ -72,20 +72,22 @@ def read_config_file(path: Path) -> Model:
     path = path.expanduser().absolute()
     fields = read_json(path)
     stem = path.name.removesuffix(".json").removesuffix("config").rstrip("_-.")
-    name = stem.replace("--", "/", 1) if stem else _folder_name(path.parent)
+    name = stem.replace("--", "/", 1) if stem else _find_folder_name(path.parent)
     quant_path = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
     quant = read_json(quant_path) if quant_path != path and quant_path.is_file() else None
-    return by_name(read_config(fields, name=name, quant_file=quant, origin="a configuration, without weights"))
+    return apply_quantization_in_name(
+        read_config(fields, name=name, quant_file=quant, origin="a configuration, without weights")
+    )
 
 
-def by_name(model: Model) -> Model:
+def apply_quantization_in_name(model: Model) -> Model:
     """Apply a quantization that only the model's name states, if the configuration states none."""
-    from bedplate.facts.known_models import quantized_by_name
+    from bedplate.facts.known_models import quantize_by_name
 
-    return model if model.quantization_details is not None else quantized_by_name(model)
+    return model if model.quantization_details is not None else quantize_by_name(model)
 
 
-def weight_files(folder: Path) -> list[Path]:
+def list_weight_files(folder: Path) -> list[Path]:
     """The safetensors files that the folder's index lists, or all of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -93,7 +95,7 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [file for file in listed if not (folder / file).is_file()]
         if missing and len(missing) < len(listed):
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadQuestion(
+            raise UsageError(
                 f"{len(missing)} of {len(listed)} files of the model are not in {folder}: {shown}",
                 hint="download the missing files into the same folder",
             )
@@ -103,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
         # Mistral's folders hold the same weights twice.
         found.remove(folder / "consolidated.safetensors")
     if len(found) > _MAX_SHARDS:
-        raise BadQuestion(
+        raise UsageError(
             f"{folder} has {len(found):,} safetensors files, more than any model has",
             hint="specify one model's folder",
         )
@@ -121,11 +123,11 @@ def refuse_pickles(folder: Path) -> None:
         name for name in found if name not in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
     ]
     if found:
-        raise pickle_refused(found[0])
+        raise make_pickle_error(found[0])
 
 
-def pickle_refused(name: str) -> BadQuestion:
-    return BadQuestion(
+def make_pickle_error(name: str) -> UsageError:
+    return UsageError(
         f"{name} is a Python pickle, which runs code when it is opened; bedplate never opens one",
         hint="use a safetensors version of the model (most have one), or convert it on an isolated machine",
     )
@@ -154,7 +156,7 @@ _WORDS = (
 )
 
 
-def part_of(name: str, num_layers: int) -> str:
+def find_part(name: str, num_layers: int) -> str:
     """The purpose of a tensor, by its name."""
     if _VISION.search(name):
         return "vision"
@@ -167,9 +169,9 @@ def part_of(name: str, num_layers: int) -> str:
     return "mlp"
 
 
-def with_tensors(
+def apply_tensors(
     model: Model,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[SafetensorsTensor],
     metadata: dict[str, str],
     fields: Any,
     files: tuple[str, ...],
@@ -177,12 +179,12 @@ def with_tensors(
 ) -> Model:
     """The configuration's facts, corrected by the tensors in the files."""
     if len(tensors) > 4 * MAX_TENSORS:
-        raise BadQuestion(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
+        raise UsageError(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
     two_sided = any(part.name == "encoder" for part in model.parts)
     held: dict[str, list[int]] = {}
     types: dict[str, list[int]] = {}
     for tensor in tensors:
-        part = part_of(tensor.name, model.num_layers)
+        part = find_part(tensor.name, model.num_layers)
         if two_sided and _ENCODER.search(tensor.name):
             part = "encoder"
         elif part == "embedding" and model.tied_embeddings:
@@ -200,12 +202,12 @@ def with_tensors(
     weight_bytes = sum(figures[1] for part, figures in held.items() if part != "mtp")
     changes: dict[str, Any] = {
         "files": files,
-        "format": _format(model, metadata),
+        "format": _find_format(model, metadata),
         "tensor_groups": groups,
         "weight_bytes": weight_bytes if total_bytes is None else total_bytes,
         "vision_weight_bytes": held.get("vision", [0, 0])[1],
         "mtp_weight_bytes": ahead[1],
-        "parts": _parts(model, held),
+        "parts": _make_parts(model, held),
     }
     if not ahead[0]:
         # Many repositories do not publish these heads, whatever their configuration says.
@@ -213,7 +215,7 @@ def with_tensors(
     if model.quantization_details is None:
         counted = sum(figures[0] for part, figures in held.items() if part not in ("mtp", "vision"))
         changes |= _count_parameters(model, counted, held, groups)
-    return replaced(model, **changes)
+    return replace_fields(model, **changes)
 
 
 def _count_parameters(
@@ -235,18 +237,18 @@ def _count_parameters(
     return changes
 
 
-def _parts(model: Model, held: dict[str, list[int]]) -> tuple[Part, ...]:
+def _make_parts(model: Model, held: dict[str, list[int]]) -> tuple[ModelPart, ...]:
     """The parts of the architecture, with the bytes of the files."""
     computed = {part.name: part for part in model.parts}
     if set(held) - set(computed) or not computed:
         return tuple(
-            Part(name=name, parameters=elements, active_parameters=elements, bytes=size)
+            ModelPart(name=name, parameters=elements, active_parameters=elements, bytes=size)
             for name, (elements, size) in sorted(held.items())
         ) if model.num_experts is None else model.parts  # fmt: skip
-    return tuple(replaced(part, bytes=held[part.name][1]) for part in model.parts if part.name in held)
+    return tuple(replace_fields(part, bytes=held[part.name][1]) for part in model.parts if part.name in held)
 
 
-def _format(model: Model, metadata: dict[str, str]) -> Format:
+def _find_format(model: Model, metadata: dict[str, str]) -> Format:
     method = model.quantization_details.method if model.quantization_details else ""
     if method == "exl2":
         return "exl2"
@@ -255,7 +257,7 @@ def _format(model: Model, metadata: dict[str, str]) -> Format:
     return "mlx" if method == "mlx" or metadata.get("format") == "mlx" else "safetensors"
 
 
-def _template(folder: Path) -> dict[str, Any]:
+def _read_template(folder: Path) -> dict[str, Any]:
     """The chat template, from its own file or from the tokenizer's configuration."""
     with suppress(OSError, UnicodeDecodeError):
         path = folder / "chat_template.jinja"
@@ -265,7 +267,7 @@ def _template(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
-    with suppress(BadQuestion):
+    with suppress(UsageError):
         fields = read_json(path)
         template = fields.get("chat_template") if isinstance(fields, dict) else None
         if isinstance(template, str) and template:
@@ -274,7 +276,7 @@ def _template(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _folder_name(folder: Path) -> str:
+def _find_folder_name(folder: Path) -> str:
     """A folder's name; for a snapshot in the hub's cache, the repository's name."""
     parts: Iterable[str] = reversed(folder.parts)
     for part in parts:

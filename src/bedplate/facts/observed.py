@@ -6,42 +6,42 @@ import time
 from collections.abc import Iterator
 
 from bedplate import store
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import NotPossible
 from bedplate.facts.traces import BYTES_PER_TOKEN, BadRows
 from bedplate.facts.workload import TraceMeter
-from bedplate.values.record import replaced
+from bedplate.values.record import replace_fields
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
-from bedplate.values.units import seconds
+from bedplate.values.units import format_seconds
 from bedplate.values.workload import RequestShape, TraceSummary
 
 MODEL_APIS = frozenset(["chat", "completions", "responses", "messages", "embeddings"])
 """APIs that run the model. Counting tokens does not."""
 
 
-def observed(span_s: float, *, model: str | None = None) -> TraceSummary:
+def summarize_observed(span_s: float, *, model: str | None = None) -> TraceSummary:
     """Summarise the requests of the last `span_s` seconds like any other trace."""
     since_s = time.time() - span_s
-    counts = _Counts()
-    rows = store.requests(since_s, model=model)
+    counts = _RowCounts()
+    rows = store.read_requests(since_s, model=model)
     for row in rows:
         counts.add(row)
     if not counts.requests:
         whose = f" for {model}" if model is not None else ""
-        raise AnswerIsNo(
-            f"no request{whose} was answered in the last {_span(span_s)}",
+        raise NotPossible(
+            f"no request{whose} was answered in the last {_format_span(span_s)}",
             hint="specify a longer span or another model; bedplate usage --since all lists all use",
         )
     meter = TraceMeter()
-    rows = store.requests(since_s, model=model)
-    meter.take(_shapes(rows, counts.block_tokens))
-    summary = meter.summary(f"the endpoint, last {_span(span_s)}", "bedplate", BadRows("the store"))
+    rows = store.read_requests(since_s, model=model)
+    meter.add_all(_make_shapes(rows, counts.block_tokens))
+    summary = meter.make_summary(f"the endpoint, last {_format_span(span_s)}", "bedplate", BadRows("the store"))
     if counts.turned_away:
         note = f"{counts.turned_away:,} rejected requests (429) are not counted"
-        summary = replaced(summary, notes=(*summary.notes, note))
+        summary = replace_fields(summary, notes=(*summary.notes, note))
     return summary
 
 
-class _Counts:
+class _RowCounts:
     """Totals over all rows, needed before the first row is processed."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Counts:
         return max(1, round(PREFIX_BLOCK_BYTES * per_byte))
 
 
-def _shapes(rows: Iterator[ServedRequest], block_tokens: int) -> Iterator[RequestShape]:
+def _make_shapes(rows: Iterator[ServedRequest], block_tokens: int) -> Iterator[RequestShape]:
     for row in rows:
         if row.outcome == "turned_away" or row.api not in MODEL_APIS:
             continue
@@ -83,7 +83,7 @@ def _shapes(rows: Iterator[ServedRequest], block_tokens: int) -> Iterator[Reques
         )
 
 
-def _span(span_s: float) -> str:
+def _format_span(span_s: float) -> str:
     if span_s >= 3600:
         return f"{span_s / 3600:g} h"
-    return seconds(span_s)
+    return format_seconds(span_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from bedplate.facts.known_models import understood
+from bedplate.facts.known_models import parse_model_name
 
 # Keys are prefixes of normalized names. The longest match counts.
 _YEARS: dict[int, str] = {
@@ -29,12 +29,12 @@ _YEARS: dict[int, str] = {
 
 
 @lru_cache(maxsize=1)
-def _beginnings() -> tuple[tuple[str, int], ...]:
+def _list_beginnings() -> tuple[tuple[str, int], ...]:
     pairs = [(word, year) for year, words in _YEARS.items() for word in words.split()]
     return tuple(sorted(pairs, key=lambda pair: -len(pair[0])))
 
 
-def released(name: str) -> int | None:
+def find_release_year(name: str) -> int | None:
     """The year of the model with this common name; `None` if it is not listed."""
-    key = understood(name).key
-    return next((year for word, year in _beginnings() if key.startswith(word)), None)
+    key = parse_model_name(name).key
+    return next((year for word, year in _list_beginnings() if key.startswith(word)), None)

@@ -10,10 +10,10 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.apple import default_wired_limit
-from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip, memory_bandwidth
-from bedplate.facts.devices import host_link
+from bedplate.errors import UsageError
+from bedplate.facts.apple import estimate_wired_limit
+from bedplate.facts.chips import GIB, Chip, ChipLink, ChipMatch, estimate_memory_bandwidth, find_chip
+from bedplate.facts.devices import make_host_link
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import UNNAMED_CPU, OperatingSystem, Pcie, Vendor
 from bedplate.values.intent import MOST_CARDS, MOST_CORES, MOST_NODE_CARDS, MOST_RAM_GB, DescribedMachine
@@ -42,38 +42,38 @@ NETWORK_RATE = re.compile(
 )
 
 
-def simulated(described: Mapping[str, Any]) -> Hardware:
+def make_simulated_hardware(described: Mapping[str, Any]) -> Hardware:
     """The machine that an intent's `hardware` describes, or that `probe --json` saved."""
     if "schema" in described:
         return _read_saved(described)
-    asked = _Fields(described)
-    ram_bytes = asked.bytes_of("ram_gb")
-    system = asked.system()
-    card = asked.chip("accelerator", ram_bytes)
-    cpu = None if asked.text("cpu") is None else asked.cpu_chip(ram_bytes)
-    if card is None and cpu is None and asked.text("cpu") is None:
-        raise BadQuestion(
+    asked = _DescribedFields(described)
+    ram_bytes = asked.get_bytes("ram_gb")
+    system = asked.get_system()
+    card = asked.find_chip_of("accelerator", ram_bytes)
+    cpu = None if asked.get_text("cpu") is None else asked.find_cpu_chip_of(ram_bytes)
+    if card is None and cpu is None and asked.get_text("cpu") is None:
+        raise UsageError(
             "hardware: neither an accelerator nor a cpu is specified",
             hint="for example accelerator: H100 SXM, count: 8",
         )
     if card is not None and card.chip.kind == "cpu":
         if cpu is not None:
-            raise BadQuestion(f"hardware.accelerator: {card.chip.name} is a CPU", hint="specify it as cpu")
+            raise UsageError(f"hardware.accelerator: {card.chip.name} is a CPU", hint="specify it as cpu")
         card, cpu = None, card
     if card is None and cpu is not None and cpu.chip.kind != "cpu":
         card, cpu = cpu, None
     return _assemble(asked, card, cpu, ram_bytes, system)
 
 
-def idle_free_bytes(total_bytes: int) -> int:
+def estimate_idle_free_bytes(total_bytes: int) -> int:
     """Free memory of an idle card with its own memory."""
     return max(0, total_bytes - DRIVER_BYTES - round(DRIVER_SHARE * total_bytes))
 
 
-def shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
+def estimate_shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
     """The default limit of the GPU on memory that it shares with the CPU."""
     if chip.vendor == "apple":
-        return default_wired_limit(ram_bytes)
+        return estimate_wired_limit(ram_bytes)
     if chip.gfx != "gfx1151":
         return None
     source = "AMD Variable Graphics Memory: up to 3/4 set in firmware; Linux alone lends half (set by ttm.pages_limit)"
@@ -81,69 +81,69 @@ def shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
     return Figure(value=share, low=ram_bytes * AMD_LOW_SHARE, high=share, basis="estimate", source=source)
 
 
-class _Fields:
+class _DescribedFields:
     """The described fields. Each is checked when it is read, and every error names its field."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = {name: value for name, value in given.items() if value is not None}
         for name in self.given:
             if name not in FIELDS:
-                raise BadQuestion(f"hardware.{name}: unknown field", hint=f"known fields: {', '.join(FIELDS)}")
+                raise UsageError(f"hardware.{name}: unknown field", hint=f"known fields: {', '.join(FIELDS)}")
 
-    def text(self, name: str) -> str | None:
+    def get_text(self, name: str) -> str | None:
         value = self.given.get(name)
         if value is None:
             return None
         if not isinstance(value, str) or not value.strip():
-            raise BadQuestion(f"hardware.{name}: must be text, not {value!r}")
+            raise UsageError(f"hardware.{name}: must be text, not {value!r}")
         return value.strip()
 
-    def number(self, name: str, most: int) -> int | None:
+    def get_number(self, name: str, most: int) -> int | None:
         value = self.given.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise BadQuestion(f"hardware.{name}: must be a whole number from 1 to {most:,}, not {value!r}")
+            raise UsageError(f"hardware.{name}: must be a whole number from 1 to {most:,}, not {value!r}")
         return value
 
-    def bytes_of(self, name: str) -> int | None:
+    def get_bytes(self, name: str) -> int | None:
         value = self.given.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_RAM_GB:
-            raise BadQuestion(f"hardware.{name}: must be more than 0 and at most {MOST_RAM_GB:,} GB, not {value!r}")
+            raise UsageError(f"hardware.{name}: must be more than 0 and at most {MOST_RAM_GB:,} GB, not {value!r}")
         return round(value * GIB)
 
-    def one_of(self, name: str, values: Iterable[str], same: Mapping[str, str] = {}) -> str | None:
-        value = self.text(name)
+    def get_choice(self, name: str, values: Iterable[str], same: Mapping[str, str] = {}) -> str | None:
+        value = self.get_text(name)
         if value is None:
             return None
         found = same.get(value.lower(), value.lower())
         if found not in values:
-            raise BadQuestion(f"hardware.{name}: {value!r} is not one of {', '.join(values)}")
+            raise UsageError(f"hardware.{name}: {value!r} is not one of {', '.join(values)}")
         return found
 
-    def system(self) -> OperatingSystem | None:
+    def get_system(self) -> OperatingSystem | None:
         systems = get_args(OperatingSystem)
-        return cast("OperatingSystem | None", self.one_of("os", systems, {"darwin": "macos", "mac": "macos"}))
+        return cast("OperatingSystem | None", self.get_choice("os", systems, {"darwin": "macos", "mac": "macos"}))
 
-    def chip(self, name: str, ram_bytes: int | None) -> Match | None:
-        text = self.text(name)
+    def find_chip_of(self, name: str, ram_bytes: int | None) -> ChipMatch | None:
+        text = self.get_text(name)
         if text is None:
             return None
         try:
             return find_chip(text, ram_bytes=ram_bytes)
-        except BadQuestion as error:
-            raise BadQuestion(f"hardware.{name}: {error.message}", hint=error.hint, cause=error.cause) from error
+        except UsageError as error:
+            raise UsageError(f"hardware.{name}: {error.message}", hint=error.hint, cause=error.cause) from error
 
-    def cpu_chip(self, ram_bytes: int | None) -> Match | None:
+    def find_cpu_chip_of(self, ram_bytes: int | None) -> ChipMatch | None:
         """`None` for an unlisted CPU: its own fields may be sufficient."""
         try:
-            return self.chip("cpu", ram_bytes)
-        except BadQuestion as error:
-            if self.number("cores", MOST_CORES) is None:
+            return self.find_chip_of("cpu", ram_bytes)
+        except UsageError as error:
+            if self.get_number("cores", MOST_CORES) is None:
                 hint = f"{error.hint}; or specify hardware.cores"
-                raise BadQuestion(error.message, hint=hint, cause=error.cause) from error
+                raise UsageError(error.message, hint=hint, cause=error.cause) from error
             return None
 
 
@@ -151,7 +151,7 @@ def _read_saved(described: Mapping[str, Any]) -> Hardware:
     try:
         return msgspec.convert(dict(described), Hardware)
     except msgspec.ValidationError as error:
-        raise BadQuestion(
+        raise UsageError(
             "hardware is not a machine saved by this version of bedplate",
             cause=str(error),
             hint="save it again: bedplate probe --json",
@@ -159,22 +159,26 @@ def _read_saved(described: Mapping[str, Any]) -> Hardware:
 
 
 def _assemble(
-    asked: _Fields, card: Match | None, cpu: Match | None, ram_bytes: int | None, system: OperatingSystem | None
+    asked: _DescribedFields,
+    card: ChipMatch | None,
+    cpu: ChipMatch | None,
+    ram_bytes: int | None,
+    system: OperatingSystem | None,
 ) -> Hardware:
     notes = [match.note for match in (card, cpu) if match is not None and match.note]
     chip = card.chip if card is not None else None
     system = system or ("macos" if chip is not None and chip.vendor == "apple" else "linux")
     _check_system(chip, system)
-    count = _count(asked, card)
-    per_node = _cards_per_node(asked, chip, count)
-    memory, memory_notes = _memory(card, cpu, ram_bytes, per_node, system)
-    processor, cpu_notes = _cpu(asked, chip, cpu, min(count, per_node))
-    accelerators = () if chip is None else tuple(_accelerator(chip, index, memory) for index in range(count))
-    links, link_notes = _links(asked, chip, count, per_node)
+    count = _count_devices(asked, card)
+    per_node = _count_cards_per_node(asked, chip, count)
+    memory, memory_notes = _make_memory(card, cpu, ram_bytes, per_node, system)
+    processor, cpu_notes = _make_cpu(asked, chip, cpu, min(count, per_node))
+    accelerators = () if chip is None else tuple(_make_accelerator(chip, index, memory) for index in range(count))
+    links, link_notes = _make_links(asked, chip, count, per_node)
     return Hardware(
         os=system,
         cpu=processor,
-        memory=_with_bandwidth(memory, chip, cpu.chip if cpu else None, processor),
+        memory=_add_bandwidth(memory, chip, cpu.chip if cpu else None, processor),
         accelerators=accelerators,
         links=links,
         notes=(*notes, *memory_notes, *cpu_notes, *link_notes),
@@ -183,38 +187,38 @@ def _assemble(
 
 def _check_system(chip: Chip | None, system: OperatingSystem) -> None:
     if chip is not None and system == "macos" and chip.vendor != "apple":
-        raise BadQuestion(f"hardware.os: macOS does not support {chip.name}", hint="use linux or windows")
+        raise UsageError(f"hardware.os: macOS does not support {chip.name}", hint="use linux or windows")
     if chip is not None and system == "windows" and chip.vendor == "apple":
-        raise BadQuestion(f"hardware.os: Windows has no driver for the GPU of {chip.name}", hint="use macos")
+        raise UsageError(f"hardware.os: Windows has no driver for the GPU of {chip.name}", hint="use macos")
 
 
-def _count(asked: _Fields, card: Match | None) -> int:
+def _count_devices(asked: _DescribedFields, card: ChipMatch | None) -> int:
     """The number of devices that the drivers of all nodes would list."""
-    given = asked.number("count", MOST_CARDS)
+    given = asked.get_number("count", MOST_CARDS)
     if card is None:
         if given not in (None, 1):
-            raise BadQuestion(
+            raise UsageError(
                 "hardware.count: counts accelerators, but none is specified", hint="specify the accelerator"
             )
         return 0
     if given is not None and card.counted and given != card.count:
-        raise BadQuestion(f"hardware.count: is {given}, but hardware.accelerator states {card.count}")
+        raise UsageError(f"hardware.count: is {given}, but hardware.accelerator states {card.count}")
     cards = given or card.count
     if cards > MOST_CARDS:
-        raise BadQuestion(f"hardware.accelerator: at most {MOST_CARDS:,} accelerators are supported")
+        raise UsageError(f"hardware.accelerator: at most {MOST_CARDS:,} accelerators are supported")
     if cards > 1 and card.chip.unified and card.chip.link is None and card.chip.network_gb_s is None:
-        raise BadQuestion(
+        raise UsageError(
             f"hardware.count: a machine has only one {card.chip.name}, which uses the machine's memory",
             hint="use count: 1, and plan each machine separately",
         )
     return cards * card.chip.devices_per_card
 
 
-def _cards_per_node(asked: _Fields, chip: Chip | None, count: int) -> int:
-    given = asked.number("gpus_per_node", MOST_NODE_CARDS)
+def _count_cards_per_node(asked: _DescribedFields, chip: Chip | None, count: int) -> int:
+    given = asked.get_number("gpus_per_node", MOST_NODE_CARDS)
     if chip is None:
         if given is not None:
-            raise BadQuestion("hardware.gpus_per_node: no accelerator is specified", hint="specify the accelerator")
+            raise UsageError("hardware.gpus_per_node: no accelerator is specified", hint="specify the accelerator")
         return 1
     if given is not None:
         return given * chip.devices_per_card
@@ -224,14 +228,14 @@ def _cards_per_node(asked: _Fields, chip: Chip | None, count: int) -> int:
     return max(1, min(count, max(8, chip.link.domain if switched and chip.link else 8)))
 
 
-def _memory(
-    card: Match | None, cpu: Match | None, ram_bytes: int | None, per_node: int, system: OperatingSystem
+def _make_memory(
+    card: ChipMatch | None, cpu: ChipMatch | None, ram_bytes: int | None, per_node: int, system: OperatingSystem
 ) -> tuple[Memory, tuple[str, ...]]:
     notes: list[str] = []
     basis: Basis = "spec"
-    owner = next((match for match in (card, cpu) if match is not None and _shares(match.chip)), None)
+    owner = next((match for match in (card, cpu) if match is not None and _shares_memory(match.chip)), None)
     if owner is not None:
-        ram_bytes, notes = _machine_memory(owner, ram_bytes)
+        ram_bytes, notes = _find_machine_memory(owner, ram_bytes)
     if ram_bytes is None and card is not None and not card.chip.unified:
         ram_bytes = max(LEAST_RAM_BYTES, (card.chip.memory_bytes or 0) * per_node)
         basis = "estimate"
@@ -240,8 +244,8 @@ def _memory(
         )
     if ram_bytes is None:
         name = owner.chip.name if owner is not None else "machine"
-        sizes = _sizes(owner.chip) if owner is not None else ""
-        raise BadQuestion(
+        sizes = _format_sizes(owner.chip) if owner is not None else ""
+        raise UsageError(
             f"hardware.ram_gb: specify the memory of the {name}",
             hint=f"it is sold with {sizes} GB" if sizes else "ram_gb: 64",
         )
@@ -251,42 +255,46 @@ def _memory(
     return Memory(total_bytes=ram_bytes, available_bytes=ram_bytes - held, basis=basis), tuple(notes)
 
 
-def _shares(chip: Chip) -> bool:
+def _shares_memory(chip: Chip) -> bool:
     """Whether this chip uses the machine's memory."""
     return chip.unified or chip.kind == "cpu"
 
 
-def _sizes(chip: Chip) -> str:
+def _format_sizes(chip: Chip) -> str:
     return ", ".join(f"{size:g}" for size in chip.memory_options_gib)
 
 
-def _machine_memory(owner: Match, ram_bytes: int | None) -> tuple[int | None, list[str]]:
+def _find_machine_memory(owner: ChipMatch, ram_bytes: int | None) -> tuple[int | None, list[str]]:
     """The RAM from the name or the field, or the only size that the chip is sold with."""
     chip, named = owner.chip, owner.memory_bytes
     if ram_bytes is not None and named is not None and ram_bytes != named:
-        raise BadQuestion(f"hardware.ram_gb: {ram_bytes / GIB:g}, but the name states {named / GIB:g} GB")
+        raise UsageError(f"hardware.ram_gb: {ram_bytes / GIB:g}, but the name states {named / GIB:g} GB")
     ram_bytes = ram_bytes or named
     if ram_bytes is None and len(chip.memory_options_gib) == 1:
         return round(chip.memory_options_gib[0] * GIB), []
     if ram_bytes is not None and chip.memory_options_gib and ram_bytes / GIB not in chip.memory_options_gib:
-        return ram_bytes, [f"{chip.name} is sold with {_sizes(chip)} GB; using the specified {ram_bytes / GIB:g} GB"]
+        return ram_bytes, [
+            f"{chip.name} is sold with {_format_sizes(chip)} GB; using the specified {ram_bytes / GIB:g} GB"
+        ]
     return ram_bytes, []
 
 
-def _with_bandwidth(memory: Memory, chip: Chip | None, cpu: Chip | None, processor: Cpu) -> Memory:
+def _add_bandwidth(memory: Memory, chip: Chip | None, cpu: Chip | None, processor: Cpu) -> Memory:
     if chip is not None and chip.unified:
-        return msgspec.structs.replace(memory, bandwidth_bytes_s=_spec(chip.bandwidth_bytes_s, chip.source))
-    known = cpu or _own_cpu(chip)
+        return msgspec.structs.replace(memory, bandwidth_bytes_s=_make_spec_figure(chip.bandwidth_bytes_s, chip.source))
+    known = cpu or _find_own_cpu(chip)
     if known is None:
         return memory
-    return msgspec.structs.replace(memory, bandwidth_bytes_s=memory_bandwidth(known, processor))
+    return msgspec.structs.replace(memory, bandwidth_bytes_s=estimate_memory_bandwidth(known, processor))
 
 
-def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> tuple[Cpu, tuple[str, ...]]:
-    arch = asked.one_of("arch", ARCHES, SAME_ARCH)
-    cores = asked.number("cores", MOST_CORES)
-    chip = named.chip if named is not None else _own_cpu(card)
-    given = asked.text("cpu")
+def _make_cpu(
+    asked: _DescribedFields, card: Chip | None, named: ChipMatch | None, cards: int
+) -> tuple[Cpu, tuple[str, ...]]:
+    arch = asked.get_choice("arch", ARCHES, SAME_ARCH)
+    cores = asked.get_number("cores", MOST_CORES)
+    chip = named.chip if named is not None else _find_own_cpu(card)
+    given = asked.get_text("cpu")
     if chip is None:
         name = given or UNNAMED_CPU
         notes = (
@@ -308,10 +316,10 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
             basis="estimate",
         ), tuple(notes)
     if arch is not None and chip.arch is not None and {arch, chip.arch} != {"arm64", "aarch64"} and arch != chip.arch:
-        raise BadQuestion(f"hardware.arch: {chip.name} is {chip.arch}, not {arch}")
+        raise UsageError(f"hardware.arch: {chip.name} is {chip.arch}, not {arch}")
     own = chip.cores or cores or 1
     threads_each = max(1, (chip.threads or own) // own)
-    sockets, physical, logical = _cores(chip, cores, own, threads_each)
+    sockets, physical, logical = _count_cores(chip, cores, own, threads_each)
     return Cpu(
         name=chip.name,
         vendor=chip.vendor,
@@ -326,7 +334,7 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
     ), ()
 
 
-def _own_cpu(card: Chip | None) -> Chip | None:
+def _find_own_cpu(card: Chip | None) -> Chip | None:
     """The CPU on the same chip, or the one that always comes with it."""
     if card is None:
         return None
@@ -335,7 +343,7 @@ def _own_cpu(card: Chip | None) -> Chip | None:
     return card if card.unified and card.cores else None
 
 
-def _cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[int, int, int]:
+def _count_cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[int, int, int]:
     """Sockets, physical and logical cores. Fewer cores than the chip has are a part of it, as in a virtual machine."""
     if cores is None or cores == own:
         return 1, own, chip.threads or own
@@ -344,98 +352,100 @@ def _cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[
     if any(word in chip.name for word in SOCKETED):
         sockets = math.ceil(cores / own)
         if sockets > 8:
-            raise BadQuestion(
+            raise UsageError(
                 f"hardware.cores: {cores} would be {sockets} sockets of {chip.name}, which has {own} cores"
             )
         return sockets, cores, cores * threads_each
     if cores <= (chip.threads or own):
         return 1, own, cores  # the user counted threads
-    raise BadQuestion(f"hardware.cores: {chip.name} has {own} cores, not {cores}")
+    raise UsageError(f"hardware.cores: {chip.name} has {own} cores, not {cores}")
 
 
-def _accelerator(chip: Chip, index: int, memory: Memory) -> Accelerator:
+def _make_accelerator(chip: Chip, index: int, memory: Memory) -> Accelerator:
     total = memory.total_bytes if chip.unified else chip.reported_bytes
-    limit = shared_limit(chip, memory.total_bytes) if chip.unified else None
+    limit = estimate_shared_limit(chip, memory.total_bytes) if chip.unified else None
     if chip.unified:
         free = min(memory.available_bytes, round(limit.value) if limit else memory.available_bytes)
     else:
-        free = idle_free_bytes(total or 0)
+        free = estimate_idle_free_bytes(total or 0)
     return Accelerator(
         name=chip.name,
         vendor=cast("Vendor", chip.vendor if chip.vendor in get_args(Vendor) else "other"),
         index=index,
-        architecture=chip.gfx or _cuda_architecture(chip.capability),
+        architecture=chip.gfx or _name_cuda_architecture(chip.capability),
         compute_units=chip.gpu_cores,
         memory_bytes=total,
         free_bytes=free,
-        bandwidth_bytes_s=_spec(chip.bandwidth_bytes_s, chip.source),
+        bandwidth_bytes_s=_make_spec_figure(chip.bandwidth_bytes_s, chip.source),
         compute_capability=chip.capability,
         power_limit_w=chip.watts,
-        pcie=_pcie(chip),
+        pcie=_make_pcie(chip),
         unified_memory=chip.unified,
         wired_limit_bytes=limit,
         basis="spec",
     )
 
 
-def _cuda_architecture(capability: str | None) -> str | None:
+def _name_cuda_architecture(capability: str | None) -> str | None:
     if capability is None:
         return None
     names = {"6": "Pascal", "7.0": "Volta", "7.5": "Turing", "8": "Ampere", "8.9": "Ada Lovelace", "9": "Hopper"}
     return names.get(capability) or names.get(capability.partition(".")[0]) or "Blackwell"
 
 
-def _pcie(chip: Chip) -> Pcie | None:
+def _make_pcie(chip: Chip) -> Pcie | None:
     return None if chip.pcie is None else Pcie(max_generation=chip.pcie[0], max_width=chip.pcie[1])
 
 
-def _links(asked: _Fields, chip: Chip | None, count: int, per_node: int) -> tuple[tuple[Link, ...], tuple[str, ...]]:
+def _make_links(
+    asked: _DescribedFields, chip: Chip | None, count: int, per_node: int
+) -> tuple[tuple[Link, ...], tuple[str, ...]]:
     """All links between two devices and from each device to the host, one direction each."""
-    wanted = asked.one_of("link", LINK_KINDS)
-    network = asked.text("network") if isinstance(asked.given.get("network"), str) else asked.given.get("network")
+    wanted = asked.get_choice("link", LINK_KINDS)
+    network = asked.get_text("network") if isinstance(asked.given.get("network"), str) else asked.given.get("network")
     if chip is None:
         if wanted is not None:
-            raise BadQuestion("hardware.link: no accelerator is specified", hint="specify the accelerator")
+            raise UsageError("hardware.link: no accelerator is specified", hint="specify the accelerator")
         return (), ()
-    fabric = _fabric(chip, wanted)
+    fabric = _choose_fabric(chip, wanted)
     found: list[Link] = []
     for index in range(min(count, MOST_LINKED)):
         if chip.host_link_gb_s is not None:
-            rate = _spec(chip.host_link_gb_s * 1e9, chip.source)
+            rate = _make_spec_figure(chip.host_link_gb_s * 1e9, chip.source)
             found.append(Link(kind="nvlink", a=str(index), b="host", bandwidth_bytes_s=rate))
-        elif not chip.unified and (link := host_link(index, _pcie(chip))):
+        elif not chip.unified and (link := make_host_link(index, _make_pcie(chip))):
             found.append(link)
     nodes = [range(first, min(first + per_node, count)) for first in range(0, count, per_node)]
     listed = nodes[: max(1, MOST_LINKED // per_node)]
     for node in listed:
-        found += (_pair(chip, fabric, one, other, node.start) for one, other in combinations(node, 2))
+        found += (_make_pair_link(chip, fabric, one, other, node.start) for one, other in combinations(node, 2))
     notes: tuple[str, ...] = ()
     if len(nodes) > 1:
-        across = _network(network, chip)
+        across = _estimate_network(network, chip)
         # A network acts as a switch: a link from each node to the next represents all pairs.
         pairs = pairwise(listed)
         found += (Link(kind="network", a=str(a.start), b=str(b.start), bandwidth_bytes_s=across) for a, b in pairs)
         notes = (f"{count} accelerators in {len(nodes)} nodes of {per_node}; RAM and cores are those of one node",)
     elif network is not None:
-        _network(network, chip)
+        _estimate_network(network, chip)
     return tuple(found), notes
 
 
-def _fabric(chip: Chip, wanted: str | None) -> ChipLink | None:
+def _choose_fabric(chip: Chip, wanted: str | None) -> ChipLink | None:
     """The link between the cards besides PCIe, if there is one."""
     if wanted == "pcie":
         return None
     if wanted is not None and (chip.link is None or chip.link.kind != wanted):
         has = f"only {chip.link.kind} and pcie" if chip.link else "only pcie"
-        raise BadQuestion(f"hardware.link: {chip.name} has {has}, not {wanted}")
+        raise UsageError(f"hardware.link: {chip.name} has {has}, not {wanted}")
     return None if chip.link is None or (chip.link.optional and wanted is None) else chip.link
 
 
-def _pair(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int) -> Link:
+def _make_pair_link(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int) -> Link:
     bridged = fabric is not None and (one - first) // fabric.domain == (other - first) // fabric.domain
     if fabric is not None and bridged:
         peers = fabric.domain - 1 if fabric.topology == "mesh" else 1
-        rate = _spec(fabric.gb_s * 1e9 / max(1, peers), chip.source)
+        rate = _make_spec_figure(fabric.gb_s * 1e9 / max(1, peers), chip.source)
         return Link(kind=fabric.kind, a=str(one), b=str(other), bandwidth_bytes_s=rate)
     slot = chip.pcie_bytes_s
     return Link(
@@ -444,16 +454,16 @@ def _pair(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int)
         b=str(other),
         bandwidth_bytes_s=None
         if slot is None
-        else _spec(slot, "the cards' PCIe slots; the path between them is unknown"),
+        else _make_spec_figure(slot, "the cards' PCIe slots; the path between them is unknown"),
     )
 
 
-def _network(given: object, chip: Chip) -> Figure | None:
+def _estimate_network(given: object, chip: Chip) -> Figure | None:
     """The bandwidth from one node to others, one direction."""
     if given is None:
-        return None if chip.network_gb_s is None else _spec(chip.network_gb_s * 1e9, chip.source)
+        return None if chip.network_gb_s is None else _make_spec_figure(chip.network_gb_s * 1e9, chip.source)
     if isinstance(given, bool) or not isinstance(given, int | float | str):
-        raise BadQuestion(f"hardware.network: must be text such as “8x 400 Gbit/s”, not {given!r}")
+        raise UsageError(f"hardware.network: must be text such as “8x 400 Gbit/s”, not {given!r}")
     text = str(given).strip()
     lowered = text.lower()
     if lowered in ("none", "ethernet", "infiniband", "roce"):
@@ -463,7 +473,7 @@ def _network(given: object, chip: Chip) -> Figure | None:
     found = NETWORK_RATE.search(text, several.end() if several else 0)
     generation = next((rate for name, rate in NETWORK_GBIT_S.items() if re.search(rf"\b{name}\b", lowered)), None)
     if found is None and generation is None:
-        raise BadQuestion(
+        raise UsageError(
             f"hardware.network: {text!r} contains no rate", hint="for example: 400 Gbit/s, 8x 400 Gbit/s, NDR, 50 GB/s"
         )
     rate_gbit_s = float(found[1]) if found else float(generation or 0)
@@ -471,9 +481,9 @@ def _network(given: object, chip: Chip) -> Figure | None:
     if found and (found[2] or "") in ("GB", "GB/s", "GBps"):
         rate_gbit_s *= 8
     if not 0 < rate_gbit_s * ports <= 1_000_000:
-        raise BadQuestion(f"hardware.network: {text!r} is out of range")
-    return _spec(rate_gbit_s * ports * 1e9 / 8, f"hardware.network: {text}")
+        raise UsageError(f"hardware.network: {text!r} is out of range")
+    return _make_spec_figure(rate_gbit_s * ports * 1e9 / 8, f"hardware.network: {text}")
 
 
-def _spec(value: float, source: str) -> Figure:
+def _make_spec_figure(value: float, source: str) -> Figure:
     return Figure(value=value, low=value, high=value, basis="spec", source=source)

@@ -9,15 +9,15 @@ from typing import Any
 from bedplate.facts.cgroup import is_there
 from bedplate.facts.devices import (
     Ask,
-    Found,
+    FoundAccelerators,
     ask_program,
-    host_link,
-    lanes,
-    natural,
+    make_host_link,
     parse_json,
+    parse_natural,
     read_pcie,
-    uevent,
-    word,
+    read_uevent,
+    read_word,
+    validate_lanes,
 )
 from bedplate.values import Accelerator, Pcie
 
@@ -26,32 +26,32 @@ SYSFS = "sys/class/tenstorrent"
 ARCHITECTURES = {"e": "Grayskull", "n": "Wormhole", "p": "Blackhole"}
 
 
-def read_tenstorrent(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
+def read_tenstorrent(root: Path = Path("/"), ask: Ask = ask_program) -> FoundAccelerators:
     """All Tenstorrent cards. Their drivers do not report memory, so it stays unknown."""
-    driver = word(root / "sys/module/tenstorrent/version")
+    driver = read_word(root / "sys/module/tenstorrent/version")
     folders = sorted(
-        (root / SYSFS).glob("tenstorrent!*"), key=lambda folder: natural(folder.name.partition("!")[2]) or 0
+        (root / SYSFS).glob("tenstorrent!*"), key=lambda folder: parse_natural(folder.name.partition("!")[2]) or 0
     )
-    found = [card for folder in folders if (card := sysfs_card(folder, driver))]
+    found = [card for folder in folders if (card := read_sysfs_card(folder, driver))]
     if not found and is_there(root / "dev/tenstorrent"):
         found = list(parse_tt_smi(ask(["tt-smi", "-s"])))
-    to_host = (host_link(card.index, card.pcie) for card in found)
-    return Found(accelerators=tuple(found), links=tuple(link for link in to_host if link is not None))
+    to_host = (make_host_link(card.index, card.pcie) for card in found)
+    return FoundAccelerators(accelerators=tuple(found), links=tuple(link for link in to_host if link is not None))
 
 
-def sysfs_card(folder: Path, driver: str | None) -> Accelerator | None:
-    index = natural(folder.name.partition("!")[2])
+def read_sysfs_card(folder: Path, driver: str | None) -> Accelerator | None:
+    index = parse_natural(folder.name.partition("!")[2])
     if index is None:
         return None
-    board = word(folder / "tt_card_type")
+    board = read_word(folder / "tt_card_type")
     return Accelerator(
-        name=board_name(board),
+        name=find_board_name(board),
         vendor="tenstorrent",
         index=index,
-        pci_address=uevent(folder / "device").get("PCI_SLOT_NAME"),
-        architecture=architecture(board),
+        pci_address=read_uevent(folder / "device").get("PCI_SLOT_NAME"),
+        architecture=find_architecture(board),
         driver_version=driver,
-        sm_clock_mhz=natural(word(folder / "tt_aiclk")),
+        sm_clock_mhz=parse_natural(read_word(folder / "tt_aiclk")),
         pcie=read_pcie(folder / "device"),
     )
 
@@ -65,36 +65,39 @@ def parse_tt_smi(text: str | None) -> tuple[Accelerator, ...]:
     version = re.search(r"([0-9]+(?:\.[0-9]+)+)", driver) if isinstance(driver, str) else None
     found: list[Accelerator] = []
     for entry in entries if isinstance(entries, list) else ():
-        board, telemetry = _part(entry, "board_info"), _part(entry, "telemetry")
+        board, telemetry = _get_section(entry, "board_info"), _get_section(entry, "telemetry")
         kind = board.get("board_type")
         if not isinstance(kind, str):
             continue
         address = board.get("bus_id")
-        slot = Pcie(generation=natural(board.get("pcie_speed")), width=lanes(natural(board.get("pcie_width"))))
+        slot = Pcie(
+            generation=parse_natural(board.get("pcie_speed")),
+            width=validate_lanes(parse_natural(board.get("pcie_width"))),
+        )
         found.append(
             Accelerator(
-                name=board_name(kind),
+                name=find_board_name(kind),
                 vendor="tenstorrent",
                 index=len(found),
                 pci_address=address if isinstance(address, str) and ":" in address else None,
-                architecture=architecture(kind),
+                architecture=find_architecture(kind),
                 driver_version=version[1] if version else None,
-                sm_clock_mhz=natural(telemetry.get("aiclk")),
+                sm_clock_mhz=parse_natural(telemetry.get("aiclk")),
                 pcie=None if slot == Pcie() else slot,
             )
         )
     return tuple(found)
 
 
-def board_name(board: str | None) -> str:
+def find_board_name(board: str | None) -> str:
     """The name of a board. `n300 L` is one of the two chips of an n300."""
     return f"Tenstorrent {board.strip()}" if board and board.strip() else "Tenstorrent card"
 
 
-def architecture(board: str | None) -> str | None:
+def find_architecture(board: str | None) -> str | None:
     return ARCHITECTURES.get((board or "").strip().lower()[:1])
 
 
-def _part(whole: Any, name: str) -> dict[str, Any]:
+def _get_section(whole: Any, name: str) -> dict[str, Any]:
     part = whole.get(name) if isinstance(whole, dict) else None
     return part if isinstance(part, dict) else {}

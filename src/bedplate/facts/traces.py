@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import msgspec
 
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.values.workload import RequestShape, TraceFormat
 
 MAX_TOKENS = 10**9
@@ -57,13 +57,13 @@ class BadRows:
     def check(self) -> None:
         """Check at the end that most rows were readable; otherwise the format is wrong."""
         if not self.good and not self.count:
-            raise BadQuestion(f"{self._source} holds no requests")
+            raise UsageError(f"{self._source} holds no requests")
         if self.count > self.good:
             self.give_up("rows")
 
     def give_up(self, rows: str) -> NoReturn:
         whole = self.count + self.good
-        raise BadQuestion(
+        raise UsageError(
             f"{self._source}: {self.count:,} of {whole:,} {rows} cannot be read",
             cause="; ".join(self.examples[:3]),
             hint=f"specify the format with --format; {FORMATS_HINT}",
@@ -71,7 +71,7 @@ class BadRows:
 
 
 @contextmanager
-def opened(path: Path | str) -> Iterator[io.BufferedReader]:
+def open_trace(path: Path | str) -> Iterator[io.BufferedReader]:
     """The bytes of a trace, decompressed while reading; `-` is standard input."""
     if str(path) == "-":
         yield _decompress(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
@@ -79,7 +79,7 @@ def opened(path: Path | str) -> Iterator[io.BufferedReader]:
     try:
         file = Path(path).open("rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
-        raise BadQuestion(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
+        raise UsageError(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
     with file:
         yield _decompress(file, Path(path).name)
 
@@ -88,7 +88,7 @@ def _decompress(file: io.BufferedReader, name: str) -> io.BufferedReader:
     try:
         magic = file.peek(4)[:4]
     except OSError as error:
-        raise BadQuestion(f"cannot read {name}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {name}", cause=error.strerror or str(error)) from error
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), 2**18)
     if magic == b"\x28\xb5\x2f\xfd":
@@ -104,19 +104,19 @@ def _decompress_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
             import zstandard  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
             hint = f"decompress it first: zstd -d {name}"
-            raise BadQuestion(f"{name} is compressed with zstd, which this Python cannot read", hint=hint) from None
+            raise UsageError(f"{name} is compressed with zstd, which this Python cannot read", hint=hint) from None
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 2**18)
     return io.BufferedReader(zstd.ZstdFile(file), 2**18)
 
 
-def detected(stream: io.BufferedReader, source: str) -> TraceFormat:
+def detect_format(stream: io.BufferedReader, source: str) -> TraceFormat:
     """The format of a trace, from its beginning."""
-    head = _head(stream, source)
+    head = _peek_head(stream, source)
     if b"\0" in head:
-        raise BadQuestion(f"{source} is not text", hint=FORMATS_HINT)
+        raise UsageError(f"{source} is not text", hint=FORMATS_HINT)
     text = head.decode("utf-8-sig", "replace").lstrip()
     if not text:
-        raise BadQuestion(f"{source} is empty")
+        raise UsageError(f"{source} is empty")
     if text.startswith(("[", "{")):
         for mark, kind in _JSON_MARKS:
             if f'"{mark}"' in text:
@@ -125,9 +125,9 @@ def detected(stream: io.BufferedReader, source: str) -> TraceFormat:
         first = text.splitlines()[0].lower()
         if "contexttokens" in first and "generatedtokens" in first:
             return "azure"
-        if first.count(",") >= 2 and _moment(first.partition(",")[0].encode()) is not None:
+        if first.count(",") >= 2 and _parse_timestamp(first.partition(",")[0].encode()) is not None:
             return "azure"
-    raise BadQuestion(
+    raise UsageError(
         f"{source} is not in a known trace format", cause=f"it begins with {text[:60]!r}", hint=FORMATS_HINT
     )
 
@@ -143,14 +143,14 @@ _JSON_MARKS: tuple[tuple[str, TraceFormat], ...] = (
 )
 
 
-def _head(stream: io.BufferedReader, source: str) -> bytes:
+def _peek_head(stream: io.BufferedReader, source: str) -> bytes:
     try:
         return stream.peek(HEAD_BYTES)[:HEAD_BYTES]
     except (OSError, EOFError, zlib.error) as error:
-        raise BadQuestion(f"{source} cannot be decompressed", cause=str(error)) from error
+        raise UsageError(f"{source} cannot be decompressed", cause=str(error)) from error
 
 
-def shapes_of(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Iterator[RequestShape]:
+def parse_trace(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Iterator[RequestShape]:
     """Every request of a trace. Unreadable rows go to `bad`."""
     readers: dict[TraceFormat, Callable[[io.BufferedReader, BadRows], Iterator[RequestShape]]] = {
         "azure": read_azure,
@@ -166,10 +166,10 @@ def shapes_of(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Ite
         # The rows up to here are valid; report the damage.
         bad.add(bad.good + bad.count + 1, f"the compressed file is damaged or cut short here: {error}", unit="row")
     except OSError as error:
-        raise OutsideFailed("reading the trace failed", cause=error.strerror or str(error)) from error
+        raise ExternalFailure("reading the trace failed", cause=error.strerror or str(error)) from error
 
 
-def lines_of(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, bytes]]:
+def read_lines(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers. A line that is too long for a row is skipped in pieces."""
     number = 0
     readline = stream.readline
@@ -189,10 +189,10 @@ def lines_of(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, byt
 def read_azure(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
     """Azure's LLM inference traces of 2023, 2024 and 2025: CSV with columns in any order."""
     columns = (0, 1, 2)
-    clock = _Clock()
-    for number, line in lines_of(stream, bad):
+    clock = _TimestampReader()
+    for number, line in read_lines(stream, bad):
         fields = line.split(b",")
-        if number == 1 and (found := _azure_columns(fields)) is not None:
+        if number == 1 and (found := _find_azure_columns(fields)) is not None:
             columns = found
             continue
         try:
@@ -200,15 +200,15 @@ def read_azure(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape
             prompt, output = int(fields[columns[1]]), int(fields[columns[2]])
         except (ValueError, IndexError):
             if line.strip():
-                bad.add(number, _shown(line))
+                bad.add(number, _escape_line(line))
             continue
         if not (0 <= prompt <= MAX_TOKENS and 0 <= output <= MAX_TOKENS):
-            bad.add(number, f"out of range: {_shown(line)}")
+            bad.add(number, f"out of range: {_escape_line(line)}")
             continue
         yield RequestShape(started_s=started_s, prompt_tokens=prompt, output_tokens=output)
 
 
-def _azure_columns(fields: list[bytes]) -> tuple[int, int, int] | None:
+def _find_azure_columns(fields: list[bytes]) -> tuple[int, int, int] | None:
     names = [field.decode("utf-8-sig", "replace").strip().strip('"').lower() for field in fields]
     try:
         return names.index("timestamp"), names.index("contexttokens"), names.index("generatedtokens")
@@ -216,7 +216,7 @@ def _azure_columns(fields: list[bytes]) -> tuple[int, int, int] | None:
         return None
 
 
-class _Clock:
+class _TimestampReader:
     """Reads timestamps. It caches the minute and parses only the seconds of timestamps in the same minute."""
 
     def __init__(self) -> None:
@@ -230,23 +230,23 @@ class _Clock:
             try:
                 seconds = float(rest)
             except ValueError:  # possibly another time zone, which changes the minute
-                return self._whole(text)
+                return self._read_whole(text)
             if 0 <= seconds < 61:
                 return self._base_s + seconds
             raise ValueError(text)
-        began = self._whole(text)
+        began = self._read_whole(text)
         if minute.endswith(b":") and rest[:2].isdigit() and rest.replace(b".", b"", 1).isdigit():
             self._minute, self._base_s = minute, began - began % 60
         return began
 
-    def _whole(self, text: bytes) -> float:
-        moment = _moment(text)
+    def _read_whole(self, text: bytes) -> float:
+        moment = _parse_timestamp(text)
         if moment is None:
             raise ValueError(text)
         return moment
 
 
-def _moment(text: bytes) -> float | None:
+def _parse_timestamp(text: bytes) -> float | None:
     """Seconds since 1970 of an ISO timestamp; without a zone, UTC."""
     try:
         moment = datetime.fromisoformat(text.decode("utf-8-sig").strip().strip('"'))
@@ -268,17 +268,17 @@ class _MooncakeRow(msgspec.Struct):
 def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
     """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks. Equal ids mean equal prefixes."""
     decode = msgspec.json.Decoder(_MooncakeRow).decode
-    for number, line in lines_of(stream, bad):
+    for number, line in read_lines(stream, bad):
         try:
             row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if line.strip():
-                bad.add(number, f"{error}: {_shown(line)}")
+                bad.add(number, f"{error}: {_escape_line(line)}")
             continue
         started_s = row.timestamp / 1000
         counts = (row.input_length, row.output_length)
         if min(counts) < 0 or max(counts) > MAX_TOKENS or abs(started_s) > MAX_SECONDS:
-            bad.add(number, f"out of range: {_shown(line)}")
+            bad.add(number, f"out of range: {_escape_line(line)}")
             continue
         yield RequestShape(
             started_s=started_s,
@@ -292,17 +292,17 @@ def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
 def read_requests(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
     """bedplate's own request log."""
     decode = msgspec.json.Decoder(RequestShape).decode
-    for number, line in lines_of(stream, bad):
+    for number, line in read_lines(stream, bad):
         try:
             shape = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if line.strip():
-                bad.add(number, f"{error}: {_shown(line)}")
+                bad.add(number, f"{error}: {_escape_line(line)}")
             continue
         most_tokens = max(shape.prompt_tokens or 0, shape.output_tokens or 0, shape.prefix_block_tokens or 0)
         most_s = max(abs(shape.started_s or 0), (shape.duration_ms or 0) / 1000)
         if most_tokens > MAX_TOKENS or most_s > MAX_SECONDS:
-            bad.add(number, f"out of range: {_shown(line)}")
+            bad.add(number, f"out of range: {_escape_line(line)}")
             continue
         yield shape
 
@@ -316,8 +316,8 @@ def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
     Conversations contain text without token counts, so tokens are estimated. Everything up to an earlier answer of the
     same conversation, including that answer, counts as cached prefix.
     """
-    for number, conversation in json_values(stream, bad):
-        turns = _turns(conversation)
+    for number, conversation in read_json_values(stream, bad):
+        turns = _count_turns(conversation)
         if turns is None:
             bad.add(number, "no conversations or messages with a speaker and text", unit="conversation")
             continue
@@ -329,7 +329,7 @@ def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
             before += tokens
 
 
-def _turns(conversation: object) -> list[tuple[bool, int]] | None:
+def _count_turns(conversation: object) -> list[tuple[bool, int]] | None:
     """Per turn: whether the model speaks, and the estimated tokens."""
     if not isinstance(conversation, dict):
         return None
@@ -346,22 +346,22 @@ def _turns(conversation: object) -> list[tuple[bool, int]] | None:
         text = turn.get("value", turn.get("content", turn.get("text")))
         if not isinstance(speaker, str) or not isinstance(text, str):
             return None
-        found.append((speaker.lower() in ANSWERERS, estimated_tokens(text)))
+        found.append((speaker.lower() in ANSWERERS, estimate_tokens(text)))
     return found
 
 
-def estimated_tokens(text: str) -> int:
+def estimate_tokens(text: str) -> int:
     """Estimate: four bytes of UTF-8 per token, which is four English letters or a little over one Chinese character."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
-def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, Any]]:
+def read_json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, Any]]:
     """The elements of a JSON array, or consecutive values, without holding all of them in memory."""
     decoder = json.JSONDecoder()
     text = codecs.getincrementaldecoder("utf-8-sig")("replace")
     buffer, at, number, ended, ask = "", 0, 0, False, 2**18
     while True:
-        at = _past_separators(buffer, at, first=number == 0)
+        at = _skip_separators(buffer, at, first=number == 0)
         if at < len(buffer):
             try:
                 value, at = decoder.raw_decode(buffer, at)
@@ -382,13 +382,13 @@ def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, 
         ask = min(2 * ask, 2**24)  # so that a long conversation is not parsed again for every small piece
 
 
-def _past_separators(buffer: str, at: int, *, first: bool) -> int:
+def _skip_separators(buffer: str, at: int, *, first: bool) -> int:
     skipped = " \t\r\n,[" if first else " \t\r\n,]"
     while at < len(buffer) and buffer[at] in skipped:
         at += 1
     return at
 
 
-def _shown(line: bytes) -> str:
+def _escape_line(line: bytes) -> str:
     text = line.decode("utf-8", "replace").strip()
     return repr(text if len(text) <= 60 else text[:57] + "…")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bedplate.values.model import UNPACKED, Model
-from bedplate.values.record import replaced
+from bedplate.values.record import replace_fields
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3",
@@ -13,7 +13,7 @@ ARCHITECTURES = {
 """From the name in a GGUF header to Transformers' name, for the architectures in its `GGUF_CONFIG_MAPPING`."""
 
 
-def unpacked(model: Model) -> Model | None:
+def make_dequantized(model: Model) -> Model | None:
     """The same weights as 16-bit safetensors; `None` if Transformers does not know the architecture.
 
     Dequantization does not restore lost precision, so the answers stay those of the GGUF file.
@@ -21,8 +21,8 @@ def unpacked(model: Model) -> Model | None:
     architecture = ARCHITECTURES.get(model.architecture)
     if model.format != "gguf" or architecture is None:
         return None
-    parts = tuple(replaced(part, bytes=2 * part.parameters) for part in model.parts)
-    return replaced(
+    parts = tuple(replace_fields(part, bytes=2 * part.parameters) for part in model.parts)
+    return replace_fields(
         model,
         format="safetensors",
         architecture=architecture,

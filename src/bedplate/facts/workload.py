@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from bedplate.facts.traces import TOKEN_ERROR, TOKEN_RULE, BadRows, detected, opened, shapes_of
+from bedplate.facts.traces import TOKEN_ERROR, TOKEN_RULE, BadRows, detect_format, open_trace, parse_trace
 from bedplate.values.record import Basis
 from bedplate.values.workload import (
     Arrivals,
     CacheSize,
     InFlight,
     LengthBin,
-    Lengths,
+    LengthDistribution,
     PrefixReuse,
     RequestShape,
     Spread,
@@ -48,7 +48,7 @@ MODELS_NAMED = 20
 MAX_TENANTS = 100_000
 
 
-def summarise(
+def summarize_trace(
     path: Path | str,
     kind: TraceFormat | None = None,
     *,
@@ -58,13 +58,13 @@ def summarise(
 ) -> TraceSummary:
     """Read a trace once and summarise its workload. `ttft_ms` and `tpot_ms` are assumed if the trace has no times."""
     source = "standard input" if str(path) == "-" else Path(path).name
-    with opened(path) as stream:
-        known = kind or detected(stream, source)
+    with open_trace(path) as stream:
+        known = kind or detect_format(stream, source)
         bad = BadRows(source)
         meter = TraceMeter(ttft_ms=ttft_ms, tpot_ms=tpot_ms, cache_tokens=cache_tokens)
-        meter.take(shapes_of(stream, known, bad))
+        meter.add_all(parse_trace(stream, known, bad))
     bad.check()
-    return meter.summary(source, known, bad)
+    return meter.make_summary(source, known, bad)
 
 
 class TraceMeter:
@@ -88,12 +88,12 @@ class TraceMeter:
         self._tenants: set[str] = set()
         self._models: dict[str, None] = {}
 
-    def take(self, shapes: Iterable[RequestShape]) -> None:
+    def add_all(self, shapes: Iterable[RequestShape]) -> None:
         rest = iter(shapes)
         while batch := list(islice(rest, BATCH)):
-            self._take_batch(batch)
+            self._add_batch(batch)
 
-    def _take_batch(self, batch: list[RequestShape]) -> None:
+    def _add_batch(self, batch: list[RequestShape]) -> None:
         """Count a batch of requests, which is several times faster than one by one."""
         self._requests += len(batch)
         both = [(shape.prompt_tokens, shape.output_tokens) for shape in batch]
@@ -115,9 +115,9 @@ class TraceMeter:
         for shape in batch:
             if shape.prefix_hashes and shape.prompt_tokens is not None:
                 self._prefix.add(shape.prefix_hashes, shape.prompt_tokens, shape.prefix_block_tokens)
-        self._take_rare(batch)
+        self._add_rare_fields(batch)
 
-    def _take_rare(self, batch: list[RequestShape]) -> None:
+    def _add_rare_fields(self, batch: list[RequestShape]) -> None:
         """Count the fields that only some logs have."""
         for shape in batch:
             if shape.cached_tokens is not None and shape.prompt_tokens is not None:
@@ -129,13 +129,13 @@ class TraceMeter:
             if shape.model is not None and len(self._models) < MODELS_NAMED:
                 self._models[shape.model] = None
 
-    def summary(self, source: str, kind: TraceFormat, bad: BadRows) -> TraceSummary:
+    def make_summary(self, source: str, kind: TraceFormat, bad: BadRows) -> TraceSummary:
         estimated = kind == "sharegpt"
         lengths = {
-            name: meter.lengths("estimate" if estimated else "reported", TOKEN_ERROR if estimated else None)
+            name: meter.make_distribution("estimate" if estimated else "reported", TOKEN_ERROR if estimated else None)
             for name, meter in (("prompt", self._prompt), ("output", self._output), ("total", self._total))
         }
-        arrivals = self._arrivals.arrivals() if self._timed else None
+        arrivals = self._arrivals.make_arrivals() if self._timed else None
         return TraceSummary(
             source=source,
             format=kind,
@@ -149,12 +149,12 @@ class TraceMeter:
             output=lengths["output"],
             total=lengths["total"],
             arrivals=arrivals,
-            in_flight=self._in_flight() if arrivals is not None and arrivals.span_s else None,
-            prefix=self._reuse(kind),
-            notes=tuple(self._notes(kind, arrivals)),
+            in_flight=self._make_in_flight() if arrivals is not None and arrivals.span_s else None,
+            prefix=self._make_reuse(kind),
+            notes=tuple(self._make_notes(kind, arrivals)),
         )
 
-    def _in_flight(self) -> InFlight:
+    def _make_in_flight(self) -> InFlight:
         measured = self._with_duration == self._timed
         assumption = None
         if not measured:
@@ -165,22 +165,22 @@ class TraceMeter:
             )
             assumption = f"{self._ttft_ms:g} ms to the first token and {self._tpot_ms:g} ms for each one{some}"
         return InFlight(
-            spread=self._arrivals.in_flight(),
+            spread=self._arrivals.compute_in_flight(),
             basis="measured" if measured else "estimate",
             assumption=assumption,
             request_s=self._arrivals.mean_request_s,
         )
 
-    def _reuse(self, kind: TraceFormat) -> PrefixReuse | None:
+    def _make_reuse(self, kind: TraceFormat) -> PrefixReuse | None:
         if self._prefix.requests:
-            return self._prefix.reuse()
+            return self._prefix.make_reuse()
         if self._cached.requests:
             basis: Basis = "estimate" if kind == "sharegpt" else "reported"
             how = "earlier turns of the same conversation" if kind == "sharegpt" else "the engine's own count"
-            return self._cached.reuse(basis, how)
+            return self._cached.make_reuse(basis, how)
         return None
 
-    def _notes(self, kind: TraceFormat, arrivals: Arrivals | None) -> list[str]:
+    def _make_notes(self, kind: TraceFormat, arrivals: Arrivals | None) -> list[str]:
         notes = []
         if kind == "sharegpt":
             notes.append(f"tokens are estimated without a tokenizer, {TOKEN_RULE}, ± {TOKEN_ERROR:.0%}")
@@ -192,7 +192,7 @@ class TraceMeter:
             )
         if unknown := self._requests - self._prompt.count:
             notes.append(f"{unknown:,} requests without a prompt length are not included in the lengths")
-        return notes + self._arrivals.notes() + self._prefix.notes()
+        return notes + self._arrivals.make_notes() + self._prefix.make_notes()
 
 
 class LengthMeter:
@@ -209,18 +209,18 @@ class LengthMeter:
         self.total += sum(lengths)
         longest = max(lengths)
         self._max = max(self._max, longest)
-        self._counts.update(lengths if longest < EXACT_TOKENS else map(_nearly, lengths))
+        self._counts.update(lengths if longest < EXACT_TOKENS else map(_round_long, lengths))
 
-    def lengths(self, basis: Basis, error: float | None) -> Lengths:
-        return Lengths(
-            spread=spread_of(self._counts, mean=self.total / self.count if self.count else 0.0, most=self._max),
+    def make_distribution(self, basis: Basis, error: float | None) -> LengthDistribution:
+        return LengthDistribution(
+            spread=compute_spread(self._counts, mean=self.total / self.count if self.count else 0.0, most=self._max),
             total_tokens=self.total,
-            bins=self._bins(),
+            bins=self._make_bins(),
             basis=basis,
             error=error,
         )
 
-    def _bins(self) -> tuple[LengthBin, ...]:
+    def _make_bins(self) -> tuple[LengthBin, ...]:
         bins: Counter[int] = Counter()
         for tokens, requests in self._counts.items():
             bins[tokens.bit_length()] += requests
@@ -232,13 +232,13 @@ class LengthMeter:
         )
 
 
-def _nearly(tokens: int) -> int:
+def _round_long(tokens: int) -> int:
     """The length itself; for a very long one, its first 16 bits."""
     shift = max(0, tokens.bit_length() - 16)
     return tokens >> shift << shift
 
 
-def spread_of(weights: dict[int, int] | dict[int, float], mean: float, most: float) -> Spread:
+def compute_spread(weights: dict[int, int] | dict[int, float], mean: float, most: float) -> Spread:
     """Percentiles of weighted values: the smallest value that reaches the share."""
     shares = {0.5: 0.0, 0.9: 0.0, 0.99: 0.0}
     whole = sum(weights.values())
@@ -281,7 +281,7 @@ class ArrivalMeter:
             self._widen()
         self._waiting += arrivals
         if len(self._waiting) > 2 * HELD_BACK:
-            self._pass_oldest(len(self._waiting) - HELD_BACK)
+            self._process_oldest(len(self._waiting) - HELD_BACK)
 
     def _widen(self) -> None:
         self._width_s *= 10
@@ -290,17 +290,17 @@ class ArrivalMeter:
             wider[window // 10] += requests
         self._windows = wider
 
-    def _pass_oldest(self, count: int) -> None:
+    def _process_oldest(self, count: int) -> None:
         """Process the oldest buffered arrivals in order of time.
 
         The rest stay buffered, because earlier ones may follow.
         """
         self._waiting.sort()
         for started_s, lasts_s in self._waiting[:count]:
-            self._arrive(self._in_order(started_s), lasts_s)
+            self._add_in_flight(self._count_gap(started_s), lasts_s)
         del self._waiting[:count]
 
-    def _in_order(self, started_s: float) -> float:
+    def _count_gap(self, started_s: float) -> float:
         """Count the gap since the previous arrival."""
         previous_s = self._previous_s
         if previous_s is None:
@@ -319,7 +319,7 @@ class ArrivalMeter:
         self._previous_s = started_s
         return started_s
 
-    def _arrive(self, now_s: float, lasts_s: float) -> None:
+    def _add_in_flight(self, now_s: float, lasts_s: float) -> None:
         """Add a request in flight, after removing those that ended before."""
         ends, levels, since_s = self._ends, self._levels, self._level_since_s
         while ends and ends[0] <= now_s:
@@ -334,42 +334,42 @@ class ArrivalMeter:
             self._most = level + 1
 
     def _finish(self) -> None:
-        self._pass_oldest(len(self._waiting))
+        self._process_oldest(len(self._waiting))
 
-    def in_flight(self) -> Spread:
+    def compute_in_flight(self) -> Spread:
         """The distribution from the first arrival to the last. The time after it has no arrivals and is left out."""
         self._finish()
         whole_s = sum(self._levels.values())
         mean = sum(level * took_s for level, took_s in self._levels.items()) / whole_s if whole_s else float(self._most)
-        return spread_of(self._levels, mean=mean, most=self._most)
+        return compute_spread(self._levels, mean=mean, most=self._most)
 
-    def arrivals(self) -> Arrivals:
+    def make_arrivals(self) -> Arrivals:
         self._finish()
         span_s = (self._previous_s or 0.0) - self._first_s
         gaps = self._count - 1 - self._late
         return Arrivals(
             span_s=span_s,
             requests_per_s=(self._count - 1) / span_s if span_s else None,
-            gap_cv=self._gap_cv(gaps),
-            peak_to_mean_1s=self._peak_to_mean(1, span_s),
-            peak_to_mean_10s=self._peak_to_mean(10, span_s),
-            peak_to_mean_60s=self._peak_to_mean(60, span_s),
+            gap_cv=self._compute_gap_cv(gaps),
+            peak_to_mean_1s=self._compute_peak_to_mean(1, span_s),
+            peak_to_mean_10s=self._compute_peak_to_mean(10, span_s),
+            peak_to_mean_60s=self._compute_peak_to_mean(60, span_s),
             same_moment=self._same / gaps if gaps > 0 else 0.0,
-            series=self._series(span_s),
+            series=self._make_series(span_s),
         )
 
-    def notes(self) -> list[str]:
+    def make_notes(self) -> list[str]:
         if not self._late:
             return []
         return [f"{self._late:,} requests are far out of order: bursts and requests in flight are approximate"]
 
-    def _gap_cv(self, gaps: int) -> float | None:
+    def _compute_gap_cv(self, gaps: int) -> float | None:
         if gaps < 2 or not self._gaps_s:
             return None
         mean = self._gaps_s / gaps
         return math.sqrt(max(0.0, self._gaps_squared / gaps - mean * mean)) / mean
 
-    def _peak_to_mean(self, width_s: int, span_s: float) -> float | None:
+    def _compute_peak_to_mean(self, width_s: int, span_s: float) -> float | None:
         """`None` if the windows are wider than that, or the trace has fewer than two of them."""
         if self._width_s > width_s or span_s < 2 * width_s:
             return None
@@ -379,7 +379,7 @@ class ArrivalMeter:
             counts[window // step] += requests
         return max(counts.values()) / width_s / (self._count / span_s)
 
-    def _series(self, span_s: float) -> tuple[float, ...]:
+    def _make_series(self, span_s: float) -> tuple[float, ...]:
         if not span_s:
             return ()
         parts = max(1, min(SERIES_PARTS, int(span_s // self._width_s)))
@@ -403,7 +403,7 @@ class PrefixMeter:
         self.requests = 0
         self._cache_tokens, self._max_blocks = cache_tokens, max_blocks
         self._block_tokens = 0
-        self._caches: list[ForgetfulCache] = []
+        self._caches: list[LruPrefixCache] = []
         self._seen: set[int] = set()
         self._skip_mask = 0
         self._tokens = self._new_tokens = 0
@@ -413,13 +413,13 @@ class PrefixMeter:
     def add(self, hashes: tuple[int | str, ...], prompt_tokens: int, block_tokens: int | None) -> None:
         if not self._block_tokens:
             self._block_tokens = block_tokens or max(1, -(-prompt_tokens // len(hashes)))
-            self._caches = [ForgetfulCache(max(1, tokens // self._block_tokens)) for tokens in self._cache_tokens]
+            self._caches = [LruPrefixCache(max(1, tokens // self._block_tokens)) for tokens in self._cache_tokens]
         elif block_tokens not in (None, self._block_tokens):
             self._other_blocks += 1
             return
         self.requests += 1
         self._tokens += prompt_tokens
-        blocks = [block if type(block) is int else _number(block) for block in hashes]
+        blocks = [block if type(block) is int else _hash_to_number(block) for block in hashes]
         if not self._skip_mask:
             self._compare(blocks, prompt_tokens)
         self._count(blocks, prompt_tokens)
@@ -427,7 +427,7 @@ class PrefixMeter:
     def _compare(self, blocks: list[int], prompt_tokens: int) -> None:
         """Compare one prompt with the largest cache."""
         self._compared += 1
-        if tokens := min(self._caches[-1].leading(blocks) * self._block_tokens, prompt_tokens):
+        if tokens := min(self._caches[-1].count_leading(blocks) * self._block_tokens, prompt_tokens):
             self._matched.add([tokens])
 
     def _count(self, blocks: list[int], prompt_tokens: int) -> None:
@@ -441,38 +441,38 @@ class PrefixMeter:
         new = [block for block in sampled if block not in self._seen]
         self._new_tokens += uncovered + len(new) * size * weight - (short if last in new else 0)
         for cache in self._caches:
-            missed, last_missed = cache.take(sampled, last)
+            missed, last_missed = cache.add_prompt(sampled, last)
             cache.missed_tokens += uncovered + missed * size * weight - (short if last_missed else 0)
         self._seen.update(new)
         if len(self._seen) > self._max_blocks:
-            self._sample_less()
+            self._reduce_sampling()
 
-    def _sample_less(self) -> None:
+    def _reduce_sampling(self) -> None:
         self._skip_mask = mask = self._skip_mask * 2 + 1
         self._seen = {block for block in self._seen if not (block * MIXER >> 32) & mask}
         for cache, tokens in zip(self._caches, self._cache_tokens, strict=True):
             cache.keep(self._seen, max(1, tokens // self._block_tokens // (mask + 1)))
 
-    def reuse(self) -> PrefixReuse:
-        def saved(missed_tokens: int) -> float:
+    def make_reuse(self) -> PrefixReuse:
+        def compute_saved_share(missed_tokens: int) -> float:
             return min(1.0, max(0.0, 1 - missed_tokens / self._tokens)) if self._tokens else 0.0
 
         by_cache = tuple(
-            CacheSize(tokens=tokens, saved_share=saved(cache.missed_tokens))
+            CacheSize(tokens=tokens, saved_share=compute_saved_share(cache.missed_tokens))
             for tokens, cache in zip(self._cache_tokens, self._caches, strict=True)
         )
         return PrefixReuse(
-            saved_share=saved(self._new_tokens),
+            saved_share=compute_saved_share(self._new_tokens),
             by_cache=by_cache,
             block_tokens=self._block_tokens,
             sharing_requests=self._matched.count / self._compared,
-            typical_tokens=int(self._matched.lengths("reported", None).spread.p50),
+            typical_tokens=int(self._matched.make_distribution("reported", None).spread.p50),
             saved_tokens_per_request=by_cache[0].saved_share * self._tokens / self.requests,
             basis="measured",
             how=f"hashes of {self._block_tokens}-token blocks",
         )
 
-    def notes(self) -> list[str]:
+    def make_notes(self) -> list[str]:
         notes = []
         if self._skip_mask:
             notes.append(
@@ -484,7 +484,7 @@ class PrefixMeter:
         return notes
 
 
-class ForgetfulCache:
+class LruPrefixCache:
     """A prefix cache of limited size with LRU eviction."""
 
     def __init__(self, max_blocks: int) -> None:
@@ -492,11 +492,11 @@ class ForgetfulCache:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def leading(self, blocks: list[int]) -> int:
+    def count_leading(self, blocks: list[int]) -> int:
         """How many of a prompt's leading blocks are cached."""
         return next((index for index, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
-    def take(self, blocks: list[int], last: int) -> tuple[int, bool]:
+    def add_prompt(self, blocks: list[int], last: int) -> tuple[int, bool]:
         """Add a prompt to the cache. Returns how many of its blocks were missing, and whether the last one was."""
         held = self._blocks
         missed = 0
@@ -535,19 +535,19 @@ class CachedMeter:
         if cached_tokens:
             self._shared.add([cached_tokens])
 
-    def reuse(self, basis: Basis, how: str) -> PrefixReuse:
+    def make_reuse(self, basis: Basis, how: str) -> PrefixReuse:
         share = self._hits / self._tokens if self._tokens else 0.0
         return PrefixReuse(
             saved_share=share,
             sharing_requests=self._shared.count / self.requests,
-            typical_tokens=int(self._shared.lengths("reported", None).spread.p50),
+            typical_tokens=int(self._shared.make_distribution("reported", None).spread.p50),
             saved_tokens_per_request=self._hits / self.requests,
             basis=basis,
             how=how,
         )
 
 
-def _number(name: int | str) -> int:
+def _hash_to_number(name: int | str) -> int:
     """A textual hash as a 64-bit number."""
     if isinstance(name, int):
         return int(name)
@@ -582,7 +582,7 @@ def to_workload(summary: TraceSummary) -> Workload:
     )
 
 
-def workload_yaml(summary: TraceSummary) -> str:
+def write_workload_yaml(summary: TraceSummary) -> str:
     """The intent's `workload` section. Each line has a comment with the source of its figure."""
     work = to_workload(summary)
     prompt, output, total = summary.prompt.spread, summary.output.spread, summary.total.spread

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 
 MAX_CHARACTERS = 256 * 1024
 MAX_NODES = 20_000
@@ -35,10 +35,10 @@ _Loader.add_implicit_resolver(
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<")
 
 
-def parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
+def parse_yaml(text: str, origin: str) -> tuple[object, dict[str, int], str]:
     """The data, the line of each field, and the name of the source."""
     if len(text) > MAX_CHARACTERS:
-        raise BadQuestion(f"{origin} has {len(text):,} characters; an intent may have at most {MAX_CHARACTERS:,}")
+        raise UsageError(f"{origin} has {len(text):,} characters; an intent may have at most {MAX_CHARACTERS:,}")
     if text.lstrip().startswith("{"):
         # JSON may be indented with tabs, which YAML forbids. A JSON string never contains a bare tab.
         text = text.replace("\t", " ")
@@ -46,19 +46,19 @@ def parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            lines = _survey(node, origin)
+            lines = _check_size(node, origin)
             data = loader.construct_document(node) if node is not None else None
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise BadQuestion(f"{origin} is not YAML", cause=_first_words(error)) from error
+        raise UsageError(f"{origin} is not YAML", cause=_describe_error(error)) from error
     except (RecursionError, ValueError, TypeError) as error:
         cause = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise BadQuestion(f"{origin} cannot be read", cause=cause) from error
+        raise UsageError(f"{origin} cannot be read", cause=cause) from error
     return data, lines, origin
 
 
-def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
+def _check_size(root: yaml.Node | None, origin: str) -> dict[str, int]:
     """Check the size of the expanded document before it is built. Returns the line of each field."""
     lines: dict[str, int] = {}
     if root is None:
@@ -69,9 +69,9 @@ def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
         node, path, depth = pending.pop()
         visited += 1
         if visited > MAX_NODES:
-            raise BadQuestion(f"{origin} expands to more than {MAX_NODES:,} values through its aliases")
+            raise UsageError(f"{origin} expands to more than {MAX_NODES:,} values through its aliases")
         if depth > MAX_DEPTH:
-            raise BadQuestion(f"{path}: nested more than {MAX_DEPTH} levels deep")
+            raise UsageError(f"{path}: nested more than {MAX_DEPTH} levels deep")
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
@@ -80,17 +80,17 @@ def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if not isinstance(key, yaml.ScalarNode):
-                    raise BadQuestion(f"{path or 'a field'}: field names must be text", cause=f"line {line}")
+                    raise UsageError(f"{path or 'a field'}: field names must be text", cause=f"line {line}")
                 name = f"{path}.{key.value}" if path else str(key.value)
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                    raise BadQuestion(f"{name}: given twice, in lines {seen[key.value]} and {line} of {origin}")
+                    raise UsageError(f"{name}: given twice, in lines {seen[key.value]} and {line} of {origin}")
                 seen[key.value] = line
                 lines.setdefault(name, line)
                 pending.append((value, name, depth + 1))
     return lines
 
 
-def _first_words(error: yaml.YAMLError) -> str:
+def _describe_error(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())[:200]

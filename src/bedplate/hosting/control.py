@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
-from bedplate.home import disk_failure
-from bedplate.hosting.records import private_folder, short_socket_path
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
+from bedplate.home import make_disk_failure
+from bedplate.hosting.records import ensure_private_folder, get_short_socket_path
 from bedplate.values.record import Record
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 """Sends a line about progress to the client."""
 
 
-class Nothing(Record, frozen=True, kw_only=True):
+class NoArguments(Record, frozen=True, kw_only=True):
     """The arguments of an operation that has none."""
 
 
@@ -52,18 +52,18 @@ class Operation:
     """Whether it continues after the client disconnects. Otherwise it is cancelled."""
 
 
-class Error(Record, frozen=True, kw_only=True):
+class ErrorReport(Record, frozen=True, kw_only=True):
     message: str
     cause: str | None = None
     hint: str | None = None
     exit_code: int = 3
 
     @classmethod
-    def of(cls, error: BedplateError) -> Error:
+    def from_error(cls, error: BedplateError) -> ErrorReport:
         return cls(message=error.message, cause=error.cause, hint=error.hint, exit_code=error.exit_code)
 
-    def raised(self) -> BedplateError:
-        kind = {1: AnswerIsNo, 2: BadQuestion}.get(self.exit_code, OutsideFailed)
+    def to_exception(self) -> BedplateError:
+        kind = {1: NotPossible, 2: UsageError}.get(self.exit_code, ExternalFailure)
         return kind(self.message, cause=self.cause, hint=self.hint)
 
 
@@ -80,14 +80,14 @@ class ControlServer:
     async def start(self, wanted: Path, name: str) -> Path:
         """Listen at `wanted`, or at a short path in the temporary folder if that file system has no sockets."""
         try:
-            bound, path = _bound(wanted), wanted
+            bound, path = _bind_socket(wanted), wanted
         except OSError:
-            path = short_socket_path(name)
+            path = get_short_socket_path(name)
             try:
-                bound = _bound(path)
+                bound = _bind_socket(path)
             except OSError as error:
-                raise disk_failure(error, path) from error
-        self._server = await asyncio.start_unix_server(self._meet, sock=bound, limit=MOST_BYTES)
+                raise make_disk_failure(error, path) from error
+        self._server = await asyncio.start_unix_server(self._handle_connection, sock=bound, limit=MOST_BYTES)
         self._path = path
         return path
 
@@ -102,7 +102,7 @@ class ControlServer:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)
@@ -116,15 +116,15 @@ class ControlServer:
             done = await self._answer(reader, lambda text: send(note=text))
             send(done=done)
         except BedplateError as error:
-            send(error=Error.of(error))
+            send(error=ErrorReport.from_error(error))
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
             pass
         except asyncio.CancelledError:
-            send(error=Error(message="the service is stopping", exit_code=3))
+            send(error=ErrorReport(message="the service is stopping", exit_code=3))
             raise
         except Exception as error:
             self._host.say(f"a request on the control socket failed: {error!r}")
-            send(error=Error(message=f"the service failed to run this request: {error!r}", exit_code=3))
+            send(error=ErrorReport(message=f"the service failed to run this request: {error!r}", exit_code=3))
         finally:
             with contextlib.suppress(ConnectionError):
                 if writer.can_write_eof():
@@ -136,8 +136,8 @@ class ControlServer:
             try:
                 line = await reader.readuntil(b"\n")
             except asyncio.LimitOverrunError as error:
-                raise BadQuestion("the request is too long") from error
-        operation, arguments = self._understood(line)
+                raise UsageError("the request is too long") from error
+        operation, arguments = self._parse_request(line)
         running = asyncio.ensure_future(operation.does(self._host, arguments, tell))
         disconnected = asyncio.ensure_future(reader.read())
         try:
@@ -153,26 +153,26 @@ class ControlServer:
             if not operation.goes_on:
                 running.cancel()
 
-    def _understood(self, line: bytes) -> tuple[Operation, Record]:
+    def _parse_request(self, line: bytes) -> tuple[Operation, Record]:
         try:
             request = msgspec.json.decode(line)
             name, arguments = request["do"], request.get("with") or {}
             operation = self._operations.get(name)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-            raise BadQuestion("the request is malformed", cause=str(error)) from error
+            raise UsageError("the request is malformed", cause=str(error)) from error
         if operation is None:
-            raise BadQuestion(
+            raise UsageError(
                 f"this service has no operation {name!r}",
                 hint=f"it has {', '.join(sorted(self._operations))}; restart the service if bedplate was updated",
             )
         try:
             return operation, msgspec.convert(arguments, operation.asks)
         except msgspec.ValidationError as error:
-            raise BadQuestion(f"{name}: {error}") from error
+            raise UsageError(f"{name}: {error}") from error
 
 
-def _bound(path: Path) -> socket.socket:
-    private_folder(path.parent)
+def _bind_socket(path: Path) -> socket.socket:
+    ensure_private_folder(path.parent)
     server = socket.socket(socket.AF_UNIX)
     previous_umask = os.umask(0o177)
     try:
@@ -201,7 +201,7 @@ def ask(
 
     `limit_s` is the timeout for each line.
     """
-    request = msgspec.json.encode({"do": do, "with": arguments if arguments is not None else Nothing()})
+    request = msgspec.json.encode({"do": do, "with": arguments if arguments is not None else NoArguments()})
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(limit_s)
         try:
@@ -213,24 +213,24 @@ def ask(
                     if "note" in response:
                         tell(str(response["note"]))
                     elif "error" in response:
-                        raise msgspec.convert(response["error"], Error).raised()
+                        raise msgspec.convert(response["error"], ErrorReport).to_exception()
                     elif "done" in response:
                         return msgspec.convert(response["done"], answer)
         except TimeoutError as error:
-            raise _silent(record, f"no response within {limit_s:g} s") from error
+            raise _make_silence_failure(record, f"no response within {limit_s:g} s") from error
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise _silent(record, str(error)) from error
-    raise _silent(record, "it closed the connection")
+            raise _make_silence_failure(record, str(error)) from error
+    raise _make_silence_failure(record, "it closed the connection")
 
 
-def _silent(record: ServiceRecord, cause: str) -> OutsideFailed:
+def _make_silence_failure(record: ServiceRecord, cause: str) -> ExternalFailure:
     if record.state == "starting":
-        return OutsideFailed(
+        return ExternalFailure(
             f"{record.name} (process {record.pid}) is still starting",
             cause="its model or engine is being downloaded or installed, or its engines are not ready",
             hint=f"try again later, or stop it: bedplate stop {record.name}",
         )
-    return OutsideFailed(
+    return ExternalFailure(
         f"{record.name} (process {record.pid}) does not answer on its control socket",
         cause=cause,
         hint=f"see bedplate logs {record.name}; bedplate stop {record.name} still stops it",

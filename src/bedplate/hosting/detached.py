@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from bedplate.errors import OutsideFailed
-from bedplate.home import logs_dir, writable
-from bedplate.hosting.control import Error
+from bedplate.errors import ExternalFailure
+from bedplate.home import ensure_writable, get_logs_dir
+from bedplate.hosting.control import ErrorReport
 from bedplate.progress import Progress
 from bedplate.values import Decision, Endpoint, Hardware, Model
 from bedplate.values.record import Record
-from bedplate.values.service import Order, Wanted
+from bedplate.values.service import ModelOrder, Order
 
 STOP_S = 30.0
 EARLY_LOG = "detached.log"
@@ -30,7 +30,7 @@ MOST_EARLY_BYTES = 1_000_000
 SHOWN_LINES = 5
 
 
-class Errand(Record, frozen=True, kw_only=True):
+class DetachedInput(Record, frozen=True, kw_only=True):
     """The input of the background process."""
 
     order: Order
@@ -38,32 +38,32 @@ class Errand(Record, frozen=True, kw_only=True):
     report_fd: int
 
 
-class Choice(Record, frozen=True, kw_only=True):
+class ChoiceReport(Record, frozen=True, kw_only=True):
     """What was decided for one model."""
 
     hardware: Hardware
     model: Model
-    wanted: Wanted
+    wanted: ModelOrder
     decision: Decision
 
 
-class Step(Record, frozen=True, kw_only=True):
+class ProgressStep(Record, frozen=True, kw_only=True):
     label: str
     total: int | None = None
 
 
-class Report(Record, frozen=True, kw_only=True, omit_defaults=True):
+class StartReport(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the background process. Exactly one field is set."""
 
     note: str | None = None
-    step: Step | None = None
+    step: ProgressStep | None = None
     """A long step begins. `done` reports how much of it is complete, and `ended` ends it."""
     done: int | None = None
     ended: bool = False
-    choice: Choice | None = None
+    choice: ChoiceReport | None = None
     name: str | None = None
     ready: Endpoint | None = None
-    error: Error | None = None
+    error: ErrorReport | None = None
 
 
 # the starting process
@@ -73,14 +73,14 @@ def start_detached(
     program: str,
     order: Order,
     progress: Progress,
-    on_choice: Callable[[Choice], None] = lambda choice: None,
+    on_choice: Callable[[ChoiceReport], None] = lambda choice: None,
     fallback: str | None = None,
 ) -> Endpoint:
     """Run the module `program` and return when the service is ready.
 
     Raises the error that prevented it. Ctrl-C stops the background process.
     """
-    early = writable(logs_dir()) / EARLY_LOG
+    early = ensure_writable(get_logs_dir()) / EARLY_LOG
     if early.exists() and early.stat().st_size > MOST_EARLY_BYTES:
         early.unlink()
     reading, writing = os.pipe()
@@ -95,22 +95,22 @@ def start_detached(
             start_new_session=True,
         )
     os.close(writing)
-    errand = Errand(order=order, fallback=fallback, report_fd=writing)
+    errand = DetachedInput(order=order, fallback=fallback, report_fd=writing)
     with os.fdopen(reading, "rb") as reports:
         try:
             if child.stdin is not None:
                 with contextlib.suppress(BrokenPipeError), child.stdin as out:
                     out.write(msgspec.json.encode(errand))
-            return _followed(reports, progress, on_choice, child, early, began)
+            return _follow_reports(reports, progress, on_choice, child, early, began)
         except BaseException:
-            _ended(child)
+            _stop_child(child)
             raise
 
 
-def _followed(
+def _follow_reports(
     reports: Iterator[bytes],
     progress: Progress,
-    on_choice: Callable[[Choice], None],
+    on_choice: Callable[[ChoiceReport], None],
     child: subprocess.Popen[bytes],
     early: Path,
     began: int,
@@ -118,7 +118,7 @@ def _followed(
     with ExitStack() as steps:
         update: Callable[[int], None] = lambda done: None  # noqa: E731
         for line in reports:
-            report = msgspec.json.decode(line, type=Report)
+            report = msgspec.json.decode(line, type=StartReport)
             if report.note is not None:
                 progress.note(report.note)
             elif report.choice is not None:
@@ -131,21 +131,21 @@ def _followed(
             elif report.ended:
                 steps.close()
             elif report.error is not None:
-                raise report.error.raised()
+                raise report.error.to_exception()
             elif report.ready is not None:
                 return report.ready
     code = child.wait()
     with early.open("rb") as log:
         log.seek(began)
         lines = log.read().decode("utf-8", "replace").strip().splitlines()
-    raise OutsideFailed(
+    raise ExternalFailure(
         f"the service exited before it was ready (status {code})",
         cause=" / ".join(lines[-SHOWN_LINES:]) or None,
         hint=f"see its log: {early}",
     )
 
 
-def _ended(child: subprocess.Popen[bytes]) -> None:
+def _stop_child(child: subprocess.Popen[bytes]) -> None:
     """Terminate it, and kill it after `STOP_S`. Its engines end with it in both cases."""
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
@@ -159,7 +159,7 @@ def _ended(child: subprocess.Popen[bytes]) -> None:
 # the background process
 
 
-class Reporter:
+class PipeReporter:
     """Sends reports to the starting process until it closes the pipe."""
 
     def __init__(self, fd: int) -> None:
@@ -167,7 +167,7 @@ class Reporter:
         self._fd: int | None = fd
         self._done: int | None = None
 
-    def send(self, report: Report) -> None:
+    def send(self, report: StartReport) -> None:
         if self._fd is None:
             return
         data = msgspec.json.encode(report) + b"\n"
@@ -183,18 +183,18 @@ class Reporter:
             os.close(fd)
 
     def note(self, text: str) -> None:
-        self.send(Report(note=text))
+        self.send(StartReport(note=text))
 
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        self.send(Report(step=Step(label=label, total=total)))
+        self.send(StartReport(step=ProgressStep(label=label, total=total)))
         self._done = None
         try:
             yield self._update
         finally:
-            self.send(Report(ended=True))
+            self.send(StartReport(ended=True))
 
     def _update(self, done: int) -> None:
         if done != self._done:
             self._done = done
-            self.send(Report(done=done))
+            self.send(StartReport(done=done))

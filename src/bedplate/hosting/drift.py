@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bedplate.decide import decide
 from bedplate.decide.wording import join_alternatives
 from bedplate.errors import BedplateError
-from bedplate.facts.observed import observed
+from bedplate.facts.observed import summarize_observed
 from bedplate.facts.workload import to_workload
 from bedplate.values import Decision, Workload
 
@@ -23,36 +23,36 @@ MUCH_SHARED = 0.5
 """Share of the prompt tokens that must be a shared prefix before an unexpected one is reported."""
 
 
-def drift(service: HostedService) -> str | None:
+def describe_drift(service: HostedService) -> str | None:
     """A sentence about how the observed workload differs from the assumed one, and what the plan would be now.
 
     None if it does not differ, or if there were too few requests.
     """
     try:
-        summary = observed(SPAN_S, model=service.name)
+        summary = summarize_observed(SPAN_S, model=service.name)
     except BedplateError:  # no requests, or the store cannot be read
         return None
     if summary.requests < ENOUGH:
         return None
     seen, assumed = to_workload(summary), service.wanted.workload
-    differences = differing(assumed, seen)
+    differences = list_differences(assumed, seen)
     if not differences:
         return None
     decided = service.readied.decided
     now = decide(decided.hardware, decided.facts, seen, operations=service.wanted.operations, installable=True)
     drifted = f"{summary.requests:,} requests in the last day had {', '.join(differences)}"
-    return f"{drifted}; {consequence(decided.decision, now)}"
+    return f"{drifted}; {describe_new_plan(decided.decision, now)}"
 
 
-def differing(assumed: Workload, seen: Workload) -> list[str]:
+def list_differences(assumed: Workload, seen: Workload) -> list[str]:
     """The figures that differ from the assumed ones by more than `FAR`."""
     pairs = [
         ("prompt tokens", assumed.prompt_tokens, seen.prompt_tokens),
         ("output tokens", assumed.output_tokens, seen.output_tokens),
     ]
     # Without a stated concurrency the assumed one is an upper bound, and a lower figure is no drift.
-    if assumed.concurrency is not None or seen.in_flight() > assumed.in_flight():
-        pairs.append(("concurrent requests", assumed.in_flight(), seen.in_flight()))
+    if assumed.concurrency is not None or seen.compute_in_flight() > assumed.compute_in_flight():
+        pairs.append(("concurrent requests", assumed.compute_in_flight(), seen.compute_in_flight()))
     found = [f"{b:,} {what} instead of {a:,}" for what, a, b in pairs if max(a, b) >= FAR * min(a, b)]
     shared = seen.shared_prefix_tokens
     if shared >= MUCH_SHARED * seen.prompt_tokens and shared >= FAR * max(1, assumed.shared_prefix_tokens):
@@ -60,7 +60,7 @@ def differing(assumed: Workload, seen: Workload) -> list[str]:
     return found
 
 
-def consequence(before: Decision, now: Decision) -> str:
+def describe_new_plan(before: Decision, now: Decision) -> str:
     if now.engine is None or now.settings is None:
         return f"this workload does not fit here: {join_alternatives(now.hints) or 'see bedplate plan'}"
     settings = f"{now.settings.slots} slots of {now.settings.context_tokens:,} tokens"

@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bedplate.decide.memory import fit
 from bedplate.decide.together import HOST, Need
-from bedplate.engines import Failure
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
-from bedplate.hosting.memory import Holder, Room, summed, to_unload
-from bedplate.hosting.orchestrated import Part
-from bedplate.run.gateway import Backend, BackendState, Gateway
-from bedplate.run.gateway.keeper import Keeper
-from bedplate.run.starting import EngineStart, PlanBackend, supervise
+from bedplate.engines import KnownFailure
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
+from bedplate.hosting.memory import LoadedModel, MemoryLimits, choose_unloads, sum_needs
+from bedplate.hosting.orchestrated import ProcessRole
+from bedplate.run.gateway import BackendState, Gateway, GatewayBackend
+from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.run.starting import EngineStart, PlanBackend, create_supervisor
 from bedplate.run.supervisor import EngineLog, Supervisor
 from bedplate.run.trials import PATIENT
-from bedplate.values.units import memory, seconds
+from bedplate.values.units import format_memory, format_seconds
 
 if TYPE_CHECKING:
-    from bedplate.hosting.orchestrated import Member, Orchestration
+    from bedplate.hosting.orchestrated import OrchestratedProcess, Orchestration
     from bedplate.progress import Progress
-    from bedplate.run.listening import Listen
-    from bedplate.run.ready import Readied
+    from bedplate.run.listening import ListenOptions
+    from bedplate.run.ready import PreparedModel
     from bedplate.values import Hardware, Plan
-    from bedplate.values.endpoint import Above
-    from bedplate.values.service import Wanted
+    from bedplate.values.endpoint import EndpointOrchestrator
+    from bedplate.values.service import ModelOrder
 
-ALONE = Part()
+ALONE = ProcessRole()
 DRAIN_S = 30.0
 """How long running requests may take before their engine is stopped anyway."""
 LONGEST_WAIT_S = 120.0
@@ -50,10 +50,12 @@ ON_ATTEMPTS = 3
 ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
-class OrchestratedBackend(Backend):
+class OrchestratedBackend(GatewayBackend):
     """The process of an orchestrator that takes the requests for all of its replicas."""
 
-    def __init__(self, model: str, plan: Plan, aliases: Iterable[str], share: float, above: Above) -> None:
+    def __init__(
+        self, model: str, plan: Plan, aliases: Iterable[str], share: float, above: EndpointOrchestrator
+    ) -> None:
         super().__init__(model, above.orchestrator, above.version, aliases, share=share)
         self.slots = plan.settings.slots * above.replicas
         self.context_tokens = plan.settings.context_tokens
@@ -70,9 +72,9 @@ class HostedEngine:
         service: str,
         start: EngineStart,
         need: Need,
-        backend: Backend,
+        backend: GatewayBackend,
         supervisor: Supervisor,
-        part: Part,
+        part: ProcessRole,
     ) -> None:
         self.id = id
         """Unique in its host: `llama.cpp-1`."""
@@ -111,7 +113,7 @@ class HostedEngine:
         return f"http://{address[0]}:{address[1]}" if address is not None else None
 
 
-class Busy(NamedTuple):
+class ExclusiveOperation(NamedTuple):
     """The operation that has a service exclusively: a load, an unload, a migration or a shadow."""
 
     doing: str
@@ -123,7 +125,7 @@ class Busy(NamedTuple):
 class HostedService:
     """One model of a host, and the engines that serve it now."""
 
-    def __init__(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> None:
+    def __init__(self, wanted: ModelOrder, readied: PreparedModel, on: Orchestration | None = None) -> None:
         self.wanted = wanted
         self.readied = readied
         """What its engines are started from. A migration replaces it."""
@@ -136,41 +138,41 @@ class HostedService:
         self.at_rest = asyncio.Event()
         """Cleared while its engines are being stopped."""
         self.at_rest.set()
-        self.busy: Busy | None = None
+        self.busy: ExclusiveOperation | None = None
         self.reserved = False
         """Whether its memory is counted as taken before its engines run."""
 
     @property
     def on_demand(self) -> bool:
-        return self.wanted.on_demand
+        return self.wanted.is_on_demand
 
     @contextlib.contextmanager
-    def engaged(self, doing: str) -> Iterator[None]:
+    def engage(self, doing: str) -> Iterator[None]:
         """Give the current task the service exclusively. Loads, unloads and migrations check `busy` first."""
         task = asyncio.current_task()
         if task is None or self.busy is not None:
             raise RuntimeError(f"{self.name} is busy: {self.busy.doing if self.busy is not None else 'no task'}")
-        self.busy = Busy(doing, task)
+        self.busy = ExclusiveOperation(doing, task)
         try:
             yield
         finally:
             self.busy = None
 
     @property
-    def doing(self) -> str | None:
+    def current_operation(self) -> str | None:
         """The current operation, for the status; None if there is none."""
-        if self.unloading:
+        if self.is_unloading:
             return "unloading"
         return self.busy.doing if self.busy is not None else None
 
     @property
-    def unloading(self) -> bool:
+    def is_unloading(self) -> bool:
         return not self.at_rest.is_set()
 
     @property
     def need(self) -> Need:
         """Memory of all of its engines: of the running ones, else of those that a load would start."""
-        return summed(engine.need for engine in self.engines) or summed(self.readied.needs)
+        return sum_needs(engine.need for engine in self.engines) or sum_needs(self.readied.needs)
 
     @property
     def in_flight(self) -> int:
@@ -182,23 +184,23 @@ class HostedService:
 
     @property
     def state(self) -> ServiceState:
-        if self.unloading:
+        if self.is_unloading:
             return "unloading"
-        if self.answers("ready"):
+        if self.can_answer("ready"):
             return "ready"
         if self.failure is not None and self.busy is None:
             return "failed"
         return "loading" if self.engines or self.busy is not None else "unloaded"
 
-    def check_own(self) -> None:
+    def check_swappable(self) -> None:
         """Raise if an orchestrator runs its engines: bedplate cannot swap those."""
         if self.on is not None:
-            raise AnswerIsNo(
+            raise NotPossible(
                 f"{self.name} runs on {self.on.above.orchestrator.capitalize()}, whose engines bedplate cannot swap",
                 hint="stop it and serve it without --on to migrate or shadow it",
             )
 
-    def answers(self, *states: BackendState) -> bool:
+    def can_answer(self, *states: BackendState) -> bool:
         """Whether its engines in these states include one that takes requests and one that computes."""
         parts = [engine.part for engine in self.engines if engine.state in states]
         return any(part.routed for part in parts) and any(part.computes for part in parts)
@@ -208,20 +210,27 @@ class Host:
     """The gateway and the services behind it. Only the host starts and stops their engines."""
 
     def __init__(
-        self, name: str, listen: Listen, hardware: Hardware, progress: Progress, logs: Path, *, room: Room | None = None
+        self,
+        name: str,
+        listen: ListenOptions,
+        hardware: Hardware,
+        progress: Progress,
+        logs: Path,
+        *,
+        room: MemoryLimits | None = None,
     ) -> None:
         self.name = name
         self.listen = listen
         self.hardware = hardware
         """As probed before the first engine was started."""
-        self.room = room or Room.of(hardware)
+        self.room = room or MemoryLimits.from_hardware(hardware)
         self._loop = asyncio.get_running_loop()
         self.gateway = Gateway(
             [],
             api_key=listen.api_key,
             max_body_bytes=listen.max_body_bytes,
             max_wait_s=LONGEST_WAIT_S,
-            keeper=Keeper(content=listen.log_content, note=self._say_from_elsewhere),
+            keeper=RequestRecorder(content=listen.log_content, note=self._say_from_thread),
         )
         self.services: dict[str, HostedService] = {}
         """By served model name."""
@@ -234,7 +243,7 @@ class Host:
         self.stopping = asyncio.Event()
         """Set when the host was asked to stop, by a signal or on the control socket."""
         self.grace_s = listen.grace_s
-        self.fatal: asyncio.Future[OutsideFailed] = self._loop.create_future()
+        self.fatal: asyncio.Future[ExternalFailure] = self._loop.create_future()
         """Done when every service has failed."""
         self._progress = progress
         self._logs = logs
@@ -251,20 +260,20 @@ class Host:
     def url(self) -> str:
         return self.gateway.url
 
-    def service(self, name: str | None = None) -> HostedService:
+    def get_service(self, name: str | None = None) -> HostedService:
         """The service of this name; without a name, the only service."""
         if name is None and len(self.services) == 1:
             return next(iter(self.services.values()))
         found = self.services.get(name or "")
         if found is None:
             problem = f"{name} is not served here" if name else f"{len(self.services)} models are served here"
-            raise BadQuestion(problem, hint=f"name one of {', '.join(self.services)}")
+            raise UsageError(problem, hint=f"name one of {', '.join(self.services)}")
         return found
 
-    def engine(self, id: str) -> HostedEngine:
+    def get_engine(self, id: str) -> HostedEngine:
         found = next((engine for engine in self.engines if engine.id == id), None)
         if found is None:
-            raise BadQuestion(f"no engine {id} is running", hint=f"running: {', '.join(e.id for e in self.engines)}")
+            raise UsageError(f"no engine {id} is running", hint=f"running: {', '.join(e.id for e in self.engines)}")
         return found
 
     def say(self, text: str, *, aloud: bool = True) -> None:
@@ -274,7 +283,7 @@ class Host:
             self._progress.note(text)
         self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
-    def _say_from_elsewhere(self, text: str) -> None:
+    def _say_from_thread(self, text: str) -> None:
         """The same from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.say, text)
@@ -284,11 +293,11 @@ class Host:
     async def start(self) -> int:
         """Listen on the port and return it."""
         port = await self.gateway.start(self.listen.host, self.listen.port)
-        self.gateway.wanted = self._want
-        self._later(self._sweep())
+        self.gateway.wanted = self._handle_waiting_request
+        self._run_later(self._unload_idle())
         return port
 
-    def stop_soon(self, grace_s: float | None = None) -> None:
+    def request_stop(self, grace_s: float | None = None) -> None:
         """Ask the owner of the host to call `stop`."""
         if grace_s is not None:
             self.grace_s = grace_s
@@ -313,23 +322,25 @@ class Host:
 
     # services
 
-    async def add_service(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> HostedService:
+    async def add_service(
+        self, wanted: ModelOrder, readied: PreparedModel, on: Orchestration | None = None
+    ) -> HostedService:
         """Add a service, and load it unless it is loaded on its first request."""
         name = readied.name
         if name in self.services:
-            raise BadQuestion(f"{name} is already served", hint="each model of an endpoint needs a distinct name")
+            raise UsageError(f"{name} is already served", hint="each model of an endpoint needs a distinct name")
         self.services[name] = service = HostedService(wanted, readied, on)
         self.gateway.allow(name, wanted.tenants)
-        if wanted.on_demand:
-            self.gateway.known(name, aliases=self._aliases(readied.plan))
-        if not wanted.on_demand or wanted.preload:
+        if wanted.is_on_demand:
+            self.gateway.register_models(name, aliases=self._list_aliases(readied.plan))
+        if not wanted.is_on_demand or wanted.preload:
             await self.load(service)
         return service
 
     async def load(self, service: HostedService) -> None:
         """Start its engines when their memory is free. Raises if they do not fit or do not start."""
         if service.busy is None:
-            service.busy = Busy("loading", asyncio.create_task(self._load(service)))
+            service.busy = ExclusiveOperation("loading", asyncio.create_task(self._load(service)))
         await asyncio.shield(service.busy.task)
 
     async def unload(self, service: HostedService, drain_s: float = DRAIN_S) -> None:
@@ -346,18 +357,18 @@ class Host:
             await service.at_rest.wait()
             if service.engines:
                 return
-            await self._make_room(service)
+            await self._free_memory(service)
             service.failure = None
             try:
-                for stage in self._stages(service):
-                    await _all_of(stage)
+                for stage in self._list_stages(service):
+                    await _start_all(stage)
             except BaseException:
                 await self.unload(service, 0)
                 raise
             if service.on is not None:
-                self._later(service.on.keep(service.engines))
+                self._run_later(service.on.keep(service.engines))
             if self.state == "ready":
-                self.say(f"{service.name} is loaded, after {seconds(time.monotonic() - began)}")
+                self.say(f"{service.name} is loaded, after {format_seconds(time.monotonic() - began)}")
         except BedplateError as error:
             service.failure = error.summary
             raise
@@ -365,31 +376,31 @@ class Host:
             service.busy = None
             service.reserved = False
 
-    def _stages(self, service: HostedService) -> Iterator[list[Coroutine[Any, Any, HostedEngine]]]:
+    def _list_stages(self, service: HostedService) -> Iterator[list[Coroutine[Any, Any, HostedEngine]]]:
         """The engines to start, in stages. Each stage starts when the one before it is ready."""
         readied, on = service.readied, service.on
         if on is None:
             yield [
-                self.add_engine(readied.start(replica), service=service.name, need=need)
+                self.add_engine(readied.build_start(replica), service=service.name, need=need)
                 for replica, need in enumerate(readied.needs)
             ]
             return
         for stage in on.stages():
             yield [self._add_member(service, on, member) for member in stage]
 
-    async def _add_member(self, service: HostedService, on: Orchestration, member: Member) -> HostedEngine:
+    async def _add_member(self, service: HostedService, on: Orchestration, member: OrchestratedProcess) -> HostedEngine:
         start = EngineStart(
             service.readied.plan, on.environment, service.readied.folder, member.env, launched=member.engine
         )
         return await self.add_engine(start, service=service.name, need=member.need, part=member.part)
 
-    def _want(self, model: str) -> None:
+    def _handle_waiting_request(self, model: str) -> None:
         """Called by the gateway when a request waits for a model without a ready engine."""
         service = self.services.get(model)
         if service is None or self.state == "stopping" or service.busy is not None:
             return
-        if not service.engines or service.unloading:  # else the supervisor restarts an engine
-            self._later(self._load_for_request(service))
+        if not service.engines or service.is_unloading:  # else the supervisor restarts an engine
+            self._run_later(self._load_for_request(service))
 
     async def _load_for_request(self, service: HostedService) -> None:
         try:
@@ -399,13 +410,13 @@ class Host:
             message = f"{service.name} cannot be loaded now: {service.failure}"
             self.gateway.give_up(service.name, message, retry_after_s=RETRY_S)
 
-    async def _make_room(self, service: HostedService) -> None:
+    async def _free_memory(self, service: HostedService) -> None:
         """Reserve its memory. Models that were used longest ago are unloaded first."""
-        need = summed(service.readied.needs)
+        need = sum_needs(service.readied.needs)
         until = time.monotonic() + ROOM_WAIT_S
         while True:
             async with self._placing:
-                unloads = to_unload(self.room, self._holders(service), need)
+                unloads = choose_unloads(self.room, self._list_loaded(service), need)
                 if unloads is not None:
                     service.reserved = True
                     for name in unloads:
@@ -413,35 +424,35 @@ class Host:
                         await self.unload(self.services[name])
                     return
             busy = [one.name for one in self.services.values() if one is not service and one.on_demand and one.engines]
-            held = [one for one in self._holders(service) if one.name not in busy]
-            if to_unload(self.room, held, need) is None:
-                raise self._no_room(service, need, [one.name for one in held])
+            held = [one for one in self._list_loaded(service) if one.name not in busy]
+            if choose_unloads(self.room, held, need) is None:
+                raise self._make_memory_error(service, need, [one.name for one in held])
             if time.monotonic() > until:
-                raise self._no_room(service, need, busy)
+                raise self._make_memory_error(service, need, busy)
             await asyncio.sleep(LOOK_S)
 
-    def _holders(self, but: HostedService) -> list[Holder]:
+    def _list_loaded(self, but: HostedService) -> list[LoadedModel]:
         return [
-            Holder(
+            LoadedModel(
                 name=one.name,
                 need=one.need,
                 last_used=one.last_used,
-                may_go=one.on_demand and one.state == "ready" and not self._in_use(one),
+                may_go=one.on_demand and one.state == "ready" and not self._is_in_use(one),
             )
             for one in self.services.values()
             if one is not but and (one.engines or one.reserved)
         ]
 
-    def _no_room(self, service: HostedService, need: Need, others: list[str]) -> AnswerIsNo:
+    def _make_memory_error(self, service: HostedService, need: Need, others: list[str]) -> NotPossible:
         loaded = f" next to {' and '.join(others)}, which cannot be unloaded now" if others else ""
-        return AnswerIsNo(
+        return NotPossible(
             f"not enough memory for {service.name}{loaded}",
-            cause=f"it needs up to {memory(sum(need.values()))}; available: {self.room.in_words()}",
+            cause=f"it needs up to {format_memory(sum(need.values()))}; available: {self.room.describe()}",
             hint="try again when they are idle, or raise --memory-budget",
         )
 
-    def _in_use(self, service: HostedService) -> bool:
-        return service.in_flight > 0 or self.gateway.waiting(service.name) > 0
+    def _is_in_use(self, service: HostedService) -> bool:
+        return service.in_flight > 0 or self.gateway.count_waiting(service.name) > 0
 
     # engines
 
@@ -452,7 +463,7 @@ class Host:
         service: str | None = None,
         share: float = 1.0,
         need: Need | None = None,
-        part: Part = ALONE,
+        part: ProcessRole = ALONE,
     ) -> HostedEngine:
         """Start one more engine for a service and return when it is ready. Raises if it does not become ready.
 
@@ -463,23 +474,23 @@ class Host:
         name = service or start.plan.model.served_name
         owner = self.services.get(name)
         if owner is None:
-            raise BadQuestion(f"{name} is not served here", hint=f"served: {', '.join(self.services)}")
+            raise UsageError(f"{name} is not served here", hint=f"served: {', '.join(self.services)}")
         if need is None:
-            need = self.need_of(start.plan)
-            self.check_room(need, f"another engine for {name}")
-        made = self._made(owner, start, share, need, part)
+            need = self.compute_need(start.plan)
+            self.check_memory(need, f"another engine for {name}")
+        made = self._make_engine(owner, start, share, need, part)
         # The first engine in the list is one that takes requests.
         owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
         if part.routed:
             self.gateway.add(made.backend)
         made.supervisor.start()
         try:
-            await made.supervisor.ready()
+            await made.supervisor.wait_for_start()
         except BaseException:
             await self.remove_engine(made, 0)
             raise
         made.ready_since = made.backend.last_used = time.monotonic()
-        self._later(self._watch(owner, made))
+        self._run_later(self._watch_engine(owner, made))
         return made
 
     async def remove_engine(self, engine: HostedEngine, drain_s: float = DRAIN_S) -> bool:
@@ -493,13 +504,13 @@ class Host:
                 await self.gateway.remove(engine.backend, within_s=0, cut=True)
         finally:
             # Also when the removal is cancelled: the engine gets no requests any more and must not stay.
-            await asyncio.shield(self._ended(engine))
+            await asyncio.shield(self._stop_engine(engine))
         return done
 
-    def need_of(self, plan: Plan) -> Need:
+    def compute_need(self, plan: Plan) -> Need:
         """The most memory that an engine of this plan may take on each device."""
         found = fit(
-            self.hardware, plan.model, plan.workload, plan.engine, _label(plan), plan.parallelism, plan.settings
+            self.hardware, plan.model, plan.workload, plan.engine, _get_label(plan), plan.parallelism, plan.settings
         )
         devices: dict[str, int] = {}
         for one in found.devices:
@@ -510,94 +521,97 @@ class Host:
                     devices[f"card {card.index}"] = one.high_bytes
         return devices
 
-    def has_room(self, need: Need) -> bool:
+    def has_memory_for(self, need: Need) -> bool:
         """Whether this fits next to everything that is loaded now."""
         return self.room.holds([need, *(engine.need for engine in self.engines)])
 
-    def check_room(self, need: Need, what: str) -> None:
-        if not self.has_room(need):
-            needed, taken = sum(need.values()), sum(summed(engine.need for engine in self.engines).values())
-            raise AnswerIsNo(
+    def check_memory(self, need: Need, what: str) -> None:
+        if not self.has_memory_for(need):
+            needed, taken = sum(need.values()), sum(sum_needs(engine.need for engine in self.engines).values())
+            raise NotPossible(
                 f"{what} does not fit next to the loaded engines",
-                cause=f"it needs up to {memory(needed)}; {memory(taken)} of {self.room.in_words()} are taken",
+                cause=f"it needs up to {format_memory(needed)}; {format_memory(taken)} of "
+                f"{self.room.describe()} are taken",
             )
 
-    def _made(self, owner: HostedService, start: EngineStart, share: float, need: Need, part: Part) -> HostedEngine:
+    def _make_engine(
+        self, owner: HostedService, start: EngineStart, share: float, need: Need, part: ProcessRole
+    ) -> HostedEngine:
         plan, launched = start.plan, start.engine
-        backend: Backend
+        backend: GatewayBackend
         if owner.on is not None and part.name:
-            backend = OrchestratedBackend(owner.name, plan, self._aliases(plan), share, owner.on.above)
+            backend = OrchestratedBackend(owner.name, plan, self._list_aliases(plan), share, owner.on.above)
         else:
-            backend = PlanBackend(owner.name, plan, self._aliases(plan), share)
-        backend.begun = self._begun
+            backend = PlanBackend(owner.name, plan, self._list_aliases(plan), share)
+        backend.begun = self._report_request
         taken = {engine.id for engine in self.engines}
         number = next(n for n in range(1, len(taken) + 2) if f"{launched.id}-{n}" not in taken)
         id = f"{launched.id}-{number}"
-        if self._shares_cores(plan):
+        if self._has_too_many_threads(plan):
             start = replace(start, env={**PATIENT, **start.env})
-        supervisor = supervise(start, backend, self._logs / f"{self.name}@{id}.log", self.say)
+        supervisor = create_supervisor(start, backend, self._logs / f"{self.name}@{id}.log", self.say)
         return HostedEngine(id, owner.name, start, need, backend, supervisor, part)
 
-    def _shares_cores(self, plan: Plan) -> bool:
+    def _has_too_many_threads(self, plan: Plan) -> bool:
         """Whether the engines together have more threads than there are cores. Spinning threads then block others."""
         planned = [one.readied.plan for one in self.services.values() for _ in one.readied.needs]
         running = [engine.plan for engine in self.engines if engine.part.computes]
         threads = max(sum(one.settings.threads or 0 for one in plans) for plans in (planned, [*running, plan]))
         return threads > self.hardware.cpu.allowed_physical_cores
 
-    def _aliases(self, plan: Plan) -> tuple[str, ...]:
+    def _list_aliases(self, plan: Plan) -> tuple[str, ...]:
         return (plan.model.name, *plan.model.files)
 
-    def _begun(self) -> None:
+    def _report_request(self) -> None:
         if self.on_request is not None:
             self.on_request()
 
-    async def _ended(self, engine: HostedEngine) -> None:
+    async def _stop_engine(self, engine: HostedEngine) -> None:
         await engine.supervisor.stop()
         owner = self.services[engine.service]
         if engine in owner.engines:
             owner.engines.remove(engine)
 
-    async def _watch(self, owner: HostedService, engine: HostedEngine) -> None:
-        failure = await engine.supervisor.ended()
+    async def _watch_engine(self, owner: HostedService, engine: HostedEngine) -> None:
+        failure = await engine.supervisor.wait_for_failure()
         if not engine.leaving and self.state != "stopping":
-            self._lost(owner, engine, failure)
+            self._handle_lost_engine(owner, engine, failure)
 
-    def _lost(self, owner: HostedService, engine: HostedEngine, failure: Failure) -> None:
+    def _handle_lost_engine(self, owner: HostedService, engine: HostedEngine, failure: KnownFailure) -> None:
         """An engine was given up. The service runs on while it has another one, the host while it has a service."""
-        if owner.answers("loading", "ready", "restarting", "stopped"):
+        if owner.can_answer("loading", "ready", "restarting", "stopped"):
             return
         owner.failure = failure.message
         if owner.on_demand:
-            self._later(self.unload(owner, 0))
+            self._run_later(self.unload(owner, 0))
         if all(one.failure is not None and not one.on_demand for one in self.services.values()):
             name = engine.supervisor.engine.name
-            error = OutsideFailed(
+            error = ExternalFailure(
                 f"{name} could not be kept running: {failure.message}", hint=f"{failure.hint}; log: {engine.log}"
             )
             if not self.fatal.done():
                 self.fatal.set_result(error)
 
-    async def _sweep(self) -> None:
+    async def _unload_idle(self) -> None:
         """Unload models that got no request within their TTL."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             for service in self.services.values():
                 ttl_s = service.wanted.ttl_s
-                if ttl_s is None or service.state != "ready" or self._in_use(service) or service.busy is not None:
+                if ttl_s is None or service.state != "ready" or self._is_in_use(service) or service.busy is not None:
                     continue
                 if now - service.last_used > ttl_s:
-                    self.say(f"unloading {service.name}: no request for {seconds(now - service.last_used)}")
-                    self._later(self.unload(service))
+                    self.say(f"unloading {service.name}: no request for {format_seconds(now - service.last_used)}")
+                    self._run_later(self.unload(service))
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _all_of(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
+async def _start_all(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
     """Start all engines. When one fails, the others are cancelled."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
@@ -609,5 +623,5 @@ async def _all_of(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
         raise
 
 
-def _label(plan: Plan) -> str | None:
+def _get_label(plan: Plan) -> str | None:
     return plan.weights.label if plan.weights.made != "as it is" else None

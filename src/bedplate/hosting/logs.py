@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bedplate.errors import AnswerIsNo
-from bedplate.home import logs_dir
+from bedplate.errors import NotPossible
+from bedplate.home import get_logs_dir
 from bedplate.hosting import records
 from bedplate.run.supervisor import LOGS_KEPT
 from bedplate.values.service import ServiceRecord
@@ -18,39 +18,39 @@ LOOK_S = 0.2
 BLOCK = 65536
 
 
-def files_of(name: str) -> list[Path]:
+def list_files(name: str) -> list[Path]:
     """The service's log, then those of its engines. Missing files are left out."""
     try:
-        found = sorted(path for path in logs_dir().glob(f"{name}@*.log") if path.stat().st_size)
+        found = sorted(path for path in get_logs_dir().glob(f"{name}@*.log") if path.stat().st_size)
     except OSError:
         found = []
-    own = logs_dir() / f"{name}.log"
+    own = get_logs_dir() / f"{name}.log"
     return [own, *found] if own.exists() else found
 
 
-def current_files(record: ServiceRecord) -> list[Path]:
+def list_current_files(record: ServiceRecord) -> list[Path]:
     """The logs of a running service that were written since it started."""
     import datetime as dt
 
     began = dt.datetime.fromisoformat(record.started_at).timestamp()
-    return [path for path in files_of(record.name) if path.stat().st_mtime >= began - 1]
+    return [path for path in list_files(record.name) if path.stat().st_mtime >= began - 1]
 
 
-def chosen(name: str | None) -> Callable[[], list[Path]]:
+def choose_files(name: str | None) -> Callable[[], list[Path]]:
     """A function that lists the files to read. It is called repeatedly, since engines may be added."""
     if name is None:
-        record = records.chosen(None)
-        return lambda: current_files(record)
-    records.checked_name(name)
-    if running := next((one for one in records.running() if one.name == name), None):
-        return lambda: current_files(running)
-    if not files_of(name):
-        known = sorted({re.split(r"[@]|\.log", path.name)[0] for path in logs_dir().glob("*.log")})
-        raise AnswerIsNo(f"no log of a service named {name}", hint=f"services with logs: {', '.join(known) or 'none'}")
-    return lambda: files_of(name)
+        record = records.choose_service(None)
+        return lambda: list_current_files(record)
+    records.check_name(name)
+    if running := next((one for one in records.list_running() if one.name == name), None):
+        return lambda: list_current_files(running)
+    if not list_files(name):
+        known = sorted({re.split(r"[@]|\.log", path.name)[0] for path in get_logs_dir().glob("*.log")})
+        raise NotPossible(f"no log of a service named {name}", hint=f"services with logs: {', '.join(known) or 'none'}")
+    return lambda: list_files(name)
 
 
-def last_lines(path: Path, count: int, before: int | None = None) -> list[str]:
+def read_last_lines(path: Path, count: int, before: int | None = None) -> list[str]:
     """The last `count` lines, including rotated files if the newest has fewer.
 
     With `before`, the newest file is read only up to that byte.
@@ -58,14 +58,14 @@ def last_lines(path: Path, count: int, before: int | None = None) -> list[str]:
     found: list[str] = []
     for number in range(LOGS_KEPT + 1):
         file = path if number == 0 else path.with_name(f"{path.name}.{number}")
-        lines = _tail(file, count - len(found), before if number == 0 else None) if len(found) < count else None
+        lines = _read_tail(file, count - len(found), before if number == 0 else None) if len(found) < count else None
         if lines is None:
             break
         found = lines + found
     return found
 
 
-def _tail(path: Path, count: int, before: int | None) -> list[str] | None:
+def _read_tail(path: Path, count: int, before: int | None) -> list[str] | None:
     """The last `count` lines, read backwards since the file may be large. None if there is no such file."""
     try:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def _tail(path: Path, count: int, before: int | None) -> list[str] | None:
     return data.decode("utf-8", "replace").splitlines()[-count:]
 
 
-class Follower:
+class LogFollower:
     """Reads the lines appended to one file, also when it is rotated or truncated meanwhile."""
 
     def __init__(self, path: Path, *, from_end: bool) -> None:
@@ -89,7 +89,7 @@ class Follower:
         self._inode: int | None = None
         self._at = 0
         self._rest = b""
-        if from_end and (status := self._status()) is not None:
+        if from_end and (status := self._read_status()) is not None:
             self._inode, self._at = status.st_ino, status.st_size
 
     @property
@@ -99,29 +99,29 @@ class Follower:
     def read(self) -> list[str]:
         """The lines completed since the last call."""
         lines: list[str] = []
-        status = self._status()
+        status = self._read_status()
         if status is None:
             return lines
         if self._inode is not None and status.st_ino != self._inode:
-            lines += self._rotated_away()
+            lines += self._read_rotated()
             self._at, self._rest = 0, b""
         elif status.st_size < self._at:
             self._at, self._rest = 0, b""
         self._inode = status.st_ino
-        return lines + self._added(self.path)
+        return lines + self._read_added(self.path)
 
-    def _rotated_away(self) -> list[str]:
+    def _read_rotated(self) -> list[str]:
         """The lines that were appended to the old file before it was rotated."""
         for number in range(1, LOGS_KEPT + 1):
             older = self.path.with_name(f"{self.path.name}.{number}")
             try:
                 if older.stat().st_ino == self._inode:
-                    return self._added(older)
+                    return self._read_added(older)
             except OSError:
                 break
         return []
 
-    def _added(self, path: Path) -> list[str]:
+    def _read_added(self, path: Path) -> list[str]:
         try:
             with path.open("rb") as file:
                 file.seek(self._at)
@@ -132,7 +132,7 @@ class Follower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.decode("utf-8", "replace") for line in lines]
 
-    def _status(self) -> os.stat_result | None:
+    def _read_status(self) -> os.stat_result | None:
         try:
             return self.path.stat()
         except OSError:
@@ -141,12 +141,12 @@ class Follower:
 
 def follow(files: Callable[[], list[Path]], count: int) -> Iterator[tuple[Path, list[str]]]:
     """Yield the last lines of each file, then each new line once. Files that appear later are read from the start."""
-    followers = {path: Follower(path, from_end=True) for path in files()}
+    followers = {path: LogFollower(path, from_end=True) for path in files()}
     for path, follower in followers.items():
-        yield path, last_lines(path, count, follower.position)
+        yield path, read_last_lines(path, count, follower.position)
     while True:
         for path in files():
-            followers.setdefault(path, Follower(path, from_end=False))
+            followers.setdefault(path, LogFollower(path, from_end=False))
         for path, follower in followers.items():
             if lines := follower.read():
                 yield path, lines

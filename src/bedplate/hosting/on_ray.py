@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from bedplate.decide.together import HOST, Need
 from bedplate.deploy.images import RAY_VERSION as VERSION
-from bedplate.engines import Engine, Failure, Recipe
-from bedplate.engines import engine as engine_by_id
+from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
+from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.shipped.ray_serve import NODE, READY, RESOURCE
-from bedplate.errors import BadQuestion
-from bedplate.hosting.memory import summed
-from bedplate.hosting.orchestrated import Member, Part, private_folder
-from bedplate.run.environments import Environment, command, make_environment
-from bedplate.run.ready import readied
-from bedplate.run.supervisor import LONGEST_START_S, free_port, surroundings
+from bedplate.errors import UsageError
+from bedplate.hosting.memory import sum_needs
+from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole, make_private_folder
+from bedplate.run.environments import EngineEnvironment, build_command, make_environment
+from bedplate.run.ready import prepare_model
+from bedplate.run.supervisor import LONGEST_START_S, build_engine_variables, find_free_port
 from bedplate.run.trials import PATIENT
-from bedplate.run.warden import guarded
-from bedplate.values import Launch, Plan, replaced
-from bedplate.values.endpoint import Above
+from bedplate.run.warden import wrap_with_warden
+from bedplate.values import Launch, Plan, replace_fields
+from bedplate.values.endpoint import EndpointOrchestrator
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
     from bedplate.progress import Progress
-    from bedplate.run.ready import Decided, Readied
+    from bedplate.run.ready import ModelDecision, PreparedModel
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Order
 
@@ -44,11 +44,11 @@ STORE_BYTES = 100_000_000
 """Size of the object store. It stays empty, and Ray requires at least 79 MB."""
 HEAD_BYTES, NODE_BYTES = 1_200_000_000, 500_000_000
 """Memory of Ray's own processes."""
-HEAD, FURTHER = Part("head node"), Part("node", routed=False)
+HEAD, FURTHER = ProcessRole("head node"), ProcessRole("node", routed=False)
 LOOK_S = 0.1
 _LOST = re.compile(r"subprocesses exited unexpectedly:\s*\n.*?(\w+) \[(exit code=-?\d+)\]")
 """The message of `ray start --block` before it exits."""
-RECIPE = Recipe(
+RECIPE = EnvironmentRecipe(
     packages=(f"ray[serve]=={VERSION}",),
     programs=(("ray-serve", "ray_serve.py"),),
     download_bytes=110_000_000,
@@ -73,37 +73,39 @@ VARIABLES = {
 }
 
 
-class Ray:
+class RaySetup:
     """Ray for one order."""
 
     def __init__(self, order: Order) -> None:
         self.services = order.services
         (wanted,) = order.services
         if wanted.engine == "mocker":
-            raise BadQuestion("--on ray: the mocker is part of Dynamo", hint="use --on dynamo --engine mocker")
+            raise UsageError("--on ray: the mocker is part of Dynamo", hint="use --on dynamo --engine mocker")
         if wanted.engine is not None:
             engine_by_id(wanted.engine)
 
-    def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
-        self.environment = make_environment(Packages(), progress)
-        return readied(one, progress, examiner=examiner)
+    def prepare(self, one: ModelDecision, progress: Progress, examiner: Examiner | None = None) -> PreparedModel:
+        self.environment = make_environment(RayPackages(), progress)
+        return prepare_model(one, progress, examiner=examiner)
 
-    def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestrated:
-        return Orchestrated(one, self.environment, private_folder(), [logs / f"{name}@{file}" for file in _logs(one)])
+    def make_orchestration(self, one: PreparedModel, name: str, logs: Path) -> RayOrchestration:
+        return RayOrchestration(
+            one, self.environment, make_private_folder(), [logs / f"{name}@{file}" for file in _name_logs(one)]
+        )
 
 
-def _logs(one: Readied) -> list[str]:
+def _name_logs(one: PreparedModel) -> list[str]:
     return [f"{one.plan.engine}-{number + 1}.log" for number in range(len(one.needs))]
 
 
-class Packages(Engine):
+class RayPackages(Engine):
     id = "ray"
     name = "Ray"
     version = VERSION
     recipe = RECIPE
 
 
-class Process(Engine):
+class RayNode(Engine):
     """One node of the cluster."""
 
     id = "ray"
@@ -115,15 +117,15 @@ class Process(Engine):
         # Without a token any user of this machine could run code in the cluster, as this user.
         self.variables = {**VARIABLES, NODE: str(number), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
-    def explain(self, log: str) -> Failure | None:
+    def explain(self, log: str) -> KnownFailure | None:
         """The log contains the engine's own log if a replica's engine did not start."""
         if lost := _LOST.search(log):
             message = f"its {lost[1]} exited ({lost[2]})"
-            return Failure(message=message, hint="check whether it was killed or memory ran out", lasting=False)
+            return KnownFailure(message=message, hint="check whether it was killed or memory ran out", lasting=False)
         return engine_by_id(self.engine).explain(log)
 
 
-class Head(Process):
+class RayHeadNode(RayNode):
     """The head node: runs the control store of the cluster and the proxy for all requests."""
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -131,7 +133,7 @@ class Head(Process):
         return Launch(argv=argv, env=self.variables, health_path=READY)
 
 
-class Node(Process):
+class RayWorkerNode(RayNode):
     """A worker node with one replica."""
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -139,7 +141,7 @@ class Node(Process):
         return Launch(argv=argv, env=self.variables, health_path="/api/local_raylet_healthz")
 
 
-def node_options(folder: Path) -> tuple[str, ...]:
+def build_node_options(folder: Path) -> tuple[str, ...]:
     """The options of every node: its processes stay children of this one, on loopback, with limited memory."""
     return (
         "--block", "--node-ip-address", LOOPBACK, "--num-cpus", "1", "--num-gpus", "0",
@@ -149,63 +151,63 @@ def node_options(folder: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def head_options(folder: Path, port: int, client_port: int) -> tuple[str, ...]:
+def build_head_options(folder: Path, port: int, client_port: int) -> tuple[str, ...]:
     return (
-        "--head", "--port", str(port), *node_options(folder), "--include-dashboard", "false", "--no-monitor",
+        "--head", "--port", str(port), *build_node_options(folder), "--include-dashboard", "false", "--no-monitor",
         "--disable-usage-stats", "--ray-client-server-port", str(client_port),
     )  # fmt: skip
 
 
-def further_options(folder: Path, port: int) -> tuple[str, ...]:
-    return ("--address", f"{LOOPBACK}:{port}", *node_options(folder))
+def build_worker_options(folder: Path, port: int) -> tuple[str, ...]:
+    return ("--address", f"{LOOPBACK}:{port}", *build_node_options(folder))
 
 
-def with_port(engine: Engine, plan: Plan) -> Launch:
+def replace_port(engine: Engine, plan: Plan) -> Launch:
     """The engine's launch with `{port}` in place of the port, which each replica chooses itself."""
     one, other = engine.launch(plan, 64001), engine.launch(plan, 64002)
 
-    def marked(first: str, second: str) -> str:
+    def mark_port(first: str, second: str) -> str:
         return first if first == second else first.replace("64001", "{port}")
 
-    argv = tuple(marked(*words) for words in zip(one.argv, other.argv, strict=True))
-    env = {name: marked(value, other.env[name]) for name, value in one.env.items()}
-    return replaced(one, argv=argv, env=env)
+    argv = tuple(mark_port(*words) for words in zip(one.argv, other.argv, strict=True))
+    env = {name: mark_port(value, other.env[name]) for name, value in one.env.items()}
+    return replace_fields(one, argv=argv, env=env)
 
 
-def ongoing(plan: Plan) -> int:
+def compute_max_ongoing(plan: Plan) -> int:
     """Concurrent requests of a replica: as many as it computes, and the same number again in its engine's queue."""
     most = engine_by_id(plan.engine).connections(plan.settings)
     return 2 * plan.settings.slots if most is None else max(1, min(2 * plan.settings.slots, most))
 
 
-class Orchestrated:
+class RayOrchestration:
     """A head node and worker nodes, with a replica on each."""
 
-    def __init__(self, one: Readied, environment: Environment, folder: Path, logs: Sequence[Path]) -> None:
+    def __init__(self, one: PreparedModel, environment: EngineEnvironment, folder: Path, logs: Sequence[Path]) -> None:
         self.environment = environment
         self.folder = folder
         self.plan = one.plan
         self.needs: Sequence[Need] = one.needs
         self.config = folder / "bedplate.json"
-        self.above = above(one.plan, len(one.needs))
-        port, client_port = free_port(), free_port()
+        self.above = describe_orchestrator(one.plan, len(one.needs))
+        port, client_port = find_free_port(), find_free_port()
         config: dict[str, Any] = {
             "address": f"{LOOPBACK}:{port}",
             "up": str(folder / "up"),
-            "head": head_options(folder, port, client_port),
-            "node": further_options(folder, port),
+            "head": build_head_options(folder, port, client_port),
+            "node": build_worker_options(folder, port),
             "replicas": len(one.needs),
-            "ongoing": ongoing(one.plan),
-            "engine": _engine(one, logs, folder),
+            "ongoing": compute_max_ongoing(one.plan),
+            "engine": _describe_engine(one, logs, folder),
         }
         self.config.touch(0o600)
         self.config.write_text(json.dumps(config))
 
-    def stages(self) -> Sequence[Sequence[Member]]:
+    def stages(self) -> Sequence[Sequence[OrchestratedProcess]]:
         common = self.config, self.plan.engine, secrets.token_hex(32)
-        head = Member(HEAD, Head(*common), summed([self.needs[0], {HOST: HEAD_BYTES}]))
+        head = OrchestratedProcess(HEAD, RayHeadNode(*common), sum_needs([self.needs[0], {HOST: HEAD_BYTES}]))
         nodes = [
-            Member(FURTHER, Node(*common, number), summed([need, {HOST: NODE_BYTES}]))
+            OrchestratedProcess(FURTHER, RayWorkerNode(*common, number), sum_needs([need, {HOST: NODE_BYTES}]))
             for number, need in enumerate(self.needs)
             if number
         ]
@@ -230,16 +232,16 @@ class Orchestrated:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _engine(one: Readied, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
+def _describe_engine(one: PreparedModel, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
     """How a replica starts its engine on each node."""
     engine, plan = engine_by_id(one.plan.engine), one.plan
-    launch = with_port(engine, plan)
+    launch = replace_port(engine, plan)
     cores = one.decided.hardware.cpu.allowed_physical_cores
     patient = PATIENT if (plan.settings.threads or 0) * len(one.needs) > cores else {}
     return {
-        "argv": guarded(command(one.environment, launch)),
+        "argv": wrap_with_warden(build_command(one.environment, launch)),
         "envs": [
-            _surroundings(one, launch, {**patient, **one.start(replica).env}) for replica in range(len(one.needs))
+            _build_env(one, launch, {**patient, **one.build_start(replica).env}) for replica in range(len(one.needs))
         ],
         "cwd": str(one.folder) if one.folder is not None else os.getcwd(),  # noqa: PTH109
         "health": launch.health_path,
@@ -251,15 +253,15 @@ def _engine(one: Readied, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
     }
 
 
-def _surroundings(one: Readied, launch: Launch, more: Mapping[str, str]) -> dict[str, str]:
-    return surroundings(one.plan, engine_by_id(one.plan.engine), one.environment, launch, more)
+def _build_env(one: PreparedModel, launch: Launch, more: Mapping[str, str]) -> dict[str, str]:
+    return build_engine_variables(one.plan, engine_by_id(one.plan.engine), one.environment, launch, more)
 
 
-def above(plan: Plan, replicas: int) -> Above:
+def describe_orchestrator(plan: Plan, replicas: int) -> EndpointOrchestrator:
     engine = f"{engine_by_id(plan.engine).name} {plan.engine_version}"
     nodes = f"{replicas} nodes" if replicas != 1 else "one node"
     where = "on each node" if replicas != 1 else "on it"
-    return Above(
+    return EndpointOrchestrator(
         orchestrator="ray",
         version=VERSION,
         workers=plan.engine,

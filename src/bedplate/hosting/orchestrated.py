@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bedplate.values.endpoint import Above, Orchestrator
+from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator
 
 if TYPE_CHECKING:
     from bedplate.decide.together import Need
     from bedplate.engines import Engine
     from bedplate.hosting.host import HostedEngine
     from bedplate.progress import Progress
-    from bedplate.run.environments import Environment
-    from bedplate.run.ready import Decided, Readied
+    from bedplate.run.environments import EngineEnvironment
+    from bedplate.run.ready import ModelDecision, PreparedModel
     from bedplate.run.trials import Examiner
-    from bedplate.values.service import Wanted
+    from bedplate.values.service import ModelOrder
 
 REPLICAS = 2
 """Default number of replicas. With one there is nothing to orchestrate."""
@@ -36,7 +36,7 @@ _FOLDER = re.compile(r"bedplate-(\d+)-\w+")
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessRole:
     """The role of one process in its service."""
 
     name: str | None = None
@@ -48,10 +48,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Member:
+class OrchestratedProcess:
     """One process of an orchestrator."""
 
-    part: Part
+    part: ProcessRole
     engine: Engine
     """Knows how to launch it and how to explain its log."""
     need: Need
@@ -61,10 +61,10 @@ class Member:
 class Orchestration(Protocol):
     """One orchestrator for one service."""
 
-    above: Above
-    environment: Environment
+    above: EndpointOrchestrator
+    environment: EngineEnvironment
 
-    def stages(self) -> Sequence[Sequence[Member]]:
+    def stages(self) -> Sequence[Sequence[OrchestratedProcess]]:
         """The processes to start, in stages. Each stage starts when the one before it is ready."""
 
     async def keep(self, engines: Sequence[HostedEngine]) -> None:
@@ -74,38 +74,38 @@ class Orchestration(Protocol):
         """Remove what the processes shared, after all of them have exited."""
 
 
-class Kind(Protocol):
+class OrchestratorSetup(Protocol):
     """One orchestrator for one order, before anything is decided."""
 
-    services: tuple[Wanted, ...]
+    services: tuple[ModelOrder, ...]
     """The services of the order, with the engines that this orchestrator can run."""
 
-    def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
+    def prepare(self, one: ModelDecision, progress: Progress, examiner: Examiner | None = None) -> PreparedModel:
         """Install the orchestrator, and the engine if the orchestrator does not include it."""
 
-    def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestration:
+    def make_orchestration(self, one: PreparedModel, name: str, logs: Path) -> Orchestration:
         """The orchestration of the service of this name. Starts nothing yet."""
 
 
-def private_folder() -> Path:
+def make_private_folder() -> Path:
     """Create a private folder for this process. Folders of processes that have exited are removed."""
     root = Path(tempfile.gettempdir())
     if len(str(root)) > MOST_ROOT_BYTES:
         root = Path("/tmp")  # noqa: S108 - mkdtemp creates a folder that only this user may open
-    _sweep(root)
+    _remove_stale_folders(root)
     return Path(tempfile.mkdtemp(prefix=f"bedplate-{os.getpid()}-", dir=root))
 
 
-def _sweep(root: Path) -> None:
+def _remove_stale_folders(root: Path) -> None:
     """Remove the folders of processes that were killed."""
     with contextlib.suppress(OSError):
         for path in root.glob("bedplate-*"):
             found = _FOLDER.fullmatch(path.name)
-            if found and path.stat().st_uid == os.getuid() and not _lives(int(found[1])):
+            if found and path.stat().st_uid == os.getuid() and not _is_running(int(found[1])):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.hosting.orchestrated import REPLICAS
 from bedplate.values.endpoint import Orchestrator
-from bedplate.values.intent import Intent, ModelNamed, Service, Tenant
-from bedplate.values.service import Order, Wanted
-from bedplate.values.tenant import Declared, is_name
-from bedplate.values.units import parsed_seconds
+from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Service
+from bedplate.values.service import ModelOrder, Order
+from bedplate.values.tenant import DeclaredTenant, is_tenant_name
+from bedplate.values.units import parse_duration
 
 LEAST_SHARE = 0.01
 """The share that tenants without a share get together if the others claim everything, so that none waits forever."""
 
 
-def order_of(
+def make_order(
     intent: Intent,
     *,
     engine: str | None = None,
@@ -28,44 +28,44 @@ def order_of(
 ) -> Order:
     """The order for the intent's services, or for its one model. `listening` are further fields of the order."""
     if not intent.services:
-        wanted = Wanted(
-            model=_named(intent.model, "model"),
+        wanted = ModelOrder(
+            model=_get_model_name(intent.model, "model"),
             workload=intent.workload,
             operations=intent.operations,
             engine=engine,
             replicas=replicas or (REPLICAS if on is not None else 1),
-            ttl_s=ttl_seconds(ttl, "--ttl"),
+            ttl_s=parse_ttl(ttl, "--ttl"),
         )
-        return Order(services=(wanted,), tenants=declared(intent.tenants), on=on, **listening)
+        return Order(services=(wanted,), tenants=to_declared_tenants(intent.tenants), on=on, **listening)
     if intent.pools:
-        raise BadQuestion(
+        raise UsageError(
             "pools: pools are hypothetical hardware, and serve runs on this machine",
             hint="leave pools out to serve the services here; bedplate plan -f FILE plans with them",
         )
     for option, value in (("--engine", engine), ("--replicas", replicas), ("--ttl", ttl)):
         if value is not None:
-            raise BadQuestion(
+            raise UsageError(
                 f"{option}: the intent has {len(intent.services)} services, and each has its own setting",
                 hint=f"set it in the file: {option.strip('-')}: {value}",
             )
-    services = tuple(_wanted(one, index, intent) for index, one in enumerate(intent.services))
-    return Order(services=services, tenants=declared(intent.tenants), on=on, **listening)
+    services = tuple(_to_wanted(one, index, intent) for index, one in enumerate(intent.services))
+    return Order(services=services, tenants=to_declared_tenants(intent.tenants), on=on, **listening)
 
 
-def declared(tenants: Sequence[Tenant]) -> tuple[Declared, ...]:
+def to_declared_tenants(tenants: Sequence[PlatformTenant]) -> tuple[DeclaredTenant, ...]:
     """The tenants with weights instead of shares. Equal shares have weight 1, the default of a tenant.
 
     Tenants without a share divide what the others leave, as in a plan.
     """
     for index, one in enumerate(tenants):
-        if not is_name(one.name):
+        if not is_tenant_name(one.name):
             hint = "use letters, digits and . _ @ -, at most 64 characters"
-            raise BadQuestion(f"tenants[{index}].name: {one.name!r} is not a valid tenant name", hint=hint)
+            raise UsageError(f"tenants[{index}].name: {one.name!r} is not a valid tenant name", hint=hint)
     shares = [one.share for one in tenants if one.share is not None]
     without_share = len(tenants) - len(shares)
     left = max(LEAST_SHARE, 1 - sum(shares)) / without_share if without_share else 0.0
     return tuple(
-        Declared(
+        DeclaredTenant(
             name=one.name,
             weight=round((one.share or left) * len(tenants), 6) if shares else None,
             requests_per_minute=one.requests_per_minute,
@@ -76,33 +76,31 @@ def declared(tenants: Sequence[Tenant]) -> tuple[Declared, ...]:
     )
 
 
-def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
-    return Wanted(
-        model=_named(service.model, f"services[{index}].model"),
+def _to_wanted(service: Service, index: int, intent: Intent) -> ModelOrder:
+    return ModelOrder(
+        model=_get_model_name(service.model, f"services[{index}].model"),
         workload=service.workload,
         operations=service.operations or intent.operations,
         engine=service.engine,
         replicas=service.replicas,
-        ttl_s=ttl_seconds(service.ttl, f"services[{index}].ttl"),
+        ttl_s=parse_ttl(service.ttl, f"services[{index}].ttl"),
         preload=service.preload,
         tenants=service.tenants,
     )
 
 
-def _named(model: ModelNamed | None, field: str) -> str | None:
+def _get_model_name(model: ModelNamed | None, field: str) -> str | None:
     if isinstance(model, dict):
-        raise BadQuestion(
+        raise UsageError(
             f"{field}: facts of a model can be planned, not served", hint="name a file, a folder or owner/name"
         )
     return model
 
 
-def ttl_seconds(ttl: str | float | None, field: str) -> float | None:
+def parse_ttl(ttl: str | float | None, field: str) -> float | None:
     if ttl is None:
         return None
-    found = parsed_seconds(ttl, field) if isinstance(ttl, str) else float(ttl)
+    found = parse_duration(ttl, field) if isinstance(ttl, str) else float(ttl)
     if found <= 0:
-        raise BadQuestion(
-            f"{field}: must be more than 0", hint="for example 10m; leave it out to keep the model loaded"
-        )
+        raise UsageError(f"{field}: must be more than 0", hint="for example 10m; leave it out to keep the model loaded")
     return found

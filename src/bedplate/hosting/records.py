@@ -14,9 +14,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from bedplate._version import __version__
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
-from bedplate.home import disk_failure, home, locked, logs_dir, writable
-from bedplate.values.record import from_json, replaced, to_json
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
+from bedplate.home import ensure_writable, get_home, get_logs_dir, hold_lock, make_disk_failure
+from bedplate.values.record import from_json, replace_fields, to_json
 from bedplate.values.service import ServiceRecord
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -25,24 +25,24 @@ MOST_SOCKET_BYTES = 100
 CONNECT_S = 2.0
 
 
-def services_dir() -> Path:
-    return home() / "services"
+def get_services_dir() -> Path:
+    return get_home() / "services"
 
 
-def run_dir() -> Path:
-    return home() / "run"
+def get_run_dir() -> Path:
+    return get_home() / "run"
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise BadQuestion(
+        raise UsageError(
             f"{name!r} is not a valid service name",
             hint="use up to 63 lower-case letters, digits, dots, dashes and underscores; start with a letter or digit",
         )
     return name
 
 
-def as_name(text: str) -> str:
+def to_name(text: str) -> str:
     """A valid service name derived from the name of a model."""
     words = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
     return words or "bedplate"
@@ -51,9 +51,9 @@ def as_name(text: str) -> str:
 # processes
 
 
-def birth_of(pid: int) -> str | None:
+def read_birth(pid: int) -> str | None:
     """An id of the process that a later one with the same pid does not share; None if there is no such process."""
-    boot, ticks = _text("/proc/sys/kernel/random/boot_id"), _text(f"/proc/{pid}/stat")
+    boot, ticks = _read_text("/proc/sys/kernel/random/boot_id"), _read_text(f"/proc/{pid}/stat")
     if boot is not None and ticks is not None:
         # The command name is in brackets and may itself contain brackets and spaces. The start time is the 20th field
         # after it.
@@ -70,7 +70,7 @@ def birth_of(pid: int) -> str | None:
     return None
 
 
-def _text(path: str) -> str | None:
+def _read_text(path: str) -> str | None:
     try:
         return Path(path).read_text()
     except OSError:
@@ -79,10 +79,10 @@ def _text(path: str) -> str | None:
 
 def is_alive(record: ServiceRecord) -> bool:
     """Whether its process runs or, if processes are not visible from here, whether its socket accepts connections."""
-    return birth_of(record.pid) == record.birth or _connects(record.socket)
+    return read_birth(record.pid) == record.birth or _accepts_connections(record.socket)
 
 
-def _connects(path: str) -> bool:
+def _accepts_connections(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(CONNECT_S)
         try:
@@ -95,18 +95,18 @@ def _connects(path: str) -> bool:
 # the files
 
 
-def claimed(wanted: str | None, fallback: str, *, detached: bool = False) -> ServiceRecord:
+def claim_name(wanted: str | None, fallback: str, *, detached: bool = False) -> ServiceRecord:
     """Write a record of this process under `wanted`, or under `fallback`, with a number if that name is in use."""
-    folder = writable(services_dir())
-    name = checked_name(wanted) if wanted is not None else as_name(fallback)
+    folder = ensure_writable(get_services_dir())
+    name = check_name(wanted) if wanted is not None else to_name(fallback)
     pid = os.getpid()
-    birth = birth_of(pid)
+    birth = read_birth(pid)
     if birth is None:
-        raise OutsideFailed("the start time of this process cannot be read", hint="check that /proc is mounted")
-    with locked(folder / "claims", "starting"):
-        taken = {record.name for record in running()}
+        raise ExternalFailure("the start time of this process cannot be read", hint="check that /proc is mounted")
+    with hold_lock(folder / "claims", "starting"):
+        taken = {record.name for record in list_running()}
         if name in taken and wanted is not None:
-            raise name_taken(name)
+            raise make_name_taken_error(name)
         number, free = 2, name
         while free in taken:
             free, number = f"{name[:59]}-{number}", number + 1
@@ -114,8 +114,8 @@ def claimed(wanted: str | None, fallback: str, *, detached: bool = False) -> Ser
             name=free,
             pid=pid,
             birth=birth,
-            socket=str(socket_path(free)),
-            log=str(logs_dir() / f"{free}.log"),
+            socket=str(get_socket_path(free)),
+            log=str(get_logs_dir() / f"{free}.log"),
             version=__version__,
             started_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             detached=detached,
@@ -124,10 +124,10 @@ def claimed(wanted: str | None, fallback: str, *, detached: bool = False) -> Ser
     return record
 
 
-def name_taken(name: str) -> BadQuestion:
+def make_name_taken_error(name: str) -> UsageError:
     other = read(name)
     which = f" (process {other.pid})" if other is not None else ""
-    return BadQuestion(
+    return UsageError(
         f"a service named {name} is already running{which}",
         hint=f"run bedplate stop {name}, or choose another name: --name {name}-2",
     )
@@ -135,18 +135,18 @@ def name_taken(name: str) -> BadQuestion:
 
 def write(record: ServiceRecord) -> None:
     """Write the record atomically, since other processes read it at any time."""
-    path = services_dir() / f"{record.name}.json"
+    path = get_services_dir() / f"{record.name}.json"
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(to_json(record) + "\n")
         fresh.chmod(0o600)
         fresh.replace(path)
     except OSError as error:
-        raise disk_failure(error, path) from error
+        raise make_disk_failure(error, path) from error
 
 
-def changed(record: ServiceRecord, **changes: object) -> ServiceRecord:
-    fresh = replaced(record, **changes)
+def update(record: ServiceRecord, **changes: object) -> ServiceRecord:
+    fresh = replace_fields(record, **changes)
     write(fresh)
     return fresh
 
@@ -155,7 +155,7 @@ def forget(record: ServiceRecord) -> None:
     """Remove the record and the socket, unless another process has taken the name."""
     current = read(record.name)
     if current is None or (current.pid, current.birth) == (record.pid, record.birth):
-        for path in (services_dir() / f"{record.name}.json", Path(record.socket)):
+        for path in (get_services_dir() / f"{record.name}.json", Path(record.socket)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -163,23 +163,23 @@ def forget(record: ServiceRecord) -> None:
 def read(name: str) -> ServiceRecord | None:
     """The record of a service; None if there is none or it cannot be read."""
     try:
-        return from_json(ServiceRecord, (services_dir() / f"{name}.json").read_bytes(), f"the record of {name}")
+        return from_json(ServiceRecord, (get_services_dir() / f"{name}.json").read_bytes(), f"the record of {name}")
     except (OSError, BedplateError):
         return None
 
 
-def records() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
+def list_records() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
     """The records of running services, and those whose process exited without removing its record."""
     alive: list[ServiceRecord] = []
     stale: list[ServiceRecord] = []
-    for record in _all():
+    for record in _read_all():
         (alive if is_alive(record) else stale).append(record)
     return alive, stale
 
 
-def _all() -> Iterator[ServiceRecord]:
+def _read_all() -> Iterator[ServiceRecord]:
     try:
-        names = sorted(path.stem for path in services_dir().glob("*.json") if not path.name.startswith("."))
+        names = sorted(path.stem for path in get_services_dir().glob("*.json") if not path.name.startswith("."))
     except OSError:
         return
     for name in names:
@@ -187,67 +187,67 @@ def _all() -> Iterator[ServiceRecord]:
             yield record
 
 
-def running() -> list[ServiceRecord]:
-    return records()[0]
+def list_running() -> list[ServiceRecord]:
+    return list_records()[0]
 
 
-def swept() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
+def remove_stale() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
     """The running services and the exited ones, whose records are removed."""
-    alive, stale = records()
+    alive, stale = list_records()
     for record in stale:
         forget(record)
     return alive, stale
 
 
-def chosen(name: str | None) -> ServiceRecord:
+def choose_service(name: str | None) -> ServiceRecord:
     """The running service of this name; without a name, the only one."""
-    alive, stale = swept()
+    alive, stale = remove_stale()
     if name is None:
         if len(alive) == 1:
             return alive[0]
         if alive:
             names = ", ".join(record.name for record in alive)
-            raise BadQuestion(f"{len(alive)} services are running", hint=f"name one of them: {names}")
-        raise AnswerIsNo("no service is running", cause=_ended(stale), hint="start one with bedplate serve -d")
+            raise UsageError(f"{len(alive)} services are running", hint=f"name one of them: {names}")
+        raise NotPossible("no service is running", cause=_explain_exits(stale), hint="start one with bedplate serve -d")
     for record in alive:
         if record.name == name:
             return record
     names = ", ".join(record.name for record in alive) or "none"
-    gone = _ended([record for record in stale if record.name == name])
-    raise AnswerIsNo(f"no service named {name} is running", cause=gone, hint=f"running: {names}")
+    gone = _explain_exits([record for record in stale if record.name == name])
+    raise NotPossible(f"no service named {name} is running", cause=gone, hint=f"running: {names}")
 
 
-def _ended(stale: list[ServiceRecord]) -> str | None:
+def _explain_exits(stale: list[ServiceRecord]) -> str | None:
     return "; ".join(f"{one.name} (process {one.pid}) exited unexpectedly; its log: {one.log}" for one in stale) or None
 
 
 # sockets
 
 
-def socket_path(name: str) -> Path:
+def get_socket_path(name: str) -> Path:
     """The path of a control socket: under BEDPLATE_HOME, or in the temporary folder if that path is too long."""
-    path = run_dir() / f"{name}.sock"
+    path = get_run_dir() / f"{name}.sock"
     if len(os.fsencode(path)) <= MOST_SOCKET_BYTES:
         return path
-    return short_socket_path(name)
+    return get_short_socket_path(name)
 
 
-def short_socket_path(name: str) -> Path:
-    digest = sha256(f"{home()}\0{name}".encode()).hexdigest()[:16]
+def get_short_socket_path(name: str) -> Path:
+    digest = sha256(f"{get_home()}\0{name}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"bedplate-{os.getuid()}" / f"{digest}.sock"
 
 
-def private_folder(folder: Path) -> Path:
+def ensure_private_folder(folder: Path) -> Path:
     """Create a folder that only this user may open. Raises if it belongs to another user."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{folder} is not a folder that belongs to this user", hint="remove it, or set TMPDIR to another folder"
             )
         if status.st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
-        raise disk_failure(error, folder) from error
+        raise make_disk_failure(error, folder) from error
     return folder

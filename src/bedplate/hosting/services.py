@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.hosting import records
 from bedplate.hosting.control import ask
-from bedplate.hosting.operations import DRAIN_S, Stop, Stopping
+from bedplate.hosting.operations import DRAIN_S, StopAccepted, StopRequest
 from bedplate.values.record import Record
 from bedplate.values.service import HostStatus, ServiceRecord
 
@@ -21,14 +21,14 @@ LATE_S = 30.0
 LOOK_S = 0.02
 
 
-class Running(Record, frozen=True, kw_only=True):
+class RunningService(Record, frozen=True, kw_only=True):
     """A running service, and its status if it answered."""
 
     record: ServiceRecord
     status: HostStatus | None = None
 
 
-class Stopped(Record, frozen=True, kw_only=True):
+class StoppedService(Record, frozen=True, kw_only=True):
     name: str
     in_flight: int | None = None
     """Requests that were running; null if the service did not report it."""
@@ -37,53 +37,53 @@ class Stopped(Record, frozen=True, kw_only=True):
     """Whether it was stopped by a signal because it did not answer."""
 
 
-def listed() -> tuple[list[Running], list[ServiceRecord]]:
+def list_services() -> tuple[list[RunningService], list[ServiceRecord]]:
     """The running services, and those that exited unexpectedly, whose files are removed."""
-    alive, stale = records.swept()
-    return [Running(record=record, status=_glance(record)) for record in alive], stale
+    alive, stale = records.remove_stale()
+    return [RunningService(record=record, status=_try_status(record)) for record in alive], stale
 
 
-def status_of(record: ServiceRecord) -> HostStatus:
+def read_status(record: ServiceRecord) -> HostStatus:
     return ask(record, "status", answer=HostStatus)
 
 
-def _glance(record: ServiceRecord) -> HostStatus | None:
+def _try_status(record: ServiceRecord) -> HostStatus | None:
     try:
         return ask(record, "status", answer=HostStatus, limit_s=GLANCE_S)
-    except OutsideFailed:  # it is still installing, or hangs; it is listed as running without a status
+    except ExternalFailure:  # it is still installing, or hangs; it is listed as running without a status
         return None
 
 
-def stopped(
+def stop_service(
     record: ServiceRecord, drain_s: float = DRAIN_S, tell: Callable[[str], None] = lambda text: None
-) -> Stopped:
+) -> StoppedService:
     """Stop a service and wait until its process has exited."""
     began = time.monotonic()
     in_flight, signalled = None, False
     try:
-        in_flight = ask(record, "stop", Stop(drain_s=drain_s), answer=Stopping).in_flight
+        in_flight = ask(record, "stop", StopRequest(drain_s=drain_s), answer=StopAccepted).in_flight
         if in_flight:
             tell(f"{record.name}: waiting up to {drain_s:g} s for {in_flight} running requests")
-    except OutsideFailed as error:
-        signalled = _signalled(record)
+    except ExternalFailure as error:
+        signalled = _send_sigterm(record)
         if not signalled and records.is_alive(record):
             raise
         tell(f"{record.name}: {error.message}; sent SIGTERM to process {record.pid}")
     until = began + drain_s + LATE_S
     while records.is_alive(record):
         if time.monotonic() > until:
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{record.name} (process {record.pid}) is still running after {drain_s + LATE_S:g} s",
                 hint=f"kill -9 {record.pid} stops it and its engines; see its log: {record.log}",
             )
         time.sleep(LOOK_S)
     records.forget(record)
-    return Stopped(name=record.name, in_flight=in_flight, took_s=time.monotonic() - began, signalled=signalled)
+    return StoppedService(name=record.name, in_flight=in_flight, took_s=time.monotonic() - began, signalled=signalled)
 
 
-def _signalled(record: ServiceRecord) -> bool:
+def _send_sigterm(record: ServiceRecord) -> bool:
     """Send SIGTERM, unless the process id belongs to another process now."""
-    if records.birth_of(record.pid) != record.birth:
+    if records.read_birth(record.pid) != record.birth:
         return False
     try:
         os.kill(record.pid, signal.SIGTERM)

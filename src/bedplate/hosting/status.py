@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from bedplate._version import __version__
-from bedplate.hosting.drift import drift
-from bedplate.measure.watch import memory_bytes, tree_of
+from bedplate.hosting.drift import describe_drift
+from bedplate.measure.watch import list_process_tree, measure_memory_bytes
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from bedplate.values.service import ServiceRecord
 
 
-async def status(host: Host, record: ServiceRecord) -> HostStatus:
+async def collect_status(host: Host, record: ServiceRecord) -> HostStatus:
     """Collect the status. The memory of processes is read in a thread, since that is slow."""
     pids = {engine.id: engine.pid for engine in host.engines}
-    sizes = await asyncio.to_thread(_sizes, pids)
-    drifts = {name: await asyncio.to_thread(drift, service) for name, service in host.services.items()}
-    models = tuple(_model(service, sizes, drifts[name]) for name, service in host.services.items())
+    sizes = await asyncio.to_thread(_read_sizes, pids)
+    drifts = {name: await asyncio.to_thread(describe_drift, service) for name, service in host.services.items()}
+    models = tuple(_describe_model(service, sizes, drifts[name]) for name, service in host.services.items())
     known = [size for size in sizes.values() if size is not None]
     return HostStatus(
         name=host.name,
@@ -44,17 +44,17 @@ async def status(host: Host, record: ServiceRecord) -> HostStatus:
     )
 
 
-def _sizes(pids: dict[str, int | None]) -> dict[str, int | None]:
-    return {id: memory_bytes(tree_of(pid)) if pid is not None else None for id, pid in pids.items()}
+def _read_sizes(pids: dict[str, int | None]) -> dict[str, int | None]:
+    return {id: measure_memory_bytes(list_process_tree(pid)) if pid is not None else None for id, pid in pids.items()}
 
 
-def _model(service: HostedService, sizes: dict[str, int | None], drifted: str | None) -> ModelStatus:
+def _describe_model(service: HostedService, sizes: dict[str, int | None], drifted: str | None) -> ModelStatus:
     plan = service.readied.plan
     return ModelStatus(
         model=service.name,
         state=service.state,
         why=tuple(f"{reason.text} ({reason.rule})" for reason in service.readied.decided.decision.reasons),
-        busy=service.doing,
+        busy=service.current_operation,
         reason=service.failure,
         quantization=plan.weights.label,
         context_tokens=plan.settings.context_tokens,
@@ -64,12 +64,12 @@ def _model(service: HostedService, sizes: dict[str, int | None], drifted: str | 
         planned_bytes=sum(service.need.values()),
         workload=service.wanted.workload,
         drift=drifted,
-        engines=tuple(_engine(engine, sizes.get(engine.id)) for engine in service.engines),
+        engines=tuple(_describe_engine(engine, sizes.get(engine.id)) for engine in service.engines),
         on=service.on.above if service.on is not None else None,
     )
 
 
-def _engine(engine: HostedEngine, size: int | None) -> EngineStatus:
+def _describe_engine(engine: HostedEngine, size: int | None) -> EngineStatus:
     backend, settings = engine.backend, engine.plan.settings
     return EngineStatus(
         id=engine.id,

@@ -51,22 +51,22 @@ WantedBy=default.target
 """
 
 
-def unit(name: str, what: str, argv: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:
+def render_unit(name: str, what: str, argv: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:
     """The text of a unit that runs `argv` in `folder`. `argv` and `environment` must not contain secrets."""
-    lines = "".join(f"Environment={quoted(f'{key}={value}')}\n" for key, value in environment.items())
+    lines = "".join(f"Environment={quote_word(f'{key}={value}')}\n" for key, value in environment.items())
     return UNIT.format(
         file=f"bedplate-{name}.service",
         name=f"bedplate-{name}",
-        what=_doubled(" ".join(what.split())),
-        folder=_doubled(folder),
+        what=_escape_percent(" ".join(what.split())),
+        folder=_escape_percent(folder),
         environment=lines,
-        command=" ".join(quoted(word, command=True) for word in argv),
+        command=" ".join(quote_word(word, command=True) for word in argv),
     )
 
 
-def quoted(word: str, *, command: bool = False) -> str:
+def quote_word(word: str, *, command: bool = False) -> str:
     """Quote one word so that systemd reads its specifiers, variables and quotes literally."""
-    word = _doubled(word)
+    word = _escape_percent(word)
     if command:
         word = word.replace("$", "$$")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word, re.ASCII):
@@ -75,7 +75,7 @@ def quoted(word: str, *, command: bool = False) -> str:
     return f'"{escaped}"'
 
 
-def _doubled(text: str) -> str:
+def _escape_percent(text: str) -> str:
     return text.replace("%", "%%")
 
 

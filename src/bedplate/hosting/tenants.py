@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from bedplate import store
-from bedplate.errors import BadQuestion
-from bedplate.values.record import replaced
-from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, Declared, Tenant, TenantKey, is_name, key_digest
+from bedplate.errors import UsageError
+from bedplate.values.record import replace_fields
+from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, TenantKey, digest_key, is_tenant_name
 from bedplate.values.traffic import UsageBy, UsageReport, UsageRow
 
 KEY_MARK = "bp-"
@@ -26,38 +26,38 @@ def add_key(
     name: str, changes: dict[str, Any], expires_s: float | None = None, path: Path | None = None
 ) -> tuple[Tenant, str]:
     """Create a key for a tenant, and the tenant if it does not exist. The key is returned once and stored as a hash."""
-    if not is_name(name):
-        raise BadQuestion(
+    if not is_tenant_name(name):
+        raise UsageError(
             f"{name!r} is not a valid tenant name", hint="use letters, digits and . _ @ -, at most 64 characters"
         )
-    before = next((one for one in store.tenants(path) if one.name == name), None)
-    tenant = _changed(before or Tenant(name=name), changes)
+    before = next((one for one in store.read_tenants(path) if one.name == name), None)
+    tenant = _apply_changes(before or Tenant(name=name), changes)
     key = KEY_MARK + secrets.token_urlsafe(KEY_BYTES)
     now = dt.datetime.now(dt.UTC)
     kept = TenantKey(
         id=secrets.token_hex(ID_LETTERS // 2),
         created_at=now.isoformat(timespec="seconds"),
-        expires_at=_after(now, expires_s),
+        expires_at=_compute_expiry(now, expires_s),
     )
     if tenant != before:
         store.put_tenant(tenant, path)
-    store.add_key(name, kept, key_digest(key.encode(), store.salt(path)), path)
-    return replaced(tenant, keys=(*tenant.keys, kept)), key
+    store.add_key(name, kept, digest_key(key.encode(), store.get_salt(path)), path)
+    return replace_fields(tenant, keys=(*tenant.keys, kept)), key
 
 
-def change(name: str, changes: dict[str, Any], path: Path | None = None) -> Tenant:
+def change_tenant(name: str, changes: dict[str, Any], path: Path | None = None) -> Tenant:
     """Change limits or the weight of a tenant. Requests without a stored key belong to the tenant `default`."""
-    found = next((one for one in store.tenants(path) if one.name == name), None)
+    found = next((one for one in store.read_tenants(path) if one.name == name), None)
     if found is None and name != DEFAULT_TENANT:
-        raise _nobody(name, path)
+        raise _make_unknown_error(name, path)
     if not changes:
-        raise BadQuestion("no change given", hint="use --weight, --requests-per-minute, --in-flight …")
-    tenant = _changed(found or Tenant(name=name), changes)
+        raise UsageError("no change given", hint="use --weight, --requests-per-minute, --in-flight …")
+    tenant = _apply_changes(found or Tenant(name=name), changes)
     store.put_tenant(tenant, path)
     return tenant
 
 
-def remarks(declared: Sequence[Declared], stored: Sequence[Tenant]) -> tuple[str, ...]:
+def list_warnings(declared: Sequence[DeclaredTenant], stored: Sequence[Tenant]) -> tuple[str, ...]:
     """Warnings about differences between the tenants in an intent file and those in the store."""
     if not declared:
         return ()
@@ -87,7 +87,7 @@ def remarks(declared: Sequence[Declared], stored: Sequence[Tenant]) -> tuple[str
 
 def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
     """Revoke a key by its id, or a tenant and all of its keys by its name. Returns the ids of the revoked keys."""
-    known = store.tenants(path)
+    known = store.read_tenants(path)
     for tenant in known:
         if tenant.name == which:
             store.remove_tenant(which, path)
@@ -100,20 +100,20 @@ def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
                 else:
                     store.remove_key(which, path)
                 return (which,)
-    raise _nobody(which, path)
+    raise _make_unknown_error(which, path)
 
 
-def usage(
+def report_usage(
     by: UsageBy, since_s: float | None = None, tenant: str | None = None, path: Path | None = None
 ) -> UsageReport:
     """Usage in the last `since_s` seconds, or in total."""
     now = time.time()
     began = now - since_s if since_s is not None else None
-    rows = store.usage(by, began or 0.0, tenant=tenant, path=path)
+    rows = store.read_usage(by, began or 0.0, tenant=tenant, path=path)
     fields = ("requests", "failed", "turned_away", "prompt_tokens", "cached_tokens", "completion_tokens")
     return UsageReport(
-        since=_moment(began) if began is not None else None,
-        until=_moment(now),
+        since=_format_time(began) if began is not None else None,
+        until=_format_time(now),
         by=by,
         tenant=tenant,
         rows=rows,
@@ -121,29 +121,29 @@ def usage(
     )
 
 
-def _changed(tenant: Tenant, changes: dict[str, Any]) -> Tenant:
+def _apply_changes(tenant: Tenant, changes: dict[str, Any]) -> Tenant:
     try:
         return msgspec.convert({**msgspec.structs.asdict(tenant), **changes}, Tenant)
     except msgspec.ValidationError as error:
-        raise BadQuestion("invalid limit for a tenant", cause=str(error)) from error
+        raise UsageError("invalid limit for a tenant", cause=str(error)) from error
 
 
-def _nobody(which: str, path: Path | None) -> BadQuestion:
-    names = ", ".join(one.name for one in store.tenants(path)[:10])
+def _make_unknown_error(which: str, path: Path | None) -> UsageError:
+    names = ", ".join(one.name for one in store.read_tenants(path)[:10])
     hint = f"tenants: {names}" if names else "bedplate keys add NAME creates a tenant"
-    return BadQuestion(f"no tenant and no key {which!r}", hint=hint)
+    return UsageError(f"no tenant and no key {which!r}", hint=hint)
 
 
-def _after(now: dt.datetime, expires_s: float | None) -> str | None:
+def _compute_expiry(now: dt.datetime, expires_s: float | None) -> str | None:
     if expires_s is None:
         return None
     if expires_s <= 0:
-        raise BadQuestion("--expires must be longer than 0", hint="for example --expires 30d")
+        raise UsageError("--expires must be longer than 0", hint="for example --expires 30d")
     try:
         return (now + dt.timedelta(seconds=expires_s)).isoformat(timespec="seconds")
     except OverflowError:
-        raise BadQuestion("--expires is too long", hint="leave out --expires for a key that does not expire") from None
+        raise UsageError("--expires is too long", hint="leave out --expires for a key that does not expire") from None
 
 
-def _moment(at_s: float) -> str:
+def _format_time(at_s: float) -> str:
     return dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="seconds")

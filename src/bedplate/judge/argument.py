@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bedplate.decide.evidence import PROVEN_GAIN
-from bedplate.engines import all_engines
+from bedplate.engines import load_engines
 from bedplate.engines.roles import REFERENCE
-from bedplate.judge.weighing import worse
+from bedplate.judge.weighing import explain_worse_quality
 from bedplate.measure.knee import MET
-from bedplate.measure.summary import all_samples, is_valid, meets, summarized
+from bedplate.measure.summary import is_valid, list_samples, meets, summarize_cell
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Cell, Load, Quality, Run
 from bedplate.values.summary import Summary
@@ -20,7 +20,7 @@ MOST_EFFORT = 5
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeasuredEngine:
     """One engine with one kind of weights, and its cells."""
 
     engine: str
@@ -29,51 +29,53 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        known = all_engines().get(self.engine)
+        known = load_engines().get(self.engine)
         name = known.name if known is not None else self.engine
         return f"{name} {self.quantization}" if self.quantization else name
 
 
 @dataclass(frozen=True)
-class Argument:
+class Recommendation:
     headline: str
-    choice: Candidate | None = None
+    choice: MeasuredEngine | None = None
     because: tuple[str, ...] = ()
     not_measured: tuple[str, ...] = ()
 
 
-def candidates(cells: Sequence[Cell]) -> list[Candidate]:
+def group_by_engine(cells: Sequence[Cell]) -> list[MeasuredEngine]:
     """The newest cell of each load, by engine and quantization, in the order of their first measurement."""
     found: dict[tuple[str, str | None], dict[Load, Cell]] = {}
     for cell in sorted(cells, key=lambda one: one.at):
         found.setdefault((cell.subject.engine, cell.subject.quantization), {})[cell.load] = cell
-    return [Candidate(engine, label, tuple(of.values())) for (engine, label), of in found.items()]
+    return [MeasuredEngine(engine, label, tuple(of.values())) for (engine, label), of in found.items()]
 
 
-def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: LatencyTarget | None = None) -> Argument:
+def recommend_engine(
+    runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: LatencyTarget | None = None
+) -> Recommendation:
     """Recommends an engine. Engines with wrong answers are excluded, whatever their speed."""
     cells = [cell for run in runs for cell in run.cells]
-    missing = not_measured(runs)
+    missing = list_not_measured(runs)
     sound = [
-        Candidate(one.engine, one.quantization, kept)
-        for one in candidates(cells)
+        MeasuredEngine(one.engine, one.quantization, kept)
+        for one in group_by_engine(cells)
         if (kept := tuple(cell for cell in one.cells if is_valid(cell) and not _is_broken(cell)))
     ]
     if not sound:
-        return Argument("There is no valid measurement to base a recommendation on.", not_measured=missing)
-    sound, worse_ones = _as_good(sound)
+        return Recommendation("There is no valid measurement to base a recommendation on.", not_measured=missing)
+    sound, worse_ones = _exclude_worse_answers(sound)
     if target is not None:
-        return _by_target(sound, target, diagnosis, missing, worse_ones)
-    load = _common_load(sound)
-    ranked = sorted(((_rate(one, load), one) for one in sound if _rate(one, load)), key=lambda pair: -pair[0])
+        return _recommend_by_target(sound, target, diagnosis, missing, worse_ones)
+    load = _choose_common_load(sound)
+    ranked = sorted(((_find_rate(one, load), one) for one in sound if _find_rate(one, load)), key=lambda pair: -pair[0])
     if not ranked:
-        return Argument("No measurement has a token throughput.", not_measured=missing)
+        return Recommendation("No measurement has a token throughput.", not_measured=missing)
     best_rate = ranked[0][0]
     # Engines whose difference is within the day-to-day variation of a machine are ranked by operational effort.
     close = [one for rate, one in ranked if rate * PROVEN_GAIN > best_rate]
-    choice = min(close, key=lambda one: (_effort(one), -_rate(one, load)))
-    rate = _rate(choice, load)
-    because = [f"{choice.name} generates {rate:,.0f} tokens per second {_at(load)}"]
+    choice = min(close, key=lambda one: (_find_effort(one), -_find_rate(one, load)))
+    rate = _find_rate(choice, load)
+    because = [f"{choice.name} generates {rate:,.0f} tokens per second {_describe_load(load)}"]
     others = [(other, one) for other, one in ranked if one is not choice]
     if others and others[0][0] > rate:
         because.append(
@@ -85,49 +87,51 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
         because.append(
             f"that is {rate / next_rate:.2f} times the throughput of the second, {next_best.name} with {next_rate:,.0f}"
         )
-    without = [one.name for one in sound if not _rate(one, load)]
+    without = [one.name for one in sound if not _find_rate(one, load)]
     if without:
         because.append(
-            f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no valid measurement {_at(load)}"
+            f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no valid measurement {_describe_load(load)}"
         )
-    because += (*worse_ones, *_ground(choice, diagnosis))
-    return Argument(_headline(choice, sound), choice, tuple(because), missing)
+    because += (*worse_ones, *_explain_choice(choice, diagnosis))
+    return Recommendation(_write_headline(choice, sound), choice, tuple(because), missing)
 
 
-def _as_good(sound: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+def _exclude_worse_answers(sound: Sequence[MeasuredEngine]) -> tuple[list[MeasuredEngine], list[str]]:
     """The candidates whose answers are as good as the best one's, by the rule of `compare`; and the excluded ones."""
-    checked = [(one, quality) for one in sound if (quality := _quality(one)) is not None]
+    checked = [(one, quality) for one in sound if (quality := _find_checked_quality(one)) is not None]
     if not checked:
         return list(sound), []
     best, best_quality = max(checked, key=lambda pair: (pair[1].agreement or 0.0, pair[1].asked))
-    reasons = {one.name: why for one, quality in checked if (why := worse(best_quality, quality)) is not None}
+    reasons = {
+        one.name: why for one, quality in checked if (why := explain_worse_quality(best_quality, quality)) is not None
+    }
     excluded = [f"{name} is excluded, whatever its speed: {why} ({best.name})" for name, why in reasons.items()]
     return [one for one in sound if one.name not in reasons], excluded
 
 
-def _quality(one: Candidate) -> Quality | None:
+def _find_checked_quality(one: MeasuredEngine) -> Quality | None:
     known = (cell.quality for cell in one.cells)
     return next((quality for quality in known if quality is not None and quality.verdict == "ok"), None)
 
 
-def _by_target(
-    sound: Sequence[Candidate],
+def _recommend_by_target(
+    sound: Sequence[MeasuredEngine],
     target: LatencyTarget,
     diagnosis: Diagnosis | None,
     missing: tuple[str, ...],
     worse_ones: Sequence[str],
-) -> Argument:
-    served = {one.name: [cell for cell in one.cells if on_target(cell, target) >= MET] for one in sound}
+) -> Recommendation:
+    served = {one.name: [cell for cell in one.cells if compute_met_share(cell, target) >= MET] for one in sound}
     words = " and ".join(
         f"{name} ≤ {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value
     )
-    best = {one.name: max((_tok_s(cell) for cell in served[one.name]), default=0.0) for one in sound}
-    choice = max(sound, key=lambda one: (best[one.name], -_effort(one)))
+    best = {one.name: max((_compute_tok_s(cell) for cell in served[one.name]), default=0.0) for one in sound}
+    choice = max(sound, key=lambda one: (best[one.name], -_find_effort(one)))
     if not best[choice.name]:
-        return Argument(f"No engine meets {words} at any measured load.", not_measured=missing)
-    cell = max(served[choice.name], key=_tok_s)
-    because = [f"it generates {_tok_s(cell):,.0f} tokens per second with {words} for {MET:.0%} of the requests"]
-    because[0] += f" {_at(cell.load)}, the heaviest measured load that meets the target"
+        return Recommendation(f"No engine meets {words} at any measured load.", not_measured=missing)
+    cell = max(served[choice.name], key=_compute_tok_s)
+    because = [f"it generates {_compute_tok_s(cell):,.0f} tokens per second with {words} for {MET:.0%} of the requests"]
+    because[0] += f" {_describe_load(cell.load)}, the heaviest measured load that meets the target"
     because += [
         f"{one.name} generates {best[one.name]:,.0f} within the target"
         if best[one.name]
@@ -135,33 +139,33 @@ def _by_target(
         for one in sound
         if one is not choice
     ]
-    because += (*worse_ones, *_ground(choice, diagnosis))
-    return Argument(_headline(choice, sound), choice, tuple(because), missing)
+    because += (*worse_ones, *_explain_choice(choice, diagnosis))
+    return Recommendation(_write_headline(choice, sound), choice, tuple(because), missing)
 
 
-def _headline(choice: Candidate, sound: Sequence[Candidate]) -> str:
+def _write_headline(choice: MeasuredEngine, sound: Sequence[MeasuredEngine]) -> str:
     """Recommends no engine by speed alone, nor by measurements of different models."""
     if len({cell.subject.model for one in sound for cell in one.cells}) > 1:
         return f"{choice.name} has the highest throughput, but the engines ran different weights: no choice is proven."
-    if _quality(choice) is None:
+    if _find_checked_quality(choice) is None:
         return f"Deploy {choice.name}, after its answers have been checked."
     return f"Deploy {choice.name}."
 
 
-def on_target(cell: Cell, target: LatencyTarget) -> float:
+def compute_met_share(cell: Cell, target: LatencyTarget) -> float:
     """The share of the requests that met the target."""
-    samples = all_samples(cell)
+    samples = list_samples(cell)
     return sum(meets(sample, target) for sample in samples) / len(samples) if samples else 0.0
 
 
-def not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
+def list_not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
     """Everything that a reader may expect and that was not measured."""
     found: list[str] = []
     for run in runs:
         if run.matrix is not None:
             done = {(cell.subject.engine, cell.load) for cell in run.cells if cell.repeats}
             for engine in run.matrix.engines:
-                loads = [_at(load) for load in run.matrix.loads if (engine, load) not in done]
+                loads = [_describe_load(load) for load in run.matrix.loads if (engine, load) not in done]
                 if loads and not any(one.engine == engine for one in run.left_out):
                     found.append(f"{engine} {', '.join(loads)}")
         found += [f"{one.engine}: {one.why}" for one in run.left_out]
@@ -175,19 +179,19 @@ def not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def bottleneck_of(one: Candidate, diagnosis: Diagnosis | None) -> Bottleneck | None:
+def find_bottleneck(one: MeasuredEngine, diagnosis: Diagnosis | None) -> Bottleneck | None:
     names = (one.engine, one.quantization)
     found = (each for each in (diagnosis.bottlenecks if diagnosis else ()) if (each.engine, each.quantization) == names)
     return next(found, None)
 
 
-def summaries(one: Candidate) -> list[tuple[Cell, Summary]]:
-    return [(cell, summarized(cell)) for cell in one.cells]
+def summarize_cells(one: MeasuredEngine) -> list[tuple[Cell, Summary]]:
+    return [(cell, summarize_cell(cell)) for cell in one.cells]
 
 
-def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
+def _explain_choice(choice: MeasuredEngine, diagnosis: Diagnosis | None) -> list[str]:
     found = []
-    if (bottleneck := bottleneck_of(choice, diagnosis)) is not None and bottleneck.limit is not None:
+    if (bottleneck := find_bottleneck(choice, diagnosis)) is not None and bottleneck.limit is not None:
         found.append(f"its bottleneck: {bottleneck.text}")
     shares = [cell.quality.agreement for cell in choice.cells if cell.quality is not None and cell.quality.agreement]
     if shares:
@@ -195,7 +199,7 @@ def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
     return found
 
 
-def _common_load(sound: Sequence[Candidate]) -> Load:
+def _choose_common_load(sound: Sequence[MeasuredEngine]) -> Load:
     """The heaviest load under which more than half of the candidates were measured."""
     counts: dict[Load, int] = {}
     for one in sound:
@@ -205,16 +209,16 @@ def _common_load(sound: Sequence[Candidate]) -> Load:
     return max(common, key=lambda load: (load.concurrency or 0, load.requests_per_s or 0.0, counts[load]))
 
 
-def _rate(one: Candidate, load: Load) -> float:
-    return max((_tok_s(cell) for cell in one.cells if cell.load == load), default=0.0)
+def _find_rate(one: MeasuredEngine, load: Load) -> float:
+    return max((_compute_tok_s(cell) for cell in one.cells if cell.load == load), default=0.0)
 
 
-def _tok_s(cell: Cell) -> float:
-    return summarized(cell).output_tok_s or 0.0
+def _compute_tok_s(cell: Cell) -> float:
+    return summarize_cell(cell).output_tok_s or 0.0
 
 
-def _effort(one: Candidate) -> int:
-    engine = all_engines().get(one.engine)
+def _find_effort(one: MeasuredEngine) -> int:
+    engine = load_engines().get(one.engine)
     return engine.effort if engine is not None else MOST_EFFORT
 
 
@@ -222,7 +226,7 @@ def _is_broken(cell: Cell) -> bool:
     return cell.quality is not None and cell.quality.verdict == "broken"
 
 
-def _at(load: Load) -> str:
+def _describe_load(load: Load) -> str:
     if load.concurrency is not None:
         return f"at {load.concurrency} in flight"
     return f"at {load.requests_per_s:g} requests per second" if load.requests_per_s else f"({load.arrivals})"

@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bedplate.decide.evidence import PROVEN_GAIN
-from bedplate.engines import all_engines
-from bedplate.judge.effect import effect, on_target
-from bedplate.judge.matching import Pair, matched
-from bedplate.judge.weighing import Case, Errors, weighed
-from bedplate.measure.summary import all_samples, spent, summarized
-from bedplate.values.cost import PerMillion, Price
+from bedplate.engines import load_engines
+from bedplate.judge.effect import compare_target_shares, estimate_effect
+from bedplate.judge.matching import CellPair, match_cells
+from bedplate.judge.weighing import ComparisonFacts, ErrorCounts, decide_verdict
+from bedplate.measure.summary import compute_spent, list_samples, summarize_cell
+from bedplate.values.cost import CostPerMillion, Price
 from bedplate.values.run import Cell, Quality
-from bedplate.values.verdict import Cost, Effect, Metric, Side, Spent, Verdict
+from bedplate.values.verdict import ComparedEngine, CostComparison, Effect, Metric, OperatingCost, Verdict
 from bedplate.values.workload import LatencyTarget
 
 CHANCE = 0.05
@@ -42,16 +42,18 @@ def compare(
     verdict; a caller that compares repeatedly passes a smaller one.
     `same_work`: both sides got the same requests in each round.
     """
-    found = matched(a, b, allow)
+    found = match_cells(a, b, allow)
     pairs, confidence = found.pairs, 1 - chance / len(found.pairs)
-    estimate = functools.partial(effect, confidence=confidence, same_work=same_work)
-    main = _known(_main(pair, estimate) for pair in pairs)
-    ttft = _known(estimate(pair.a, pair.b, "ttft_ms") for pair in pairs)
-    tpot = _known(estimate(pair.a, pair.b, "tpot_ms") for pair in pairs)
-    targets = tuple(on_target(pair.a, pair.b, target, confidence) for pair in pairs) if target is not None else ()
-    one, other = (_side([pair[number] for pair in pairs], pairs[-1][1 - number]) for number in (0, 1))
-    case = Case(one, other, main, ttft, targets, _errors(pairs), least_gain, confidence)
-    opinion = weighed(case)
+    estimate = functools.partial(estimate_effect, confidence=confidence, same_work=same_work)
+    main = _drop_missing(_estimate_main_effect(pair, estimate) for pair in pairs)
+    ttft = _drop_missing(estimate(pair.a, pair.b, "ttft_ms") for pair in pairs)
+    tpot = _drop_missing(estimate(pair.a, pair.b, "tpot_ms") for pair in pairs)
+    targets = (
+        tuple(compare_target_shares(pair.a, pair.b, target, confidence) for pair in pairs) if target is not None else ()
+    )
+    one, other = (_make_side([pair[number] for pair in pairs], pairs[-1][1 - number]) for number in (0, 1))
+    case = ComparisonFacts(one, other, main, ttft, targets, _count_errors(pairs), least_gain, confidence)
+    opinion = decide_verdict(case)
     return Verdict(
         answer=opinion.answer,
         constraint=opinion.constraint,
@@ -63,23 +65,26 @@ def compare(
         b=other,
         effects=(*main, *ttft, *tpot),
         on_target=targets,
-        spent=_spent(pairs, prices),
+        spent=_compute_costs(pairs, prices),
         least_gain=least_gain,
         differences=found.differences,
         left_out=found.left_out,
     )
 
 
-def _spent(pairs: Sequence[Pair], prices: tuple[Price | None, Price | None]) -> tuple[Spent, ...]:
-    found = [Spent(load=pair.a.load, a=spent(pair.a, prices[0]), b=spent(pair.b, prices[1])) for pair in pairs]
-    return tuple(one for one in found if not one.a == one.b == PerMillion())
+def _compute_costs(pairs: Sequence[CellPair], prices: tuple[Price | None, Price | None]) -> tuple[CostComparison, ...]:
+    found = [
+        CostComparison(load=pair.a.load, a=compute_spent(pair.a, prices[0]), b=compute_spent(pair.b, prices[1]))
+        for pair in pairs
+    ]
+    return tuple(one for one in found if not one.a == one.b == CostPerMillion())
 
 
-def _known(found: Iterable[Effect | None]) -> tuple[Effect, ...]:
+def _drop_missing(found: Iterable[Effect | None]) -> tuple[Effect, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def _main(pair: Pair, estimate: Callable[[Cell, Cell, Metric], Effect | None]) -> Effect | None:
+def _estimate_main_effect(pair: CellPair, estimate: Callable[[Cell, Cell, Metric], Effect | None]) -> Effect | None:
     """Throughput if the loop is closed and tokens are counted; otherwise the request time.
 
     In an open loop the request rate determines the throughput of both sides.
@@ -88,59 +93,59 @@ def _main(pair: Pair, estimate: Callable[[Cell, Cell, Metric], Effect | None]) -
     return speed or estimate(pair.a, pair.b, "e2e_ms")
 
 
-def _errors(pairs: Sequence[Pair]) -> Errors:
+def _count_errors(pairs: Sequence[CellPair]) -> ErrorCounts:
     counted: list[int] = []
     for number in (0, 1):
-        samples = [sample for pair in pairs for sample in all_samples(pair[number])]
+        samples = [sample for pair in pairs for sample in list_samples(pair[number])]
         counted += [sum(sample.outcome != "ok" for sample in samples), len(samples)]
-    return Errors(*counted)
+    return ErrorCounts(*counted)
 
 
-def _side(cells: Sequence[Cell], opposite: Cell) -> Side:
+def _make_side(cells: Sequence[Cell], opposite: Cell) -> ComparedEngine:
     subject = max(cells, key=lambda cell: cell.at).subject
-    return Side(
+    return ComparedEngine(
         engine=subject.engine,
         engine_version=subject.engine_version,
         quantization=subject.quantization,
         cells=tuple(cell.id for cell in cells),
         runs=tuple(dict.fromkeys(cell.run for cell in cells)),
-        quality=_quality(cells),
-        cost=_cost(cells, opposite),
+        quality=_find_worst_quality(cells),
+        cost=_compute_operating_cost(cells, opposite),
     )
 
 
-def _quality(cells: Iterable[Cell]) -> Quality | None:
+def _find_worst_quality(cells: Iterable[Cell]) -> Quality | None:
     """The worst quality of the cells; unchecked cells count last."""
     known = [cell.quality for cell in cells if cell.quality is not None]
     order = {"broken": 0, "ok": 1, "unchecked": 2}
 
-    def badness(one: Quality) -> tuple[int, float]:
+    def rank_quality(one: Quality) -> tuple[int, float]:
         return order[one.verdict], one.agreement if one.agreement is not None else 2.0
 
-    return min(known, key=badness, default=None)
+    return min(known, key=rank_quality, default=None)
 
 
-def _cost(cells: Sequence[Cell], opposite: Cell) -> Cost:
-    subject, found = cells[-1].subject, [summarized(cell) for cell in cells]
-    known = all_engines().get(subject.engine)
+def _compute_operating_cost(cells: Sequence[Cell], opposite: Cell) -> OperatingCost:
+    subject, found = cells[-1].subject, [summarize_cell(cell) for cell in cells]
+    known = load_engines().get(subject.engine)
     recipe = known.recipe if known is not None else None
     installed = [cell.subject.install_bytes for cell in cells if cell.subject.install_bytes is not None]
-    return Cost(
+    return OperatingCost(
         engine=subject.engine,
         install_bytes=max(installed, default=recipe.disk_bytes if recipe is not None else None),
         start_s=max((cell.subject.start_s for cell in cells if cell.subject.start_s is not None), default=None),
         peak_memory_bytes=max((one.peak_memory_bytes for one in found if one.peak_memory_bytes), default=None),
         peak_gpu_bytes=max((one.peak_gpu_bytes for one in found if one.peak_gpu_bytes), default=None),
         effort=known.effort if known is not None else None,
-        steps=tuple(_steps(cells[-1], opposite)),
+        steps=tuple(_list_steps(cells[-1], opposite)),
     )
 
 
-def _steps(cell: Cell, opposite: Cell) -> Iterable[str]:
+def _list_steps(cell: Cell, opposite: Cell) -> Iterable[str]:
     subject, other = cell.subject, opposite.subject
     if subject.build == "native":
         yield "compiled from source on this machine"
-    known, theirs = all_engines().get(subject.engine), all_engines().get(other.engine)
+    known, theirs = load_engines().get(subject.engine), load_engines().get(other.engine)
     if known is None or theirs is None or subject.weights_id is None or subject.weights_id != other.weights_id:
         return
     if subject.quantization != other.quantization and "gguf" in theirs.formats and "gguf" not in known.formats:

@@ -15,29 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bedplate.judge.advice import Patient, changes_for, predictions_for
-from bedplate.judge.findings import evidence_of, text_of, unknowns
-from bedplate.judge.ground import Ground, ground_for
-from bedplate.judge.observed import alone_of, views_of
-from bedplate.judge.spending import at_load
+from bedplate.judge.advice import DiagnosedCell, advise_changes, predict_gains
+from bedplate.judge.findings import collect_evidence, list_unknowns, write_sentence
+from bedplate.judge.ground import Roofline, build_roofline
+from bedplate.judge.observed import break_down_cells, find_single_request
+from bedplate.judge.spending import attribute_time
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Cell
 
-__all__ = ["Ground", "bottleneck", "by_subject", "diagnose", "ground_for"]
+__all__ = ["Roofline", "build_roofline", "diagnose", "diagnose_subject", "group_by_subject"]
 
 
-def diagnose(groups: Iterable[tuple[Sequence[Cell], Ground]]) -> Diagnosis:
+def diagnose(groups: Iterable[tuple[Sequence[Cell], Roofline]]) -> Diagnosis:
     """Each group: the cells of one subject, and the limits of its model and machine."""
     measured = [(cells, roofline) for cells, roofline in groups if cells]
     cells = [cell for group, _ in measured for cell in group]
     return Diagnosis(
         machine=cells[0].machine if cells else "",
         runs=tuple(dict.fromkeys(cell.run for cell in cells)),
-        bottlenecks=tuple(bottleneck(group, roofline) for group, roofline in measured),
+        bottlenecks=tuple(diagnose_subject(group, roofline) for group, roofline in measured),
     )
 
 
-def by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
+def group_by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Groups of cells of the same engine with the same settings, each sorted by load."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
@@ -48,11 +48,11 @@ def by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
     return [sorted(group, key=lambda cell: (cell.load.concurrency or 0, cell.at)) for group in found.values()]
 
 
-def bottleneck(cells: Sequence[Cell], roofline: Ground) -> Bottleneck:
+def diagnose_subject(cells: Sequence[Cell], roofline: Roofline) -> Bottleneck:
     """The bottleneck of one subject; its cells have different loads."""
-    alone = alone_of(cells)
-    breakdowns = list(zip(cells, views_of(cells, alone), strict=True))
-    loads = tuple(at_load(cell, breakdown, roofline) for cell, breakdown in breakdowns)
+    alone = find_single_request(cells)
+    breakdowns = list(zip(cells, break_down_cells(cells, alone), strict=True))
+    loads = tuple(attribute_time(cell, breakdown, roofline) for cell, breakdown in breakdowns)
     heaviest = max(
         (number for number, one in enumerate(loads) if one.limit is not None),
         key=lambda number: cells[number].load.concurrency or 0,
@@ -61,19 +61,19 @@ def bottleneck(cells: Sequence[Cell], roofline: Ground) -> Bottleneck:
     subject = cells[-1].subject
     attribution = loads[heaviest] if heaviest is not None else loads[-1]
     cell, breakdown = breakdowns[heaviest] if heaviest is not None else breakdowns[-1]
-    diagnosed = Patient(cell, breakdown, attribution, roofline) if breakdown is not None else None
+    diagnosed = DiagnosedCell(cell, breakdown, attribution, roofline) if breakdown is not None else None
     return Bottleneck(
         engine=subject.engine,
         engine_version=subject.engine_version,
         model=subject.model,
         quantization=subject.quantization,
         limit=attribution.limit,
-        text=text_of(attribution),
+        text=write_sentence(attribution),
         loads=loads,
-        evidence=tuple(evidence_of(cell, breakdown, attribution, breakdowns, roofline))
+        evidence=tuple(collect_evidence(cell, breakdown, attribution, breakdowns, roofline))
         if breakdown is not None
         else (),
-        predictions=tuple(predictions_for(diagnosed)) if diagnosed is not None else (),
-        changes=tuple(changes_for(diagnosed)) if diagnosed is not None else (),
-        unknown=tuple(unknowns(cell, breakdown, alone, roofline)),
+        predictions=tuple(predict_gains(diagnosed)) if diagnosed is not None else (),
+        changes=tuple(advise_changes(diagnosed)) if diagnosed is not None else (),
+        unknown=tuple(list_unknowns(cell, breakdown, alone, roofline)),
     )

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bedplate.measure.summary import all_samples, why_invalid
+from bedplate.measure.summary import list_invalid_reasons, list_samples
 from bedplate.values.run import Cell, Sample
-from bedplate.values.statistics import quantile
+from bedplate.values.statistics import compute_quantile
 
 ONE_TOKEN_EVENTS = (0.9, 1.15)
 """Tokens per stream event within which each event counts as one token."""
@@ -21,7 +21,7 @@ LEAST_REQUESTS = 3
 FULL_CACHE = 0.95
 
 
-class View(NamedTuple):
+class RequestBreakdown(NamedTuple):
     """The parts of the mean request of a cell, in milliseconds."""
 
     request_ms: float
@@ -50,7 +50,7 @@ class View(NamedTuple):
     """What an added stream adds to a step: the growth of steps with the batch, but at most one prompt token."""
 
 
-class Alone(NamedTuple):
+class SingleRequestTimes(NamedTuple):
     """The median request of a cell with one request at a time."""
 
     ttft_ms: float
@@ -58,58 +58,58 @@ class Alone(NamedTuple):
     prompt: float
 
 
-def _good(cell: Cell) -> list[Sample]:
+def _select_good(cell: Cell) -> list[Sample]:
     return [
         one
-        for one in all_samples(cell)
+        for one in list_samples(cell)
         if one.outcome == "ok" and one.ttft_ms is not None and (one.output_tokens or 0) > 1
     ]
 
 
-def alone_of(cells: Sequence[Cell]) -> Alone | None:
+def find_single_request(cells: Sequence[Cell]) -> SingleRequestTimes | None:
     for cell in cells:
-        good = _good(cell)
-        if cell.load.concurrency == 1 and len(good) >= LEAST_REQUESTS and not why_invalid(cell):
-            return Alone(
+        good = _select_good(cell)
+        if cell.load.concurrency == 1 and len(good) >= LEAST_REQUESTS and not list_invalid_reasons(cell):
+            return SingleRequestTimes(
                 ttft_ms=statistics.median(one.ttft_ms or 0.0 for one in good),
                 step_ms=statistics.median(one.tpot_ms or 0.0 for one in good),
-                prompt=_prompt(cell, good),
+                prompt=_compute_prompt_tokens(cell, good),
             )
     return None
 
 
-def _prompt(cell: Cell, good: Sequence[Sample]) -> float:
+def _compute_prompt_tokens(cell: Cell, good: Sequence[Sample]) -> float:
     """Mean number of prompt tokens that were not in the prefix cache."""
     counted = [one.prompt_tokens - (one.cached_tokens or 0) for one in good if one.prompt_tokens is not None]
     return max(1.0, statistics.fmean(counted)) if counted else float(cell.load.prompt_tokens)
 
 
-def view_of(cell: Cell, alone: Alone | None) -> View | None:
+def break_down_cell(cell: Cell, alone: SingleRequestTimes | None) -> RequestBreakdown | None:
     """`None` if the cell is invalid or has too few requests with counted tokens."""
-    good = _good(cell)
-    if len(good) < LEAST_REQUESTS or why_invalid(cell):
+    good = _select_good(cell)
+    if len(good) < LEAST_REQUESTS or list_invalid_reasons(cell):
         return None
-    in_flight = float(cell.load.concurrency or _littles_law(cell, good))
+    in_flight = float(cell.load.concurrency or _apply_littles_law(cell, good))
     request = statistics.fmean(one.duration_ms for one in good)
     if request <= 0:
         return None
     ttft = statistics.fmean(one.ttft_ms or 0.0 for one in good)
     tokens = statistics.fmean(float(one.output_tokens or 0) for one in good)
-    prompt = _prompt(cell, good)
+    prompt = _compute_prompt_tokens(cell, good)
     whole = statistics.fmean(float(one.prompt_tokens or cell.load.prompt_tokens) for one in good)
-    step = _step_ms(good)
-    prefill, token = _prefill_ms(good, alone, prompt, step, in_flight)
-    queue, known = _queue_ms(cell, request, ttft, prefill, step, in_flight)
+    step = _compute_step_ms(good)
+    prefill, token = _compute_prefill_ms(good, alone, prompt, step, in_flight)
+    queue, known = _compute_queue_ms(cell, request, ttft, prefill, step, in_flight)
     # A prefill time inferred from this cell includes the queue; one that was measured alone does not.
     queue = min(queue, ttft if alone is None else max(0.0, ttft - prefill))
     prefill = min(prefill, ttft - queue)
-    running = mean_of(repeat.engine.running_mean for repeat in cell.repeats)
+    running = compute_mean(repeat.engine.running_mean for repeat in cell.repeats)
     batch = in_flight * (1 - queue / request)
     if running is not None and running > 0:
         batch = min(in_flight, running)
-    if (slots := slots_of(cell)) is not None:
+    if (slots := count_slots(cell)) is not None:
         batch = min(batch, float(slots))
-    return View(
+    return RequestBreakdown(
         request_ms=request, ttft_ms=ttft, tokens=tokens, prompt=prompt, context=whole + tokens / 2, step_ms=step,
         queue_ms=queue, queue_known=known, prefill_ms=prefill, behind_ms=max(0.0, ttft - queue - prefill),
         stalled_ms=max(0.0, request - ttft - (tokens - 1) * step), batch=max(1.0, batch), token_ms=token,
@@ -117,9 +117,9 @@ def view_of(cell: Cell, alone: Alone | None) -> View | None:
     )  # fmt: skip
 
 
-def views_of(cells: Sequence[Cell], alone: Alone | None) -> list[View | None]:
+def break_down_cells(cells: Sequence[Cell], alone: SingleRequestTimes | None) -> list[RequestBreakdown | None]:
     """For all cells of one subject together, since the growth of steps with the batch needs several loads."""
-    breakdowns = [view_of(cell, alone) for cell in cells]
+    breakdowns = [break_down_cell(cell, alone) for cell in cells]
     seen = sorted(
         (breakdown for breakdown in breakdowns if breakdown is not None), key=lambda breakdown: breakdown.batch
     )
@@ -130,39 +130,39 @@ def views_of(cells: Sequence[Cell], alone: Alone | None) -> list[View | None]:
     return [breakdown and breakdown._replace(stream_ms=min(breakdown.token_ms, each)) for breakdown in breakdowns]
 
 
-def _littles_law(cell: Cell, good: Sequence[Sample]) -> float:
+def _apply_littles_law(cell: Cell, good: Sequence[Sample]) -> float:
     seconds = math.fsum(repeat.seconds for repeat in cell.repeats)
     return max(1.0, math.fsum(one.duration_ms for one in good) / 1000 / seconds) if seconds else 1.0
 
 
-def _step_ms(good: Sequence[Sample]) -> float:
+def _compute_step_ms(good: Sequence[Sample]) -> float:
     """The median gap if each event is one token; otherwise the first quartile of the time per output token."""
     tpots = sorted(found for one in good if (found := one.tpot_ms) is not None)
-    calm = quantile(tpots, 0.25)
+    calm = compute_quantile(tpots, 0.25)
     gaps = sorted(gap for one in good for gap in one.gaps_ms)
     made = sum(one.output_tokens or 0 for one in good) / max(1, sum(len(one.gaps_ms) + 1 for one in good))
     if gaps and ONE_TOKEN_EVENTS[0] <= made <= ONE_TOKEN_EVENTS[1]:
-        usual = quantile(gaps, 0.5)
+        usual = compute_quantile(gaps, 0.5)
         # Events that arrive in one packet have gaps of zero, which are not steps. Prefills of other requests make only
         # a few gaps long, so the median stays valid.
-        if quantile(gaps, 0.25) >= LEAST_SHORT_GAP * usual and usual >= LEAST_MEDIAN_GAP * calm:
-            return min(usual, quantile(tpots, 0.5))
+        if compute_quantile(gaps, 0.25) >= LEAST_SHORT_GAP * usual and usual >= LEAST_MEDIAN_GAP * calm:
+            return min(usual, compute_quantile(tpots, 0.5))
     return calm
 
 
-def _prefill_ms(
-    good: Sequence[Sample], alone: Alone | None, prompt: float, step: float, in_flight: float
+def _compute_prefill_ms(
+    good: Sequence[Sample], alone: SingleRequestTimes | None, prompt: float, step: float, in_flight: float
 ) -> tuple[float, float]:
     """The prefill time of a prompt and of one token: measured alone, or else from the shortest TTFTs of this cell."""
     if alone is not None and alone.prompt > 0:
         whole = max(0.0, alone.ttft_ms - alone.step_ms)
         return whole * prompt / alone.prompt, whole / alone.prompt
     ttfts = sorted(one.ttft_ms or 0.0 for one in good)
-    least = max(0.0, quantile(ttfts, 0.5 if in_flight <= 1 else 0.05) - step)
+    least = max(0.0, compute_quantile(ttfts, 0.5 if in_flight <= 1 else 0.05) - step)
     return least, least / prompt
 
 
-def _queue_ms(
+def _compute_queue_ms(
     cell: Cell, request: float, ttft: float, prefill: float, step: float, in_flight: float
 ) -> tuple[float, bool]:
     """How long a request waits for a slot or KV cache (by Little's law, if the number of waiting requests is known).
@@ -171,35 +171,35 @@ def _queue_ms(
     """
     if in_flight <= 1:
         return 0.0, True
-    waiting = mean_of(repeat.engine.waiting_mean for repeat in cell.repeats)
+    waiting = compute_mean(repeat.engine.waiting_mean for repeat in cell.repeats)
     by_engine = None if waiting is None else request * min(1.0, waiting / in_flight)
-    if by_engine is not None and cache_is_full(cell):
+    if by_engine is not None and is_cache_full(cell):
         return by_engine, True
-    if (slots := slots_of(cell)) is not None:
+    if (slots := count_slots(cell)) is not None:
         return request * max(0.0, 1 - slots / in_flight), True
     # Upper bound of what prefills explain: all prompts in flight, prefilled one after the other.
     unexplained = max(0.0, ttft - in_flight * prefill - step)
     return (unexplained, False) if by_engine is None else (min(by_engine, unexplained), False)
 
 
-def cache_is_full(cell: Cell) -> bool:
+def is_cache_full(cell: Cell) -> bool:
     preempted = sum(repeat.engine.preemptions or 0.0 for repeat in cell.repeats)
-    used = most_of(repeat.engine.kv_use_max for repeat in cell.repeats)
-    slots = slots_of(cell)
+    used = find_maximum(repeat.engine.kv_use_max for repeat in cell.repeats)
+    slots = count_slots(cell)
     has_free_slots = slots is None or slots >= (cell.load.concurrency or 1)
     return preempted > 0 or (used is not None and used >= FULL_CACHE and has_free_slots)
 
 
-def slots_of(cell: Cell) -> int | None:
+def count_slots(cell: Cell) -> int | None:
     """Maximum number of concurrent requests over all replicas."""
     settings = cell.subject.settings
     return None if settings is None else settings.slots * max(1, cell.subject.parallelism.data)
 
 
-def mean_of(values: Iterable[float | None]) -> float | None:
+def compute_mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-def most_of(values: Iterable[float | None]) -> float | None:
+def find_maximum(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bedplate.judge.effect import MOST_REPEATS, repeats_needed, wilson
-from bedplate.judge.words import count_of, gain_words, short_load
+from bedplate.judge.effect import MOST_REPEATS, compute_repeats_needed, compute_wilson_interval
+from bedplate.judge.words import describe_gain, describe_load_briefly, format_count
 from bedplate.measure.knee import MET
 from bedplate.values.record import Figure
 from bedplate.values.run import Quality
-from bedplate.values.verdict import Answer, Constraint, Effect, OnTarget, Side
+from bedplate.values.verdict import Answer, ComparedEngine, Constraint, Effect, TargetShare
 
 LEAST_REPEATS = 3
 """Repeats of each side that prove a gain: "A repeatable harness matters more than a single impressive run"."""
@@ -24,30 +24,30 @@ MORE_ERRORS = 0.01
 WHICH_LOAD = "choose the load that counts: --concurrency N"
 
 
-class Opinion(NamedTuple):
+class ComparisonVerdict(NamedTuple):
     answer: Answer
     constraint: Constraint
     text: str
     would_prove: str | None = None
 
 
-class Errors(NamedTuple):
+class ErrorCounts(NamedTuple):
     a: int
     a_of: int
     b: int
     b_of: int
 
 
-class Case(NamedTuple):
+class ComparisonFacts(NamedTuple):
     """Everything that decides a comparison."""
 
-    a: Side
-    b: Side
+    a: ComparedEngine
+    b: ComparedEngine
     main: tuple[Effect, ...]
     """One for each load."""
     ttft: tuple[Effect, ...]
-    targets: tuple[OnTarget, ...]
-    errors: Errors
+    targets: tuple[TargetShare, ...]
+    errors: ErrorCounts
     least_gain: float
     confidence: float
 
@@ -56,56 +56,61 @@ class Case(NamedTuple):
         return f"{(self.least_gain - 1) * 100:.0f} %"
 
 
-def weighed(case: Case) -> Opinion:
-    found = _by_quality(case) or _by_errors(case) or _by_target(case) or _by_speed(case, case.main)
-    return _if_answers_were_checked(case, found)
+def decide_verdict(case: ComparisonFacts) -> ComparisonVerdict:
+    found = (
+        _decide_by_quality(case)
+        or _decide_by_errors(case)
+        or _decide_by_target(case)
+        or _decide_by_speed(case, case.main)
+    )
+    return _require_checked_answers(case, found)
 
 
-def _if_answers_were_checked(case: Case, opinion: Opinion) -> Opinion:
+def _require_checked_answers(case: ComparisonFacts, opinion: ComparisonVerdict) -> ComparisonVerdict:
     """Does not recommend an engine whose answers were not checked."""
     checked = case.b.quality is not None and case.b.quality.verdict != "unchecked"
     if opinion.answer != "migrate" or checked:
         return opinion
     text = f"{opinion.text} But its answers were not checked against a reference."
-    return Opinion("not proven", "quality", text, "a run that checks its answers")
+    return ComparisonVerdict("not proven", "quality", text, "a run that checks its answers")
 
 
 # answers
 
 
-def _by_quality(case: Case) -> Opinion | None:
+def _decide_by_quality(case: ComparisonFacts) -> ComparisonVerdict | None:
     mine, theirs = case.a.quality, case.b.quality
     if theirs is None or theirs.verdict == "unchecked":
         return None
     if theirs.verdict == "broken":
         note = f": {theirs.note}" if theirs.note else ""
         text = f"{case.b.engine} gives wrong answers on this machine{note}. Its speed does not count."
-        return Opinion("stay", "quality", text, "answers that agree with the reference")
+        return ComparisonVerdict("stay", "quality", text, "answers that agree with the reference")
     if mine is None or mine.verdict == "unchecked":
         return None
     if mine.verdict == "broken":
         text = f"{case.a.engine} gives wrong answers on this machine, and {case.b.engine} gives correct ones."
-        return Opinion("migrate", "quality", text)
-    if (why := worse(mine, theirs)) is not None:
+        return ComparisonVerdict("migrate", "quality", text)
+    if (why := explain_worse_quality(mine, theirs)) is not None:
         text = f"The answers of {case.b.engine} are worse: {why}. Its speed does not count."
-        return Opinion("stay", "quality", text, "weights or settings that make its answers as good")
+        return ComparisonVerdict("stay", "quality", text, "weights or settings that make its answers as good")
     return None
 
 
-def worse(mine: Quality, theirs: Quality) -> str | None:
+def explain_worse_quality(mine: Quality, theirs: Quality) -> str | None:
     """Why the second quality is significantly worse; `None` if it is not."""
     if mine.agreement is not None and theirs.agreement is not None and mine.asked and theirs.asked:
-        low = wilson(mine.agreement, mine.asked, 0.95)[0]
-        high = wilson(theirs.agreement, theirs.asked, 0.95)[1]
+        low = compute_wilson_interval(mine.agreement, mine.asked, 0.95)[0]
+        high = compute_wilson_interval(theirs.agreement, theirs.asked, 0.95)[1]
         if theirs.agreement < mine.agreement - WORSE_AGREEMENT and high < low:
             return f"greedy-token agreement {theirs.agreement:.0%} instead of {mine.agreement:.0%}"
-    own, other = _over_reference(mine), _over_reference(theirs)
+    own, other = _compute_relative_perplexity(mine), _compute_relative_perplexity(theirs)
     if own is not None and other is not None and other > own * WORSE_PERPLEXITY:
         return f"perplexity {other:.2f} times that of the reference instead of {own:.2f} times"
     return None
 
 
-def _over_reference(quality: Quality) -> float | None:
+def _compute_relative_perplexity(quality: Quality) -> float | None:
     """Perplexity relative to the reference's on the same part of the text.
 
     Endpoints report likelihoods for different parts of a text, so the perplexity alone is not comparable.
@@ -115,162 +120,176 @@ def _over_reference(quality: Quality) -> float | None:
     return quality.perplexity / quality.reference_perplexity
 
 
-def _by_errors(case: Case) -> Opinion | None:
+def _decide_by_errors(case: ComparisonFacts) -> ComparisonVerdict | None:
     found = case.errors
     if not found.a_of or not found.b_of:
         return None
     mine, theirs = found.a / found.a_of, found.b / found.b_of
-    is_significant = wilson(theirs, found.b_of, 0.99)[0] > wilson(mine, found.a_of, 0.99)[1]
+    is_significant = (
+        compute_wilson_interval(theirs, found.b_of, 0.99)[0] > compute_wilson_interval(mine, found.a_of, 0.99)[1]
+    )
     if theirs <= mine + MORE_ERRORS or not is_significant:
         return None
-    failed = f"{found.b} of {count_of(found.b_of, 'request')} to {case.b.engine} failed"
+    failed = f"{found.b} of {format_count(found.b_of, 'request')} to {case.b.engine} failed"
     text = f"{failed}, and {found.a} of {found.a_of} to {case.a.engine}."
-    return Opinion("stay", "errors", text, "a run in which it answers all requests")
+    return ComparisonVerdict("stay", "errors", text, "a run in which it answers all requests")
 
 
 # latency target
 
 
-def _by_target(case: Case) -> Opinion | None:
+def _decide_by_target(case: ComparisonFacts) -> ComparisonVerdict | None:
     """`None` if no target was given."""
     if not case.targets:
         return None
-    met = [(one, _met(one.a), _met(one.b)) for one in case.targets]
+    met = [(one, _meets_target(one.a), _meets_target(one.b)) for one in case.targets]
     only_a = [one for one, mine, theirs in met if mine and theirs is False and one.a.low > one.b.high]
     only_b = [one for one, mine, theirs in met if theirs and mine is False and one.b.low > one.a.high]
     if only_a and only_b:
-        text = f"{case.a.engine} meets the latency target with {_loads(only_a)}, {case.b.engine} with {_loads(only_b)}."
-        return Opinion("not proven", "load", text, WHICH_LOAD)
+        text = (
+            f"{case.a.engine} meets the latency target with {_list_loads(only_a)}, {case.b.engine} with "
+            f"{_list_loads(only_b)}."
+        )
+        return ComparisonVerdict("not proven", "load", text, WHICH_LOAD)
     if only_a:
-        text = f"{case.b.engine} misses the latency target with {_loads(only_a)}: {_shares(case, only_a[-1])}."
-        return Opinion("stay", "latency", text, f"settings with which {case.b.engine} also meets it")
+        text = (
+            f"{case.b.engine} misses the latency target with {_list_loads(only_a)}: "
+            f"{_describe_shares(case, only_a[-1])}."
+        )
+        return ComparisonVerdict("stay", "latency", text, f"settings with which {case.b.engine} also meets it")
     if only_b:
-        return _rescued(case, only_b)
+        return _decide_only_challenger_meets(case, only_b)
     both = {one.load for one, mine, theirs in met if mine and theirs}
     if both:
-        return _by_speed(case, [one for one in case.main if one.load in both], " Both meet the latency target there.")
-    return _neither(case, all(mine is False and theirs is False for _, mine, theirs in met))
+        return _decide_by_speed(
+            case, [one for one in case.main if one.load in both], " Both meet the latency target there."
+        )
+    return _decide_neither_meets(case, all(mine is False and theirs is False for _, mine, theirs in met))
 
 
-def _met(share: Figure) -> bool | None:
+def _meets_target(share: Figure) -> bool | None:
     """Whether enough requests meet the target; `None`: too few requests to decide."""
     if share.value >= MET and share.low >= MET - TOLERANCE:
         return True
     return False if share.high < MET else None
 
 
-def _rescued(case: Case, only_b: Sequence[OnTarget]) -> Opinion:
-    text = f"Only {case.b.engine} meets the latency target with {_loads(only_b)}: {_shares(case, only_b[-1])}."
-    slower = [one for one in case.main if _slower(one, case.least_gain)]
+def _decide_only_challenger_meets(case: ComparisonFacts, only_b: Sequence[TargetShare]) -> ComparisonVerdict:
+    text = (
+        f"Only {case.b.engine} meets the latency target with {_list_loads(only_b)}: "
+        f"{_describe_shares(case, only_b[-1])}."
+    )
+    slower = [one for one in case.main if _is_slower(one, case.least_gain)]
     if slower:
-        text += f" But it is {gain_words(slower[-1])}."
-        return Opinion("not proven", "load", text, WHICH_LOAD)
-    return Opinion("migrate", "latency", text)
+        text += f" But it is {describe_gain(slower[-1])}."
+        return ComparisonVerdict("not proven", "load", text, WHICH_LOAD)
+    return ComparisonVerdict("migrate", "latency", text)
 
 
-def _neither(case: Case, is_certain: bool) -> Opinion:
+def _decide_neither_meets(case: ComparisonFacts, is_certain: bool) -> ComparisonVerdict:
     lightest = case.targets[0]
     shares = (
-        f"with {short_load(lightest.load)}, {lightest.a.value:.0%} and {lightest.b.value:.0%} of the requests meet it"
+        f"with {describe_load_briefly(lightest.load)}, {lightest.a.value:.0%} and {lightest.b.value:.0%} "
+        f"of the requests meet it"
     )
     if is_certain:
         ways = "a smaller load, other settings (bedplate diagnose), or a third engine"
-        return Opinion("not proven", "latency", f"Neither meets the latency target: {shares}.", ways)
+        return ComparisonVerdict("not proven", "latency", f"Neither meets the latency target: {shares}.", ways)
     text = f"Too few requests to decide whether the latency target is met: {shares}."
-    return Opinion("not proven", "noise", text, "more requests under the same load")
+    return ComparisonVerdict("not proven", "noise", text, "more requests under the same load")
 
 
-def _shares(case: Case, one: OnTarget) -> str:
+def _describe_shares(case: ComparisonFacts, one: TargetShare) -> str:
     return f"{one.b.value:.0%} of its requests meet it, and {one.a.value:.0%} of those to {case.a.engine}"
 
 
-def _loads(found: Sequence[OnTarget]) -> str:
-    return ", ".join(short_load(one.load) for one in found)
+def _list_loads(found: Sequence[TargetShare]) -> str:
+    return ", ".join(describe_load_briefly(one.load) for one in found)
 
 
 # speed
 
 
-def _by_speed(case: Case, main: Sequence[Effect], also: str = "") -> Opinion:
+def _decide_by_speed(case: ComparisonFacts, main: Sequence[Effect], also: str = "") -> ComparisonVerdict:
     if not main:
         text = "The two sides have neither token counts nor request times in common."
-        return Opinion("not proven", "noise", text, "a run that counts tokens")
-    faster = [one for one in main if _faster(one, case.least_gain)]
-    slower = [one for one in main if _slower(one, case.least_gain)]
+        return ComparisonVerdict("not proven", "noise", text, "a run that counts tokens")
+    faster = [one for one in main if _is_faster(one, case.least_gain)]
+    slower = [one for one in main if _is_slower(one, case.least_gain)]
     if faster and slower:
-        best, worst = max(faster, key=_value), min(slower, key=_value)
-        text = f"{case.b.engine} is {gain_words(best)}, but {gain_words(worst)}."
-        return Opinion("not proven", "load", text, WHICH_LOAD)
+        best, worst = max(faster, key=_get_gain), min(slower, key=_get_gain)
+        text = f"{case.b.engine} is {describe_gain(best)}, but {describe_gain(worst)}."
+        return ComparisonVerdict("not proven", "load", text, WHICH_LOAD)
     if faster:
-        return _moving(case, max(faster, key=lambda one: one.sure_low), also)
+        return _recommend_moving(case, max(faster, key=lambda one: one.sure_low), also)
     if all(one.gain.high < case.least_gain for one in main):
-        return _staying(case, main, also)
-    return _unproven(case, max(main, key=_value), also)
+        return _recommend_staying(case, main, also)
+    return _explain_unproven(case, max(main, key=_get_gain), also)
 
 
-def _value(one: Effect) -> float:
+def _get_gain(one: Effect) -> float:
     return one.gain.value
 
 
-def _faster(one: Effect, least_gain: float) -> bool:
+def _is_faster(one: Effect, least_gain: float) -> bool:
     """Whether the gain is significant, and its best estimate exceeds the cost of moving."""
     return one.sure_low > 1.0 and one.gain.value >= least_gain and min(one.repeats) >= LEAST_REPEATS
 
 
-def _slower(one: Effect, least_gain: float) -> bool:
+def _is_slower(one: Effect, least_gain: float) -> bool:
     return one.sure_high < 1.0 and one.gain.value <= 1 / least_gain
 
 
-def _moving(case: Case, best: Effect, also: str) -> Opinion:
-    text = f"{case.b.engine} is {gain_words(best)}.{also}"
-    later = None if case.targets else _later_first_token(case, best)
+def _recommend_moving(case: ComparisonFacts, best: Effect, also: str) -> ComparisonVerdict:
+    text = f"{case.b.engine} is {describe_gain(best)}.{also}"
+    later = None if case.targets else _find_later_first_token(case, best)
     if later is not None:
         text += f" But its TTFT is {1 / later.gain.value:.1f} times as long."
-        return Opinion("not proven", "latency", text, "a latency target, which decides: --slo 'ttft_ms=…'")
-    return Opinion("migrate", "throughput", f"{text} That is more than the cost of moving ({case.move}).")
+        return ComparisonVerdict("not proven", "latency", text, "a latency target, which decides: --slo 'ttft_ms=…'")
+    return ComparisonVerdict("migrate", "throughput", f"{text} That is more than the cost of moving ({case.move}).")
 
 
-def _later_first_token(case: Case, best: Effect) -> Effect | None:
+def _find_later_first_token(case: ComparisonFacts, best: Effect) -> Effect | None:
     found = (one for one in case.ttft if one.load == best.load)
     return next((one for one in found if one.gain.high < 1.0 and one.gain.value < 1 / case.least_gain), None)
 
 
-def _staying(case: Case, main: Sequence[Effect], also: str) -> Opinion:
+def _recommend_staying(case: ComparisonFacts, main: Sequence[Effect], also: str) -> ComparisonVerdict:
     if all(one.gain.high < 1.0 for one in main):
-        text = f"{case.b.engine} is {gain_words(min(main, key=_value))}.{also}"
-        return Opinion("stay", "throughput", text, "another version of it, or other settings")
+        text = f"{case.b.engine} is {describe_gain(min(main, key=_get_gain))}.{also}"
+        return ComparisonVerdict("stay", "throughput", text, "another version of it, or other settings")
     reach = max(main, key=lambda one: one.gain.high)
-    text = f"{case.b.engine} is {gain_words(reach)}.{also}"
+    text = f"{case.b.engine} is {describe_gain(reach)}.{also}"
     text += f" Even the upper end of the interval is less than the cost of moving ({case.move})."
-    return Opinion("stay", "moving costs", text, f"a gain of at least {case.move} on this workload")
+    return ComparisonVerdict("stay", "moving costs", text, f"a gain of at least {case.move} on this workload")
 
 
-def _unproven(case: Case, best: Effect, also: str) -> Opinion:
-    text = f"{case.b.engine} is {gain_words(best)}.{also}"
+def _explain_unproven(case: ComparisonFacts, best: Effect, also: str) -> ComparisonVerdict:
+    text = f"{case.b.engine} is {describe_gain(best)}.{also}"
     repeats = min(best.repeats)
     if repeats < LEAST_REPEATS:
-        text += f" The measurement has only {count_of(repeats, 'repeat')}."
-        return Opinion("not proven", "noise", text, _more(case, best, LEAST_REPEATS))
+        text += f" The measurement has only {format_count(repeats, 'repeat')}."
+        return ComparisonVerdict("not proven", "noise", text, _describe_needed_repeats(case, best, LEAST_REPEATS))
     gain, least = math.log(best.gain.value), math.log(case.least_gain)
-    needed = repeats_needed(best.noise or 0.0, gain if gain >= least else least - gain, case.confidence)
+    needed = compute_repeats_needed(best.noise or 0.0, gain if gain >= least else least - gain, case.confidence)
     why = "The difference may be noise."
     if not best.gain.low <= 1 <= best.gain.high:
         why = f"Whether the gain exceeds the cost of moving ({case.move}) is not significant."
-    return Opinion("not proven", "noise", f"{text} {why}", _more(case, best, needed))
+    return ComparisonVerdict("not proven", "noise", f"{text} {why}", _describe_needed_repeats(case, best, needed))
 
 
-def _more(case: Case, best: Effect, needed: int | None) -> str:
+def _describe_needed_repeats(case: ComparisonFacts, best: Effect, needed: int | None) -> str:
     repeats = min(best.repeats)
     if needed is None:
-        unsteady = f"repeats with {short_load(best.load)} vary so much that {MOST_REPEATS} would not suffice"
+        unsteady = f"repeats with {describe_load_briefly(best.load)} vary so much that {MOST_REPEATS} would not suffice"
         return f"a machine with less other load: {unsteady}"
     count = max(needed, repeats + 1)
     kind = "repeats" if best.paired else "interleaved repeats"
-    more = f"about {count} {kind} of each with {short_load(best.load)}, instead of {repeats}"
-    return f"{more}{_how(case, best, count)}"
+    more = f"about {count} {kind} of each with {describe_load_briefly(best.load)}, instead of {repeats}"
+    return f"{more}{_write_bench_command(case, best, count)}"
 
 
-def _how(case: Case, best: Effect, count: int) -> str:
+def _write_bench_command(case: ComparisonFacts, best: Effect, count: int) -> str:
     """The command that measures it, if one command can."""
     if best.load.concurrency is None or case.a.engine == case.b.engine:
         return ""

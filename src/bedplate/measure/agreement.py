@@ -16,10 +16,10 @@ from typing import Any, Literal
 import msgspec
 
 from bedplate.engines.base import SIXTEEN_BIT
-from bedplate.measure.moments import now_text
-from bedplate.measure.prefixes import spread
-from bedplate.measure.reference import Known, Reference, reference_for
-from bedplate.store import add_agreement, agreements, fingerprint
+from bedplate.measure.moments import format_now
+from bedplate.measure.prefixes import choose_spread
+from bedplate.measure.reference import Reference, ReferenceAnswer, find_reference
+from bedplate.store import add_agreement, compute_fingerprint, read_agreements
 from bedplate.values import Hardware, Plan
 from bedplate.values.agreement import Agreement, Disagreement
 
@@ -41,7 +41,7 @@ LEAST_SPACES = 4
 REQUEST_LIMIT_S = 120.0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of an endpoint to one prefix."""
 
     text: str
@@ -51,39 +51,41 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     made_tokens: int | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
+class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     lasting: bool = False
     """The endpoint lacks the API, so another request would fail too."""
 
 
-Reply = Answer | Failed
-Pairs = Sequence[tuple[str, Known]]
+Reply = CompletionAnswer | FailedRequest
+Pairs = Sequence[tuple[str, ReferenceAnswer]]
 
 
-def quick_ones(pairs: Pairs, count: int = QUICK) -> Pairs:
+def choose_quick_prefixes(pairs: Pairs, count: int = QUICK) -> Pairs:
     """Chooses prefixes with a clear answer, in the order of the text: half position-sensitive, half short.
 
     Position-sensitive prefixes reveal a wrong rotary base, which short texts do not.
     """
     clear = [number for number, (_, known) in enumerate(pairs) if is_clear(known)]
-    sensitive = sorted((one for one in clear if tells(pairs[one][1])), key=lambda one: _turned(pairs[one][1]))
+    sensitive = sorted(
+        (one for one in clear if is_position_sensitive(pairs[one][1])), key=lambda one: _get_turned_gap(pairs[one][1])
+    )
     chosen = set(sensitive[: count // 2])
     short = [number for number in clear if number not in chosen and pairs[number][1].tokens <= QUICK_TOKENS]
-    chosen |= set(spread(short, count - len(chosen)))
+    chosen |= set(choose_spread(short, count - len(chosen)))
     return tuple(pairs[number] for number in sorted(chosen))
 
 
-def _turned(known: Known) -> float:
+def _get_turned_gap(known: ReferenceAnswer) -> float:
     return math.inf if known.turned_gap is None else known.turned_gap
 
 
-def tells(known: Known) -> bool:
+def is_position_sensitive(known: ReferenceAnswer) -> bool:
     """Whether a clear answer changes if positions are wrong."""
-    return is_clear(known) and _turned(known) < 0
+    return is_clear(known) and _get_turned_gap(known) < 0
 
 
-def is_clear(known: Known) -> bool:
+def is_clear(known: ReferenceAnswer) -> bool:
     return known.gap >= CLEAR_GAP
 
 
@@ -93,7 +95,7 @@ def is_clear(known: Known) -> bool:
 async def ask(
     url: str, pairs: Pairs, *, model: str, key: str | None = None, in_flight: int = 4, limit_s: float = REQUEST_LIMIT_S
 ) -> list[Reply]:
-    """Requests the next token after each prefix. `url` is the root, without /v1. A failed request is a `Failed`."""
+    """Requests the next token after each prefix. `url` is the root, without /v1. A failed request is a `FailedRequest`."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -101,31 +103,31 @@ async def ask(
     gate = asyncio.Semaphore(in_flight)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
 
-        async def one(prefix: str) -> Reply:
+        async def request_next_token(prefix: str) -> Reply:
             body = {"model": model, "prompt": prefix, "max_tokens": 1, "temperature": 0}
             async with gate:
                 try:
                     async with session.post(f"{url}/v1/completions", json=body) as answer:
                         return read_answer(answer.status, await answer.read())
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    return Failed(why=str(error) or type(error).__name__)
+                    return FailedRequest(why=str(error) or type(error).__name__)
 
         if not pairs:
             return []
-        first = await one(pairs[0][0])
-        if isinstance(first, Failed) and first.lasting:
+        first = await request_next_token(pairs[0][0])
+        if isinstance(first, FailedRequest) and first.lasting:
             return [first] * len(pairs)
-        return [first, *await asyncio.gather(*(one(prefix) for prefix, _ in pairs[1:]))]
+        return [first, *await asyncio.gather(*(request_next_token(prefix) for prefix, _ in pairs[1:]))]
 
 
 def read_answer(status: int, body: bytes) -> Reply:
     """Parses the response of a completions API, valid or not."""
     if status in (404, 405, 501):
-        return Failed(why=f"the endpoint has no completions API (HTTP {status})", lasting=True)
+        return FailedRequest(why=f"the endpoint has no completions API (HTTP {status})", lasting=True)
     try:
         document = msgspec.json.decode(body)
         if status != 200:
-            return Failed(why=f"HTTP {status}: {_error_text(document)}")
+            return FailedRequest(why=f"HTTP {status}: {_read_error_text(document)}")
         choice = document["choices"][0]
         usage = document.get("usage") or {}
         return msgspec.convert(
@@ -135,13 +137,13 @@ def read_answer(status: int, body: bytes) -> Reply:
                 "prompt_tokens": usage.get("prompt_tokens"),
                 "made_tokens": usage.get("completion_tokens"),
             },
-            Answer,
+            CompletionAnswer,
         )
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
-        return Failed(why=f"HTTP {status}, but the body is not a completion ({type(error).__name__})")
+        return FailedRequest(why=f"HTTP {status}, but the body is not a completion ({type(error).__name__})")
 
 
-def _error_text(document: Any) -> str:
+def _read_error_text(document: Any) -> str:
     error = document.get("error", document) if isinstance(document, dict) else document
     text = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(text).split())[:200]
@@ -150,7 +152,7 @@ def _error_text(document: Any) -> str:
 # comparing
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TokenComparison(msgspec.Struct, frozen=True, kw_only=True):
     asked: int
     answered: int = 0
     agreed: int = 0
@@ -164,46 +166,47 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     longer_by: int | None = None
     """The difference in tokens, if it is the same for all prompts."""
     evidence: tuple[Disagreement, ...] = ()
-    failure: Failed | None = None
+    failure: FailedRequest | None = None
     """The last failed request."""
 
 
-def compare(pairs: Pairs, replies: Sequence[Reply]) -> Comparison:
+def compare(pairs: Pairs, replies: Sequence[Reply]) -> TokenComparison:
     """Counts the answers that agree. The evidence is the answers that disagree, clearest first."""
     answered = [
         (prefix, known, answer)
         for (prefix, known), answer in zip(pairs, replies, strict=True)
-        if isinstance(answer, Answer)
+        if isinstance(answer, CompletionAnswer)
     ]
     strips = strips_spaces([(known, answer) for _, known, answer in answered])
-    wrong = [one for one in answered if not same(one[1], one[2], strips)]
+    wrong = [one for one in answered if not matches_token(one[1], one[2], strips)]
     differences = {answer.prompt_tokens - known.tokens for _, known, answer in answered if answer.prompt_tokens}
-    failures = [answer for answer in replies if isinstance(answer, Failed)]
-    telling = sum(tells(known) for _, known, _ in answered)
-    return Comparison(
+    failures = [answer for answer in replies if isinstance(answer, FailedRequest)]
+    telling = sum(is_position_sensitive(known) for _, known, _ in answered)
+    return TokenComparison(
         asked=len(pairs),
         answered=len(answered),
         agreed=len(answered) - len(wrong),
         clear=sum(is_clear(known) for _, known, _ in answered),
         clear_agreed=sum(is_clear(known) for _, known, _ in answered) - sum(is_clear(known) for _, known, _ in wrong),
         telling=telling,
-        telling_agreed=telling - sum(tells(known) for _, known, _ in wrong),
+        telling_agreed=telling - sum(is_position_sensitive(known) for _, known, _ in wrong),
         other_lengths=sum(answer.prompt_tokens not in (None, known.tokens) for _, known, answer in answered),
         longer_by=differences.pop() if len(differences) == 1 else None,
         evidence=tuple(
-            _evidence(*one) for one in sorted(wrong, key=lambda one: one[1].gap, reverse=True)[:MOST_EVIDENCE]
+            _describe_disagreement(*one)
+            for one in sorted(wrong, key=lambda one: one[1].gap, reverse=True)[:MOST_EVIDENCE]
         ),
         failure=failures[-1] if failures else None,
     )
 
 
-def strips_spaces(answers: Iterable[tuple[Known, Answer]]) -> bool:
+def strips_spaces(answers: Iterable[tuple[ReferenceAnswer, CompletionAnswer]]) -> bool:
     """Whether an engine strips leading spaces: several are expected, and no answer has one."""
     expected = [answer for known, answer in answers if known.kind == "text" and known.text.startswith(" ")]
     return len(expected) >= LEAST_SPACES and not any(answer.text.startswith(" ") for answer in expected)
 
 
-def same(known: Known, answer: Answer, strips: bool = False) -> bool:
+def matches_token(known: ReferenceAnswer, answer: CompletionAnswer, strips: bool = False) -> bool:
     """Whether the text of an answer matches the token of the reference."""
     if known.kind == "special":  # most engines hide special tokens, some print them
         return answer.text in ("", known.text)
@@ -215,7 +218,7 @@ def same(known: Known, answer: Answer, strips: bool = False) -> bool:
     return got == wanted
 
 
-def _evidence(prefix: str, known: Known, answer: Answer) -> Disagreement:
+def _describe_disagreement(prefix: str, known: ReferenceAnswer, answer: CompletionAnswer) -> Disagreement:
     ended = answer.ended and not answer.text
     return Disagreement(
         prefix=prefix[-SHOWN_CHARACTERS:],
@@ -228,7 +231,7 @@ def _evidence(prefix: str, known: Known, answer: Answer) -> Disagreement:
 # judging
 
 
-def stored_bits(label: str) -> float | None:
+def read_stored_bits(label: str) -> float | None:
     """The bits per weight of a quantization label."""
     text = label.upper()
     if text in SIXTEEN_BIT or text in ("FP16", "FP32"):
@@ -239,13 +242,13 @@ def stored_bits(label: str) -> float | None:
     return None
 
 
-def floor_for(plan: Plan) -> float:
+def choose_floor(plan: Plan) -> float:
     """The smallest share of clear answers that must agree.
 
     An engine that quantizes the weights again may lose what those bits explain; one that serves the file unchanged
     loses nothing. Engines may use 8-bit activations or an 8-bit KV cache, so only 16-bit weights need more.
     """
-    bits = stored_bits(plan.weights.label)
+    bits = read_stored_bits(plan.weights.label)
     if plan.weights.format == "gguf" and plan.weights.made == "as it is":
         bits = 8.0
     if plan.settings.kv_type != "16-bit":
@@ -253,13 +256,13 @@ def floor_for(plan: Plan) -> float:
     return next(share for least, share in FLOORS if (bits or 0.0) >= least)
 
 
-def chance(agreed: int, asked: int, share: float) -> float:
+def compute_tail_probability(agreed: int, asked: int, share: float) -> float:
     """The probability of at most `agreed` agreements out of `asked`, if each has the probability `share`."""
     return sum(math.comb(asked, hits) * share**hits * (1 - share) ** (asked - hits) for hits in range(agreed + 1))
 
 
-def verdict_of(
-    found: Comparison, floor: float, against: Literal["reference", "incumbent"] = "reference"
+def judge_comparison(
+    found: TokenComparison, floor: float, against: Literal["reference", "incumbent"] = "reference"
 ) -> tuple[Literal["ok", "broken", "unchecked"], str]:
     """The verdict and its reason in one clause. `against`: whose answers were compared."""
     if found.failure is not None and (found.failure.lasting or found.answered < LEAST_ANSWERED * found.asked):
@@ -268,9 +271,9 @@ def verdict_of(
     if not found.clear:
         return "unchecked", "none of the prefixes has a clear answer"
     counts = f"{found.clear_agreed} of {found.clear} prefixes"
-    few = chance(found.clear_agreed, found.clear, floor) < CHANCE
+    few = compute_tail_probability(found.clear_agreed, found.clear, floor) < CHANCE
     # Wrong positions change only some of the answers, so these prefixes are counted separately.
-    few_sensitive = chance(found.telling_agreed, found.telling, floor) < CHANCE
+    few_sensitive = compute_tail_probability(found.telling_agreed, found.telling, floor) < CHANCE
     if not few and not few_sensitive:
         return "ok", f"{counts} with a clear answer agree"
     if not few:
@@ -287,9 +290,9 @@ def verdict_of(
     return "broken", why
 
 
-def judged(plan: Plan, reference: Reference, found: Comparison, *, at: str, machine: str) -> Agreement:
-    floor = floor_for(plan)
-    verdict, why = verdict_of(found, floor)
+def record_agreement(plan: Plan, reference: Reference, found: TokenComparison, *, at: str, machine: str) -> Agreement:
+    floor = choose_floor(plan)
+    verdict, why = judge_comparison(found, floor)
     return Agreement(
         at=at,
         machine=machine,
@@ -323,25 +326,25 @@ async def check_served(
     path: Path | None = None,
 ) -> None:
     """Checks an engine after its start, unless the same engine with the same settings passed the check before."""
-    machine = fingerprint(hardware)
-    reference = await asyncio.to_thread(reference_for, plan.source or plan.model)
-    if reference is None or _found_good(plan, reference, agreements(machine, plan.model.name, path)):
+    machine = compute_fingerprint(hardware)
+    reference = await asyncio.to_thread(find_reference, plan.source or plan.model)
+    if reference is None or _was_checked_before(plan, reference, read_agreements(machine, plan.model.name, path)):
         return
-    pairs = quick_ones(reference.known())
+    pairs = choose_quick_prefixes(reference.list_known())
     replies = await ask(url, pairs, model=plan.model.served_name, key=key, in_flight=QUICK_IN_FLIGHT)
-    found = judged(plan, reference, compare(pairs, replies), at=now_text(), machine=machine)
+    found = record_agreement(plan, reference, compare(pairs, replies), at=format_now(), machine=machine)
     tell(found)
-    if found.verdict != "unchecked" or any(isinstance(one, Failed) and one.lasting for one in replies):
+    if found.verdict != "unchecked" or any(isinstance(one, FailedRequest) and one.lasting for one in replies):
         add_agreement(found, path)
 
 
-def _found_good(plan: Plan, reference: Reference, earlier: Iterable[Agreement]) -> bool:
+def _was_checked_before(plan: Plan, reference: Reference, earlier: Iterable[Agreement]) -> bool:
     """Whether the newest check of these settings passed, or could not be done because the API is missing."""
     matching = (
         one
         for one in earlier
         if one.reference == reference.id
-        and one.same_setting(plan.engine, plan.engine_version, plan.weights.label, plan.settings)
+        and one.has_same_setting(plan.engine, plan.engine_version, plan.weights.label, plan.settings)
     )
     newest = next(matching, None)
     return newest is not None and newest.verdict != "broken"

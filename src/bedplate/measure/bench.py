@@ -18,37 +18,45 @@ import msgspec
 
 from bedplate import store
 from bedplate._version import __version__
-from bedplate.engines import engine as engine_by_id
+from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.roles import FIRST
-from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure import quality as quality_of
-from bedplate.measure.flags import flags_of
-from bedplate.measure.knee import next_load
-from bedplate.measure.load import OwnError, Prepared, Rule, Target, measure_apart, output_tok_s, prepare
-from bedplate.measure.load import run as run_loop
-from bedplate.measure.load.repeating import halt
-from bedplate.measure.moments import new_run_id, now_text
-from bedplate.measure.summary import result_of
-from bedplate.measure.watch import Meters, Watcher, idle_share, listening_pid, meters_of
-from bedplate.progress import Progress, Silent
-from bedplate.run.prepare import content_id
-from bedplate.run.ready import (
-    Decided,
-    Readied,
-    fetch_facts,
-    installable_engines,
-    installed_engines,
-    plan_engine,
-    readied,
+from bedplate.measure.flags import flag_cell
+from bedplate.measure.knee import choose_next_load
+from bedplate.measure.load import (
+    ClientErrorFigures,
+    LoadTarget,
+    PreparedEndpoint,
+    RepeatRule,
+    compute_delivered_tok_s,
+    measure_apart,
+    prepare,
 )
-from bedplate.run.starting import Started, running
-from bedplate.store import fingerprint
-from bedplate.values import Hardware, Model, Refusal, Workload, replaced
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.load.repeating import find_halt_reason
+from bedplate.measure.moments import format_now, make_run_id
+from bedplate.measure.summary import make_result
+from bedplate.measure.watch import EngineMeters, Watcher, find_listening_pid, make_meters, measure_idle_share
+from bedplate.progress import Progress, SilentProgress
+from bedplate.run.prepare import hash_model_content
+from bedplate.run.ready import (
+    ModelDecision,
+    PreparedModel,
+    fetch_facts,
+    list_installable_engines,
+    list_installed_engines,
+    plan_engine,
+    prepare_model,
+)
+from bedplate.run.starting import RunningEngine, run_engine
+from bedplate.store import compute_fingerprint
+from bedplate.values import Hardware, Model, Refusal, Workload, replace_fields
 from bedplate.values.cost import Price
-from bedplate.values.run import Cell, Environment, Load, Matrix, Quality, Repeat, Run, Subject
-from bedplate.values.service import Build, Wanted
-from bedplate.values.units import memory
+from bedplate.values.run import BenchMatrix, Cell, Load, Quality, Repeat, Run, RunEnvironment, Subject
+from bedplate.values.service import Build, ModelOrder
+from bedplate.values.units import format_memory
 from bedplate.values.workload import LatencyTarget, RequestShape
 
 CONCURRENCIES = (1, 4, 8, 16)
@@ -68,59 +76,59 @@ MOST_EXTENSION = 6.0
 """Largest ratio of a measurement window to the requested time, if too few requests have ended."""
 
 
-class Teller:
+class BenchListener:
     """Receives the events of a run, to show them. A subclass overrides what it needs."""
 
-    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None: ...
+    def report_start(self, run: Run, subjects: Sequence[Subject], idle: float) -> None: ...
 
-    def left_out(self, refusal: Refusal) -> None: ...
+    def report_refusal(self, refusal: Refusal) -> None: ...
 
-    def starting(self, engine: str) -> None: ...
+    def report_engine_start(self, engine: str) -> None: ...
 
-    def checked(self, subject: Subject, quality: Quality) -> None: ...
+    def report_quality(self, subject: Subject, quality: Quality) -> None: ...
 
-    def measuring(self, cell: Cell, moment: str) -> None: ...
+    def report_phase(self, cell: Cell, moment: str) -> None: ...
 
-    def done(self, cell: Cell) -> None: ...
+    def report_cell(self, cell: Cell) -> None: ...
 
 
 @dataclass
-class Bench:
+class BenchRun:
     """A run in progress."""
 
     run: Run
     hardware: Hardware
     progress: Progress
-    teller: Teller
+    teller: BenchListener
     path: Path | None = None
     facts: Model | None = None
     shapes: tuple[RequestShape, ...] = ()
-    subjects: list[Decided] = field(default_factory=list)
+    subjects: list[ModelDecision] = field(default_factory=list)
     quantizations: list[tuple[str, str | None]] = field(default_factory=list)
     cells: dict[str, Cell] = field(default_factory=dict)
     qualities: dict[str, Quality] = field(default_factory=dict)
-    own: dict[int, OwnError] = field(default_factory=dict)
+    own: dict[int, ClientErrorFigures] = field(default_factory=dict)
     spent_s: float = 0.0
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> BenchMatrix:
         if self.run.matrix is None:
-            raise BadQuestion(f"run {self.run.id} was imported from a file and cannot be resumed")
+            raise UsageError(f"run {self.run.id} was imported from a file and cannot be resumed")
         return self.run.matrix
 
     def keep_run(self, **changes: Any) -> None:
-        self.run = replaced(self.run, **changes)
+        self.run = replace_fields(self.run, **changes)
         store.add_run(self.run, self.path)
 
     def keep(self, cell: Cell) -> Cell:
         """Stores the cell with updated flags."""
-        cell = replaced(cell, flags=flags_of(cell, self.quantizations))
+        cell = replace_fields(cell, flags=flag_cell(cell, self.quantizations))
         self.cells[cell.id] = cell
         store.add_cell(cell, self.path)
         return cell
 
-    def whole(self) -> Run:
-        return replaced(self.run, cells=tuple(self.cells.values()))
+    def assemble_run(self) -> Run:
+        return replace_fields(self.run, cells=tuple(self.cells.values()))
 
 
 def bench(
@@ -143,7 +151,7 @@ def bench(
     native: bool = False,
     resume: str | None = None,
     progress: Progress | None = None,
-    teller: Teller | None = None,
+    teller: BenchListener | None = None,
     command: Sequence[str] = (),
     path: Path | None = None,
 ) -> Run:
@@ -153,19 +161,21 @@ def bench(
     `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
     Ctrl-C stops the run and keeps the measured cells; `resume` continues a stopped run.
     """
-    progress, teller = progress or Silent(), teller or Teller()
+    progress, teller = progress or SilentProgress(), teller or BenchListener()
     hardware = probe()
     if resume is not None:
-        found = store.run(resume or None, path)
-        return found if found.finished else _measured(_resumed(found, hardware, progress, teller, path))
+        found = store.find_run(resume or None, path)
+        return found if found.finished else _measure_run(_resume_run(found, hardware, progress, teller, path))
     if os.name != "posix" and url is None:
-        raise OutsideFailed("engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url")
-    requested = tuple(loads) if loads is not None else closed_loads()
+        raise ExternalFailure(
+            "engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url"
+        )
+    requested = tuple(loads) if loads is not None else make_closed_loads()
     if url is None and isinstance(engines, str):
-        engines = _named(engines, hardware)
+        engines = _resolve_engines(engines, hardware)
     for engine_id in engines if url is None else ():
         engine_by_id(engine_id)  # report an unknown engine before downloading anything
-    matrix = Matrix(
+    matrix = BenchMatrix(
         model=model,
         engines=() if url is not None else tuple(engines),
         loads=requested,
@@ -175,26 +185,28 @@ def bench(
         trace_path=None if trace is None else str(trace.absolute()),
         seconds=seconds,
         repeats=repeats,
-        turns=turns or _usual_turns(1 if url is not None else len(engines), repeats),
+        turns=turns or _choose_turns(1 if url is not None else len(engines), repeats),
         budget_s=budget_s or ENGINE_BUDGET_S * max(1, len(engines) if url is None else 1),
         target=target,
         through_gateway=through_gateway,
         check_quality=check_quality,
         native=native,
     )
-    environment = replaced(environment_of(hardware, command), price=price if price is not None and price.said else None)
-    run = Run(id=new_run_id(), at=now_text(), environment=environment, matrix=matrix)
-    one = Bench(run, hardware, progress, teller, path)
-    one.shapes = _shapes(matrix)
-    return _measured(one)
+    environment = replace_fields(
+        describe_environment(hardware, command), price=price if price is not None and price.is_given else None
+    )
+    run = Run(id=make_run_id(), at=format_now(), environment=environment, matrix=matrix)
+    one = BenchRun(run, hardware, progress, teller, path)
+    one.shapes = _read_trace_shapes(matrix)
+    return _measure_run(one)
 
 
-def _usual_turns(subjects: int, repeats: int) -> int:
+def _choose_turns(subjects: int, repeats: int) -> int:
     """Several engines are measured in interleaved rounds, A B B A, so that drift affects all of them equally."""
     return min(USUAL_TURNS, repeats) if subjects > 1 else 1
 
 
-def closed_loads(
+def make_closed_loads(
     concurrencies: Sequence[int] = CONCURRENCIES,
     *,
     prompt_tokens: int = 512,
@@ -214,32 +226,32 @@ def closed_loads(
     )
 
 
-def _named(engines: str, hardware: Hardware) -> tuple[str, ...]:
+def _resolve_engines(engines: str, hardware: Hardware) -> tuple[str, ...]:
     """`installed`: the installed engines, or the one that `serve` would install if there is none."""
     if engines == "all":
-        return installable_engines()
-    return installed_engines(hardware) or (FIRST.id,)
+        return list_installable_engines()
+    return list_installed_engines(hardware) or (FIRST.id,)
 
 
-def _resumed(run: Run, hardware: Hardware, progress: Progress, teller: Teller, path: Path | None) -> Bench:
+def _resume_run(run: Run, hardware: Hardware, progress: Progress, teller: BenchListener, path: Path | None) -> BenchRun:
     if run.matrix is None:
-        raise BadQuestion(f"run {run.id} was imported from {run.source or 'a file'} and cannot be resumed")
-    if run.environment.machine != fingerprint(hardware):
-        raise BadQuestion(
+        raise UsageError(f"run {run.id} was imported from {run.source or 'a file'} and cannot be resumed")
+    if run.environment.machine != compute_fingerprint(hardware):
+        raise UsageError(
             f"run {run.id} was started on another machine", hint="a run can be resumed only on the same machine"
         )
-    one = Bench(replaced(run, cells=()), hardware, progress, teller, path)
+    one = BenchRun(replace_fields(run, cells=()), hardware, progress, teller, path)
     one.cells = {cell.id: cell for cell in run.cells}
     one.qualities = {
-        label_of(run.matrix, cell.subject.engine, cell.subject.engine_version): cell.quality
+        label_engine(run.matrix, cell.subject.engine, cell.subject.engine_version): cell.quality
         for cell in run.cells
         if cell.quality is not None and cell.quality.verdict != "unchecked"
     }
-    one.shapes = _shapes(run.matrix)
+    one.shapes = _read_trace_shapes(run.matrix)
     return one
 
 
-def _shapes(matrix: Matrix) -> tuple[RequestShape, ...]:
+def _read_trace_shapes(matrix: BenchMatrix) -> tuple[RequestShape, ...]:
     if matrix.trace_path is None:
         return ()
     from bedplate.measure.replays import read_shapes
@@ -250,9 +262,9 @@ def _shapes(matrix: Matrix) -> tuple[RequestShape, ...]:
 # the run
 
 
-def _measured(one: Bench) -> Run:
+def _measure_run(one: BenchRun) -> Run:
     """Measures all missing cells. Stored cells are kept, also if the run fails or is stopped."""
-    with stoppable():
+    with handle_sigterm():
         try:
             if one.matrix.url is not None:
                 _measure_endpoint(one)
@@ -261,11 +273,11 @@ def _measured(one: Bench) -> Run:
             one.keep_run(finished=True)
         except KeyboardInterrupt:
             one.keep_run()
-            raise Stopped(one.whole()) from None
-    return one.whole()
+            raise BenchStopped(one.assemble_run()) from None
+    return one.assemble_run()
 
 
-class Stopped(KeyboardInterrupt):
+class BenchStopped(KeyboardInterrupt):
     """The run was stopped by a signal; `run` has the cells measured so far."""
 
     def __init__(self, run: Run) -> None:
@@ -274,63 +286,65 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
+def handle_sigterm() -> Iterator[None]:
     """Handles SIGTERM like Ctrl-C: stops the engines and keeps the measured cells."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def interrupted(number: int, frame: object) -> None:
+    def raise_interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupted)
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _measure_engines(one: Bench) -> None:
+def _measure_engines(one: BenchRun) -> None:
     matrix = one.matrix
     one.facts = facts = fetch_facts(matrix.model, one.hardware, one.progress)
     refused: list[Refusal] = []
     for engine_id in matrix.engines:
         try:
-            one.subjects.append(_planned(one, engine_id))
-        except AnswerIsNo as error:
+            one.subjects.append(_plan_subject(one, engine_id))
+        except NotPossible as error:
             refused.append(Refusal(engine=engine_id, kind="impossible", why=error.summary, hint=error.hint))
     if not one.subjects:
         first = refused[0]
-        raise AnswerIsNo(
+        raise NotPossible(
             f"none of {', '.join(matrix.engines)} can run {facts.name} here",
             cause=f"{first.engine}: {first.why}",
             hint=first.hint,
         )
     one.quantizations = [(subject.engine.id, subject.decision.quantization) for subject in one.subjects]
-    one.keep_run(left_out=tuple(refused), models=_told(facts))
-    one.teller.begun(one.whole(), [_subject(one, subject) for subject in one.subjects], idle_share())
+    one.keep_run(left_out=tuple(refused), models=_strip_model(facts))
+    one.teller.report_start(
+        one.assemble_run(), [_make_subject(one, subject) for subject in one.subjects], measure_idle_share()
+    )
     for refusal in refused:
-        one.teller.left_out(refusal)
+        one.teller.report_refusal(refusal)
     failed: set[str] = set()
     for turn in range(matrix.turns):
         # Reverse the order in every second round, so that drift affects all engines equally.
         for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
-            label = label_of(matrix, subject.engine.id, subject.decision.engine_version)
-            if label in failed or not _missing(one, subject, turn):
+            label = label_engine(matrix, subject.engine.id, subject.decision.engine_version)
+            if label in failed or not _needs_measuring(one, subject, turn):
                 continue
             try:
                 _measure_engine(one, subject, turn)
-            except (OutsideFailed, AnswerIsNo) as error:
+            except (ExternalFailure, NotPossible) as error:
                 failed.add(label)
                 refusal = Refusal(engine=label, kind="impossible", why=error.summary, hint=error.hint)
                 one.keep_run(left_out=(*one.run.left_out, refusal))
-                one.teller.left_out(refusal)
+                one.teller.report_refusal(refusal)
     if not one.cells and one.run.left_out:
         first = one.run.left_out[-1]
-        raise OutsideFailed("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
+        raise ExternalFailure("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
 
 
-def _planned(one: Bench, engine_id: str) -> Decided:
+def _plan_subject(one: BenchRun, engine_id: str) -> ModelDecision:
     loads = one.matrix.loads
     if one.facts is None:
         raise RuntimeError("no model")
@@ -340,67 +354,67 @@ def _planned(one: Bench, engine_id: str) -> Decided:
     context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
     most = one.facts.max_context
     workload = Workload(
-        concurrency=max(_in_flight(load) for load in loads),
+        concurrency=max(_estimate_in_flight(load) for load in loads),
         prompt_tokens=loads[0].prompt_tokens,
         output_tokens=loads[0].output_tokens,
         shared_prefix_tokens=loads[0].shared_prefix_tokens,
         context_tokens=min(context, most) if most is not None and most >= longest else context,
     )
-    wanted = Wanted(model=one.matrix.model, workload=workload, engine=engine_id)
+    wanted = ModelOrder(model=one.matrix.model, workload=workload, engine=engine_id)
     build: Build = "native" if one.matrix.native else "packages"
     return plan_engine(wanted, one.facts, one.hardware, one.progress, build=build, path=one.path)
 
 
-def _in_flight(load: Load) -> int:
+def _estimate_in_flight(load: Load) -> int:
     """Expected requests in flight. For an open loop they are unknown: the requests of a few seconds."""
     if load.concurrency is not None:
         return load.concurrency
     return min(64, max(load.burst or 1, round(8 * (load.requests_per_s or 1))))
 
 
-def _missing(one: Bench, subject: Decided, turn: int) -> bool:
+def _needs_measuring(one: BenchRun, subject: ModelDecision, turn: int) -> bool:
     """Whether a cell of this engine has to be measured in this round."""
-    label = label_of(one.matrix, subject.engine.id, subject.decision.engine_version)
-    made = [one.cells.get(_cell_id(one, label, load)) for load in one.matrix.loads]
-    return any(cell is None or not _enough(one, cell, turn) for cell in made)
+    label = label_engine(one.matrix, subject.engine.id, subject.decision.engine_version)
+    made = [one.cells.get(_make_cell_id(one, label, load)) for load in one.matrix.loads]
+    return any(cell is None or not _has_enough_repeats(one, cell, turn) for cell in made)
 
 
-def _enough(one: Bench, cell: Cell, turn: int) -> bool:
+def _has_enough_repeats(one: BenchRun, cell: Cell, turn: int) -> bool:
     if cell.halt not in (None, "stopped"):
         return True
-    return turn < one.matrix.turns - 1 and len(cell.repeats) >= _most(one, turn)
+    return turn < one.matrix.turns - 1 and len(cell.repeats) >= _compute_most_repeats(one, turn)
 
 
-def _most(one: Bench, turn: int) -> int:
+def _compute_most_repeats(one: BenchRun, turn: int) -> int:
     """Repeats that a cell has after this round."""
     return -(-one.matrix.repeats * (turn + 1) // one.matrix.turns)
 
 
-def _measure_engine(one: Bench, subject: Decided, turn: int) -> None:
+def _measure_engine(one: BenchRun, subject: ModelDecision, turn: int) -> None:
     from bedplate.measure.builds import BuildExaminer
 
-    ready = readied(subject, one.progress, examiner=BuildExaminer(), to_measure=True)
-    one.teller.starting(subject.engine.id)
-    with running(ready.start(), one.progress, through_gateway=one.matrix.through_gateway) as started:
-        quality = _checked(one, ready, started)
+    ready = prepare_model(subject, one.progress, examiner=BuildExaminer(), to_measure=True)
+    one.teller.report_engine_start(subject.engine.id)
+    with run_engine(ready.build_start(), one.progress, through_gateway=one.matrix.through_gateway) as started:
+        quality = _check_answers(one, ready, started)
         name = ready.plan.model.served_name
         place = "through the gateway" if one.matrix.through_gateway else "directly at the engine's port"
-        measuring = Measuring(
+        measuring = SubjectMeasurement(
             one,
-            _started_subject(one, ready, started),
-            Target.of(started.url, key=started.key, model=name),
-            meters_of(started),
+            _make_started_subject(one, ready, started),
+            LoadTarget.from_url(started.url, key=started.key, model=name),
+            make_meters(started),
             quality,
             turn,
             notes=place,
-            alive=lambda: not started.died,
+            alive=lambda: not started.has_died,
         )
-        measuring.all()
+        measuring.measure_all()
 
 
-def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
+def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) -> Quality:
     """Checks the answers of each engine once per run, since they do not depend on the load."""
-    engine = label_of(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
+    engine = label_engine(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
     if engine not in one.qualities:
         if not one.matrix.check_quality:
             found = Quality(note="not requested")
@@ -408,19 +422,19 @@ def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
             one.progress.note(f"comparing the answers of {ready.decided.engine.name} with the reference")
             found = run_loop(quality_of.check(started.url, ready.plan.model.served_name, started.key, plan=ready.plan))
         one.qualities[engine] = found
-        one.teller.checked(_subject(one, ready.decided), found)
+        one.teller.report_quality(_make_subject(one, ready.decided), found)
     return one.qualities[engine]
 
 
-def _measure_endpoint(one: Bench) -> None:
+def _measure_endpoint(one: BenchRun) -> None:
     """Measures an endpoint that is known only by its URL."""
     matrix = one.matrix
-    key = key_from(matrix.key_env)
-    target = Target.of(str(matrix.url), key=key, model=matrix.served_model)
+    key = read_key(matrix.key_env)
+    target = LoadTarget.from_url(str(matrix.url), key=key, model=matrix.served_model)
     prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
-    meters = Meters()
+    meters = EngineMeters()
     if target.host in ("127.0.0.1", "localhost", "::1"):
-        meters.pid = listening_pid(target.port)
+        meters.pid = find_listening_pid(target.port)
     one.facts = fetch_facts(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
     engine = "endpoint"
     subject = Subject(
@@ -428,25 +442,25 @@ def _measure_endpoint(one: Bench) -> None:
         model=prepared.model,
         url=target.url,
         quantization=one.facts.quantization if one.facts is not None else None,
-        weights_id=_weights_id(one.facts),
+        weights_id=_get_weights_id(one.facts),
     )
-    one.keep_run(models=() if one.facts is None else _told(replaced(one.facts, name=prepared.model)))
-    one.teller.begun(one.whole(), [subject], idle_share())
+    one.keep_run(models=() if one.facts is None else _strip_model(replace_fields(one.facts, name=prepared.model)))
+    one.teller.report_start(one.assemble_run(), [subject], measure_idle_share())
     quality = Quality(note="not requested")
     if matrix.check_quality:
         quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts))
-        one.teller.checked(subject, quality)
+        one.teller.report_quality(subject, quality)
     for turn in range(matrix.turns):
-        Measuring(one, subject, target, meters, quality, turn, prepared=prepared).all()
+        SubjectMeasurement(one, subject, target, meters, quality, turn, prepared=prepared).measure_all()
 
 
-def key_from(variable: str | None) -> str | None:
+def read_key(variable: str | None) -> str | None:
     """Reads the key from an environment variable, since other users can see command-line options."""
     if variable is None:
         return None
     value = os.environ.get(variable)
     if not value:
-        raise BadQuestion(
+        raise UsageError(
             f"the environment variable {variable} is not set", hint="--key-env takes the name of a variable"
         )
     return value
@@ -456,93 +470,95 @@ def key_from(variable: str | None) -> str | None:
 
 
 @dataclass
-class Measuring:
+class SubjectMeasurement:
     """Measures one running endpoint under one load after the other."""
 
-    one: Bench
+    one: BenchRun
     subject: Subject
-    target: Target
-    meters: Meters
+    target: LoadTarget
+    meters: EngineMeters
     quality: Quality
     turn: int
     notes: str = ""
-    prepared: Prepared | None = None
+    prepared: PreparedEndpoint | None = None
     alive: Callable[[], bool] = lambda: True
 
     @property
     def label(self) -> str:
-        return label_of(self.one.matrix, self.subject.engine, self.subject.engine_version)
+        return label_engine(self.one.matrix, self.subject.engine, self.subject.engine_version)
 
     def is_mine(self, cell: Cell) -> bool:
-        return label_of(self.one.matrix, cell.subject.engine, cell.subject.engine_version) == self.label
+        return label_engine(self.one.matrix, cell.subject.engine, cell.subject.engine_version) == self.label
 
-    def all(self) -> None:
+    def measure_all(self) -> None:
         for number, load in enumerate(self.one.matrix.loads):
-            self.cell(load, number)
+            self.measure_cell(load, number)
         if self.one.matrix.target is not None and self.turn == self.one.matrix.turns - 1:
-            self.knee(self.one.matrix.target)
+            self.measure_knee(self.one.matrix.target)
 
-    def knee(self, target: LatencyTarget) -> None:
+    def measure_knee(self, target: LatencyTarget) -> None:
         """Measures further loads until the highest one that meets the target is known."""
         number = len(self.one.matrix.loads)
         while True:
             mine = [cell for cell in self.one.cells.values() if self.is_mine(cell)]
-            wanted = next_load(mine, target)
+            wanted = choose_next_load(mine, target)
             # A load whose cell is invalid would be requested forever.
             if wanted is None or wanted in [cell.load for cell in mine]:
                 return
-            self.cell(wanted, number, searching=True)
+            self.measure_cell(wanted, number, searching=True)
             number += 1
 
-    def cell(self, load: Load, number: int, *, searching: bool = False) -> None:
+    def measure_cell(self, load: Load, number: int, *, searching: bool = False) -> None:
         one = self.one
-        cell_id = _cell_id(one, self.label, load)
+        cell_id = _make_cell_id(one, self.label, load)
         kept = one.cells.get(cell_id)
-        if kept is not None and _enough(one, kept, self.turn):
+        if kept is not None and _has_enough_repeats(one, kept, self.turn):
             return
         cell = kept or Cell(
             id=cell_id,
             run=one.run.id,
-            at=now_text(),
+            at=format_now(),
             machine=one.run.environment.machine,
             subject=self.subject,
             load=load,
         )
-        cell = replaced(cell, subject=self.subject, quality=self.quality, notes=self.notes)
-        one.teller.measuring(cell, "preparing")
+        cell = replace_fields(cell, subject=self.subject, quality=self.quality, notes=self.notes)
+        one.teller.report_phase(cell, "preparing")
         began = time.monotonic()
         self.prepared = run_loop(prepare(self.target, load, known=self.prepared, shapes=one.shapes))
-        allowed_s = self._allowed_s(searching)
+        allowed_s = self._compute_allowed_s(searching)
         last = self.turn == one.matrix.turns - 1
-        rule = Rule(
+        rule = RepeatRule(
             half_width=HALF_WIDTH if last else 0.0,
             least=min(LEAST_REPEATS, one.matrix.repeats),
-            most=1 if searching else _most(one, self.turn),
+            most=1 if searching else _compute_most_repeats(one, self.turn),
             seconds=allowed_s,
         )
         reason = None
         while reason is None:
             index = len(cell.repeats)
-            repeat = self._repeat(cell, index, number * ROUNDS_PER_LOAD + index, allowed_s)
-            cell = replaced(
+            repeat = self._measure_repeat(cell, index, number * ROUNDS_PER_LOAD + index, allowed_s)
+            cell = replace_fields(
                 cell,
                 repeats=(*cell.repeats, repeat),
                 warmup=cell.warmup + repeat.warmup,
                 exact_output=bool(repeat.exact_output) and (cell.exact_output or index == 0),
             )
             if not self.alive():
-                one.keep(replaced(cell, halt="stopped"))
+                one.keep(replace_fields(cell, halt="stopped"))
                 load_text = "under this load" if load.concurrency is None else f"with {load.concurrency} in flight"
-                raise OutsideFailed(f"{self.subject.engine} exited {load_text}")
-            reason = halt([output_tok_s(each) for each in cell.repeats], time.monotonic() - began, rule)
+                raise ExternalFailure(f"{self.subject.engine} exited {load_text}")
+            reason = find_halt_reason(
+                [compute_delivered_tok_s(each) for each in cell.repeats], time.monotonic() - began, rule
+            )
             final = reason if last or reason == "unknown" else None
-            cell = one.keep(replaced(cell, halt=final))
+            cell = one.keep(replace_fields(cell, halt=final))
         one.spent_s += time.monotonic() - began
-        if cell.halt is not None and (result := result_of(cell)) is not None:
-            store.add(result, one.path)
-        one.teller.done(cell)
+        if cell.halt is not None and (result := make_result(cell)) is not None:
+            store.add_result(result, one.path)
+        one.teller.report_cell(cell)
 
-    def _allowed_s(self, searching: bool) -> float:
+    def _compute_allowed_s(self, searching: bool) -> float:
         """An equal share of the remaining budget for each unfinished cell."""
         one, matrix = self.one, self.one.matrix
         left_s = max(0.0, matrix.budget_s - one.spent_s)
@@ -553,18 +569,18 @@ class Measuring:
         done = sum(cell.halt is not None for cell in one.cells.values())
         return left_s / max(1, to_come - (done if matrix.turns == 1 else 0))
 
-    def _repeat(self, cell: Cell, index: int, round_number: int, allowed_s: float) -> Repeat:
+    def _measure_repeat(self, cell: Cell, index: int, round_number: int, allowed_s: float) -> Repeat:
         one, load = self.one, cell.load
         streams = load.concurrency or 0
         alone_s = (self.prepared.request_s if self.prepared is not None else None) or 0.0
-        most_s = longest_s(one.matrix.seconds, allowed_s, alone_s, streams)
+        most_s = compute_longest_s(one.matrix.seconds, allowed_s, alone_s, streams)
         moments: dict[str, str] = {}
         with Watcher(self.meters) as watcher:
 
-            def watch(moment: str) -> None:
-                moments[moment] = now_text(milliseconds=True)
+            def mark_phase(moment: str) -> None:
+                moments[moment] = format_now(milliseconds=True)
                 watcher.mark(moment)
-                one.teller.measuring(cell, moment)
+                one.teller.report_phase(cell, moment)
 
             repeat = measure_apart(
                 self.target,
@@ -577,18 +593,19 @@ class Measuring:
                 round=round_number,
                 shapes=one.shapes,
                 check=one.own.get(streams, True),
-                watch=watch,
+                watch=mark_phase,
             )
         client = repeat.client
         if client.error_p50_ms is not None and client.error_p99_ms is not None:
             one.own.setdefault(
-                streams, OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+                streams,
+                ClientErrorFigures(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0),
             )
-        use, engine = watcher.seen()
-        return replaced(repeat, at=repeat.at or moments.get("begin"), use=use, engine=engine)
+        use, engine = watcher.summarize_readings()
+        return replace_fields(repeat, at=repeat.at or moments.get("begin"), use=use, engine=engine)
 
 
-def longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) -> float:
+def compute_longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) -> float:
     """Maximum duration of a measurement window in which enough requests have to end.
 
     An engine that processes requests one after the other needs the time of one request for each stream.
@@ -596,23 +613,23 @@ def longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) ->
     return max(seconds, 3 * alone_s, min(allowed_s, max(MOST_EXTENSION * seconds, (streams + 2) * alone_s)))
 
 
-def _subject(one: Bench, subject: Decided) -> Subject:
+def _make_subject(one: BenchRun, subject: ModelDecision) -> Subject:
     """The subject as planned, before the engine is installed and started."""
     return Subject(
         engine=subject.engine.id,
         engine_version=subject.decision.engine_version,
         model=subject.facts.name,
         quantization=subject.decision.quantization,
-        weights_id=_weights_id(subject.facts),
+        weights_id=_get_weights_id(subject.facts),
         device=subject.plan.settings.device,
         parallelism=subject.plan.parallelism,
         settings=subject.plan.settings,
     )
 
 
-def _started_subject(one: Bench, ready: Readied, started: Started) -> Subject:
-    return replaced(
-        _subject(one, ready.decided),
+def _make_started_subject(one: BenchRun, ready: PreparedModel, started: RunningEngine) -> Subject:
+    return replace_fields(
+        _make_subject(one, ready.decided),
         engine_version=ready.plan.engine_version,
         build=ready.build,
         through_gateway=one.matrix.through_gateway,
@@ -622,22 +639,22 @@ def _started_subject(one: Bench, ready: Readied, started: Started) -> Subject:
     )
 
 
-def _told(model: Model) -> tuple[Model, ...]:
+def _strip_model(model: Model) -> tuple[Model, ...]:
     """The model without its local paths and its chat template."""
-    return (replaced(model, files=(), chat_template=None),)
+    return (replace_fields(model, files=(), chat_template=None),)
 
 
-def _weights_id(model: Model | None) -> str | None:
-    return content_id(model)[:12] if model is not None and model.files else None
+def _get_weights_id(model: Model | None) -> str | None:
+    return hash_model_content(model)[:12] if model is not None and model.files else None
 
 
-def label_of(matrix: Matrix, engine: str, version: str | None) -> str:
+def label_engine(matrix: BenchMatrix, engine: str, version: str | None) -> str:
     """The name of an engine in its run: its id, with the version if several versions are measured."""
     named = [name.partition("@")[0] for name in matrix.engines]
     return f"{engine}@{version}" if named.count(engine) > 1 else engine
 
 
-def _cell_id(one: Bench, engine: str, load: Load) -> str:
+def _make_cell_id(one: BenchRun, engine: str, load: Load) -> str:
     """A stable id, so that a resumed run finds its cells."""
     what = f"{one.run.id}\n{engine}\n".encode() + msgspec.json.encode(load)
     return hashlib.sha256(what).hexdigest()[:12]
@@ -646,23 +663,23 @@ def _cell_id(one: Bench, engine: str, load: Load) -> str:
 # environment
 
 
-def environment_of(hardware: Hardware, command: Sequence[str] = ()) -> Environment:
+def describe_environment(hardware: Hardware, command: Sequence[str] = ()) -> RunEnvironment:
     cards = hardware.accelerators
     bandwidth = cards[0].bandwidth_bytes_s if cards else hardware.memory.bandwidth_bytes_s
     measured = bandwidth is not None and bandwidth.basis == "measured"
-    return Environment(
+    return RunEnvironment(
         bedplate=__version__,
         python=platform.python_version(),
         system=platform.platform(),
         command=tuple(command),
-        hardware=hardware_words(hardware),
-        machine=fingerprint(hardware),
+        hardware=describe_hardware(hardware),
+        machine=compute_fingerprint(hardware),
         bandwidth_bytes_s=bandwidth.value if measured and bandwidth is not None else None,
-        operations_s=_matrix_rate(hardware),
+        operations_s=_find_matrix_rate(hardware),
     )
 
 
-def _matrix_rate(hardware: Hardware) -> float | None:
+def _find_matrix_rate(hardware: Hardware) -> float | None:
     """The measured rate of the first data type that was measured, on the first accelerator if there is one."""
     where = "0" if hardware.accelerators else "cpu"
     rates = {one.data_type: one.operations_s.value for one in (hardware.measured.matrix if hardware.measured else ())
@@ -670,12 +687,12 @@ def _matrix_rate(hardware: Hardware) -> float | None:
     return next((rates[name] for name in ("bf16", "fp16", "fp32", "int8") if name in rates), None)
 
 
-def hardware_words(hardware: Hardware) -> str:
+def describe_hardware(hardware: Hardware) -> str:
     cpu = hardware.cpu
     names = [card.name for card in hardware.accelerators]
     cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
     cores = f"{cpu.allowed_cores:g} core{'' if cpu.allowed_cores == 1 else 's'}"
-    return f"{cpu.name}, {cores}, {memory(hardware.memory.total_bytes)} RAM, {cards}"
+    return f"{cpu.name}, {cores}, {format_memory(hardware.memory.total_bytes)} RAM, {cards}"
 
 
-__all__ = ["Bench", "Stopped", "Teller", "bench", "closed_loads"]
+__all__ = ["BenchListener", "BenchRun", "BenchStopped", "bench", "make_closed_loads"]

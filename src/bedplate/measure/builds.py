@@ -8,20 +8,20 @@ from bedplate.engines.roles import REFERENCE
 from bedplate.measure.agreement import (
     CHANCE,
     QUICK_TOKENS,
-    Answer,
-    Comparison,
+    CompletionAnswer,
     Pairs,
     Reply,
+    TokenComparison,
     ask,
-    chance,
+    choose_floor,
     compare,
-    floor_for,
+    compute_tail_probability,
     is_clear,
-    verdict_of,
+    judge_comparison,
 )
-from bedplate.measure.prefixes import spread
-from bedplate.measure.reference import reference_for
-from bedplate.run.native import Verdict
+from bedplate.measure.prefixes import choose_spread
+from bedplate.measure.reference import find_reference
+from bedplate.run.native import BuildTestResult
 from bedplate.values import Plan
 
 PREFIXES = 120
@@ -34,53 +34,57 @@ class BuildExaminer:
     """Compares next tokens after the fixed prefixes, for weights with a shipped reference."""
 
     async def ask(self, chosen: Plan, url: str, key: str | None) -> Sequence[Reply]:
-        return await ask(url, _pairs(chosen), model=chosen.model.served_name, key=key, in_flight=IN_FLIGHT)
+        return await ask(url, _choose_pairs(chosen), model=chosen.model.served_name, key=key, in_flight=IN_FLIGHT)
 
-    def judge(self, chosen: Plan, built: Sequence[Reply], packaged: Sequence[Reply] | None) -> Verdict:
-        return judged_build(_pairs(chosen), built, packaged, floor_for(chosen))
-
-
-def _pairs(chosen: Plan) -> Pairs:
-    reference = reference_for(chosen.source or chosen.model)
-    known = reference.known() if reference is not None else ()
-    return spread([pair for pair in known if pair[1].tokens <= QUICK_TOKENS], PREFIXES)
+    def judge(self, chosen: Plan, built: Sequence[Reply], packaged: Sequence[Reply] | None) -> BuildTestResult:
+        return judge_build(_choose_pairs(chosen), built, packaged, choose_floor(chosen))
 
 
-def judged_build(pairs: Pairs, built: Sequence[Reply], packaged: Sequence[Reply] | None, floor: float) -> Verdict:
+def _choose_pairs(chosen: Plan) -> Pairs:
+    reference = find_reference(chosen.source or chosen.model)
+    known = reference.list_known() if reference is not None else ()
+    return choose_spread([pair for pair in known if pair[1].tokens <= QUICK_TOKENS], PREFIXES)
+
+
+def judge_build(
+    pairs: Pairs, built: Sequence[Reply], packaged: Sequence[Reply] | None, floor: float
+) -> BuildTestResult:
     """A build is correct if it agrees with both, except for near ties and what rounding explains."""
     if not pairs:
-        return Verdict(runs=True, right=True, why="it answers; there is no reference for the weights that were used")
+        return BuildTestResult(
+            runs=True, right=True, why="it answers; there is no reference for the weights that were used"
+        )
     found = compare(pairs, built)
-    verdict, why = verdict_of(found, floor)
+    verdict, why = judge_comparison(found, floor)
     if verdict != "ok":
         words = "its answers could not be checked" if verdict == "unchecked" else "it gives wrong answers"
-        return Verdict(runs=True, right=False, why=f"{words}: {why}", evidence=_evidence(found))
+        return BuildTestResult(runs=True, right=False, why=f"{words}: {why}", evidence=_list_evidence(found))
     reference = f"greedy-token agreement with {REFERENCE.name} in float32: {found.agreed}/{found.answered}"
     both = [
         (prefix, known, one, other)
         for (prefix, known), one, other in zip(pairs, built, packaged or (), strict=packaged is not None)
-        if isinstance(one, Answer) and isinstance(other, Answer)
+        if isinstance(one, CompletionAnswer) and isinstance(other, CompletionAnswer)
     ]
     if not both:
-        return Verdict(runs=True, right=True, why=reference)
+        return BuildTestResult(runs=True, right=True, why=reference)
     different = [(prefix, known, one, other) for prefix, known, one, other in both if one.text != other.text]
     clear = sum(is_clear(known) for _, known, _, _ in both)
     clearly_different = [case for case in different if is_clear(case[1])]
     counts = f"greedy-token agreement with the packaged build: {len(both) - len(different)}/{len(both)}"
-    if chance(clear - len(clearly_different), clear, floor) < CHANCE:
+    if compute_tail_probability(clear - len(clearly_different), clear, floor) < CHANCE:
         evidence = tuple(
             f"after …{prefix[-SHOWN_CHARACTERS:]!r} the build gives {one.text!r}, the packaged build {other.text!r}"
             for prefix, _, one, other in clearly_different[:SHOWN]
         )
-        return Verdict(runs=True, right=False, why=f"it answers differently: {counts}", evidence=evidence)
+        return BuildTestResult(runs=True, right=False, why=f"it answers differently: {counts}", evidence=evidence)
     ties = len(different) - len(clearly_different)
     kinds = [f"{ties} near-tie{'s' if ties > 1 else ''}"] if ties else []
     kinds += [f"{len(clearly_different)} explained by rounding"] if clearly_different else []
     others = f" (the rest: {', '.join(kinds)})" if kinds else ""
-    return Verdict(runs=True, right=True, why=f"{counts}{others}; {reference}")
+    return BuildTestResult(runs=True, right=True, why=f"{counts}{others}; {reference}")
 
 
-def _evidence(found: Comparison) -> tuple[str, ...]:
+def _list_evidence(found: TokenComparison) -> tuple[str, ...]:
     return tuple(
         f"after …{one.prefix[-SHOWN_CHARACTERS:]!r} the build gives "
         f"{'the end of the text' if one.got is None else repr(one.got)} instead of {one.expected!r}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from bedplate.measure.summary import all_samples, cached_share
+from bedplate.measure.summary import compute_cached_share, list_samples
 from bedplate.values.run import Cell, Flag, Sample
-from bedplate.values.units import size
+from bedplate.values.units import format_size
 
 BUSY, TOO_BUSY = 0.10, 0.25
 """CPU share of other processes. Above the second, the cell of an engine on the CPU is invalid."""
@@ -21,21 +21,21 @@ LEAST_REQUESTS = 8
 HEAT = ("heat", "hardware slowdown", "power brake")
 
 
-def flags_of(cell: Cell, quantizations: Sequence[tuple[str, str | None]] = ()) -> tuple[Flag, ...]:
+def flag_cell(cell: Cell, quantizations: Sequence[tuple[str, str | None]] = ()) -> tuple[Flag, ...]:
     """`quantizations`: the engines of the run with their weights."""
     found = [
-        *_client(cell),
-        *_outcomes(cell),
-        *_lengths(cell),
-        *_cache(cell),
-        *_machine(cell),
-        *_quality(cell),
-        *_mixed(cell, quantizations),
+        *_flag_client(cell),
+        *_flag_outcomes(cell),
+        *_flag_lengths(cell),
+        *_flag_cache(cell),
+        *_flag_machine(cell),
+        *_flag_quality(cell),
+        *_flag_mixed_weights(cell, quantizations),
     ]
     return tuple(found)
 
 
-def _client(cell: Cell) -> Iterator[Flag]:
+def _flag_client(cell: Cell) -> Iterator[Flag]:
     limited = [repeat.client for repeat in cell.repeats if repeat.client.limit]
     if limited:
         words = "; ".join(limited[0].reasons) or "it was too slow"
@@ -43,8 +43,8 @@ def _client(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="client", text=f"the client was the bottleneck{often}: {words}", invalid=True)
 
 
-def _outcomes(cell: Cell) -> Iterator[Flag]:
-    samples = all_samples(cell)
+def _flag_outcomes(cell: Cell) -> Iterator[Flag]:
+    samples = list_samples(cell)
     if not samples:
         if cell.repeats:
             text = f"no request ended within {max(repeat.seconds for repeat in cell.repeats):.0f} s"
@@ -55,27 +55,29 @@ def _outcomes(cell: Cell) -> Iterator[Flag]:
     if cut:
         share = len(cut) / len(samples)
         yield Flag(
-            kind="truncated", text=f"{_of(cut, samples)} answers ended before their last event", invalid=share > FAILED
+            kind="truncated",
+            text=f"{_format_count(cut, samples)} answers ended before their last event",
+            invalid=share > FAILED,
         )
     others = [sample for sample in bad if sample.outcome != "cut"]
     if others:
         first = next((sample.error for sample in others if sample.error), others[0].outcome)
-        text = f"{_of(others, samples)} requests failed: {first}"
+        text = f"{_format_count(others, samples)} requests failed: {first}"
         yield Flag(kind="errors", text=text, invalid=len(others) / len(samples) > FAILED)
     if len(samples) - len(bad) < LEAST_REQUESTS:
         good = len(samples) - len(bad)
         yield Flag(kind="short", text=f"only {good} request{'' if good == 1 else 's'} succeeded")
 
 
-def _of(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
+def _format_count(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
     return f"{len(some)} of {len(samples)}"
 
 
-def _lengths(cell: Cell) -> Iterator[Flag]:
+def _flag_lengths(cell: Cell) -> Iterator[Flag]:
     """Compares lengths with the load. A replay has the lengths of its trace and is not checked."""
     if cell.load.arrivals == "replay":
         return
-    good = [sample for sample in all_samples(cell) if sample.outcome == "ok"]
+    good = [sample for sample in list_samples(cell) if sample.outcome == "ok"]
     counts = [sample.output_tokens for sample in good if sample.output_tokens is not None]
     asked = cell.load.output_tokens
     early = [count for count in counts if count < asked]
@@ -93,10 +95,10 @@ def _lengths(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="length", text=text)
 
 
-def _cache(cell: Cell) -> Iterator[Flag]:
+def _flag_cache(cell: Cell) -> Iterator[Flag]:
     if cell.load.arrivals == "replay":  # its prompts share prefixes as in the trace
         return
-    reported = cached_share(all_samples(cell))
+    reported = compute_cached_share(list_samples(cell))
     scraped = [repeat.engine.cache_hit_share for repeat in cell.repeats if repeat.engine.cache_hit_share is not None]
     shares = [*([reported] if reported is not None else []), *([max(scraped)] if scraped else [])]
     expected = cell.load.shared_prefix_tokens / cell.load.prompt_tokens
@@ -106,7 +108,7 @@ def _cache(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="cache", text=text, invalid=beyond > TOO_MUCH_CACHED)
 
 
-def _machine(cell: Cell) -> Iterator[Flag]:
+def _flag_machine(cell: Cell) -> Iterator[Flag]:
     uses = [repeat.use for repeat in cell.repeats]
     others = max((use.other_cpu_share for use in uses if use.other_cpu_share is not None), default=0.0)
     if others > BUSY:
@@ -120,11 +122,11 @@ def _machine(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="throttled", text=f"{at}{': ' if reasons else ''}{', '.join(reasons)}")
     swapped = max((use.swapped_bytes for use in uses if use.swapped_bytes is not None), default=0)
     if swapped > SWAPPED_BYTES:
-        text = f"the machine swapped {size(swapped)}"
+        text = f"the machine swapped {format_size(swapped)}"
         yield Flag(kind="swapped", text=text, invalid=swapped > TOO_MUCH_SWAPPED_BYTES)
 
 
-def _quality(cell: Cell) -> Iterator[Flag]:
+def _flag_quality(cell: Cell) -> Iterator[Flag]:
     quality = cell.quality
     if quality is not None and quality.verdict == "broken":
         words = f": {quality.note}" if quality.note else ""
@@ -133,7 +135,7 @@ def _quality(cell: Cell) -> Iterator[Flag]:
         yield Flag(kind="garbled", text=quality.garbled)
 
 
-def _mixed(cell: Cell, quantizations: Sequence[tuple[str, str | None]]) -> Iterator[Flag]:
+def _flag_mixed_weights(cell: Cell, quantizations: Sequence[tuple[str, str | None]]) -> Iterator[Flag]:
     own = cell.subject.quantization
     different = [
         (engine, label) for engine, label in quantizations if label is not None and own is not None and label != own

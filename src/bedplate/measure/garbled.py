@@ -20,31 +20,31 @@ NO_CHARACTERS = ("Cc", "Cn", "Co")
 """Unicode categories: control, unassigned and private use."""
 
 
-def garbled(text: str) -> str | None:
+def find_garbling(text: str) -> str | None:
     """What is wrong with the text, in one clause; `None`: nothing obvious."""
     if not text.strip():
         return "the text is empty"
-    bad = sum(map(_is_none, text))
+    bad = sum(map(_is_invalid_character, text))
     if bad / len(text) > UNREADABLE:
         return f"the text is garbled: {bad} of {len(text)} characters are invalid"
     words = text.split()
-    if unit := loop(words):
-        return f"the text is garbled: it repeats {_shown(' '.join(unit))}"
+    if unit := find_loop(words):
+        return f"the text is garbled: it repeats {_shorten(' '.join(unit))}"
     if len(words) < LEAST_WORDS:
         return None
-    if len(scripts(text)) >= SCRIPTS:
-        return f"the text is garbled: it mixes {len(scripts(text))} scripts, {_shown(text)}"
+    if len(find_scripts(text)) >= SCRIPTS:
+        return f"the text is garbled: it mixes {len(find_scripts(text))} scripts, {_shorten(text)}"
     odd = [word for word in words if is_odd(word)]
     if len(odd) / len(words) > ODD:
-        return f"the text is garbled: {_shown(' '.join(odd))}"
+        return f"the text is garbled: {_shorten(' '.join(odd))}"
     return None
 
 
-def _is_none(character: str) -> bool:
+def _is_invalid_character(character: str) -> bool:
     return character == "\ufffd" or (unicodedata.category(character) in NO_CHARACTERS and character not in "\n\r\t")
 
 
-def loop(words: Sequence[str]) -> tuple[str, ...] | None:
+def find_loop(words: Sequence[str]) -> tuple[str, ...] | None:
     """The sequence of words that nearly all of the text repeats."""
     if len(words) < LEAST_WORDS:
         return None
@@ -56,7 +56,7 @@ def loop(words: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-def scripts(text: str) -> set[str]:
+def find_scripts(text: str) -> set[str]:
     """The scripts of its letters, each with at least two letters."""
     found = Counter(
         unicodedata.name(letter, "").split(" ")[0] for letter in text if letter.isalpha() and not letter.isascii()
@@ -79,6 +79,6 @@ def is_odd(word: str) -> bool:
     return any(letter.isalpha() for letter in bare)
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= SHOWN else f"{flat[:SHOWN]}…")

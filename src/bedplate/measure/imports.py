@@ -18,52 +18,52 @@ import msgspec
 from bedplate._version import __version__
 from bedplate.engines.vllm import BENCH as VLLM_BENCH
 from bedplate.engines.vllm import ENGINE as VLLM
-from bedplate.errors import BadQuestion
-from bedplate.measure.flags import flags_of
-from bedplate.values import from_json, replaced
-from bedplate.values.run import Cell, Environment, Load, Repeat, Run, Sample, Subject
+from bedplate.errors import UsageError
+from bedplate.measure.flags import flag_cell
+from bedplate.values import from_json, replace_fields
+from bedplate.values.run import Cell, Load, Repeat, Run, RunEnvironment, Sample, Subject
 
 MOST_BYTES = 1 << 30
 FORMS = f"bedplate (--json), `{VLLM_BENCH} --save-result --save-detailed` and GuideLLM (JSON)"
 
 
 def read_run(path: Path) -> Run:
-    """Reads a run from a file. Raises `BadQuestion` if its format is unknown or it lacks samples."""
-    data = _bytes(path)
+    """Reads a run from a file. Raises `UsageError` if its format is unknown or it lacks samples."""
+    data = _read_bytes(path)
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadQuestion(f"{path.name} is not JSON", cause=str(error), hint=f"supported: files of {FORMS}") from error
+        raise UsageError(f"{path.name} is not JSON", cause=str(error), hint=f"supported: files of {FORMS}") from error
     if not isinstance(document, dict):
-        raise BadQuestion(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
+        raise UsageError(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
     if document.get("schema") == "run/1":
         return from_json(Run, data, origin=path.name)
     kind = VLLM.id if "request_throughput" in document and "duration" in document else None
     if isinstance(document.get("benchmarks"), list):
         kind = "guidellm"
     if kind is None:
-        raise BadQuestion(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
-    origin = Origin(path.name, hashlib.sha256(data).hexdigest())
+        raise UsageError(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
+    origin = ImportOrigin(path.name, hashlib.sha256(data).hexdigest())
     try:
-        return vllm_run(document, origin) if kind == VLLM.id else guidellm_run(document, origin)
+        return read_vllm_run(document, origin) if kind == VLLM.id else read_guidellm_run(document, origin)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
-        raise BadQuestion(
+        raise UsageError(
             f"{path.name} looks like a run of {kind}, but cannot be read",
             cause=f"{type(error).__name__}: {error}",
             hint=f"bedplate {__version__} reads {VLLM.name} 0.32's and GuideLLM 0.8's fields",
         ) from error
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise BadQuestion(f"{path.name} is larger than {MOST_BYTES >> 20} MB")
+            raise UsageError(f"{path.name} is larger than {MOST_BYTES >> 20} MB")
         return path.read_bytes()
     except OSError as error:
-        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
 
 
-class Origin(msgspec.Struct, frozen=True):
+class ImportOrigin(msgspec.Struct, frozen=True):
     """The imported file. Importing the same file again gives the same run."""
 
     name: str
@@ -79,25 +79,25 @@ class Origin(msgspec.Struct, frozen=True):
         return f"file:{self.sha256[:11]}"
 
 
-def _run(origin: Origin, at: str, system: str, python: str, cells: Iterable[Cell]) -> Run:
-    environment = Environment(
+def _make_run(origin: ImportOrigin, at: str, system: str, python: str, cells: Iterable[Cell]) -> Run:
+    environment = RunEnvironment(
         bedplate=__version__, python=python, system=system, hardware="not reported", machine=origin.machine
     )
-    flagged = tuple(replaced(cell, flags=flags_of(cell)) for cell in cells)
+    flagged = tuple(replace_fields(cell, flags=flag_cell(cell)) for cell in cells)
     return Run(id=origin.run_id, at=at, environment=environment, cells=flagged, finished=True, source=origin.name)
 
 
 # vllm bench serve
 
 
-def vllm_run(document: dict[str, Any], origin: Origin) -> Run:
+def read_vllm_run(document: dict[str, Any], origin: ImportOrigin) -> Run:
     """Follows vllm/benchmarks/serve.py of vLLM 0.32: times in seconds, lists with one entry for each request."""
     if not document.get("ttfts"):
-        raise BadQuestion(
+        raise UsageError(
             f"{origin.name} has no samples of single requests", hint="measure with --save-result --save-detailed"
         )
-    at = _date(document.get("date"))
-    samples = tuple(sorted(_vllm_samples(document), key=lambda sample: sample.at_s))
+    at = _read_date(document.get("date"))
+    samples = tuple(sorted(_read_vllm_samples(document), key=lambda sample: sample.at_s))
     prompts = [count for count in document["input_lens"] if count]
     asked = [sample.output_tokens for sample in samples if sample.output_tokens]
     subject = Subject(
@@ -105,15 +105,15 @@ def vllm_run(document: dict[str, Any], origin: Origin) -> Run:
         model=str(document["model_id"]),
     )
     notes = f"imported from a file of {VLLM_BENCH}"
-    load = _vllm_load(document, prompts, asked)
+    load = _read_vllm_load(document, prompts, asked)
     if document.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
         notes += f"; burstiness {document['burstiness']:g}"
     repeat = Repeat(at=at, seconds=float(document["duration"]), samples=samples)
-    cell = _cell(origin, 0, at, subject, load, repeat, notes)
-    return _run(origin, at, "not reported", "not reported", [cell])
+    cell = _make_cell(origin, 0, at, subject, load, repeat, notes)
+    return _make_run(origin, at, "not reported", "not reported", [cell])
 
 
-def _vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
+def _read_vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
     starts = document.get("start_times") or [0.0] * len(document["ttfts"])
     first = min(starts, default=0.0)
     errors = document.get("errors") or [""] * len(document["ttfts"])
@@ -143,32 +143,32 @@ def _vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
         )
 
 
-def _vllm_load(document: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
-    lengths = Load(prompt_tokens=_median(prompts), output_tokens=_median(outputs))
+def _read_vllm_load(document: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
+    lengths = Load(prompt_tokens=_compute_median(prompts), output_tokens=_compute_median(outputs))
     rate, most = document.get("request_rate"), document.get("max_concurrency")
     if isinstance(rate, int | float) and math.isfinite(rate):
-        return replaced(lengths, arrivals="poisson", requests_per_s=float(rate))
+        return replace_fields(lengths, arrivals="poisson", requests_per_s=float(rate))
     # Without a limit all requests are sent at the start.
-    return replaced(lengths, arrivals="closed", concurrency=int(most or document["num_prompts"]))
+    return replace_fields(lengths, arrivals="closed", concurrency=int(most or document["num_prompts"]))
 
 
 # GuideLLM
 
 
-def guidellm_run(document: dict[str, Any], origin: Origin) -> Run:
+def read_guidellm_run(document: dict[str, Any], origin: ImportOrigin) -> Run:
     """Follows guidellm/benchmark/schemas of GuideLLM 0.8: latencies in seconds, other times in milliseconds."""
     about = document.get("metadata") or {}
     cells = []
     for number, one in enumerate(document["benchmarks"]):
-        at = _moment(float(one["start_time"]))
+        at = _format_time(float(one["start_time"]))
         config = one["config"]
         requests = one["requests"]
         good, bad = requests.get("successful") or [], requests.get("errored") or []
         if not good and not bad:
-            raise BadQuestion(f"{origin.name} has no samples of single requests", hint="measure with --sample-requests")
+            raise UsageError(f"{origin.name} has no samples of single requests", hint="measure with --sample-requests")
         began = float(one["start_time"])
-        samples = [_guidellm_sample(request, began, "ok") for request in good]
-        samples += [_guidellm_sample(request, began, "error") for request in bad]
+        samples = [_read_guidellm_sample(request, began, "ok") for request in good]
+        samples += [_read_guidellm_sample(request, began, "error") for request in bad]
         prompts = [sample.prompt_tokens for sample in samples if sample.prompt_tokens]
         outputs = [sample.output_tokens for sample in samples if sample.output_tokens]
         backend = config.get("backend") or {}
@@ -180,15 +180,15 @@ def guidellm_run(document: dict[str, Any], origin: Origin) -> Run:
             seconds=float(one["end_time"]) - began,
             samples=tuple(sorted(samples, key=lambda sample: sample.at_s)),
         )
-        load = _guidellm_load(config["strategy"], prompts, outputs)
-        cells.append(_cell(origin, number, at, subject, load, repeat, "imported from a file of GuideLLM"))
+        load = _read_guidellm_load(config["strategy"], prompts, outputs)
+        cells.append(_make_cell(origin, number, at, subject, load, repeat, "imported from a file of GuideLLM"))
     if not cells:
-        raise BadQuestion(f"{origin.name} contains no benchmarks")
+        raise UsageError(f"{origin.name} contains no benchmarks")
     system, python = str(about.get("platform") or "not reported"), str(about.get("python_version") or "not reported")
-    return _run(origin, cells[0].at, system, python, cells)
+    return _make_run(origin, cells[0].at, system, python, cells)
 
 
-def _guidellm_sample(request: dict[str, Any], began: float, outcome: str) -> Sample:
+def _read_guidellm_sample(request: dict[str, Any], began: float, outcome: str) -> Sample:
     start = float(request["request_start_time"])
     failed = outcome != "ok"
     latency_s = request.get("request_latency")
@@ -204,25 +204,27 @@ def _guidellm_sample(request: dict[str, Any], began: float, outcome: str) -> Sam
     )
 
 
-def _guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
-    lengths = Load(prompt_tokens=_median(prompts), output_tokens=_median(outputs))
+def _read_guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
+    lengths = Load(prompt_tokens=_compute_median(prompts), output_tokens=_compute_median(outputs))
     kind = strategy["type_"]
     if kind == "poisson":
-        return replaced(lengths, arrivals="poisson", requests_per_s=float(strategy["rate"]))
+        return replace_fields(lengths, arrivals="poisson", requests_per_s=float(strategy["rate"]))
     if kind == "constant":
-        return replaced(lengths, arrivals="constant", requests_per_s=float(strategy["rate"]))
+        return replace_fields(lengths, arrivals="constant", requests_per_s=float(strategy["rate"]))
     if kind == "trace":
-        return replaced(lengths, arrivals="replay", trace="GuideLLM's")
+        return replace_fields(lengths, arrivals="replay", trace="GuideLLM's")
     streams = 1 if kind == "synchronous" else strategy.get("streams") or strategy.get("max_concurrency")
     if streams is None:
         raise ValueError(f"the strategy {kind!r} does not contain the number of requests in flight")
-    return replaced(lengths, arrivals="closed", concurrency=int(streams))
+    return replace_fields(lengths, arrivals="closed", concurrency=int(streams))
 
 
 # both
 
 
-def _cell(origin: Origin, number: int, at: str, subject: Subject, load: Load, repeat: Repeat, notes: str) -> Cell:
+def _make_cell(
+    origin: ImportOrigin, number: int, at: str, subject: Subject, load: Load, repeat: Repeat, notes: str
+) -> Cell:
     return Cell(
         id=f"{origin.sha256[:10]}-{number}",
         run=origin.run_id,
@@ -236,11 +238,11 @@ def _cell(origin: Origin, number: int, at: str, subject: Subject, load: Load, re
     )
 
 
-def _median(counts: Sequence[int]) -> int:
+def _compute_median(counts: Sequence[int]) -> int:
     return max(1, round(statistics.median(counts))) if counts else 1
 
 
-def _date(text: object) -> str:
+def _read_date(text: object) -> str:
     """vLLM writes 20261115-093000 in local time without a time zone; it is read as UTC."""
     try:
         return dt.datetime.strptime(str(text), "%Y%m%d-%H%M%S").replace(tzinfo=dt.UTC).isoformat()[:19] + "Z"
@@ -248,5 +250,5 @@ def _date(text: object) -> str:
         return "1970-01-01T00:00:00Z"
 
 
-def _moment(since_1970: float) -> str:
+def _format_time(since_1970: float) -> str:
     return dt.datetime.fromtimestamp(since_1970, dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

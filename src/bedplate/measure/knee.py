@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bedplate.measure.summary import all_samples, is_valid, meets
-from bedplate.values.record import Record, replaced
+from bedplate.measure.summary import is_valid, list_samples, meets
+from bedplate.values.record import Record, replace_fields
 from bedplate.values.run import Cell, Load
 from bedplate.values.workload import LatencyTarget
 
@@ -26,24 +26,24 @@ class Knee(Record, frozen=True, kw_only=True):
     """The lowest load that does not meet the target."""
 
 
-def met_share(cell: Cell, target: LatencyTarget) -> float | None:
+def compute_met_share(cell: Cell, target: LatencyTarget) -> float | None:
     """The share of requests that met the target; `None` for an invalid cell."""
-    samples = all_samples(cell)
+    samples = list_samples(cell)
     if not samples or not is_valid(cell):
         return None
     return sum(meets(sample, target) for sample in samples) / len(samples)
 
 
-def level(load: Load) -> float | None:
+def get_level(load: Load) -> float | None:
     """The size of a load: requests in flight for a closed loop, requests per second for an open one."""
     return load.concurrency if load.arrivals == "closed" else load.requests_per_s
 
 
-def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
+def find_knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
     """The knee of the cells of one subject. Loads above the first one that fails do not count, even if they pass."""
     by_level = sorted(
         ((size, cell, share) for cell in cells
-         if (size := level(cell.load)) is not None and (share := met_share(cell, target)) is not None),
+         if (size := get_level(cell.load)) is not None and (share := compute_met_share(cell, target)) is not None),
         key=lambda one: one[0],
     )  # fmt: skip
     holds = None
@@ -54,22 +54,22 @@ def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
     return Knee(holds=holds)
 
 
-def next_load(cells: Sequence[Cell], target: LatencyTarget) -> Load | None:
+def choose_next_load(cells: Sequence[Cell], target: LatencyTarget) -> Load | None:
     """The next load of the bisection; `None` if the knee is known precisely enough."""
-    found = knee(cells, target)
+    found = find_knee(cells, target)
     near = found.holds or found.breaks
     if near is None:
         return None
-    low = level(found.holds.load) if found.holds is not None else None
-    high = level(found.breaks.load) if found.breaks is not None else None
+    low = get_level(found.holds.load) if found.holds is not None else None
+    high = get_level(found.breaks.load) if found.breaks is not None else None
     if near.load.arrivals == "closed":
-        flight = _next_whole(None if low is None else int(low), None if high is None else int(high))
-        return None if flight is None else replaced(near.load, concurrency=flight)
-    rate = _next_rate(low, high)
-    return None if rate is None else replaced(near.load, requests_per_s=rate)
+        flight = _choose_next_concurrency(None if low is None else int(low), None if high is None else int(high))
+        return None if flight is None else replace_fields(near.load, concurrency=flight)
+    rate = _choose_next_rate(low, high)
+    return None if rate is None else replace_fields(near.load, requests_per_s=rate)
 
 
-def _next_whole(low: int | None, high: int | None) -> int | None:
+def _choose_next_concurrency(low: int | None, high: int | None) -> int | None:
     if high is None:
         return min(MOST_IN_FLIGHT, 2 * low) if low is not None and low < MOST_IN_FLIGHT else None
     if low is None:
@@ -77,7 +77,7 @@ def _next_whole(low: int | None, high: int | None) -> int | None:
     return None if high - low <= 1 or high / low <= NEAR else (low + high) // 2
 
 
-def _next_rate(low: float | None, high: float | None) -> float | None:
+def _choose_next_rate(low: float | None, high: float | None) -> float | None:
     if high is None:
         return 2 * low if low is not None and low < MOST_PER_S else None
     if low is None:

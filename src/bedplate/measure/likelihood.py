@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from bedplate.errors import OutsideFailed
-from bedplate.measure.reference import QUIETLY, sha256_of
+from bedplate.errors import ExternalFailure
+from bedplate.measure.reference import QUIETLY, hash_file
 
 DATA = "bedplate.measure"
 LEAST = 1e-6
 """Smallest probability: below it, the rounding of printed values dominates."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class TextPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a word in the text, with the next tokens of the reference."""
 
     end: int
@@ -46,26 +46,26 @@ class Likelihood(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     logprob: float
     """Log-probability of the whole text after its first token."""
-    places: tuple[Place, ...]
+    places: tuple[TextPlace, ...]
 
     @property
     def perplexity(self) -> float:
         return math.exp(-self.logprob / (self.tokens - 1))
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class ListedTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The most likely next tokens that an endpoint reports, with their log-probabilities."""
 
     top: dict[str, float]
 
 
 @functools.cache
-def fixed_text() -> str:
+def read_fixed_text() -> str:
     return (importlib.resources.files(DATA) / "data" / "likelihood_text.txt").read_text(encoding="utf-8")
 
 
 @functools.cache
-def shipped() -> tuple[Likelihood, ...]:
+def read_shipped_likelihoods() -> tuple[Likelihood, ...]:
     folder = importlib.resources.files(DATA) / "data"
     files = sorted((file for file in folder.iterdir() if file.name.startswith("likelihood_")), key=lambda one: one.name)
     return tuple(
@@ -73,14 +73,14 @@ def shipped() -> tuple[Likelihood, ...]:
     )
 
 
-def likelihood_for(sha256: str) -> Likelihood | None:
-    return next((one for one in shipped() if one.sha256 == sha256), None)
+def find_likelihood(sha256: str) -> Likelihood | None:
+    return next((one for one in read_shipped_likelihoods() if one.sha256 == sha256), None)
 
 
 # comparing
 
 
-def divergence(reference: Mapping[str, float], reported: Mapping[str, float]) -> float | None:
+def compute_divergence(reference: Mapping[str, float], reported: Mapping[str, float]) -> float | None:
     """The Kullback-Leibler divergence in nats over the tokens in both lists and one class for all others.
 
     `None`: they have no token in common. Merging the other tokens can only reduce the divergence.
@@ -95,16 +95,18 @@ def divergence(reference: Mapping[str, float], reported: Mapping[str, float]) ->
     return max(0.0, sum(p * math.log(p / max(q, LEAST)) for p, q in zip(wanted, found, strict=True) if p > 0))
 
 
-def mean_divergence(places: Sequence[Place], listings: Sequence[Listed | None]) -> float | None:
+def compute_mean_divergence(places: Sequence[TextPlace], listings: Sequence[ListedTokens | None]) -> float | None:
     found = [
         one
         for place, listed in zip(places, listings, strict=True)
-        if listed is not None and (one := divergence(dict(place.top), listed.top)) is not None
+        if listed is not None and (one := compute_divergence(dict(place.top), listed.top)) is not None
     ]
     return sum(found) / len(found) if found else None
 
 
-def continued_perplexity(places: Sequence[Place], listings: Sequence[Listed | None]) -> tuple[float, float] | None:
+def compute_continued_perplexity(
+    places: Sequence[TextPlace], listings: Sequence[ListedTokens | None]
+) -> tuple[float, float] | None:
     """The perplexities of the endpoint and of the reference, over the places where both list the next token."""
     pairs = [
         (listed.top[place.next[0]], place.next[1])
@@ -120,7 +122,7 @@ def continued_perplexity(places: Sequence[Place], listings: Sequence[Listed | No
 # reading answers
 
 
-def read_listed(body: bytes) -> Listed | None:
+def read_listed(body: bytes) -> ListedTokens | None:
     """Reads the alternatives of the first token, in the completions format or in the chat format of llama.cpp."""
     try:
         logprobs = msgspec.json.decode(body)["choices"][0]["logprobs"]
@@ -132,7 +134,7 @@ def read_listed(body: bytes) -> Listed | None:
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError):
         return None
     known = {token: value for token, value in found.items() if math.isfinite(value) and value <= LEAST}
-    return Listed(top=known) if len(known) > 1 else None
+    return ListedTokens(top=known) if len(known) > 1 else None
 
 
 def read_echo(body: bytes, text: str) -> float | None:
@@ -158,26 +160,26 @@ def compute(source: Path, python: Path) -> Likelihood:
     program = importlib.resources.files("bedplate.engines.shipped") / "likelihood.py"
     done = subprocess.run(
         [str(python), str(program), "--model", str(source.parent), "--gguf", source.name],
-        input=fixed_text().encode(),
+        input=read_fixed_text().encode(),
         capture_output=True,
         env={**os.environ, **QUIETLY},
     )
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise OutsideFailed("the likelihood could not be computed", cause=last[0] if last else None)
-    return made_of(json.loads(done.stdout), sha256_of(source))
+        raise ExternalFailure("the likelihood could not be computed", cause=last[0] if last else None)
+    return read_likelihood(json.loads(done.stdout), hash_file(source))
 
 
-def made_of(output: dict[str, Any], sha256: str) -> Likelihood:
+def read_likelihood(output: dict[str, Any], sha256: str) -> Likelihood:
     """Reads the output of the program."""
     made_with = f"torch {output.pop('torch')}, transformers {output.pop('transformers')}, float32"
     try:
         return msgspec.convert({**output, "sha256": sha256, "made_with": made_with}, Likelihood)
     except msgspec.ValidationError as error:
-        raise OutsideFailed("the output of the program is not a likelihood", cause=str(error)) from error
+        raise ExternalFailure("the output of the program is not a likelihood", cause=str(error)) from error
 
 
-def written(made: Likelihood) -> str:
+def write_likelihood(made: Likelihood) -> str:
     """As JSON with one place per line."""
     head = json.loads(msgspec.json.encode(made))
     lines = ["    " + json.dumps(place, ensure_ascii=False) for place in head.pop("places")]
@@ -187,4 +189,6 @@ def written(made: Likelihood) -> str:
 
 if __name__ == "__main__":
     found = compute(Path(sys.argv[1]), Path(sys.argv[2]))
-    (Path(__file__).parent / "data" / f"likelihood_{found.sha256[:12]}.json").write_text(written(found), "utf-8")
+    (Path(__file__).parent / "data" / f"likelihood_{found.sha256[:12]}.json").write_text(
+        write_likelihood(found), "utf-8"
+    )

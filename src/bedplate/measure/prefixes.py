@@ -21,23 +21,23 @@ SHORT_LENGTHS = (20, 26)
 T = TypeVar("T")
 
 
-def reference_text() -> str:
+def read_reference_text() -> str:
     return (importlib.resources.files("bedplate.measure") / "data" / "reference_text.txt").read_text(encoding="utf-8")
 
 
 @functools.cache
-def fixed_prefixes() -> tuple[str, ...]:
-    return cut(reference_text(), PREFIXES)
+def list_fixed_prefixes() -> tuple[str, ...]:
+    return cut_prefixes(read_reference_text(), PREFIXES)
 
 
-def short_prefixes() -> tuple[str, ...]:
+def list_short_prefixes() -> tuple[str, ...]:
     """Additional prefixes, all of them short."""
-    fixed = set(fixed_prefixes())
-    found = cut(reference_text(), SHORT_PREFIXES, SHORT_LENGTHS)
+    fixed = set(list_fixed_prefixes())
+    found = cut_prefixes(read_reference_text(), SHORT_PREFIXES, SHORT_LENGTHS)
     return tuple(prefix for prefix in found if prefix not in fixed)
 
 
-def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, ...]:
+def cut_prefixes(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, ...]:
     """At most `count` different pieces of whole words, evenly distributed over the text.
 
     They are cut by characters, so that they are the same for every tokenizer. Each starts at another place, so that a
@@ -47,7 +47,7 @@ def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, .
     starts = [start for start, _ in words]
     usable = [end for _, end in words if end - starts[0] >= LEAST_CHARACTERS]
     found: dict[str, None] = {}
-    for number, end in enumerate(spread(usable, count)):
+    for number, end in enumerate(choose_spread(usable, count)):
         length = lengths[number % len(lengths)]
         following = bisect_left(starts, end - length)
         start = starts[following] if following < len(starts) else end
@@ -57,12 +57,12 @@ def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, .
     return tuple(found)
 
 
-def spread(items: Sequence[T], count: int) -> tuple[T, ...]:
+def choose_spread(items: Sequence[T], count: int) -> tuple[T, ...]:
     """`count` items at even distances, or all if there are fewer."""
     if len(items) <= count:
         return tuple(items)
     return tuple(items[number * len(items) // count] for number in range(count))
 
 
-def prefix_hash(prefix: str) -> str:
+def hash_prefix(prefix: str) -> str:
     return hashlib.sha256(prefix.encode()).hexdigest()[:12]

@@ -9,21 +9,21 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bedplate.measure.agreement import Reply, ask, compare, floor_for, quick_ones, verdict_of
-from bedplate.measure.garbled import garbled
+from bedplate.measure.agreement import Reply, ask, choose_floor, choose_quick_prefixes, compare, judge_comparison
+from bedplate.measure.garbled import find_garbling
 from bedplate.measure.likelihood import (
     Likelihood,
-    Listed,
-    Place,
-    continued_perplexity,
-    fixed_text,
-    likelihood_for,
-    mean_divergence,
+    ListedTokens,
+    TextPlace,
+    compute_continued_perplexity,
+    compute_mean_divergence,
+    find_likelihood,
     read_echo,
+    read_fixed_text,
     read_listed,
 )
-from bedplate.measure.prefixes import spread
-from bedplate.measure.reference import Reference, reference_for
+from bedplate.measure.prefixes import choose_spread
+from bedplate.measure.reference import Reference, find_reference
 from bedplate.values import Model, Plan
 from bedplate.values.run import Quality
 
@@ -53,20 +53,22 @@ async def check(
     import aiohttp
 
     facts = (plan.source or plan.model) if plan is not None else model
-    reference = await asyncio.to_thread(reference_for, facts) if facts is not None else None
-    clock = Clock(LIMIT_S)
+    reference = await asyncio.to_thread(find_reference, facts) if facts is not None else None
+    clock = TimeLimit(LIMIT_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        asking = Asking(session, url.rstrip("/").removesuffix("/v1"), name)
-        wrong = garbled_note(await asking.text())
+        asking = QualityProbe(session, url.rstrip("/").removesuffix("/v1"), name)
+        wrong = describe_garbling(await asking.request_text())
         found = Quality(note="there is no reference for these weights", garbled=wrong)
         if reference is not None:
-            found = await agreed(asking, reference, key, clock, floor_for(plan) if plan is not None else FLOOR, wrong)
-        return await with_likelihood(asking, found, likelihood_for(reference.sha256) if reference else None, clock)
+            found = await check_agreement(
+                asking, reference, key, clock, choose_floor(plan) if plan is not None else FLOOR, wrong
+            )
+        return await add_likelihood(asking, found, find_likelihood(reference.sha256) if reference else None, clock)
 
 
-class Clock:
+class TimeLimit:
     """The remaining time of a limit."""
 
     def __init__(self, limit_s: float) -> None:
@@ -77,11 +79,11 @@ class Clock:
         return self._until - time.monotonic()
 
 
-def garbled_note(text: str | None) -> str | None:
-    return None if text is None else garbled(text)
+def describe_garbling(text: str | None) -> str | None:
+    return None if text is None else find_garbling(text)
 
 
-class Asking:
+class QualityProbe:
     """Sends small requests to an endpoint; `None`: no usable response."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, name: str) -> None:
@@ -89,22 +91,22 @@ class Asking:
         self.url = url
         self.name = name
 
-    async def text(self) -> str | None:
+    async def request_text(self) -> str | None:
         """A short text, from the completions or the chat API."""
         body = {"max_tokens": TEXT_TOKENS, "temperature": 0}
         status, response = await self.post("/v1/completions", {**body, "prompt": PROMPT})
         if status == 200:
-            return _first(response, "text")
+            return _read_first_text(response, "text")
         chat = [{"role": "user", "content": f"Continue this story: {PROMPT}"}]
         status, response = await self.post("/v1/chat/completions", {**body, "messages": chat})
-        return _first(response, "content") if status == 200 else None
+        return _read_first_text(response, "content") if status == 200 else None
 
-    async def listed(self, prefix: str, count: int) -> tuple[int, Listed | None]:
+    async def request_listed(self, prefix: str, count: int) -> tuple[int, ListedTokens | None]:
         body = {"prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": count}
         status, response = await self.post("/v1/completions", body)
         return status, read_listed(response) if status == 200 else None
 
-    async def echoed(self, text: str) -> float | None:
+    async def request_echo(self, text: str) -> float | None:
         body = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         status, response = await self.post("/v1/completions", body)
         return read_echo(response, text) if status == 200 else None
@@ -118,7 +120,7 @@ class Asking:
         return 0, b""
 
 
-def _first(body: bytes, field: str) -> str | None:
+def _read_first_text(body: bytes, field: str) -> str | None:
     import msgspec
 
     try:
@@ -129,17 +131,17 @@ def _first(body: bytes, field: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-async def agreed(
-    asking: Asking, reference: Reference, key: str | None, clock: Clock, floor: float, wrong: str | None
+async def check_agreement(
+    asking: QualityProbe, reference: Reference, key: str | None, clock: TimeLimit, floor: float, wrong: str | None
 ) -> Quality:
     """Compares next tokens with the reference, as many as the time limit allows."""
-    pairs = quick_ones(reference.known())
+    pairs = choose_quick_prefixes(reference.list_known())
     replies: list[Reply] = []
     while len(replies) < len(pairs) and (not replies or clock.left_s > LIMIT_S / 2):
         some = pairs[len(replies) : len(replies) + AT_ONCE]
         replies += await ask(asking.url, some, model=asking.name, key=key, in_flight=IN_FLIGHT)
     found = compare(pairs[: len(replies)], replies)
-    verdict, why = verdict_of(found, floor)
+    verdict, why = judge_comparison(found, floor)
     return Quality(
         asked=found.asked,
         agreement=found.agreed / found.answered if found.answered else None,
@@ -149,33 +151,37 @@ async def agreed(
     )
 
 
-async def with_likelihood(asking: Asking, found: Quality, known: Likelihood | None, clock: Clock) -> Quality:
+async def add_likelihood(asking: QualityProbe, found: Quality, known: Likelihood | None, clock: TimeLimit) -> Quality:
     """Adds divergence and perplexity, with the reference's, if the endpoint reports log-probabilities."""
-    from bedplate.values import replaced
+    from bedplate.values import replace_fields
 
-    places = spread([place for place in known.places if place.next[0] in dict(place.top)], PLACES) if known else ()
-    listed = await _listed(asking, places, clock)
+    places = (
+        choose_spread([place for place in known.places if place.next[0] in dict(place.top)], PLACES) if known else ()
+    )
+    listed = await _request_listed(asking, places, clock)
     places = places[: len(listed)]
-    divergence = mean_divergence(places, listed)
-    echoed = await asking.echoed(fixed_text()) if clock.left_s > 0 else None
+    divergence = compute_mean_divergence(places, listed)
+    echoed = await asking.request_echo(read_fixed_text()) if clock.left_s > 0 else None
     if echoed is not None and math.isfinite(echoed):
         own: float | None = echoed
         expected = known.perplexity if known is not None else None
     else:
-        own, expected = continued_perplexity(places, listed) or (None, None)
-    return replaced(found, divergence=divergence, perplexity=own, reference_perplexity=expected)
+        own, expected = compute_continued_perplexity(places, listed) or (None, None)
+    return replace_fields(found, divergence=divergence, perplexity=own, reference_perplexity=expected)
 
 
-async def _listed(asking: Asking, places: Sequence[Place], clock: Clock) -> list[Listed | None]:
+async def _request_listed(
+    asking: QualityProbe, places: Sequence[TextPlace], clock: TimeLimit
+) -> list[ListedTokens | None]:
     """The most likely tokens at places in the text; empty if the endpoint reports no log-probabilities."""
-    text, count = fixed_text(), LISTED[0]
-    found: list[Listed | None] = []
+    text, count = read_fixed_text(), LISTED[0]
+    found: list[ListedTokens | None] = []
     for place in places:
-        status, listed = await asking.listed(text[: place.end], count)
+        status, listed = await asking.request_listed(text[: place.end], count)
         if listed is None and not any(found):
             if status == 400 and count != LISTED[-1]:
                 count = LISTED[-1]
-                status, listed = await asking.listed(text[: place.end], count)
+                status, listed = await asking.request_listed(text[: place.end], count)
             if listed is None:
                 return []
         found.append(listed)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values.run import Load
 from bedplate.values.workload import LatencyTarget
 
@@ -16,32 +16,32 @@ MOST_CELLS = 64
 OpenArrivals = Literal["poisson", "constant", "burst"]
 
 
-def engine_list(text: str) -> tuple[str, ...] | str:
+def parse_engines(text: str) -> tuple[str, ...] | str:
     """Parses comma-separated engine ids, or `installed`, or `all`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names in (["installed"], ["all"]):
         return names[0]
     if not names or "all" in names or "installed" in names:
-        raise BadQuestion(
+        raise UsageError(
             f"--engines {text!r} is not a list of engines", hint="pass comma-separated ids, or installed, or all"
         )
     return tuple(dict.fromkeys(names))
 
 
-def read_target(text: str) -> LatencyTarget:
+def parse_target(text: str) -> LatencyTarget:
     """Parses a target such as ttft_ms=500,tpot_ms=50."""
     given: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in ("ttft_ms", "tpot_ms") or name in given:
-            raise BadQuestion(
+            raise UsageError(
                 f"--slo {text!r}: {part.strip()!r} is not a latency target", hint="for example ttft_ms=500,tpot_ms=50"
             )
-        given[name] = _number(value, float, f"--slo {name}")
+        given[name] = _parse_number(value, float, f"--slo {name}")
     return LatencyTarget(**given)
 
 
-def loads_of(
+def parse_loads(
     *,
     concurrency: str | None = None,
     rate: str | None = None,
@@ -55,11 +55,11 @@ def loads_of(
 ) -> tuple[Load, ...]:
     """One load for each concurrency or each rate, or the load of a trace."""
     if sum(one is not None for one in (concurrency, rate, trace)) > 1:
-        raise BadQuestion(
+        raise UsageError(
             "--concurrency, --rate and --trace cannot be combined", hint="run bedplate bench once for each"
         )
     if shared_prefix_tokens and shared_prefix_tokens >= prompt_tokens:
-        raise BadQuestion(
+        raise UsageError(
             f"--shared-prefix {shared_prefix_tokens} is not smaller than the prompt length of {prompt_tokens} tokens"
         )
     base = Load(
@@ -70,42 +70,42 @@ def loads_of(
         seed=seed,
     )
     if trace is not None:
-        return (_changed(base, arrivals="replay", concurrency=None, trace=trace_name(trace)),)
+        return (_change_load(base, arrivals="replay", concurrency=None, trace=name_trace(trace)),)
     if rate is not None:
         bursts = burst if arrivals == "burst" else None
-        rates = _list(rate, float, "--rate")
+        rates = _parse_list(rate, float, "--rate")
         return tuple(
-            _changed(base, arrivals=arrivals, concurrency=None, requests_per_s=one, burst=bursts) for one in rates
+            _change_load(base, arrivals=arrivals, concurrency=None, requests_per_s=one, burst=bursts) for one in rates
         )
-    numbers = _list(concurrency or "1,4,8,16", int, "--concurrency")
-    return tuple(_changed(base, concurrency=number) for number in numbers)
+    numbers = _parse_list(concurrency or "1,4,8,16", int, "--concurrency")
+    return tuple(_change_load(base, concurrency=number) for number in numbers)
 
 
-def trace_name(path: Path) -> str:
+def name_trace(path: Path) -> str:
     """The file name and the beginning of its hash, since other traces may have the same name."""
     try:
         with path.open("rb") as file:
             return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     except OSError as error:
-        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
 
 
-def _changed(load: Load, **changes: object) -> Load:
-    from bedplate.values import replaced
+def _change_load(load: Load, **changes: object) -> Load:
+    from bedplate.values import replace_fields
 
-    return replaced(load, **changes)
+    return replace_fields(load, **changes)
 
 
-def _list(text: str, kind: Callable[[str], T], option: str) -> list[T]:
-    found = list(dict.fromkeys(_number(word.strip(), kind, option) for word in text.split(",") if word.strip()))
+def _parse_list(text: str, kind: Callable[[str], T], option: str) -> list[T]:
+    found = list(dict.fromkeys(_parse_number(word.strip(), kind, option) for word in text.split(",") if word.strip()))
     if not found:
-        raise BadQuestion(f"{option} {text!r} contains no value", hint=f"for example {option} 1,4,8")
+        raise UsageError(f"{option} {text!r} contains no value", hint=f"for example {option} 1,4,8")
     if len(found) > MOST_CELLS:
-        raise BadQuestion(f"{option} has {len(found)} values; at most {MOST_CELLS} are allowed")
+        raise UsageError(f"{option} has {len(found)} values; at most {MOST_CELLS} are allowed")
     return found
 
 
-def _number(word: str, kind: Callable[[str], T], option: str) -> T:
+def _parse_number(word: str, kind: Callable[[str], T], option: str) -> T:
     try:
         value = kind(word)
         if 0 < value < 1e9:
@@ -113,4 +113,4 @@ def _number(word: str, kind: Callable[[str], T], option: str) -> T:
     except ValueError:
         pass
     kind_text = "integer" if kind is int else "number"
-    raise BadQuestion(f"{option}: {word!r} is not a positive {kind_text} below 1e9")
+    raise UsageError(f"{option}: {word!r} is not a positive {kind_text} below 1e9")

@@ -19,8 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from bedplate.errors import OutsideFailed
-from bedplate.measure.prefixes import fixed_prefixes, prefix_hash, short_prefixes
+from bedplate.errors import ExternalFailure
+from bedplate.measure.prefixes import hash_prefix, list_fixed_prefixes, list_short_prefixes
 from bedplate.values import Model
 
 DATA = "bedplate.measure"
@@ -28,7 +28,7 @@ KNOWN = ("text", "kind", "tokens", "gap")
 QUIETLY = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class ReferenceAnswer(msgspec.Struct, frozen=True, array_like=True):
     """One answer of the reference."""
 
     text: str
@@ -49,24 +49,24 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     file_bytes: int
     made_with: str
-    answers: dict[str, Known]
+    answers: dict[str, ReferenceAnswer]
     """Key: the hash of the prefix."""
 
     @property
     def id(self) -> str:
         return self.sha256[:12]
 
-    def known(self, prefixes: Iterable[str] | None = None) -> tuple[tuple[str, Known], ...]:
+    def list_known(self, prefixes: Iterable[str] | None = None) -> tuple[tuple[str, ReferenceAnswer], ...]:
         """The prefixes (default: the fixed ones) that have an answer, with it, in the order of the text."""
         return tuple(
             (prefix, self.answers[found])
-            for prefix in (fixed_prefixes() if prefixes is None else prefixes)
-            if (found := prefix_hash(prefix)) in self.answers
+            for prefix in (list_fixed_prefixes() if prefixes is None else prefixes)
+            if (found := hash_prefix(prefix)) in self.answers
         )
 
 
 @functools.cache
-def shipped_references() -> tuple[Reference, ...]:
+def read_shipped_references() -> tuple[Reference, ...]:
     folder = importlib.resources.files(DATA) / "data"
     files = sorted(
         (file for file in folder.iterdir() if file.name.startswith("reference_")), key=lambda file: file.name
@@ -76,33 +76,33 @@ def shipped_references() -> tuple[Reference, ...]:
     )
 
 
-def reference_for(model: Model, references: Iterable[Reference] | None = None) -> Reference | None:
+def find_reference(model: Model, references: Iterable[Reference] | None = None) -> Reference | None:
     """The reference for the weights of this file. The file is hashed only if its size matches."""
     path = Path(model.files[0]) if model.files else None
     if path is None or not path.is_file():
         return None
     size_bytes = path.stat().st_size
-    close = [one for one in references or shipped_references() if one.file_bytes == size_bytes]
-    found = sha256_of(path) if close else None
+    close = [one for one in references or read_shipped_references() if one.file_bytes == size_bytes]
+    found = hash_file(path) if close else None
     return next((one for one in close if one.sha256 == found), None)
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_answers(output: str | bytes) -> tuple[str, dict[str, Known]]:
+def read_answers(output: str | bytes) -> tuple[str, dict[str, ReferenceAnswer]]:
     """Reads the output of the shipped program: its versions and its answers."""
     try:
         document = json.loads(output)
         answers = {
-            one["prefix"]: msgspec.convert([*(one[name] for name in KNOWN), one.get("turned_gap")], Known)
+            one["prefix"]: msgspec.convert([*(one[name] for name in KNOWN), one.get("turned_gap")], ReferenceAnswer)
             for one in document["answers"]
         }
         return f"torch {document['torch']}, transformers {document['transformers']}, float32", answers
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise OutsideFailed("the output of the reference program is not a reference", cause=str(error)) from error
+        raise ExternalFailure("the output of the reference program is not a reference", cause=str(error)) from error
 
 
 def compute(source: Path, folder: Path, python: Path) -> Reference:
@@ -110,24 +110,24 @@ def compute(source: Path, folder: Path, python: Path) -> Reference:
     program = importlib.resources.files("bedplate.engines.shipped") / "reference.py"
     done = subprocess.run(
         [str(python), str(program), "--model", str(folder)],
-        input=json.dumps([*fixed_prefixes(), *short_prefixes()]).encode(),
+        input=json.dumps([*list_fixed_prefixes(), *list_short_prefixes()]).encode(),
         capture_output=True,
         env={**os.environ, **QUIETLY},
     )
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise OutsideFailed("the reference could not be computed", cause=last[0] if last else None)
+        raise ExternalFailure("the reference could not be computed", cause=last[0] if last else None)
     made_with, answers = read_answers(done.stdout)
     return Reference(
         file=source.name,
-        sha256=sha256_of(source),
+        sha256=hash_file(source),
         file_bytes=source.stat().st_size,
         made_with=made_with,
         answers=answers,
     )
 
 
-def written(reference: Reference) -> str:
+def write_reference(reference: Reference) -> str:
     """As JSON with one answer per line, so that diffs are readable."""
     head = json.loads(msgspec.json.encode(reference))
     lines = [f'    "{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in head.pop("answers").items()]
@@ -137,4 +137,4 @@ def written(reference: Reference) -> str:
 
 if __name__ == "__main__":
     made = compute(*(Path(argument) for argument in sys.argv[1:4]))
-    (Path(__file__).parent / "data" / f"reference_{made.id}.json").write_text(written(made), encoding="utf-8")
+    (Path(__file__).parent / "data" / f"reference_{made.id}.json").write_text(write_reference(made), encoding="utf-8")

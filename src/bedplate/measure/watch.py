@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from bedplate.engines import EngineState
-from bedplate.run.starting import Started
-from bedplate.values.run import EngineSeries, Use
+from bedplate.run.starting import RunningEngine
+from bedplate.values.run import EngineSeries, ResourceUse
 
 LOOK_S = 1.0
 SCRAPE_LIMIT_S = 2.0
@@ -37,7 +37,7 @@ CLOCK_REASONS = {0x04: "power limit", 0x08: "hardware slowdown", 0x20: "heat", 0
 Read = Callable[[str], EngineState]
 
 
-class Counters(msgspec.Struct, frozen=True, kw_only=True):
+class CounterReading(msgspec.Struct, frozen=True, kw_only=True):
     """Monotonic counters at one moment."""
 
     at_s: float
@@ -53,7 +53,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState | None = None
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class GaugeReading(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges at one moment."""
 
     memory_bytes: int | None = None
@@ -66,27 +66,33 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 # summaries
 
 
-def use_of(
-    first: Counters, last: Counters, looks: Sequence[Look], cores: int, *, on_card: bool, package_range_j: float | None
-) -> Use:
+def compute_use(
+    first: CounterReading,
+    last: CounterReading,
+    looks: Sequence[GaugeReading],
+    cores: int,
+    *,
+    on_card: bool,
+    package_range_j: float | None,
+) -> ResourceUse:
     """The use between two readings. On an accelerator, the energy is that of the accelerator alone."""
     wall_s = last.at_s - first.at_s
-    engine_s = _grown(first.engine_s, last.engine_s)
-    machine_s = _grown(first.machine_s, last.machine_s)
+    engine_s = _subtract_counters(first.engine_s, last.engine_s)
+    machine_s = _subtract_counters(first.machine_s, last.machine_s)
     others = None
     if engine_s is not None and machine_s is not None and wall_s > 0:
         own_s = last.own_s - first.own_s
         others = min(1.0, max(0.0, (machine_s - engine_s - own_s) / (cores * wall_s)))
-    cards_j = _grown(first.cards_j, last.cards_j)
-    package_j = _wrapped(first.package_j, last.package_j, package_range_j)
+    cards_j = _subtract_counters(first.cards_j, last.cards_j)
+    package_j = _subtract_wrapping(first.package_j, last.package_j, package_range_j)
     energy_j = cards_j if on_card else package_j
     reasons = dict.fromkeys(reason for look in looks for reason in look.reasons)
-    if (_grown(first.heat_events, last.heat_events) or 0) > 0:
+    if (_subtract_counters(first.heat_events, last.heat_events) or 0) > 0:
         reasons["heat"] = None
-    swapped = _grown(first.swapped_bytes, last.swapped_bytes)
-    return Use(
-        peak_memory_bytes=_most(look.memory_bytes for look in looks),
-        peak_gpu_bytes=_most(look.gpu_bytes for look in looks),
+    swapped = _subtract_counters(first.swapped_bytes, last.swapped_bytes)
+    return ResourceUse(
+        peak_memory_bytes=_find_maximum(look.memory_bytes for look in looks),
+        peak_gpu_bytes=_find_maximum(look.gpu_bytes for look in looks),
         energy_j=energy_j,
         energy_source=None if energy_j is None else "nvml" if on_card else "rapl",
         engine_cpu_s=engine_s,
@@ -97,57 +103,57 @@ def use_of(
     )
 
 
-def series_of(states: Sequence[EngineState]) -> EngineSeries:
+def summarize_states(states: Sequence[EngineState]) -> EngineSeries:
     """The engine's metrics from the first reading to the last; counters as differences."""
     if not states:
         return EngineSeries()
     first, last = states[0], states[-1]
     running = [state.running for state in states if state.running is not None]
     waiting = [state.waiting for state in states if state.waiting is not None]
-    queries = _grown(first.cache_queries, last.cache_queries)
-    hits = _grown(first.cache_hits, last.cache_hits)
+    queries = _subtract_counters(first.cache_queries, last.cache_queries)
+    hits = _subtract_counters(first.cache_hits, last.cache_hits)
     return EngineSeries(
         scrapes=len(states),
-        running_mean=_mean(running),
+        running_mean=_compute_mean(running),
         running_max=max(running, default=None),
-        waiting_mean=_mean(waiting),
+        waiting_mean=_compute_mean(waiting),
         waiting_max=max(waiting, default=None),
         kv_use_max=max((state.kv_use for state in states if state.kv_use is not None), default=None),
-        preemptions=_grown(first.preemptions, last.preemptions),
+        preemptions=_subtract_counters(first.preemptions, last.preemptions),
         cache_hit_share=min(1.0, hits / queries) if hits is not None and queries else None,
     )
 
 
-def _grown(before: float | None, after: float | None) -> float | None:
+def _subtract_counters(before: float | None, after: float | None) -> float | None:
     """The difference; `None` if either is unknown or the counter was reset."""
     return after - before if before is not None and after is not None and after >= before else None
 
 
-def _wrapped(before: float | None, after: float | None, range_j: float | None) -> float | None:
+def _subtract_wrapping(before: float | None, after: float | None, range_j: float | None) -> float | None:
     """The difference of a counter that wraps around at `range_j`."""
     if before is None or after is None:
         return None
     return after - before if after >= before else after - before + range_j if range_j else None
 
 
-def _most(values: Iterable[int | None]) -> int | None:
+def _find_maximum(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _compute_mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
 # memory and CPU
 
 
-def pss_bytes(rollup: str) -> int | None:
+def read_pss_bytes(rollup: str) -> int | None:
     """The proportional set size in /proc/PID/smaps_rollup: shared memory is divided among its processes."""
     found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
-def tree_of(pid: int) -> list[int]:
+def list_process_tree(pid: int) -> list[int]:
     """The process and its descendants."""
     import psutil
 
@@ -158,15 +164,15 @@ def tree_of(pid: int) -> list[int]:
         return []
 
 
-def memory_bytes(pids: Sequence[int], root: Path = Path("/proc")) -> int | None:
+def measure_memory_bytes(pids: Sequence[int], root: Path = Path("/proc")) -> int | None:
     """Memory of all processes together, shared memory counted once; resident memory if the system reports no PSS."""
-    found = [size for pid in pids if (size := _memory_of(pid, root)) is not None]
+    found = [size for pid in pids if (size := _measure_process_memory(pid, root)) is not None]
     return sum(found) if found else None
 
 
-def _memory_of(pid: int, root: Path) -> int | None:
+def _measure_process_memory(pid: int, root: Path) -> int | None:
     with contextlib.suppress(OSError):
-        if (size := pss_bytes((root / str(pid) / "smaps_rollup").read_text())) is not None:
+        if (size := read_pss_bytes((root / str(pid) / "smaps_rollup").read_text())) is not None:
             return size
     import psutil
 
@@ -175,12 +181,12 @@ def _memory_of(pid: int, root: Path) -> int | None:
     return None
 
 
-def allowed_processors() -> frozenset[int] | None:
+def find_allowed_processors() -> frozenset[int] | None:
     """The CPUs that this process and the engine may run on; `None`: all."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def machine_seconds(allowed: frozenset[int] | None = None) -> float:
+def measure_machine_seconds(allowed: frozenset[int] | None = None) -> float:
     """CPU time of all processes on the allowed CPUs; the other CPUs of the host do not matter."""
     import psutil
 
@@ -193,7 +199,7 @@ TAKEN = ("user", "nice", "system", "irq", "softirq", "steal")
 """Not idle and iowait, during which the CPU is free; guest time is part of user time."""
 
 
-def own_seconds(engine_pids: Sequence[int]) -> float:
+def measure_own_seconds(engine_pids: Sequence[int]) -> float:
     """CPU time of bedplate and its descendants, without the engine."""
     import psutil
 
@@ -209,7 +215,7 @@ def own_seconds(engine_pids: Sequence[int]) -> float:
     return float(total)
 
 
-def engine_seconds(pids: Sequence[int]) -> float | None:
+def measure_engine_seconds(pids: Sequence[int]) -> float | None:
     import psutil
 
     total, seen = 0.0, False
@@ -221,7 +227,7 @@ def engine_seconds(pids: Sequence[int]) -> float | None:
     return total if seen else None
 
 
-def swapped_bytes() -> int | None:
+def read_swapped_bytes() -> int | None:
     """Bytes written to and read from swap since boot."""
     try:
         text = Path("/proc/vmstat").read_text()
@@ -231,26 +237,26 @@ def swapped_bytes() -> int | None:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None
 
 
-def heat_events(root: Path = PROCESSORS) -> int | None:
-    return _summed(root.glob("cpu[0-9]*/thermal_throttle/*_throttle_count"))
+def count_heat_events(root: Path = PROCESSORS) -> int | None:
+    return _sum_files(root.glob("cpu[0-9]*/thermal_throttle/*_throttle_count"))
 
 
-def processor_clock(root: Path = PROCESSORS) -> float | None:
+def measure_processor_clock(root: Path = PROCESSORS) -> float | None:
     """The mean ratio of clock to base clock, since a CPU does not sustain its boost clock."""
     shares = []
     for base in root.glob("cpu[0-9]*/cpufreq/base_frequency"):
-        usual, now = _whole(base), _whole(base.with_name("scaling_cur_freq"))
+        usual, now = _read_integer(base), _read_integer(base.with_name("scaling_cur_freq"))
         if usual and now:
             shares.append(now / usual)
-    return _mean(shares)
+    return _compute_mean(shares)
 
 
-def _summed(files: Iterable[Path]) -> int | None:
-    found = [value for file in files if (value := _whole(file)) is not None]
+def _sum_files(files: Iterable[Path]) -> int | None:
+    found = [value for file in files if (value := _read_integer(file)) is not None]
     return sum(found) if found else None
 
 
-def _whole(file: Path) -> int | None:
+def _read_integer(file: Path) -> int | None:
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -260,18 +266,18 @@ def _whole(file: Path) -> int | None:
 # CPU energy
 
 
-class Package:
+class CpuEnergyMeter:
     """The CPU's energy counter (RAPL), which on most systems only root may read."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         zones = [zone for zone in sorted(root.glob("*-rapl:*")) if zone.name.count(":") == 1]
-        self._files = [zone / "energy_uj" for zone in zones if _whole(zone / "energy_uj") is not None]
-        ends = [_whole(file.with_name("max_energy_range_uj")) for file in self._files]
+        self._files = [zone / "energy_uj" for zone in zones if _read_integer(zone / "energy_uj") is not None]
+        ends = [_read_integer(file.with_name("max_energy_range_uj")) for file in self._files]
         self.range_j = ends[0] / 1e6 if len(ends) == 1 and ends[0] else None
         """`None` for several packages: if their sum falls, it is unknown which counter wrapped around."""
 
-    def joules(self) -> float | None:
-        found = [_whole(file) for file in self._files]
+    def read_joules(self) -> float | None:
+        found = [_read_integer(file) for file in self._files]
         known = [value for value in found if value is not None]
         return sum(known) / 1e6 if known and len(known) == len(found) else None
 
@@ -279,16 +285,16 @@ class Package:
 # accelerators
 
 
-class Cards:
+class GpuMeter:
     """NVIDIA GPUs, through NVML. Create it before the engine starts: memory in use then is not the engine's."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml = nvml
         self._handles = list(handles)
-        self._before = [self._used(handle) for handle in self._handles]
+        self._before = [self._read_used_bytes(handle) for handle in self._handles]
 
     @classmethod
-    def here(cls) -> Cards | None:
+    def open_driver(cls) -> GpuMeter | None:
         try:
             import pynvml
 
@@ -298,59 +304,61 @@ class Cards:
             return None
         return cls(pynvml, handles) if handles else None
 
-    def gpu_bytes(self, pids: Sequence[int]) -> int | None:
+    def measure_gpu_bytes(self, pids: Sequence[int]) -> int | None:
         """Memory of the processes by NVML. A container hides them; then the growth since the start."""
-        named = [size for handle in self._handles for pid, size in self._processes(handle) if pid in pids and size]
+        named = [size for handle in self._handles for pid, size in self._list_processes(handle) if pid in pids and size]
         if named:
             return sum(named)
         grown = [
             now - before
             for handle, before in zip(self._handles, self._before, strict=True)
-            if before is not None and (now := self._used(handle)) is not None
+            if before is not None and (now := self._read_used_bytes(handle)) is not None
         ]
         return max(0, sum(grown)) if grown else None
 
-    def joules(self) -> float | None:
-        found = [self._asked("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._mine()]
+    def read_joules(self) -> float | None:
+        found = [
+            self._call_driver("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._find_engine_gpus()
+        ]
         known = [value for value in found if value is not None]
         return sum(known) / 1000 if known and len(known) == len(found) else None
 
-    def clock(self) -> tuple[float | None, tuple[str, ...]]:
+    def read_clock(self) -> tuple[float | None, tuple[str, ...]]:
         """The lowest ratio of clock to maximum clock of a busy GPU, and the reasons for a lower clock."""
         shares: list[float] = []
         reasons: dict[str, None] = {}
-        for handle in self._mine():
-            load = self._asked("nvmlDeviceGetUtilizationRates", handle)
+        for handle in self._find_engine_gpus():
+            load = self._call_driver("nvmlDeviceGetUtilizationRates", handle)
             if load is None or load.gpu < BUSY_CARD:
                 continue
-            now = self._asked("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM)
-            most = self._asked("nvmlDeviceGetMaxClockInfo", handle, self._nvml.NVML_CLOCK_SM)
+            now = self._call_driver("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM)
+            most = self._call_driver("nvmlDeviceGetMaxClockInfo", handle, self._nvml.NVML_CLOCK_SM)
             if now and most:
                 shares.append(now / most)
-            bits = self._asked("nvmlDeviceGetCurrentClocksEventReasons", handle)
+            bits = self._call_driver("nvmlDeviceGetCurrentClocksEventReasons", handle)
             if bits is None:
-                bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-            reasons |= dict.fromkeys(reasons_of(bits or 0))
+                bits = self._call_driver("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+            reasons |= dict.fromkeys(list_throttle_reasons(bits or 0))
         return min(shares, default=None), tuple(reasons)
 
-    def _mine(self) -> list[Any]:
+    def _find_engine_gpus(self) -> list[Any]:
         """The GPUs whose memory use has grown since the start; all, if none has."""
         grown = [
             handle
             for handle, before in zip(self._handles, self._before, strict=True)
-            if before is not None and (self._used(handle) or 0) - before > 64_000_000
+            if before is not None and (self._read_used_bytes(handle) or 0) - before > 64_000_000
         ]
         return grown or self._handles
 
-    def _used(self, handle: Any) -> int | None:
-        found = self._asked("nvmlDeviceGetMemoryInfo", handle)
+    def _read_used_bytes(self, handle: Any) -> int | None:
+        found = self._call_driver("nvmlDeviceGetMemoryInfo", handle)
         return None if found is None else int(found.used)
 
-    def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
-        found = self._asked("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    def _list_processes(self, handle: Any) -> list[tuple[int, int | None]]:
+        found = self._call_driver("nvmlDeviceGetComputeRunningProcesses", handle) or []
         return [(one.pid, one.usedGpuMemory) for one in found]
 
-    def _asked(self, name: str, *arguments: Any) -> Any:
+    def _call_driver(self, name: str, *arguments: Any) -> Any:
         """Calls NVML; `None` if an older driver, a MIG slice or the platform does not support the call."""
         try:
             return getattr(self._nvml, name)(*arguments)
@@ -358,14 +366,14 @@ class Cards:
             return None
 
 
-def reasons_of(bits: int) -> tuple[str, ...]:
+def list_throttle_reasons(bits: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words for bit, words in CLOCK_REASONS.items() if bits & bit))
 
 
 # engine metrics
 
 
-class Metrics:
+class EngineMetrics:
     """Reads the metrics of an engine; stops after the first response that says there are none."""
 
     def __init__(self, url: str, key: str | None, read: Read) -> None:
@@ -377,7 +385,7 @@ class Metrics:
         self._read = read
         self._gone = False
 
-    def state(self) -> EngineState | None:
+    def read_state(self) -> EngineState | None:
         if self._gone:
             return None
         try:
@@ -394,64 +402,66 @@ class Metrics:
 # readings
 
 
-class Meters:
+class EngineMeters:
     """Takes readings of one engine and its machine. Create it before the engine starts; set `pid` when it runs."""
 
     def __init__(self) -> None:
         import psutil
 
-        self.cards = Cards.here()
-        self.package = Package()
-        self._allowed = allowed_processors()
+        self.cards = GpuMeter.open_driver()
+        self.package = CpuEnergyMeter()
+        self._allowed = find_allowed_processors()
         self.cores = len(self._allowed) if self._allowed else psutil.cpu_count() or 1
         self.pid: int | None = None
         self.on_card = False
-        self.metrics: Metrics | None = None
+        self.metrics: EngineMetrics | None = None
 
-    def counters(self) -> Counters:
-        pids = tree_of(self.pid) if self.pid is not None else []
-        return Counters(
+    def read_counters(self) -> CounterReading:
+        pids = list_process_tree(self.pid) if self.pid is not None else []
+        return CounterReading(
             at_s=time.monotonic(),
-            machine_s=machine_seconds(self._allowed),
-            engine_s=engine_seconds(pids),
-            own_s=own_seconds(pids),
-            cards_j=self.cards.joules() if self.cards is not None and self.on_card else None,
-            package_j=self.package.joules(),
-            swapped_bytes=swapped_bytes(),
-            heat_events=heat_events(),
-            state=self.metrics.state() if self.metrics is not None else None,
+            machine_s=measure_machine_seconds(self._allowed),
+            engine_s=measure_engine_seconds(pids),
+            own_s=measure_own_seconds(pids),
+            cards_j=self.cards.read_joules() if self.cards is not None and self.on_card else None,
+            package_j=self.package.read_joules(),
+            swapped_bytes=read_swapped_bytes(),
+            heat_events=count_heat_events(),
+            state=self.metrics.read_state() if self.metrics is not None else None,
         )
 
-    def look(self) -> Look:
-        pids = tree_of(self.pid) if self.pid is not None else []
-        share, reasons = self.cards.clock() if self.cards is not None and self.on_card else (processor_clock(), ())
-        return Look(
-            memory_bytes=memory_bytes(pids),
-            gpu_bytes=self.cards.gpu_bytes(pids) if self.cards is not None and self.on_card else None,
+    def read_gauges(self) -> GaugeReading:
+        pids = list_process_tree(self.pid) if self.pid is not None else []
+        share, reasons = (
+            self.cards.read_clock() if self.cards is not None and self.on_card else (measure_processor_clock(), ())
+        )
+        return GaugeReading(
+            memory_bytes=measure_memory_bytes(pids),
+            gpu_bytes=self.cards.measure_gpu_bytes(pids) if self.cards is not None and self.on_card else None,
             clock_share=share,
             reasons=reasons,
-            state=self.metrics.state() if self.metrics is not None else None,
+            state=self.metrics.read_state() if self.metrics is not None else None,
         )
 
 
-def meters_of(started: Started) -> Meters:
+def make_meters(started: RunningEngine) -> EngineMeters:
     """The meters of a running engine."""
-    meters = Meters()
+    meters = EngineMeters()
     meters.pid = started.pid
     meters.on_card = started.start.plan.settings.device not in ("cpu", "metal")
-    meters.metrics = Metrics(started.own_url, started.backend.engine_key, started.start.engine.read)
+    meters.metrics = EngineMetrics(started.own_url, started.backend.engine_key, started.start.engine.read)
     return meters
 
 
 class Watcher:
     """Takes readings during one measurement window. `mark` reports its begin and end; `seen` returns the summary."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: EngineMeters) -> None:
         self._meters = meters
         self._moments: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._first: Counters | None = None
-        self._last: Counters | None = None
-        self._looks: list[Look] = []
+        self._first: CounterReading | None = None
+        self._last: CounterReading | None = None
+        self._looks: list[GaugeReading] = []
         self._thread = threading.Thread(target=self._run, name="bedplate-watch", daemon=True)
 
     def __enter__(self) -> Watcher:
@@ -465,36 +475,36 @@ class Watcher:
     def mark(self, moment: str) -> None:
         self._moments.put(moment)
 
-    def seen(self) -> tuple[Use, EngineSeries]:
+    def summarize_readings(self) -> tuple[ResourceUse, EngineSeries]:
         """Call it after the end of the measurement window."""
         first, last, meters = self._first, self._last, self._meters
         if first is None or last is None:
-            return Use(), EngineSeries()
+            return ResourceUse(), EngineSeries()
         known = [first.state, *(look.state for look in self._looks), last.state]
         states = [state for state in known if state is not None]
         range_j = meters.package.range_j
-        use = use_of(first, last, self._looks, meters.cores, on_card=meters.on_card, package_range_j=range_j)
-        return use, series_of(states)
+        use = compute_use(first, last, self._looks, meters.cores, on_card=meters.on_card, package_range_j=range_j)
+        return use, summarize_states(states)
 
     def _run(self) -> None:
         """Handles each mark in order, even if late: a reading waits for the response of a busy engine."""
-        while (moment := self._next()) != OVER:
+        while (moment := self._get_next_mark()) != OVER:
             if moment == "begin" and self._first is None:
-                self._first = self._meters.counters()
+                self._first = self._meters.read_counters()
             elif moment == "end" and self._first is not None and self._last is None:
-                self._last = self._meters.counters()
+                self._last = self._meters.read_counters()
             elif self._first is None or self._last is not None:
                 continue
-            self._looks.append(self._meters.look())
+            self._looks.append(self._meters.read_gauges())
 
-    def _next(self) -> str | None:
+    def _get_next_mark(self) -> str | None:
         """The next mark; `None` after `LOOK_S` without one: take the next reading."""
         with contextlib.suppress(queue.Empty):
             return self._moments.get(timeout=LOOK_S)
         return None
 
 
-def listening_pid(port: int) -> int | None:
+def find_listening_pid(port: int) -> int | None:
     """The process on this machine that listens on a port, if the system reports it."""
     import psutil
 
@@ -505,7 +515,7 @@ def listening_pid(port: int) -> int | None:
     return None
 
 
-def idle_share(seconds: float = 1.0) -> float:
+def measure_idle_share(seconds: float = 1.0) -> float:
     """The idle share of the machine's CPUs now."""
     import psutil
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from time import monotonic_ns
 
-from bedplate.errors import OutsideFailed
-from bedplate.measure.load.apart import answered, heard
-from bedplate.measure.load.driver import Driven, Watch
-from bedplate.measure.load.generator import told
-from bedplate.measure.load.own import OwnError, self_check
-from bedplate.measure.load.preparing import Prepared
-from bedplate.measure.load.target import Target
+from bedplate.errors import ExternalFailure
+from bedplate.measure.load.apart import run_process, serve_call
+from bedplate.measure.load.driver import LoadRecord, Watch
+from bedplate.measure.load.generator import make_repeat
+from bedplate.measure.load.own import ClientErrorFigures, measure_client_error
+from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.target import LoadTarget
 from bedplate.measure.load.wire import ask
 from bedplate.values.record import Record
 from bedplate.values.run import Load, Repeat
@@ -32,15 +32,15 @@ WARM_PROMPT = 24
 TICK_S = 0.05
 
 
-async def wave(
-    target: Target,
+async def send_burst(
+    target: LoadTarget,
     load: Load,
-    prepared: Prepared,
+    prepared: PreparedEndpoint,
     number: int,
     limit_s: float,
     *,
     rounds: int = 1,
-    own: OwnError | None = None,
+    own: ClientErrorFigures | None = None,
 ) -> Repeat | None:
     """Sends a burst: each stream sends `rounds` requests, one after the other. `number` determines the prompts.
 
@@ -48,20 +48,21 @@ async def wave(
     loop is recorded too. Raises OSError if the endpoint fails.
     """
     streams = load.concurrency or 1
-    prompts = prepared.prompts(load, number)
+    prompts = prepared.make_prompts(load, number)
     requests = iter(
         [
-            prepared.request(target, prompts.text(one, load.prompt_tokens), load.output_tokens)
+            prepared.request(target, prompts.make_text(one, load.prompt_tokens), load.output_tokens)
             for one in range(streams * rounds)
         ]
     )
-    driven = Driven()
+    driven = LoadRecord()
     driven.at = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     driven.begin_ns, driven.in_flight_max, cpu_s = monotonic_ns(), streams, time.process_time()
     apart_s = min(APART_S, ALL_WITHIN_S / streams)
-    ticking = [asyncio.create_task(_ticked(driven))] if own is not None else []
+    ticking = [asyncio.create_task(_record_lag(driven))] if own is not None else []
     tasks = [
-        asyncio.create_task(_stream(place * apart_s, target, requests, limit_s, driven)) for place in range(streams)
+        asyncio.create_task(_send_in_sequence(place * apart_s, target, requests, limit_s, driven))
+        for place in range(streams)
     ]
     try:
         async with asyncio.timeout(limit_s + ALL_WITHIN_S):
@@ -77,16 +78,18 @@ async def wave(
     for exchange in driven.exchanges:
         exchange.measured = True
         exchange.prompt_tokens, exchange.output_tokens = load.prompt_tokens, load.output_tokens
-    return told(driven, target, prepared, own)
+    return make_repeat(driven, target, prepared, own)
 
 
-async def _stream(after_s: float, target: Target, requests: Iterator[bytes], limit_s: float, driven: Driven) -> None:
+async def _send_in_sequence(
+    after_s: float, target: LoadTarget, requests: Iterator[bytes], limit_s: float, driven: LoadRecord
+) -> None:
     await asyncio.sleep(after_s)
     for request in requests:
         driven.exchanges.append(await ask(target, request, limit_s))
 
 
-async def _ticked(driven: Driven) -> None:
+async def _record_lag(driven: LoadRecord) -> None:
     """Records the lag of the client's event loop, which would otherwise count as engine time."""
     while True:
         due_ns = monotonic_ns() + int(TICK_S * 1e9)
@@ -94,44 +97,46 @@ async def _ticked(driven: Driven) -> None:
         driven.loop_lag_ns.append(max(0, monotonic_ns() - due_ns))
 
 
-async def warmed(target: Target, load: Load, prepared: Prepared, limit_s: float) -> None:
+async def send_warm_up(target: LoadTarget, load: Load, prepared: PreparedEndpoint, limit_s: float) -> None:
     """Sends one small request, so that weights are loaded and threads are started."""
-    text = prepared.prompts(load, -2).text(0, min(WARM_PROMPT, load.prompt_tokens))
+    text = prepared.make_prompts(load, -2).make_text(0, min(WARM_PROMPT, load.prompt_tokens))
     await ask(target, prepared.request(target, text, WARM_TOKENS), limit_s)
 
 
-class Work(Record, frozen=True, kw_only=True):
+class BurstCall(Record, frozen=True, kw_only=True):
     """The arguments of a burst in a separate process."""
 
-    target: Target
+    target: LoadTarget
     load: Load
-    prepared: Prepared
+    prepared: PreparedEndpoint
     number: int
     limit_s: float
     rounds: int = 1
-    check: bool | OwnError = False
+    check: bool | ClientErrorFigures = False
     """Whether to measure the client's own error first, or its known value."""
 
 
-def wave_apart(work: Work, watch: Watch) -> Repeat | None:
+def send_burst_apart(work: BurstCall, watch: Watch) -> Repeat | None:
     """Sends a burst from a separate process, so that the caller does not delay it. Raises OutsideFailed on failure."""
-    return heard("bedplate.measure.wave", work, watch)
+    return run_process("bedplate.measure.wave", work, watch)
 
 
-async def _worked(work: Work, watch: Watch) -> Repeat | None:
-    own = work.check if isinstance(work.check, OwnError) else None
+async def _run_burst(work: BurstCall, watch: Watch) -> Repeat | None:
+    own = work.check if isinstance(work.check, ClientErrorFigures) else None
     if work.check is True:
-        own = await self_check(work.load.concurrency or 1)
+        own = await measure_client_error(work.load.concurrency or 1)
     watch("begin")
     try:
-        found = await wave(
+        found = await send_burst(
             work.target, work.load, work.prepared, work.number, work.limit_s, rounds=work.rounds, own=own
         )
     except OSError as error:
-        raise OutsideFailed(f"no response from {work.target.url}", cause=str(error) or type(error).__name__) from error
+        raise ExternalFailure(
+            f"no response from {work.target.url}", cause=str(error) or type(error).__name__
+        ) from error
     watch("end")
     return found
 
 
 if __name__ == "__main__":
-    answered(Work, _worked)
+    serve_call(BurstCall, _run_burst)

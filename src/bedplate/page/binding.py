@@ -7,29 +7,29 @@ import time
 from collections.abc import Sequence
 
 from bedplate.engines import EngineState
-from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.judge.diagnose import build_roofline, diagnose_subject
 from bedplate.judge.observed import LEAST_REQUESTS
-from bedplate.measure.watch import series_of
-from bedplate.page.live import WINDOW_S, Tally
-from bedplate.values import Hardware, Plan, replaced
-from bedplate.values.live import Binding
+from bedplate.measure.watch import summarize_states
+from bedplate.page.live import WINDOW_S, RequestCounts
+from bedplate.values import Hardware, Plan, replace_fields
+from bedplate.values.live import LiveBottleneck
 from bedplate.values.run import Cell, Load, Repeat, Sample, Subject
 from bedplate.values.traffic import ServedRequest
 
 MOST_EVIDENCE = 4
-IDLE = Binding(text="No bottleneck: no requests in the last minute.")
-TOO_FEW = Binding(text=f"Unknown: fewer than {LEAST_REQUESTS} streamed responses ended in the last minute.")
+IDLE = LiveBottleneck(text="No bottleneck: no requests in the last minute.")
+TOO_FEW = LiveBottleneck(text=f"Unknown: fewer than {LEAST_REQUESTS} streamed responses ended in the last minute.")
 
 
-def binding(
-    tallies: Sequence[Tally],
+def diagnose_window(
+    tallies: Sequence[RequestCounts],
     recent: Sequence[ServedRequest],
     plan: Plan,
     slots: int,
     hardware: Hardware,
     states: Sequence[EngineState] = (),
     now_s: float | None = None,
-) -> Binding:
+) -> LiveBottleneck:
     """Name the bottleneck of one model.
 
     `tallies` are the seconds of the last minute, `slots` is the sum over all engines that take requests, and `states`
@@ -40,15 +40,15 @@ def binding(
     if not busy and not any(tally.ended for tally in tallies):
         return IDLE
     now_s = time.time() if now_s is None else now_s
-    samples = [_sample(one, now_s) for one in recent if _is_fresh(one, now_s) and (one.completion_tokens or 0) > 1]
+    samples = [_to_sample(one, now_s) for one in recent if _is_fresh(one, now_s) and (one.completion_tokens or 0) > 1]
     if len(samples) < LEAST_REQUESTS:
         return TOO_FEW
-    cell = _cell(samples, plan, slots, max(1, round(statistics.fmean(busy))) if busy else 1, states)
-    found = bottleneck([cell], ground_for(cell.subject, plan.model, hardware))
+    cell = _make_cell(samples, plan, slots, max(1, round(statistics.fmean(busy))) if busy else 1, states)
+    found = diagnose_subject([cell], build_roofline(cell.subject, plan.model, hardware))
     if found.limit is None:
         why = found.loads[-1].why if found.loads else None
-        return Binding(text=f"Unknown: {why}." if why else "Unknown.")
-    return Binding(
+        return LiveBottleneck(text=f"Unknown: {why}." if why else "Unknown.")
+    return LiveBottleneck(
         limit=found.limit,
         text=found.text,
         evidence=tuple(
@@ -62,7 +62,7 @@ def _is_fresh(request: ServedRequest, now_s: float) -> bool:
     return request.at_s + request.duration_ms / 1000 > now_s - WINDOW_S
 
 
-def _sample(request: ServedRequest, now_s: float) -> Sample:
+def _to_sample(request: ServedRequest, now_s: float) -> Sample:
     return Sample(
         at_s=request.at_s - now_s,
         ttft_ms=request.ttft_ms,
@@ -73,7 +73,9 @@ def _sample(request: ServedRequest, now_s: float) -> Sample:
     )
 
 
-def _cell(samples: Sequence[Sample], plan: Plan, slots: int, in_flight: int, states: Sequence[EngineState]) -> Cell:
+def _make_cell(
+    samples: Sequence[Sample], plan: Plan, slots: int, in_flight: int, states: Sequence[EngineState]
+) -> Cell:
     subject = Subject(
         engine=plan.engine,
         engine_version=plan.engine_version,
@@ -81,11 +83,11 @@ def _cell(samples: Sequence[Sample], plan: Plan, slots: int, in_flight: int, sta
         quantization=plan.weights.label,
         device=plan.settings.device,
         # All replicas count as one engine with as many slots.
-        parallelism=replaced(plan.parallelism, data=1),
-        settings=replaced(plan.settings, slots=slots),
+        parallelism=replace_fields(plan.parallelism, data=1),
+        settings=replace_fields(plan.settings, slots=slots),
     )
     prompt = statistics.fmean(one.prompt_tokens or 0 for one in samples)
     output = statistics.fmean(one.output_tokens or 0 for one in samples)
     load = Load(concurrency=in_flight, prompt_tokens=max(1, round(prompt)), output_tokens=max(1, round(output)))
-    repeat = Repeat(seconds=WINDOW_S, samples=tuple(samples), engine=series_of(states))
+    repeat = Repeat(seconds=WINDOW_S, samples=tuple(samples), engine=summarize_states(states))
     return Cell(id="now", run="now", at="", machine="", subject=subject, load=load, repeats=(repeat,))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from bedplate.values.live import History, Series, Times
+from bedplate.values.live import History, LiveSeries, RecentLatency
 from bedplate.values.traffic import ServedRequest
 
 SPAN_S = 600
@@ -28,7 +28,7 @@ Counts = dict[int, int]
 NOBODY: Mapping[str, int] = {}
 
 
-class Standing(NamedTuple):
+class ModelSnapshot(NamedTuple):
     """The state of one model at one moment."""
 
     in_flight: int
@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     kv_use: float | None = None
 
 
-class Tally:
+class RequestCounts:
     """Counters of the requests that ended: of one model in one second, or of one tenant in `SPELL_S` seconds."""
 
     __slots__ = (
@@ -49,28 +49,28 @@ class Tally:
         self.ended = self.failed = self.turned_away = self.prompt_tokens = self.completion_tokens = 0
         self.ttft: Counts = {}
         self.tpot: Counts = {}
-        self.standing = Standing(0, 0)
+        self.standing = ModelSnapshot(0, 0)
 
 
-class Second:
+class SecondCounts:
     __slots__ = ("at_s", "models")
 
     def __init__(self, at_s: int) -> None:
         self.at_s = at_s
-        self.models: dict[str, Tally] = {}
+        self.models: dict[str, RequestCounts] = {}
 
 
-class Spell:
+class IntervalCounts:
     """The counters of each tenant in `SPELL_S` seconds."""
 
     __slots__ = ("at_s", "tenants")
 
     def __init__(self, at_s: int) -> None:
         self.at_s = at_s
-        self.tenants: dict[str, Tally] = {}
+        self.tenants: dict[str, RequestCounts] = {}
 
 
-class Used:
+class TenantTotals:
     """The totals of one tenant since the start."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "failed", "prompt_tokens", "requests", "turned_away")
@@ -80,23 +80,23 @@ class Used:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
 
-class Recorder:
+class LiveRecorder:
     """Counts every request that ends. Keeps `SPAN_S` seconds, and before them the seconds that their windows need."""
 
     def __init__(self, now_s: float | None = None) -> None:
-        self.seconds: deque[Second] = deque(maxlen=SPAN_S + WINDOW_S)
-        self.spells: deque[Spell] = deque(maxlen=(SPAN_S + WINDOW_S) // SPELL_S)
-        self.used: dict[str, Used] = {}
+        self.seconds: deque[SecondCounts] = deque(maxlen=SPAN_S + WINDOW_S)
+        self.spells: deque[IntervalCounts] = deque(maxlen=(SPAN_S + WINDOW_S) // SPELL_S)
+        self.used: dict[str, TenantTotals] = {}
         self.recent: dict[str, deque[ServedRequest]] = {}
-        self._now = Second(int(time.time() if now_s is None else now_s))
-        self._spell = Spell(self._now.at_s)
+        self._now = SecondCounts(int(time.time() if now_s is None else now_s))
+        self._spell = IntervalCounts(self._now.at_s)
 
-    def hear(self, request: ServedRequest) -> None:
+    def record_request(self, request: ServedRequest) -> None:
         prompt, completion = request.prompt_tokens or 0, request.completion_tokens or 0
         used = self.used.get(request.tenant)
         if used is None:
-            used = self.used[request.tenant] = Used()
-        own = self._own(request.tenant)
+            used = self.used[request.tenant] = TenantTotals()
+        own = self._get_tenant_counts(request.tenant)
         if request.outcome == "turned_away":
             used.turned_away += 1
             own.turned_away += 1
@@ -107,110 +107,114 @@ class Recorder:
         used.prompt_tokens += prompt
         used.cached_tokens += request.cached_tokens or 0
         used.completion_tokens += completion
-        tally = self._tally(request.model)
+        tally = self._get_model_counts(request.model)
         for one in (tally, own):
             one.ended += 1
             one.failed += failed
             one.prompt_tokens += prompt
             one.completion_tokens += completion
         if request.ttft_ms is not None and request.outcome == "ok":
-            ttft = class_of(request.ttft_ms)
+            ttft = find_bucket(request.ttft_ms)
             tally.ttft[ttft] = tally.ttft.get(ttft, 0) + 1
             own.ttft[ttft] = own.ttft.get(ttft, 0) + 1
             if completion > 1:
-                tpot = class_of((request.duration_ms - request.ttft_ms) / (completion - 1))
+                tpot = find_bucket((request.duration_ms - request.ttft_ms) / (completion - 1))
                 tally.tpot[tpot] = tally.tpot.get(tpot, 0) + 1
                 own.tpot[tpot] = own.tpot.get(tpot, 0) + 1
             self.recent[request.model].append(request)
 
-    def close(
-        self, standings: Mapping[str, Standing], now_s: float | None = None, *, in_flight: Mapping[str, int] = NOBODY
+    def end_second(
+        self,
+        standings: Mapping[str, ModelSnapshot],
+        now_s: float | None = None,
+        *,
+        in_flight: Mapping[str, int] = NOBODY,
     ) -> None:
         """End the current second.
 
         `standings` is the state of each model, `in_flight` the number of running requests of each tenant.
         """
         for model, standing in standings.items():
-            self._tally(model).standing = standing
+            self._get_model_counts(model).standing = standing
         self.seconds.append(self._now)
         # Always later than the second before, even if the clock was set back: pages ask for the seconds after the last
         # one they have.
-        self._now = Second(max(self._now.at_s + 1, int(time.time() if now_s is None else now_s)))
+        self._now = SecondCounts(max(self._now.at_s + 1, int(time.time() if now_s is None else now_s)))
         if self._now.at_s >= self._spell.at_s + SPELL_S:
             for tenant, number in in_flight.items():
                 if number or tenant in self._spell.tenants:
-                    self._own(tenant).standing = Standing(number, 0)
+                    self._get_tenant_counts(tenant).standing = ModelSnapshot(number, 0)
             self.spells.append(self._spell)
-            self._spell = Spell(self._now.at_s)
+            self._spell = IntervalCounts(self._now.at_s)
 
-    def tokens_of(self, tenant: str) -> int:
+    def count_tokens(self, tenant: str) -> int:
         """Tokens in the last `SPAN_S` seconds, with a resolution of `SPELL_S`."""
         spells = (*islice(self.spells, max(0, len(self.spells) - SPAN_S // SPELL_S), None), self._spell)
         own = [tally for spell in spells if (tally := spell.tenants.get(tenant)) is not None]
         return sum(tally.prompt_tokens + tally.completion_tokens for tally in own)
 
-    def window(self, model: str) -> list[Tally]:
+    def get_window(self, model: str) -> list[RequestCounts]:
         """The last `WINDOW_S` completed seconds."""
-        return [tally for one in _last(self.seconds, WINDOW_S) if (tally := one.models.get(model)) is not None]
+        return [tally for one in _take_last(self.seconds, WINDOW_S) if (tally := one.models.get(model)) is not None]
 
-    def history(self, models: Iterable[str], since_s: float = 0.0) -> History:
+    def build_history(self, models: Iterable[str], since_s: float = 0.0) -> History:
         """The seconds after `since_s`."""
         seconds = list(self.seconds)
         new = min(SPAN_S, sum(second.at_s > since_s for second in seconds))
         return History(
             at_s=tuple(second.at_s for second in seconds[len(seconds) - new :]),
-            models={model: series([second.models.get(model) for second in seconds], new) for model in models},
+            models={model: build_series([second.models.get(model) for second in seconds], new) for model in models},
         )
 
-    def history_of(self, tenant: str, since_s: float = 0.0) -> History:
+    def build_tenant_history(self, tenant: str, since_s: float = 0.0) -> History:
         """The history of one tenant, in steps of `SPELL_S`."""
         spells = list(self.spells)
         new = min(SPAN_S // SPELL_S, sum(spell.at_s > since_s for spell in spells))
         return History(
             at_s=tuple(spell.at_s for spell in spells[len(spells) - new :]),
-            own=series([spell.tenants.get(tenant) for spell in spells], new, SPELL_S),
+            own=build_series([spell.tenants.get(tenant) for spell in spells], new, SPELL_S),
         )
 
-    def _own(self, tenant: str) -> Tally:
+    def _get_tenant_counts(self, tenant: str) -> RequestCounts:
         tenants = self._spell.tenants
         tally = tenants.get(tenant)
         if tally is None:
-            tally = Tally()
+            tally = RequestCounts()
             if len(tenants) < MOST_TENANTS:
                 tenants[tenant] = tally
         return tally
 
-    def _tally(self, model: str) -> Tally:
+    def _get_model_counts(self, model: str) -> RequestCounts:
         tally = self._now.models.get(model)
         if tally is None:
-            tally = self._now.models[model] = Tally()
+            tally = self._now.models[model] = RequestCounts()
             if model not in self.recent:
                 self.recent[model] = deque(maxlen=MOST_RECENT)
         return tally
 
 
-def _last(seconds: deque[Second], number: int) -> Iterator[Second]:
+def _take_last(seconds: deque[SecondCounts], number: int) -> Iterator[SecondCounts]:
     return islice(seconds, max(0, len(seconds) - number), None)
 
 
-def class_of(ms: float) -> int:
+def find_bucket(ms: float) -> int:
     return round(math.log(ms if ms > 0.001 else 0.001) / _STEP)
 
 
-def times(all_counts: Iterable[Counts]) -> Times:
+def summarize_times(all_counts: Iterable[Counts]) -> RecentLatency:
     summed: Counts = {}
     for counts in all_counts:
         _add(summed, counts, 1)
-    low, high = _quantiles(summed)
-    return Times(p50_ms=low, p95_ms=high)
+    low, high = _compute_quantiles(summed)
+    return RecentLatency(p50_ms=low, p95_ms=high)
 
 
-def series(tallies: Sequence[Tally | None], new: int, each_s: int = 1) -> Series:
+def build_series(tallies: Sequence[RequestCounts | None], new: int, each_s: int = 1) -> LiveSeries:
     """The last `new` entries, each `each_s` seconds long, with latencies and rates over the minute that ends there."""
     first = len(tallies) - new
-    rows = list(islice(_windows(tallies, first, each_s), new))
+    rows = list(islice(_slide_windows(tallies, first, each_s), new))
     columns: list[tuple[object, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
-    return Series(**dict(zip(_COLUMNS, columns, strict=True)))  # type: ignore[arg-type]
+    return LiveSeries(**dict(zip(_COLUMNS, columns, strict=True)))  # type: ignore[arg-type]
 
 
 _COLUMNS = (
@@ -219,7 +223,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _windows(tallies: Sequence[Tally | None], first: int, each_s: int) -> Iterator[tuple[float | None, ...]]:
+def _slide_windows(
+    tallies: Sequence[RequestCounts | None], first: int, each_s: int
+) -> Iterator[tuple[float | None, ...]]:
     """One row per entry from `first` on. The window slides: each entry is added once and subtracted once."""
     ttft: Counts = {}
     tpot: Counts = {}
@@ -239,10 +245,10 @@ def _windows(tallies: Sequence[Tally | None], first: int, each_s: int) -> Iterat
                 completion += sign * tally.completion_tokens
         if number >= first:
             here = tallies[number]
-            standing = here.standing if here is not None else Standing(0, 0)
+            standing = here.standing if here is not None else ModelSnapshot(0, 0)
             rate = round(completion / min(WINDOW_S, (number + 1) * each_s), 2)
             counted = (ended, failed, turned_away, prompt + completion, rate)
-            yield (*standing, *counted, *_quantiles(ttft), *_quantiles(tpot))
+            yield (*standing, *counted, *_compute_quantiles(ttft), *_compute_quantiles(tpot))
 
 
 def _add(to: Counts, counts: Counts, sign: int) -> None:
@@ -254,7 +260,7 @@ def _add(to: Counts, counts: Counts, sign: int) -> None:
             to.pop(key, None)
 
 
-def _quantiles(counts: Counts) -> tuple[float | None, float | None]:
+def _compute_quantiles(counts: Counts) -> tuple[float | None, float | None]:
     """The median and the 95th percentile, accurate to a bucket."""
     total = sum(counts.values())
     if not total:

@@ -13,19 +13,19 @@ import msgspec
 from bedplate import store
 from bedplate._version import __version__
 from bedplate.engines import EngineState
-from bedplate.engines import engine as engine_by_id
-from bedplate.errors import OutsideFailed
-from bedplate.measure.watch import Cards, Metrics, memory_bytes, tree_of
-from bedplate.page.binding import binding
-from bedplate.page.live import WINDOW_S, Recorder, Standing, Tally, times
-from bedplate.run.gateway.pages import Shown, Visit
-from bedplate.show.live import live_page
-from bedplate.show.probe import one_line
-from bedplate.values.live import Binding, LastVerdict, Live, LiveEngine, LiveModel, TenantUse
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.errors import ExternalFailure
+from bedplate.measure.watch import EngineMetrics, GpuMeter, list_process_tree, measure_memory_bytes
+from bedplate.page.binding import diagnose_window
+from bedplate.page.live import WINDOW_S, LiveRecorder, ModelSnapshot, RequestCounts, summarize_times
+from bedplate.run.gateway.pages import PageRequest, PageResponse
+from bedplate.show.live import load_live_page
+from bedplate.show.probe import describe_hardware
+from bedplate.values.live import LastVerdict, Live, LiveBottleneck, LiveEngine, LiveModel, TenantUse
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import Host, HostedEngine, HostedService
-    from bedplate.run.gateway.tenants import Bucket, Member
+    from bedplate.run.gateway.tenants import RateBucket, TenantState
     from bedplate.values import Hardware, Plan
     from bedplate.values.traffic import ServedRequest
 
@@ -42,25 +42,25 @@ LOOK_SHARE = 0.05
 JSON = "application/json"
 
 
-class Asked(NamedTuple):
+class EngineProbe(NamedTuple):
     """What a thread needs to read the memory and metrics of one engine."""
 
     id: str
     pid: int | None
-    metrics: Metrics | None
+    metrics: EngineMetrics | None
     on_card: bool
 
 
-class Seen(NamedTuple):
+class EngineReading(NamedTuple):
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     state: EngineState | None = None
 
 
-class ToJudge(NamedTuple):
+class DiagnosisInput(NamedTuple):
     """What a thread needs to name the bottleneck of one model."""
 
-    tallies: Sequence[Tally]
+    tallies: Sequence[RequestCounts]
     recent: Sequence[ServedRequest]
     plan: Plan
     slots: int
@@ -72,18 +72,18 @@ class LiveFigures:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.recorder = Recorder()
+        self.recorder = LiveRecorder()
         self.began_s = time.time()
         self._looked_at = float("-inf")
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, EngineReading] = {}
         self._states: dict[str, deque[EngineState]] = {}
-        self._metrics: dict[tuple[str, str | None], Metrics] = {}
-        self._bindings: dict[str, Binding] = {}
+        self._metrics: dict[tuple[str, str | None], EngineMetrics] = {}
+        self._bindings: dict[str, LiveBottleneck] = {}
         self._verdict: LastVerdict | None = None
         # Opened before the first engine starts: GPU memory that is already in use belongs to other processes.
-        self._cards = Cards.here() if host.hardware.accelerators else None
+        self._cards = GpuMeter.open_driver() if host.hardware.accelerators else None
         if host.gateway.keeper is not None:
-            host.gateway.keeper.listeners.append(self.recorder.hear)
+            host.gateway.keeper.listeners.append(self.recorder.record_request)
 
     async def run(self) -> None:
         """Collect figures until cancelled."""
@@ -94,18 +94,18 @@ class LiveFigures:
             while True:
                 due = max(due + TICK_S, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
-                self.tick()
+                self.record_second()
                 if looking is not None and looking.done():
-                    looked_at, pause_s = time.monotonic(), self._pause_after(looking)
+                    looked_at, pause_s = time.monotonic(), self._compute_pause(looking)
                     looking = None
-                usual_s = LOOK_S if self.is_looked_at else SELDOM_S
+                usual_s = LOOK_S if self.is_page_open else SELDOM_S
                 if looking is None and time.monotonic() - looked_at >= max(usual_s, pause_s):
-                    looking = asyncio.create_task(self.look())
+                    looking = asyncio.create_task(self.read_engines())
         finally:
             if looking is not None:
                 looking.cancel()
 
-    def _pause_after(self, looking: asyncio.Task[float]) -> float:
+    def _compute_pause(self, looking: asyncio.Task[float]) -> float:
         error = looking.exception()
         if error is not None:  # an error in the page must not stop the service
             self.host.say(f"the figures of the live page could not be updated: {error!r}")
@@ -113,49 +113,51 @@ class LiveFigures:
         return looking.result() / LOOK_SHARE
 
     @property
-    def is_looked_at(self) -> bool:
+    def is_page_open(self) -> bool:
         return time.monotonic() - self._looked_at < LOOKED_S
 
-    def tick(self) -> None:
-        standings = {name: self._standing(service) for name, service in self.host.services.items()}
-        in_flight = {member.name: member.in_flight for member in self.host.gateway.tenants.members()}
-        self.recorder.close(standings, in_flight=in_flight)
+    def record_second(self) -> None:
+        standings = {name: self._take_snapshot(service) for name, service in self.host.services.items()}
+        in_flight = {member.name: member.in_flight for member in self.host.gateway.tenants.list_members()}
+        self.recorder.end_second(standings, in_flight=in_flight)
 
-    async def look(self) -> float:
+    async def read_engines(self) -> float:
         """Read the memory of the engines, and their metrics while the page is open. Returns how long it took."""
         began = time.monotonic()
-        is_open = self.is_looked_at
-        asked = [self._asked(engine, is_open) for engine in self.host.engines]
-        self._seen = await asyncio.to_thread(looked, asked, self._cards)
+        is_open = self.is_page_open
+        asked = [self._make_probe(engine, is_open) for engine in self.host.engines]
+        self._seen = await asyncio.to_thread(probe_engines, asked, self._cards)
         self._keep_states()
         if is_open:
-            inputs = {name: one for name, service in self.host.services.items() if (one := self._to_judge(service))}
-            self._bindings = await asyncio.to_thread(judged, inputs, self.host.hardware)
+            inputs = {
+                name: one for name, service in self.host.services.items() if (one := self._to_diagnosis_input(service))
+            }
+            self._bindings = await asyncio.to_thread(diagnose_models, inputs, self.host.hardware)
             names = tuple({one.readied.decided.facts.name for one in self.host.services.values()})
-            self._verdict = await asyncio.to_thread(last_verdict, self.host.hardware, names)
+            self._verdict = await asyncio.to_thread(find_last_verdict, self.host.hardware, names)
         return time.monotonic() - began
 
     # requests of the page
 
-    def page(self, visit: Visit) -> Shown | None:
+    def serve_page(self, visit: PageRequest) -> PageResponse | None:
         """The HTML page for browsers. Other clients get None, and with it the gateway's plain text."""
         if "text/html" not in visit.accept:
             return None
-        found = live_page()
-        return Shown(found.body, "text/html; charset=utf-8", found.headers)
+        found = load_live_page()
+        return PageResponse(found.body, "text/html; charset=utf-8", found.headers)
 
-    def figures(self, visit: Visit) -> Shown:
-        live = self.live(visit.tenant or "", _number(visit.query.get("since", "0")), whole=visit.sees_all)
-        return Shown(
+    def serve_figures(self, visit: PageRequest) -> PageResponse:
+        live = self.build_live(visit.tenant or "", _parse_number(visit.query.get("since", "0")), whole=visit.sees_all)
+        return PageResponse(
             msgspec.json.encode(live), JSON, {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         )
 
-    def live(self, tenant: str, since_s: float = 0.0, *, whole: bool) -> Live:
+    def build_live(self, tenant: str, since_s: float = 0.0, *, whole: bool) -> Live:
         """With `whole` the operator's view; else the tenant's view: the models it may use and its own usage."""
         host = self.host
         if whole:
             self._looked_at = time.monotonic()
-        members = [one for one in host.gateway.tenants.members() if whole or one.name == tenant]
+        members = [one for one in host.gateway.tenants.list_members() if whole or one.name == tenant]
         return Live(
             name=host.name,
             version=__version__,
@@ -165,58 +167,63 @@ class LiveFigures:
             tenant=tenant,
             at_s=time.time(),
             began_s=self.began_s,
-            hardware=one_line(host.hardware) if whole else None,
-            models=tuple(self._model(one) if whole else _seen_by_tenant(one) for one in self._shown_to(tenant, whole)),
-            tenants=tuple(self._use(member) for member in members),
+            hardware=describe_hardware(host.hardware) if whole else None,
+            models=tuple(
+                self._describe_model(one) if whole else _describe_for_tenant(one)
+                for one in self._list_visible(tenant, whole)
+            ),
+            tenants=tuple(self._describe_use(member) for member in members),
             verdict=self._verdict if whole else None,
             notes=tuple(host.notes) if whole else (),
-            history=self.recorder.history(host.services, since_s)
+            history=self.recorder.build_history(host.services, since_s)
             if whole
-            else self.recorder.history_of(tenant, since_s),
+            else self.recorder.build_tenant_history(tenant, since_s),
         )
 
-    def _shown_to(self, tenant: str, whole: bool) -> list[HostedService]:
+    def _list_visible(self, tenant: str, whole: bool) -> list[HostedService]:
         services = self.host.services.values()
         return [one for one in services if whole or not one.wanted.tenants or tenant in one.wanted.tenants]
 
-    def _model(self, service: HostedService) -> LiveModel:
-        window = self.recorder.window(service.name)
+    def _describe_model(self, service: HostedService) -> LiveModel:
+        window = self.recorder.get_window(service.name)
         spanned_s = min(WINDOW_S, max(1, len(self.recorder.seconds)))
         decision = service.readied.decided.decision
-        standing = self._standing(service)
+        standing = self._take_snapshot(service)
         return LiveModel(
             model=service.name,
             state=service.state,
-            busy=service.doing,
+            busy=service.current_operation,
             reason=service.failure,
             task=service.readied.plan.workload.task,
             quantization=service.readied.plan.weights.label,
             context_tokens=service.readied.plan.settings.context_tokens,
             why=decision.reasons,
             challengers=decision.challengers,
-            engines=tuple(self._engine(engine, service) for engine in service.engines),
+            engines=tuple(self._describe_engine(engine, service) for engine in service.engines),
             expected=decision.estimate,
             expected_in_flight=decision.in_flight,
             target=service.readied.plan.workload.latency,
             in_flight=standing.in_flight,
             waiting=standing.waiting,
-            slots=_slots(service),
+            slots=_count_slots(service),
             planned_bytes=sum(service.need.values()),
-            ttft=times(tally.ttft for tally in window),
-            tpot=times(tally.tpot for tally in window),
+            ttft=summarize_times(tally.ttft for tally in window),
+            tpot=summarize_times(tally.tpot for tally in window),
             output_tok_s=round(sum(tally.completion_tokens for tally in window) / spanned_s, 2),
             ended=sum(tally.ended for tally in window),
             failed=sum(tally.failed for tally in window),
-            binding=self._binding(service),
+            binding=self._get_binding(service),
         )
 
-    def _binding(self, service: HostedService) -> Binding:
+    def _get_binding(self, service: HostedService) -> LiveBottleneck:
         if service.state != "ready":
-            return Binding(text=f"No bottleneck: {service.name} is {service.state}.")
-        return self._bindings.get(service.name) or Binding(text="Unknown: the first measurement is not complete yet.")
+            return LiveBottleneck(text=f"No bottleneck: {service.name} is {service.state}.")
+        return self._bindings.get(service.name) or LiveBottleneck(
+            text="Unknown: the first measurement is not complete yet."
+        )
 
-    def _engine(self, engine: HostedEngine, service: HostedService) -> LiveEngine:
-        backend, seen = engine.backend, self._seen.get(engine.id, Seen())
+    def _describe_engine(self, engine: HostedEngine, service: HostedService) -> LiveEngine:
+        backend, seen = engine.backend, self._seen.get(engine.id, EngineReading())
         total_share = sum(other.backend.share for other in service.engines if other.backend.takes_new)
         return LiveEngine(
             id=engine.id,
@@ -226,7 +233,7 @@ class LiveFigures:
             state=backend.state,
             reason=backend.reason,
             progress=backend.progress,
-            well=backend.health.is_well,
+            well=backend.health.is_healthy,
             share=backend.share / total_share if total_share and backend.takes_new else 0.0,
             in_flight=backend.in_flight,
             slots=engine.plan.settings.slots,
@@ -238,7 +245,7 @@ class LiveFigures:
             kv_use=seen.state.kv_use if seen.state is not None else None,
         )
 
-    def _use(self, member: Member) -> TenantUse:
+    def _describe_use(self, member: TenantState) -> TenantUse:
         used = self.recorder.used.get(member.name)
         return TenantUse(
             name=member.name,
@@ -249,37 +256,37 @@ class LiveFigures:
             prompt_tokens=used.prompt_tokens if used else 0,
             cached_tokens=used.cached_tokens if used else 0,
             completion_tokens=used.completion_tokens if used else 0,
-            recent_tokens=self.recorder.tokens_of(member.name),
+            recent_tokens=self.recorder.count_tokens(member.name),
             weight=member.weight,
             requests_per_minute=member.requests.per_minute if member.requests is not None else None,
-            requests_left=_left(member.requests),
+            requests_left=_count_left(member.requests),
             tokens_per_minute=member.tokens.per_minute if member.tokens is not None else None,
-            tokens_left=_left(member.tokens),
+            tokens_left=_count_left(member.tokens),
             most_in_flight=member.max_in_flight,
         )
 
     # readings
 
-    def _standing(self, service: HostedService) -> Standing:
-        is_routed = self.host.gateway.route_for(service.name) is not None
+    def _take_snapshot(self, service: HostedService) -> ModelSnapshot:
+        is_routed = self.host.gateway.find_route(service.name) is not None
         seen = [self._seen[engine.id] for engine in service.engines if engine.id in self._seen]
         kv = [one.state.kv_use for one in seen if one.state is not None and one.state.kv_use is not None]
-        return Standing(
+        return ModelSnapshot(
             in_flight=service.in_flight,
-            waiting=self.host.gateway.waiting(service.name) if is_routed else 0,
+            waiting=self.host.gateway.count_waiting(service.name) if is_routed else 0,
             memory_bytes=_sum(one.memory_bytes for one in seen),
             gpu_bytes=_sum(one.gpu_bytes for one in seen),
             kv_use=max(kv, default=None),
         )
 
-    def _asked(self, engine: HostedEngine, with_metrics: bool) -> Asked:
+    def _make_probe(self, engine: HostedEngine, with_metrics: bool) -> EngineProbe:
         url, key = engine.url, engine.backend.engine_key
         metrics = None
         if with_metrics and url is not None and engine.state == "ready":
             metrics = self._metrics.get((url, key))
             if metrics is None:
-                metrics = self._metrics[url, key] = Metrics(url, key, engine_by_id(engine.plan.engine).read)
-        return Asked(engine.id, engine.pid, metrics, engine.plan.settings.device != "cpu")
+                metrics = self._metrics[url, key] = EngineMetrics(url, key, engine_by_id(engine.plan.engine).read)
+        return EngineProbe(engine.id, engine.pid, metrics, engine.plan.settings.device != "cpu")
 
     def _keep_states(self) -> None:
         """Keep the engine states of the last minute, and drop those of engines that were removed."""
@@ -291,15 +298,15 @@ class LiveFigures:
         urls = {engine.url for engine in self.host.engines}
         self._metrics = {key: metrics for key, metrics in self._metrics.items() if key[0] in urls}
 
-    def _to_judge(self, service: HostedService) -> ToJudge | None:
+    def _to_diagnosis_input(self, service: HostedService) -> DiagnosisInput | None:
         """What the diagnosis needs. If several kinds of engine share the requests, it is about the largest share."""
         ready = [engine for engine in service.engines if engine.state == "ready"]
         if not ready:
             return None
         plan = max(ready, key=lambda engine: engine.backend.share).plan
         same = [engine for engine in ready if engine.plan.engine == plan.engine]
-        return ToJudge(
-            tallies=self.recorder.window(service.name),
+        return DiagnosisInput(
+            tallies=self.recorder.get_window(service.name),
             recent=[one for one in self.recorder.recent.get(service.name, ()) if one.engine == plan.engine],
             plan=plan,
             slots=sum(engine.plan.settings.slots for engine in same),
@@ -307,52 +314,52 @@ class LiveFigures:
         )
 
 
-def put_up(host: Host) -> LiveFigures:
+def add_live_page(host: Host) -> LiveFigures:
     """Add the page and its figures to the host's gateway. The caller runs `run` of the returned object."""
     figures = LiveFigures(host)
-    host.gateway.handed |= {PAGE: figures.page, FIGURES: figures.figures}
+    host.gateway.handed |= {PAGE: figures.serve_page, FIGURES: figures.serve_figures}
     return figures
 
 
-def looked(asked: Sequence[Asked], cards: Cards | None) -> dict[str, Seen]:
+def probe_engines(asked: Sequence[EngineProbe], cards: GpuMeter | None) -> dict[str, EngineReading]:
     """Read the memory and metrics of each engine. Blocks."""
-    trees = {one.id: tree_of(one.pid) if one.pid is not None else [] for one in asked}
-    on_cards = _on_cards({one.id: trees[one.id] for one in asked if one.on_card and trees[one.id]}, cards)
+    trees = {one.id: list_process_tree(one.pid) if one.pid is not None else [] for one in asked}
+    on_cards = _read_gpu_bytes({one.id: trees[one.id] for one in asked if one.on_card and trees[one.id]}, cards)
     return {
-        one.id: Seen(
-            memory_bytes(trees[one.id]),
+        one.id: EngineReading(
+            measure_memory_bytes(trees[one.id]),
             on_cards.get(one.id),
-            one.metrics.state() if one.metrics is not None else None,
+            one.metrics.read_state() if one.metrics is not None else None,
         )
         for one in asked
     }
 
 
-def _on_cards(trees: Mapping[str, Sequence[int]], cards: Cards | None) -> dict[str, int | None]:
+def _read_gpu_bytes(trees: Mapping[str, Sequence[int]], cards: GpuMeter | None) -> dict[str, int | None]:
     """GPU memory by engine. Empty if the driver does not name processes, as in a container, and engines share a GPU."""
     if cards is None or not trees:
         return {}
-    found = {id: cards.gpu_bytes(pids) for id, pids in trees.items()}
-    together = cards.gpu_bytes([pid for pids in trees.values() for pid in pids])
+    found = {id: cards.measure_gpu_bytes(pids) for id, pids in trees.items()}
+    together = cards.measure_gpu_bytes([pid for pids in trees.values() for pid in pids])
     if len(found) > 1 and together is not None and sum(size or 0 for size in found.values()) > 1.01 * together:
         return {}
     return found
 
 
-def judged(inputs: Mapping[str, ToJudge], hardware: Hardware) -> dict[str, Binding]:
+def diagnose_models(inputs: Mapping[str, DiagnosisInput], hardware: Hardware) -> dict[str, LiveBottleneck]:
     """The bottleneck of each model. Blocks."""
     return {
-        name: binding(one.tallies, one.recent, one.plan, one.slots, hardware, one.states)
+        name: diagnose_window(one.tallies, one.recent, one.plan, one.slots, hardware, one.states)
         for name, one in inputs.items()
     }
 
 
-def last_verdict(hardware: Hardware, models: Sequence[str]) -> LastVerdict | None:
+def find_last_verdict(hardware: Hardware, models: Sequence[str]) -> LastVerdict | None:
     """The newest stored verdict for any of these models on this machine. Blocks."""
-    machine = store.fingerprint(hardware)
+    machine = store.compute_fingerprint(hardware)
     try:
-        found = [one for model in models if (one := store.last_verdict(machine, model)) is not None]
-    except OutsideFailed:  # `bedplate compare` reports an unreadable store
+        found = [one for model in models if (one := store.read_last_verdict(machine, model)) is not None]
+    except ExternalFailure:  # `bedplate compare` reports an unreadable store
         return None
     if not found:
         return None
@@ -367,12 +374,12 @@ def last_verdict(hardware: Hardware, models: Sequence[str]) -> LastVerdict | Non
     )
 
 
-def _seen_by_tenant(service: HostedService) -> LiveModel:
+def _describe_for_tenant(service: HostedService) -> LiveModel:
     plan = service.readied.plan
     return LiveModel(
         model=service.name,
         state=service.state,
-        busy=service.doing,
+        busy=service.current_operation,
         task=plan.workload.task,
         quantization=plan.weights.label,
         context_tokens=plan.settings.context_tokens,
@@ -391,11 +398,11 @@ def _seen_by_tenant(service: HostedService) -> LiveModel:
     )
 
 
-def _left(bucket: Bucket | None) -> int | None:
-    return max(0, int(bucket.level(time.monotonic()))) if bucket is not None else None
+def _count_left(bucket: RateBucket | None) -> int | None:
+    return max(0, int(bucket.read_level(time.monotonic()))) if bucket is not None else None
 
 
-def _slots(service: HostedService) -> int | None:
+def _count_slots(service: HostedService) -> int | None:
     ready = [engine.plan.settings.slots for engine in service.engines if engine.backend.takes_new]
     return sum(ready) if ready else None
 
@@ -405,7 +412,7 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     """A number in a query, or 0 if it is not one."""
     try:
         return float(text)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bedplate.decide.estimate.batching import PASS_TOKENS, Layout, Waits
-from bedplate.decide.estimate.serving import usual_waits
-from bedplate.published.rows import Case
+from bedplate.decide.estimate.serving import get_default_waits
+from bedplate.published.rows import PublishedCase
 
 MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minimax-m2.5", "minimax-m3", "qwen3.5")
 NO_LIMIT = 1e6
@@ -27,7 +27,7 @@ NEAR = 1.5
 """Largest factor between the streams of a row and of a recipe that is used for it."""
 
 
-class Setup(NamedTuple):
+class WorkerSetup(NamedTuple):
     """The mean of the recipes that may have produced a row."""
 
     prefill: Layout
@@ -44,7 +44,7 @@ class Setup(NamedTuple):
     """Prompt tokens in one pass of a prefill worker's rank."""
 
 
-class Recipe(NamedTuple):
+class WorkerRecipe(NamedTuple):
     """A recipe of a disaggregated deployment, as `benchmarks/score/recipes.py` writes it; ranks are per worker."""
 
     streams: int
@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
         return self.prefills * self.prefill_ranks + self.decodes * self.decode_ranks
 
 
-class Server(NamedTuple):
+class ServerRecipe(NamedTuple):
     """A recipe of an aggregated deployment."""
 
     least_streams: int
@@ -94,27 +94,27 @@ class Server(NamedTuple):
     until: int
 
 
-Of = TypeVar("Of", Recipe, Server)
+Of = TypeVar("Of", WorkerRecipe, ServerRecipe)
 
 
-def is_result(case: Case) -> bool:
+def is_result(case: PublishedCase) -> bool:
     """Whether the row is an InferenceX result: its notes have `source_file=…`, mostly with `wip=…`."""
     return "wip" in case.notes or "source_file" in case.notes
 
 
-def measured(case: Case) -> str:
+def get_measured_day(case: PublishedCase) -> str:
     """The day of the measurement, such as `2026-01-31`; empty if not reported."""
     return case.notes.get("measured", "")[:10]
 
 
-def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
+def find_setup(case: PublishedCase, prefill: Layout, decode: Layout) -> WorkerSetup | None:
     """The recipe with the row's ranks and streams and, if the row has them, its image and day.
 
     Of several recipes, the mean of those without speculative decoding, or of all if there are none.
     """
     if not is_result(case) or case.concurrency is None:
         return None
-    listed = _workers(_name(case))
+    listed = _list_workers(_make_key(case))
     same = [r for r in listed if (r.prefill_ranks, r.decode_ranks) == (prefill.ranks, decode.ranks)]
     if not same and prefill.ranks == decode.ranks:
         # Some tables give the ranks of all workers together for both prefill and decode.
@@ -123,53 +123,53 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
     found = (
         [r for r in same if r.streams == case.concurrency]
         or [r for r in same if r.streams * r.decodes == case.concurrency]
-        or _nearest(same, case.concurrency)
+        or _find_nearest(same, case.concurrency)
     )
     found = [r for r in found if r.prefill_expert == prefill.expert] or found
-    found = _of_the_image(case, found)
-    found = _in_force(case, found) or found
+    found = _filter_by_image(case, found)
+    found = _filter_by_day(case, found) or found
     if not found:
         return None
     found = [r for r in found if not r.guessing] or found
     first = found[0]
     dealt = sum(r.prefill_dealt for r in found) * 2 > len(found)
-    return Setup(
+    return WorkerSetup(
         prefill=Layout(*((1, first.prefill_ranks) if dealt else (first.prefill_ranks, 1)), first.prefill_expert),
         decode=Layout(first.decode_ranks, 1, first.decode_expert),
-        prefills=_mean([r.prefills for r in found]),
-        decodes=_mean([r.decodes for r in found]),
+        prefills=_compute_mean([r.prefills for r in found]),
+        decodes=_compute_mean([r.decodes for r in found]),
         dealt=sum(r.decode_dealt for r in found) / len(found),
         guessing=sum(r.guessing for r in found) / len(found),
-        slots=_mean([r.slots for r in found]),
-        pass_tokens=_mean([r.pass_tokens or PASS_TOKENS for r in found]),
+        slots=_compute_mean([r.slots for r in found]),
+        pass_tokens=_compute_mean([r.pass_tokens or PASS_TOKENS for r in found]),
     )
 
 
-def guessing(case: Case, layout: Layout) -> float:
+def count_drafted_tokens(case: PublishedCase, layout: Layout) -> float:
     """Drafted tokens per sequence of an aggregated deployment, the mean of the matching recipes."""
     if not is_result(case) or case.concurrency is None:
         return 0.0
     wanted = (layout.ranks, layout.expert, int(layout.attention_data > 1))
     found = [
         r
-        for r in _servers(_name(case))
+        for r in _list_servers(_make_key(case))
         if (r.ranks, r.expert, r.dealt) == wanted and r.least_streams <= case.concurrency <= r.most_streams
     ]
     # The list does not include the oldest recipes; a row without a valid recipe is older than speculative decoding.
-    found = _in_force(case, _of_the_image(case, found))
-    return _guesses(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
+    found = _filter_by_day(case, _filter_by_image(case, found))
+    return _get_draft_length(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
 
 
-def _guesses(case: Case, layout: Layout) -> float:
+def _get_draft_length(case: PublishedCase, layout: Layout) -> float:
     """The values of num_nextn_predict_layers and speculative-num-steps in the scripts."""
     if case.engine == "tensorrt-llm":
         return 1.0 if layout.attention_data > 1 else 3.0
     return 2.0 if "deepseek" in case.texts["model"].lower() else 3.0
 
 
-def _in_force(case: Case, recipes: list[Of]) -> list[Of]:
+def _filter_by_day(case: PublishedCase, recipes: list[Of]) -> list[Of]:
     """The recipes that were valid on the day of the measurement, of these the latest: a changed recipe is measured."""
-    day = measured(case)[2:].replace("-", "")
+    day = get_measured_day(case)[2:].replace("-", "")
     if not day.isdigit():
         return recipes
     found = [r for r in recipes if r.since <= int(day) <= r.until]
@@ -177,25 +177,25 @@ def _in_force(case: Case, recipes: list[Of]) -> list[Of]:
     return [r for r in found if r.since == last]
 
 
-def _of_the_image(case: Case, recipes: list[Of]) -> list[Of]:
+def _filter_by_image(case: PublishedCase, recipes: list[Of]) -> list[Of]:
     image, version = case.notes.get("image", "").rpartition(":")[2], case.version
     found = [r for r in recipes if image and r.image == image]
     return found or [r for r in recipes if version and r.image.removeprefix("v").startswith(version)] or recipes
 
 
-def _mean(counts: Sequence[float]) -> float:
+def _compute_mean(counts: Sequence[float]) -> float:
     return math.exp(sum(math.log(count) for count in counts) / len(counts))
 
 
-def _nearest(recipes: list[Recipe], streams: int) -> list[Recipe]:
-    def apart(recipe: Recipe) -> float:
+def _find_nearest(recipes: list[WorkerRecipe], streams: int) -> list[WorkerRecipe]:
+    def compute_distance(recipe: WorkerRecipe) -> float:
         return abs(math.log(recipe.streams / streams))
 
-    least = min(map(apart, recipes), default=math.inf)
-    return [r for r in recipes if apart(r) <= least + 1e-9] if least <= math.log(NEAR) else []
+    least = min(map(compute_distance, recipes), default=math.inf)
+    return [r for r in recipes if compute_distance(r) <= least + 1e-9] if least <= math.log(NEAR) else []
 
 
-def _name(case: Case) -> str:
+def _make_key(case: PublishedCase) -> str:
     """The key of the row's recipes; empty if there are none."""
     name = case.texts["model"].lower().replace("_", "-")
     model = next((known for known in MODELS if known in name), None)
@@ -207,20 +207,20 @@ def _name(case: Case) -> str:
 
 
 @lru_cache(maxsize=1)
-def _table() -> dict[str, Any]:
+def _load_table() -> dict[str, Any]:
     shipped = importlib.resources.files("bedplate.published") / "data" / "recipes.json"
     found: dict[str, Any] = msgspec.json.decode(shipped.read_bytes())
     return found
 
 
 @lru_cache(maxsize=256)
-def _workers(name: str) -> list[Recipe]:
-    return [Recipe(*numbers) for numbers in _table()["workers"].get(name, [])]
+def _list_workers(name: str) -> list[WorkerRecipe]:
+    return [WorkerRecipe(*numbers) for numbers in _load_table()["workers"].get(name, [])]
 
 
 @lru_cache(maxsize=256)
-def _servers(name: str) -> list[Server]:
-    return [Server(*numbers) for numbers in _table()["servers"].get(name, [])]
+def _list_servers(name: str) -> list[ServerRecipe]:
+    return [ServerRecipe(*numbers) for numbers in _load_table()["servers"].get(name, [])]
 
 
 WIDER_SINCE = "2026-01-21"
@@ -232,13 +232,13 @@ NARROWER_SINCE = "2026-04-03"
 NODE = 8
 
 
-def waits(case: Case, layout: Layout, guessing: float) -> Waits:
+def get_waits(case: PublishedCase, layout: Layout, guessing: float) -> Waits:
     """The scheduler settings: passes before new requests are admitted, and prompt tokens per pass."""
-    own = usual_waits(case.engine, case.machine.family)
+    own = get_default_waits(case.engine, case.machine.family)
     if not is_result(case):
         return own
     tokens = own.pass_tokens
-    streams, name, day = case.concurrency or 1, case.texts["model"].lower(), measured(case)
+    streams, name, day = case.concurrency or 1, case.texts["model"].lower(), get_measured_day(case)
     blackwell = case.machine.family == "blackwell-dc"
     even = case.prompt_tokens == case.output_tokens == 1024
     if case.engine == "sglang":
@@ -247,7 +247,7 @@ def waits(case: Case, layout: Layout, guessing: float) -> Waits:
             tokens = 16384.0 if "deepseek" in name and (case.shape.bits < 6 or guessing) else 32768.0
         elif "qwen" in name:
             tokens = 16384.0
-        return own._replace(polled=_polled(case, layout) if blackwell else 0.0, pass_tokens=tokens)
+        return own._replace(polled=_get_polling_interval(case, layout) if blackwell else 0.0, pass_tokens=tokens)
     if case.engine == "tensorrt-llm":
         # max_num_tokens; batch_wait_timeout_iters; timeout_iters wherever attention_dp_config is set.
         gathered = 20.0 if even and "llama" in name and layout.ranks < 8 else 0.0
@@ -270,7 +270,7 @@ def waits(case: Case, layout: Layout, guessing: float) -> Waits:
     return own
 
 
-def _polled(case: Case, layout: Layout) -> float:
+def _get_polling_interval(case: PublishedCase, layout: Layout) -> float:
     """The scheduler-recv-interval of the scripts for SGLang on Blackwell; not set with attention data parallelism."""
     name, eight_bits = case.texts["model"].lower(), case.shape.bits > 6
     if layout.attention_data > 1 or ("glm" in name and eight_bits):

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from bedplate.decide.estimate.engines import OTHER, timed_as, traits_of
-from bedplate.decide.estimate.machine import Machine, machine_from_chip
-from bedplate.decide.estimate.physics import Shape, shape_of
-from bedplate.engines import EstimateTraits, all_engines
-from bedplate.engines.names import engine_id
-from bedplate.errors import BadQuestion, BedplateError
-from bedplate.facts.chips import Chip, Match, chips, find_chip
-from bedplate.facts.known_models import lookup, model_from_facts, understood
-from bedplate.values import Model, Parallelism, replaced
-from bedplate.values.units import memory as as_memory
+from bedplate.decide.estimate.engines import OTHER, get_timed_engine, get_traits
+from bedplate.decide.estimate.machine import MachineRates, make_chip_rates
+from bedplate.decide.estimate.physics import ModelShape, get_shape
+from bedplate.engines import EstimateTraits, load_engines
+from bedplate.engines.names import find_engine_id
+from bedplate.errors import BedplateError, UsageError
+from bedplate.facts.chips import Chip, ChipMatch, find_chip, load_chips
+from bedplate.facts.known_models import look_up_model, make_model_from_facts, parse_model_name
+from bedplate.values import Model, Parallelism, replace_fields
+from bedplate.values.units import format_memory as as_memory
 
 COLUMNS = (
     "row_id", "hardware", "count", "engine", "model", "quantization", "tensor_parallel", "parallelism", "concurrency",
@@ -37,11 +37,11 @@ PLAIN_GGUF_PARAMS = 50e9
 """Up to this size, a GGUF repository without a quantization in its name is mostly Q8_0, above it mostly Q4_K_M."""
 
 
-class Refused(NamedTuple):
+class PredictionRefusal(NamedTuple):
     why: str
 
 
-class Case(NamedTuple):
+class PublishedCase(NamedTuple):
     """A row with its hardware, model and engine identified."""
 
     row_id: str
@@ -51,9 +51,9 @@ class Case(NamedTuple):
     backend: str
     """cuda, rocm, vulkan, metal, cpu or sycl; of llama.cpp's builds also vulkan-amdvlk, rocm-wmma, and with hipBLASLt
     rocm-lt and rocm-wmma-lt."""
-    machine: Machine
+    machine: MachineRates
     chip: Chip
-    shape: Shape
+    shape: ModelShape
     model: Model
     devices: int | None
     """Total number of accelerators; `None` if not reported."""
@@ -73,57 +73,57 @@ class Case(NamedTuple):
     """The original texts of the row."""
 
 
-class Prediction(NamedTuple):
+class RowPrediction(NamedTuple):
     value: float
     low: float
     high: float
 
 
-def resolve(row: Mapping[str, str | None]) -> Case | Refused:
+def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
     """The row as a case that can be predicted, or why it cannot."""
     texts = {name: (row.get(name) or "").strip() for name in COLUMNS}
     metric = texts["metric"].lower()
     if metric not in METRICS:
         known = ", ".join(sorted(METRICS))
-        return Refused(f"unknown metric {metric!r}; known: {known}" if metric else "the metric is missing")
-    engine = engine_of(texts["engine"])
+        return PredictionRefusal(f"unknown metric {metric!r}; known: {known}" if metric else "the metric is missing")
+    engine = find_engine(texts["engine"])
     if engine is None:
-        return Refused("the engine is missing")
-    notes = parsed_notes(texts["notes"])
-    if (unread := _unread(texts)) is not None:
-        return Refused(unread)
+        return PredictionRefusal("the engine is missing")
+    notes = parse_notes(texts["notes"])
+    if (unread := _find_unreadable(texts)) is not None:
+        return PredictionRefusal(unread)
     try:
-        chip = _chip(texts["hardware"])
-        model = _model(texts["model"], texts["quantization"], engine, _hints(texts, notes))
-        count = _whole(texts["count"])
-        tensor = _whole(texts["tensor_parallel"])
-        layout = layout_of(texts["parallelism"], tensor)
+        chip = _get_chip(texts["hardware"])
+        model = _find_model(texts["model"], texts["quantization"], engine, _read_hints(texts, notes))
+        count = _parse_count(texts["count"])
+        tensor = _parse_count(texts["tensor_parallel"])
+        layout = parse_layout(texts["parallelism"], tensor)
     except BedplateError as error:
-        return Refused(error.message + (f" ({error.hint})" if error.hint else ""))
+        return PredictionRefusal(error.message + (f" ({error.hint})" if error.hint else ""))
     devices = count or (layout.tensor * layout.pipeline * layout.data if layout != Parallelism() or tensor else None)
-    backend = _backend(texts["backend"], chip, texts["engine"])
+    backend = _parse_backend(texts["backend"], chip, texts["engine"])
     if backend.startswith("rocm") and notes.get("hipblaslt") == "1":
         backend += "-lt"
     if backend == "cpu" and chip.kind != "cpu":
-        chip = _cpu_of(chip)
-    threads = _whole(notes.get("threads", ""))
-    concurrency, saturated = _concurrency(texts["concurrency"])
-    return Case(
+        chip = _get_cpu(chip)
+    threads = _parse_count(notes.get("threads", ""))
+    concurrency, saturated = _parse_concurrency(texts["concurrency"])
+    return PublishedCase(
         row_id=texts["row_id"],
         metric=metric,
         engine=engine,
         backend=backend,
-        machine=_machine(chip.name, (devices or 1) * chip.devices_per_card, threads, chip.kind == "cpu"),
+        machine=_get_machine(chip.name, (devices or 1) * chip.devices_per_card, threads, chip.kind == "cpu"),
         chip=chip,
-        shape=shape_of(model),
+        shape=get_shape(model),
         model=model,
         devices=devices,
         layout=layout,
         concurrency=concurrency,
         saturated=saturated,
-        prompt_tokens=_whole(texts["prompt_tokens"], zero=True),
-        output_tokens=_whole(texts["output_tokens"], zero=True),
-        depth=_whole(texts["context_depth"], zero=True),
+        prompt_tokens=_parse_count(texts["prompt_tokens"], zero=True),
+        output_tokens=_parse_count(texts["output_tokens"], zero=True),
+        depth=_parse_count(texts["context_depth"], zero=True),
         parallelism=texts["parallelism"],
         scenario=texts["scenario"],
         version=texts["engine_version"],
@@ -132,21 +132,21 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
     )
 
 
-def _unread(texts: Mapping[str, str]) -> str | None:
+def _find_unreadable(texts: Mapping[str, str]) -> str | None:
     """The error for a cell that cannot be read: ignoring it would predict something else."""
     for name in ("count", "tensor_parallel", "prompt_tokens", "output_tokens", "context_depth"):
-        if texts[name].lower() not in UNSAID and _whole(texts[name], zero=True) is None:
+        if texts[name].lower() not in UNSAID and _parse_count(texts[name], zero=True) is None:
             return f"{name}: {texts[name][:40]!r} is not a number"
-    if texts["concurrency"].lower() not in UNSAID and _concurrency(texts["concurrency"]) == (None, False):
+    if texts["concurrency"].lower() not in UNSAID and _parse_concurrency(texts["concurrency"]) == (None, False):
         return f"concurrency: {texts['concurrency'][:40]!r} is neither a number nor a word such as max or saturated"
     if texts["parallelism"].lower() not in UNSAID and not KNOWN_WAYS.search(texts["parallelism"].lower()):
         return f"parallelism: {texts['parallelism'][:40]!r} is not a known layout such as tp8 or pp2"
     return None
 
 
-def why_impossible(case: Case) -> str | None:
+def explain_impossible(case: PublishedCase) -> str | None:
     """Why the measurement is impossible, so that a prediction would be meaningless; `None` if it is possible."""
-    chip, engine = case.chip, all_engines().get(case.engine)
+    chip, engine = case.chip, load_engines().get(case.engine)
     on_cpu = chip.kind == "cpu" or case.backend == "cpu"
     name = engine.name if engine is not None else case.engine
     if engine is not None and not (
@@ -158,11 +158,11 @@ def why_impossible(case: Case) -> str | None:
     tokens = (case.prompt_tokens or 0) + (case.output_tokens or 0) + (case.depth or 0)
     if case.model.max_context and tokens > STRETCHED * case.model.max_context:
         return f"{tokens:,} tokens, but the context of {case.model.name} is {case.model.max_context:,}"
-    count, tensor = _whole(case.texts["count"]), _whole(case.texts["tensor_parallel"])
+    count, tensor = _parse_count(case.texts["count"]), _parse_count(case.texts["tensor_parallel"])
     # With a more detailed layout, the count may have another meaning.
     if count is not None and tensor is not None and tensor > count and not case.parallelism:
         return f"tensor_parallel is {tensor}, but count is {count}"
-    memory = _chip_memory(case.texts["hardware"]) or case.machine.memory_bytes
+    memory = _get_chip_memory(case.texts["hardware"]) or case.machine.memory_bytes
     if not on_cpu and memory is not None and case.metric not in SERVING_METRICS:
         devices = (case.devices or 1) * chip.devices_per_card
         if case.model.weight_bytes > ROUNDED_UP * memory * devices:
@@ -171,23 +171,23 @@ def why_impossible(case: Case) -> str | None:
     return None
 
 
-def engine_of(text: str) -> str | None:
+def find_engine(text: str) -> str | None:
     lowered = text.strip().lower()
     if not lowered:
         return None
-    named = engine_id(text) or next((engine for word, engine in _table_words() if word in lowered), OTHER)
-    return timed_as(named)
+    named = find_engine_id(text) or next((engine for word, engine in _list_table_words() if word in lowered), OTHER)
+    return get_timed_engine(named)
 
 
 @lru_cache(maxsize=1)
-def _table_words() -> tuple[tuple[str, str], ...]:
+def _list_table_words() -> tuple[tuple[str, str], ...]:
     """Words that identify an engine in an unusual spelling; the first match counts."""
-    named = [(one.table_names, one.id) for one in all_engines().values() if one.table_names is not None]
+    named = [(one.table_names, one.id) for one in load_engines().values() if one.table_names is not None]
     named.sort(key=lambda one: one[0].rank)
     return tuple((word, engine) for names, engine in named for word in names.words)
 
 
-def parsed_notes(text: str) -> dict[str, str]:
+def parse_notes(text: str) -> dict[str, str]:
     """Parse `a=1; b=2`; parts without `=` are ignored."""
     found = {}
     for piece in text.split(";"):
@@ -198,7 +198,7 @@ def parsed_notes(text: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(text: str, tensor: int | None = None) -> Parallelism:
+def parse_layout(text: str, tensor: int | None = None) -> Parallelism:
     """Parse `tp8 pp1 attn_dp4 moe_ep8`, `TP4,PP2`, `TEP8` or `DEP16`; other texts mean one replica of `tensor` devices.
 
     For a disaggregated layout, the decode workers count.
@@ -206,48 +206,48 @@ def layout_of(text: str, tensor: int | None = None) -> Parallelism:
     lowered = text.lower()
     decode = lowered.rpartition("decode")[2]
 
-    def said(pattern: str) -> int | None:
+    def find_count(pattern: str) -> int | None:
         found = re.search(pattern, decode)
         return max(1, int(found[1])) if found else None
 
-    if (ranks := said(r"\bdep\s*-?(\d{1,4})\b")) is not None:
+    if (ranks := find_count(r"\bdep\s*-?(\d{1,4})\b")) is not None:
         return Parallelism(tensor=1, data=ranks, expert=ranks, attention_data=ranks)
-    if (ranks := said(r"\btep\s*-?(\d{1,4})\b")) is not None:
+    if (ranks := find_count(r"\btep\s*-?(\d{1,4})\b")) is not None:
         return Parallelism(tensor=ranks, expert=ranks)
     return Parallelism(
-        tensor=said(r"(?<![a-z_])tp\s*[-=]?(\d{1,4})") or tensor or 1,
-        pipeline=said(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1,
-        data=said(r"(?<![a-z_])dp\s*[-=]?(\d{1,4})") or 1,
-        expert=said(r"(?<![a-z])(?:moe_)?ep\s*[-=]?(\d{1,4})") or 1,
-        attention_data=said(r"attn_dp\s*[-=]?(\d{1,4})") or 1,
+        tensor=find_count(r"(?<![a-z_])tp\s*[-=]?(\d{1,4})") or tensor or 1,
+        pipeline=find_count(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1,
+        data=find_count(r"(?<![a-z_])dp\s*[-=]?(\d{1,4})") or 1,
+        expert=find_count(r"(?<![a-z])(?:moe_)?ep\s*[-=]?(\d{1,4})") or 1,
+        attention_data=find_count(r"attn_dp\s*[-=]?(\d{1,4})") or 1,
     )
 
 
 @lru_cache(maxsize=4096)
-def _machine(chip_name: str, devices: int, threads: int | None, on_cpu: bool) -> Machine:
-    chip = chips()[chip_name]
-    return machine_from_chip(replaced(chip, kind="cpu") if on_cpu else chip, devices, threads=threads)
+def _get_machine(chip_name: str, devices: int, threads: int | None, on_cpu: bool) -> MachineRates:
+    chip = load_chips()[chip_name]
+    return make_chip_rates(replace_fields(chip, kind="cpu") if on_cpu else chip, devices, threads=threads)
 
 
-def _chip(text: str) -> Chip:
-    return _match(text).chip
+def _get_chip(text: str) -> Chip:
+    return _match_chip(text).chip
 
 
-def _chip_memory(text: str) -> int | None:
+def _get_chip_memory(text: str) -> int | None:
     """The memory that the row states, or the largest that the chip is sold with."""
-    found = _match(text)
+    found = _match_chip(text)
     options = found.chip.memory_options_gib
     return found.memory_bytes or (round(max(options) * 2**30) if options else None)
 
 
 @lru_cache(maxsize=4096)
-def _match(text: str) -> Match:
+def _match_chip(text: str) -> ChipMatch:
     if " / " in text:
-        raise BadQuestion(f"{text!r} is more than one machine")
+        raise UsageError(f"{text!r} is more than one machine")
     plain = re.sub(r"^\s*virtualized\s+|^\s*\[[^\]]*\]\s*", "", text, flags=re.IGNORECASE)
     try:
         return find_chip(plain, guess=True)
-    except BadQuestion:
+    except UsageError:
         # Text in parentheses has details of the same chip, or of the machine.
         outer = re.sub(r"\([^)]*\)|\[[^\]]*\]", " ", plain).strip()
         # The name of the board's vendor may precede that of the chip.
@@ -257,16 +257,16 @@ def _match(text: str) -> Match:
         return find_chip(outer, guess=True)
 
 
-def _cpu_of(chip: Chip) -> Chip:
+def _get_cpu(chip: Chip) -> Chip:
     """The CPU of a machine with this accelerator, for rows that ran on the CPU."""
     if chip.cpu is not None:
         return find_chip(chip.cpu, guess=True).chip
     if chip.unified and chip.cores:
-        return replaced(chip, kind="cpu")
-    raise BadQuestion(f"measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
+        return replace_fields(chip, kind="cpu")
+    raise UsageError(f"measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
 
 
-def _backend(text: str, chip: Chip, engine_text: str) -> str:
+def _parse_backend(text: str, chip: Chip, engine_text: str) -> str:
     lowered = f"{text} {engine_text}".lower()
     if chip.kind == "cpu":
         return "cpu"
@@ -282,22 +282,22 @@ def _backend(text: str, chip: Chip, engine_text: str) -> str:
     return {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}.get(chip.vendor, "other")
 
 
-def _concurrency(text: str) -> tuple[int | None, bool]:
+def _parse_concurrency(text: str) -> tuple[int | None, bool]:
     """Requests in flight, and whether the row says that the load is at saturation."""
-    found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", _without_commas(text))
+    found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", _drop_commas(text))
     if found:
         return max(1, int(found[1])), False
     saturated = bool(re.search(r"max|infinite|saturat|offline|inf\b", text, re.IGNORECASE))
     return None, saturated
 
 
-def _without_commas(text: str) -> str:
+def _drop_commas(text: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text)
 
 
-def _whole(text: str, *, zero: bool = False) -> int | None:
+def _parse_count(text: str, *, zero: bool = False) -> int | None:
     """Parse a count such as `8`, `8.0` or `1,024`; `None` if it is not one."""
-    found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", _without_commas(text))
+    found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", _drop_commas(text))
     if found is None:
         return None
     value = int(found[1])
@@ -313,13 +313,13 @@ class _Hints(NamedTuple):
     group: int | None
 
 
-def _hints(texts: Mapping[str, str], notes: Mapping[str, str]) -> _Hints:
+def _read_hints(texts: Mapping[str, str], notes: Mapping[str, str]) -> _Hints:
     group = re.search(r"\bg(\d{2,3})\b", texts["quantization"].lower())
-    size = _bytes(notes.get("file_bytes", "")) or _bytes(notes.get("file_size", ""))
-    return _Hints(size, _params(notes.get("params", "")), notes.get("gemm", ""), int(group[1]) if group else None)
+    size = _parse_bytes(notes.get("file_bytes", "")) or _parse_bytes(notes.get("file_size", ""))
+    return _Hints(size, _parse_params(notes.get("params", "")), notes.get("gemm", ""), int(group[1]) if group else None)
 
 
-def _bytes(text: str) -> float | None:
+def _parse_bytes(text: str) -> float | None:
     found = re.match(r"\s*([\d.]{1,20})\s*(B|[KMGT]i?B)?\s*$", text)
     if found is None or found[1].count(".") > 1 or not found[1].strip("."):
         return None
@@ -329,7 +329,7 @@ def _bytes(text: str) -> float | None:
     return value if value > 0 else None
 
 
-def _params(text: str) -> float | None:
+def _parse_params(text: str) -> float | None:
     found = re.match(r"\s*([\d.]{1,20})\s*([MBT])?\s*$", text)
     if found is None or found[1].count(".") > 1 or not found[1].strip("."):
         return None
@@ -338,28 +338,28 @@ def _params(text: str) -> float | None:
 
 
 @lru_cache(maxsize=4096)
-def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
+def _find_model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
     if not name:
-        raise BadQuestion("the model is missing")
-    traits = traits_of(engine)
-    label = _label(name, quantization, traits, hints)
+        raise UsageError("the model is missing")
+    traits = get_traits(engine)
+    label = _find_label(name, quantization, traits, hints)
     words = re.sub(r"\s*-\s*(medium|small|large)\b", "", name, flags=re.IGNORECASE) if label else name
-    found = lookup(f"{words} {label}".strip()) or (lookup(words) if label else None)
+    found = look_up_model(f"{words} {label}".strip()) or (look_up_model(words) if label else None)
     if found is None:
-        found = _unknown_model(name, label or understood(name).label, hints)
-    elif label is None and traits.kernels == "gguf" and found.format != "gguf" and _unlabelled_gguf(name):
-        found = lookup(f"{name} {_usual_gguf(name, found)}") or found
+        found = _make_unknown_model(name, label or parse_model_name(name).label, hints)
+    elif label is None and traits.kernels == "gguf" and found.format != "gguf" and _is_unlabelled_gguf(name):
+        found = look_up_model(f"{name} {_guess_gguf(name, found)}") or found
     if traits.kernels == "gguf" and found.quantization == "MXFP4" and label not in ("F16", "BF16"):
         found = _with_q8_rest(found)
     if traits.grouped_bits and hints.group and found.quantization_details is not None:
         # A 16-bit scale and a 16-bit bias for each group; the label assumes groups of 64.
-        found = _rescaled(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
+        found = _rescale(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
     if hints.file_bytes and hints.parameters and 0.5 < hints.parameters / max(found.parameters, 1) < 2:
-        found = _rescaled(found, hints.file_bytes + found.vision_weight_bytes)
+        found = _rescale(found, hints.file_bytes + found.vision_weight_bytes)
     return found
 
 
-def _label(name: str, quantization: str, traits: EstimateTraits, hints: _Hints) -> str | None:
+def _find_label(name: str, quantization: str, traits: EstimateTraits, hints: _Hints) -> str | None:
     """The quantization in the spelling of `known_models`."""
     text = re.sub(r"\bg\d{2,3}\b", " ", quantization.strip().lower())
     text = re.sub(r"\b(unset|none|uqff|gguf|exl2|exl3|default|auto)\b", " ", text).strip()
@@ -373,23 +373,23 @@ def _label(name: str, quantization: str, traits: EstimateTraits, hints: _Hints) 
         )
     if not text:
         return None
-    label = understood(f"x {text}").label
+    label = parse_model_name(f"x {text}").label
     if label is None and (bits := re.search(r"(\d(?:\.\d+)?)\s*-?bit", text)):
         return f"{bits[1]}-bit"
     return label
 
 
-def _unlabelled_gguf(name: str) -> bool:
-    return "gguf" in name.lower() and understood(name).label is None
+def _is_unlabelled_gguf(name: str) -> bool:
+    return "gguf" in name.lower() and parse_model_name(name).label is None
 
 
-def _usual_gguf(name: str, model: Model) -> str:
+def _guess_gguf(name: str, model: Model) -> str:
     if "qat" in name.lower():
         return "Q4_0"
     return "Q8_0" if model.parameters < PLAIN_GGUF_PARAMS else "Q4_K_M"
 
 
-def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
+def _make_unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
     """An unlisted model, from the sizes in its name and in the notes."""
     lowered = name.lower()
     several = re.search(r"(\d{1,3})x(\d{1,4}(?:\.\d+)?)b", lowered)
@@ -401,7 +401,7 @@ def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
     if billions is None and size:
         billions = float(size[1])
     if billions is None:
-        raise BadQuestion(f"unknown model {name[:100]!r}, and its name has no size")
+        raise UsageError(f"unknown model {name[:100]!r}, and its name has no size")
     facts: dict[str, object] = {"params_b": billions, "name": name[:200]}
     if active or several:
         facts["active_params_b"] = float(active[1]) if active else float(several[2]) * 1.8 if several else billions
@@ -409,26 +409,26 @@ def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
         facts["quantization"] = label
     if hints.file_bytes:
         facts["weight_gb"] = hints.file_bytes / 1e9
-    return model_from_facts(facts)
+    return make_model_from_facts(facts)
 
 
 def _with_q8_rest(model: Model) -> Model:
     """GGUF files of models that were trained in MXFP4 keep the experts in MXFP4 and store the rest as Q8_0."""
     factor = 8.5 / 16
     parts = tuple(
-        part if part.name in ("experts", "vision", "mtp") else replaced(part, bytes=round(part.bytes * factor))
+        part if part.name in ("experts", "vision", "mtp") else replace_fields(part, bytes=round(part.bytes * factor))
         for part in model.parts
     )
     saved = sum(part.bytes for part in model.parts) - sum(part.bytes for part in parts)
-    return replaced(model, parts=parts, weight_bytes=model.weight_bytes - saved)
+    return replace_fields(model, parts=parts, weight_bytes=model.weight_bytes - saved)
 
 
-def _rescaled(model: Model, weight_bytes: float) -> Model:
+def _rescale(model: Model, weight_bytes: float) -> Model:
     """The same model with `weight_bytes` in total; the size of a vision encoder does not change."""
     fixed = model.vision_weight_bytes
     factor = (weight_bytes - fixed) / max(1, model.weight_bytes - fixed)
     parts = tuple(
-        part if part.name in ("vision", "mtp") else replaced(part, bytes=round(part.bytes * factor))
+        part if part.name in ("vision", "mtp") else replace_fields(part, bytes=round(part.bytes * factor))
         for part in model.parts
     )
-    return replaced(model, parts=parts, weight_bytes=round(weight_bytes))
+    return replace_fields(model, parts=parts, weight_bytes=round(weight_bytes))

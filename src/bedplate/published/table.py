@@ -6,9 +6,9 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.published.predict import predict
-from bedplate.published.rows import OUTPUT_COLUMNS, Refused
+from bedplate.published.rows import OUTPUT_COLUMNS, PredictionRefusal
 
 NEEDED = ("hardware", "engine", "model", "metric")
 LONGEST_CELL = 1 << 20
@@ -22,9 +22,9 @@ def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | 
         reader = csv.DictReader(source)
         columns = [(column or "").strip().lower() for column in reader.fieldnames or ()]
         if not columns:
-            raise BadQuestion(f"{name} is empty", hint=f"the first line must name the columns: {', '.join(NEEDED)} …")
+            raise UsageError(f"{name} is empty", hint=f"the first line must name the columns: {', '.join(NEEDED)} …")
         if missing := [column for column in NEEDED if column not in columns]:
-            raise BadQuestion(
+            raise UsageError(
                 f"{name} has no column {missing[0]!r}",
                 cause=f"it has {', '.join(columns[:20])}"[:300],
                 hint=f"required columns: {', '.join(NEEDED)}",
@@ -32,17 +32,17 @@ def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | 
         reader.fieldnames = columns
         return list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise BadQuestion(f"{name} is not a CSV table in UTF-8", cause=str(error)) from error
+        raise UsageError(f"{name} is not a CSV table in UTF-8", cause=str(error)) from error
 
 
-def predictions(
+def predict_rows(
     table: Iterable[Mapping[str, str | None]], done: Callable[[int], None] = lambda count: None
 ) -> Iterator[tuple[str, ...]]:
     """The rows of the output in the table's order; rows without an id get their number."""
     for number, row in enumerate(table, 1):
         found = predict(row)
         row_id = (row.get("row_id") or "").strip() or str(number)
-        if isinstance(found, Refused):
+        if isinstance(found, PredictionRefusal):
             yield row_id, "", "", "", found.why
         else:
             yield row_id, *(f"{value:.6g}" for value in found), ""

@@ -9,21 +9,29 @@ from typing import NamedTuple
 
 from bedplate.decide.estimate.batching import (
     Layout,
+    RankWork,
     Waits,
-    Work,
-    efficiencies,
-    layout_on,
-    usual_kv_bits,
-    weight_type,
-    work_of,
+    choose_kv_bits,
+    classify_weights,
+    count_rank_work,
+    get_efficiencies,
+    limit_layout,
 )
-from bedplate.decide.estimate.engines import traits_of
-from bedplate.decide.estimate.machine import Machine, machine_from_chip
-from bedplate.decide.estimate.physics import prefill_floor_s
-from bedplate.decide.estimate.serving import NO_LIMIT, Answer, Question, Way, answer, band, token_floor_s
+from bedplate.decide.estimate.engines import get_traits
+from bedplate.decide.estimate.machine import MachineRates, make_chip_rates
+from bedplate.decide.estimate.physics import compute_prefill_floor_s
+from bedplate.decide.estimate.serving import (
+    NO_LIMIT,
+    ServingLoad,
+    ServingTimes,
+    Way,
+    compute_times,
+    compute_token_floor_s,
+    get_band,
+)
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
-from bedplate.published.rows import Case, Prediction, Refused
+from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction
 
 MOST_SEQUENCES = 2048.0
 """Maximum concurrent sequences of an engine at saturation (trtllm-bench's default)."""
@@ -61,39 +69,39 @@ class Workers(NamedTuple):
     """Whether decode workers use attention data parallelism."""
 
     @property
-    def counted(self) -> bool:
+    def has_counts(self) -> bool:
         return self.prefills > 0 and self.decodes > 0
 
 
-class Asked(NamedTuple):
+class RowLoad(NamedTuple):
     """A row as a load for the estimator, with the values to compute the row's metric from the result."""
 
-    question: Question
-    machine: Machine
+    question: ServingLoad
+    machine: MachineRates
     layout: Layout
     context: float
     kv_bits: float
 
 
-def predict(case: Case) -> Prediction | Refused:
+def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
     """A row's metric with its error band, or why there is none."""
-    found = asked(case)
-    if isinstance(found, Refused):
+    found = find_load(case)
+    if isinstance(found, PredictionRefusal):
         return found
     question, layout = found.question, found.layout
     if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
-        return Refused(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
-    e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
-    got = answer(question, e)
-    floor = token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
-    value = _metric(case, found, got, floor)
-    low, high = band(question.way, case.metric).around(value)
-    return Prediction(value, low, high)
+        return PredictionRefusal(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
+    e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
+    got = compute_times(question, e)
+    floor = compute_token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
+    value = _compute_metric(case, found, got, floor)
+    low, high = get_band(question.way, case.metric).get_bounds(value)
+    return RowPrediction(value, low, high)
 
 
-def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
+def _compute_metric(case: PublishedCase, found: RowLoad, got: ServingTimes, floor_s: float) -> float:
     question, layout = found.question, found.layout
-    work: Work = question.work
+    work: RankWork = question.work
     first_s, token_s = float(got.first_s), max(float(got.token_s), floor_s)
     # With fewer requests than replicas, some replicas are idle.
     busy = min(layout.replicas, case.concurrency) if case.concurrency is not None else layout.replicas
@@ -102,7 +110,7 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
         return token_s * 1e3
     if case.metric == "ttft_ms":
         ranks = layout.ranks * layout.pipeline
-        return max(first_s, prefill_floor_s(case.shape, found.machine, question.prompts.prompt, ranks)) * 1e3
+        return max(first_s, compute_prefill_floor_s(case.shape, found.machine, question.prompts.prompt, ranks)) * 1e3
     if case.metric == "latency_ms":
         return (first_s + (work.output - 1) * token_s) * 1e3
     if case.metric == "samples_s":
@@ -113,41 +121,43 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
     return tok_s
 
 
-def asked(case: Case) -> Asked | Refused:
+def find_load(case: PublishedCase) -> RowLoad | PredictionRefusal:
     """The row as a load; missing values are those that are usual for its kind of benchmark."""
-    lengths = _lengths(case)
+    lengths = _find_lengths(case)
     if lengths is None:
-        return Refused("the row has neither prompt and output lengths nor a known dataset")
+        return PredictionRefusal("the row has neither prompt and output lengths nor a known dataset")
     if not case.machine.bandwidth_bytes_s or case.machine.kind != "gpu":
-        return Refused("serving under load is estimated for accelerators only")
+        return PredictionRefusal("serving under load is estimated for accelerators only")
     if "mlperf" in case.scenario.lower():
-        return _submission(case, *lengths)
-    divided = arranged(case)
+        return _make_submission_load(case, *lengths)
+    divided = parse_arrangement(case)
     if isinstance(divided, Workers):
-        return _workers(case, divided, *lengths)
-    divided = layout_on(divided, case.shape)
+        return _make_worker_load(case, divided, *lengths)
+    divided = limit_layout(divided, case.shape)
     if case.saturated:
-        return _asked(case, "saturated", divided, lengths, NO_LIMIT, MOST_SEQUENCES)
+        return _make_load(case, "saturated", divided, lengths, NO_LIMIT, MOST_SEQUENCES)
     if case.concurrency is None:
-        return Refused("the row has no number of requests in flight")
+        return PredictionRefusal("the row has no number of requests in flight")
     lowered = case.scenario.lower()
     way: Way = "wave" if "static" in lowered or "serving bench" in lowered else "steady"
-    return _asked(case, way, divided, lengths, max(1.0, case.concurrency / divided.replicas), NO_LIMIT)
+    return _make_load(case, way, divided, lengths, max(1.0, case.concurrency / divided.replicas), NO_LIMIT)
 
 
-def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float) -> Asked:
-    machine = _machine(case.chip, layout.ranks * layout.pipeline)
-    bits = usual_kv_bits(case.shape)
+def _make_load(
+    case: PublishedCase, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float
+) -> RowLoad:
+    machine = _get_machine(case.chip, layout.ranks * layout.pipeline)
+    bits = choose_kv_bits(case.shape)
     (prompt, output), depth = lengths, case.depth or 0
-    work = work_of(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
-    complete = float(traits_of(case.engine).reserves_answer)
-    guessing = recipes.guessing(case, layout)
-    waits = recipes.waits(case, layout, guessing)
-    question = Question(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
-    return Asked(question, machine, layout, depth + prompt + output / 2, bits)
+    work = count_rank_work(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
+    complete = float(get_traits(case.engine).reserves_answer)
+    guessing = recipes.count_drafted_tokens(case, layout)
+    waits = recipes.get_waits(case, layout, guessing)
+    question = ServingLoad(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
+    return RowLoad(question, machine, layout, depth + prompt + output / 2, bits)
 
 
-def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
+def _make_submission_load(case: PublishedCase, prompt: int, output: int) -> RowLoad | PredictionRefusal:
     """An MLPerf submission: all accelerators of all nodes, in the smallest replicas that hold enough requests."""
     nodes = int(case.notes["nodes"]) if case.notes.get("nodes", "").isdigit() else 1
     devices = (case.devices or 1) * max(1, nodes)
@@ -155,39 +165,41 @@ def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
     if kind == "singlestream":
         # MLPerf reports the 90th percentile, which the longest outputs determine.
         layout = Layout(tensor=case.devices or 1)
-        return _asked(case, "steady", layout, (prompt, max(output, MLPERF_LONGEST)), 1.0, NO_LIMIT)
+        return _make_load(case, "steady", layout, (prompt, max(output, MLPERF_LONGEST)), 1.0, NO_LIMIT)
     ways: dict[str, Way] = {"offline": "offline", "server": "server", "interactive": "interactive"}
     if kind not in ways:
-        return Refused(f"unknown MLPerf scenario {kind!r}")
+        return PredictionRefusal(f"unknown MLPerf scenario {kind!r}")
     tensor = 1
     while True:
         layout = Layout(tensor=tensor, expert=1, replicas=max(1, devices // tensor))
-        found = _asked(case, ways[kind], layout, (prompt, output), NO_LIMIT, MOST_SEQUENCES)
+        found = _make_load(case, ways[kind], layout, (prompt, output), NO_LIMIT, MOST_SEQUENCES)
         enough = found.question.work.room_bytes > RESIDENT_AT_LEAST * found.question.work.held_bytes
         if enough or tensor * 2 > (case.devices or 1):
             return found
         tensor *= 2
 
 
-def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | Refused:
+def _make_worker_load(case: PublishedCase, workers: Workers, prompt: int, output: int) -> RowLoad | PredictionRefusal:
     streams = case.concurrency or workers.streams
     if streams is None:
-        return Refused("the row has no number of requests in flight")
-    shape, bits = case.shape, usual_kv_bits(case.shape)
-    setup = _setup(case, workers)
-    if setup is None and (why := _indivisible(case, workers)):
-        return Refused(why)
-    decode = _at_least_holding(case, setup.decode if setup else workers.decode)
+        return PredictionRefusal("the row has no number of requests in flight")
+    shape, bits = case.shape, choose_kv_bits(case.shape)
+    setup = _find_setup(case, workers)
+    if setup is None and (why := _explain_indivisible(case, workers)):
+        return PredictionRefusal(why)
+    decode = _grow_to_hold(case, setup.decode if setup else workers.decode)
     prefill = setup.prefill if setup else workers.prefill
     if prefill.attention_data == 1:
-        prefill = _at_least_holding(case, prefill)
-    spread = layout_on(Layout(1, decode.ranks, decode.ranks), shape)
-    machine = _machine(case.chip, decode.ranks)
-    question = Question(
+        prefill = _grow_to_hold(case, prefill)
+    spread = limit_layout(Layout(1, decode.ranks, decode.ranks), shape)
+    machine = _get_machine(case.chip, decode.ranks)
+    question = ServingLoad(
         way="apart",
-        work=work_of(machine, shape, layout_on(decode, shape), prompt, output, bits),
-        spread=work_of(machine, shape, spread, prompt, output, bits),
-        prompts=work_of(_machine(case.chip, prefill.ranks), shape, layout_on(prefill, shape), prompt, output, bits),
+        work=count_rank_work(machine, shape, limit_layout(decode, shape), prompt, output, bits),
+        spread=count_rank_work(machine, shape, spread, prompt, output, bits),
+        prompts=count_rank_work(
+            _get_machine(case.chip, prefill.ranks), shape, limit_layout(prefill, shape), prompt, output, bits
+        ),
         streams=float(streams),
         slots=NO_LIMIT,
         complete=0.0,
@@ -195,8 +207,8 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
     )
     if setup is None:
         if _overfills(question):
-            return Refused(f"the row has no number of decode workers, and one cannot hold {streams} streams")
-        return Asked(question, machine, decode, prompt + output / 2, bits)
+            return PredictionRefusal(f"the row has no number of decode workers, and one cannot hold {streams} streams")
+        return RowLoad(question, machine, decode, prompt + output / 2, bits)
     question = question._replace(
         slots=setup.slots,
         prefills=setup.prefills,
@@ -205,19 +217,19 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
         guessing=setup.guessing,
         waits=Waits(pass_tokens=setup.pass_tokens),
     )
-    return Asked(question, machine, decode, prompt + output / 2, bits)
+    return RowLoad(question, machine, decode, prompt + output / 2, bits)
 
 
-def _setup(case: Case, workers: Workers) -> recipes.Setup | None:
+def _find_setup(case: PublishedCase, workers: Workers) -> recipes.WorkerSetup | None:
     """The number of workers from the row, or from the recipe that produced it."""
-    if not workers.counted:
-        return recipes.setup_of(case, workers.prefill, workers.decode)
-    return recipes.Setup(
+    if not workers.has_counts:
+        return recipes.find_setup(case, workers.prefill, workers.decode)
+    return recipes.WorkerSetup(
         workers.prefill, workers.decode, workers.prefills, workers.decodes, float(workers.dealt), 0.0, NO_LIMIT
     )
 
 
-def _indivisible(case: Case, workers: Workers) -> str | None:
+def _explain_indivisible(case: PublishedCase, workers: Workers) -> str | None:
     """Why the row's ranks cannot be those of one worker, so that the workers' layout is unknown."""
     fewest = min(workers.prefill.ranks, workers.decode.ranks)
     if case.shape.total_bytes > fewest * (case.machine.memory_bytes or math.inf):
@@ -231,14 +243,14 @@ def _indivisible(case: Case, workers: Workers) -> str | None:
     return None
 
 
-def _overfills(question: Question) -> bool:
+def _overfills(question: ServingLoad) -> bool:
     """Whether one decode worker has too little memory for the caches, with any parallelism of attention."""
     divided, dealt = question.work, question.spread
     room = max(divided.room_bytes / divided.held_bytes, question.ranks * dealt.room_bytes / dealt.held_bytes)
     return bool(question.streams > room)
 
 
-def _at_least_holding(case: Case, layout: Layout) -> Layout:
+def _grow_to_hold(case: PublishedCase, layout: Layout) -> Layout:
     """The layout with at least as many ranks as the weights need."""
     memory = (case.machine.memory_bytes or 0) * 0.85
     ranks = layout.ranks
@@ -248,17 +260,17 @@ def _at_least_holding(case: Case, layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _machine_named(name: str, devices: int) -> Machine:
-    from bedplate.facts.chips import chips
+def _load_machine(name: str, devices: int) -> MachineRates:
+    from bedplate.facts.chips import load_chips
 
-    return machine_from_chip(chips()[name], devices)
-
-
-def _machine(chip: Chip, devices: int) -> Machine:
-    return _machine_named(chip.name, devices)
+    return make_chip_rates(load_chips()[name], devices)
 
 
-def _lengths(case: Case) -> tuple[int, int] | None:
+def _get_machine(chip: Chip, devices: int) -> MachineRates:
+    return _load_machine(chip.name, devices)
+
+
+def _find_lengths(case: PublishedCase) -> tuple[int, int] | None:
     if case.prompt_tokens is not None and case.output_tokens:
         share = recipes.MEAN_LENGTH if recipes.is_result(case) else 1.0
         return max(1, round(case.prompt_tokens * share)), max(1, round(case.output_tokens * share))
@@ -270,11 +282,11 @@ def _lengths(case: Case) -> tuple[int, int] | None:
     return None
 
 
-def arranged(case: Case) -> Layout | Workers:
+def parse_arrangement(case: PublishedCase) -> Layout | Workers:
     """The layout of a row's accelerators, parsed from the column `parallelism`."""
     text = case.parallelism.lower()
     if text.startswith("disagg") or (case.scenario.lower() == "disagg" and "decode" in text):
-        return _disaggregated(text)
+        return _parse_disaggregated(text)
     sizes = {
         name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
     }
@@ -288,7 +300,7 @@ def arranged(case: Case) -> Layout | Workers:
     groups = sizes.get("attn_dp") or 0
     cut, expert = max(1, sizes.get("moe_tp") or 1), max(1, sizes.get("moe_ep") or sizes.get("ep") or 1)
     if "attn_dp" in text and not groups:
-        tensor, groups = _unsaid_groups(case, tensor, cut * expert)
+        tensor, groups = _infer_groups(case, tensor, cut * expert)
     groups = max(1, groups)
     if cut == expert > 1 and tensor * groups == cut * expert:
         # Some tools write both kinds of expert division for the same ranks.
@@ -305,7 +317,7 @@ def arranged(case: Case) -> Layout | Workers:
     return Layout(tensor, groups, expert, stages, replicas)
 
 
-def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int]:
+def _infer_groups(case: PublishedCase, tensor: int, expert_ranks: int) -> tuple[int, int]:
     """Attention groups that a table omits: computed from the expert ranks, or from the batch of one rank."""
     groups = max(1, expert_ranks // tensor)
     batch = case.notes.get("batch_size", "")
@@ -315,7 +327,7 @@ def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int
     return tensor, groups
 
 
-def _disaggregated(text: str) -> Workers:
+def _parse_disaggregated(text: str) -> Workers:
     sides, counts = [], []
     streams, dealt = 0, False
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:

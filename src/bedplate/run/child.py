@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate.run.warden import guarded
+from bedplate.run.warden import wrap_with_warden
 
 
-class Ended(NamedTuple):
+class ChildResult(NamedTuple):
     code: int
     """Its exit status; 128 plus the signal's number if a signal ended it."""
     output: str
@@ -25,7 +25,7 @@ def run_child(
     limit_s: float | None = None,
     cwd: Path | None = None,
     log: Path | None = None,
-) -> Ended:
+) -> ChildResult:
     """Runs `argv` and returns its output. `tick` is called regularly with the pid of its topmost process.
 
     With `log`, the output is written to that file instead, and can be read while the program runs.
@@ -34,7 +34,7 @@ def run_child(
     lifeline_end, lifeline = os.pipe()
     try:
         process = subprocess.Popen(
-            guarded(argv),
+            wrap_with_warden(argv),
             env=env,
             cwd=cwd,
             stdin=lifeline_end,
@@ -70,4 +70,4 @@ def run_child(
             process.wait()
     # A warden's reports repeat its exit status, except for the reason why a program could not be started.
     rest = reports.partition("failed ")[2] if os.name == "posix" else reports
-    return Ended(process.returncode, (output or "") + rest)
+    return ChildResult(process.returncode, (output or "") + rest)

@@ -8,16 +8,16 @@ import os
 import secrets
 from pathlib import Path
 
-from bedplate.home import disk_failure, home
+from bedplate.home import get_home, make_disk_failure
 
 
 def read_stable_key(engine_id: str) -> str:
     """One key for each engine of this home, derived from a secret that only this user may read."""
-    file = home() / "engine-secret"
+    file = get_home() / "engine-secret"
     try:
         secret = file.read_bytes() if file.exists() else write_secret(file)
     except OSError as error:
-        raise disk_failure(error, file) from error
+        raise make_disk_failure(error, file) from error
     return hmac.digest(secret, engine_id.encode(), "sha256").hex()
 
 

@@ -7,17 +7,17 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from bedplate.decide.engine_map import Row, Situation
-from bedplate.run.environments import Environment
+from bedplate.decide.engine_map import EngineRow, Situation
+from bedplate.run.environments import EngineEnvironment
 from bedplate.values.record import Record
 
 E = TypeVar("E", bound="EngineEntry")
 
 
-class EngineEntry(Row, frozen=True, kw_only=True):
+class EngineEntry(EngineRow, frozen=True, kw_only=True):
     """One engine and its installed environments."""
 
-    installed: tuple[Environment, ...]
+    installed: tuple[EngineEnvironment, ...]
 
 
 class EngineList(Record, frozen=True, kw_only=True):
@@ -34,6 +34,6 @@ class EnginePage(EngineEntry, frozen=True, kw_only=True):
     schema: Literal["engine/1"] = "engine/1"
 
 
-def add_environments(kind: type[E], row: Row, installed: Sequence[Environment]) -> E:
+def add_environments(kind: type[E], row: EngineRow, installed: Sequence[EngineEnvironment]) -> E:
     own = tuple(environment for environment in installed if environment.engine == row.engine)
     return kind(**msgspec.structs.asdict(row), installed=own)

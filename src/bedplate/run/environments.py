@@ -19,16 +19,22 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from bedplate.engines import BorrowedLibrary, Engine, Recipe
+from bedplate.engines import BorrowedLibrary, Engine, EnvironmentRecipe
 from bedplate.engines.base import NO_VERSION
-from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
-from bedplate.progress import Progress, Silent
+from bedplate.errors import ExternalFailure, UsageError
+from bedplate.home import check_free_space, ensure_writable, get_engines_dir, hold_lock, make_disk_failure
+from bedplate.progress import Progress, SilentProgress
 from bedplate.run.child import run_child
-from bedplate.run.uv import pinned_packages, python_for_engines, run_uv, torch_arguments, torch_backend
+from bedplate.run.uv import (
+    build_torch_arguments,
+    choose_torch_backend,
+    find_engine_python,
+    list_pinned_packages,
+    run_uv,
+)
 from bedplate.values import Launch
 from bedplate.values.decision import Device
-from bedplate.values.units import size
+from bedplate.values.units import format_size
 
 _MANIFEST = "bedplate.json"
 """Written last, in a folder that is then renamed: a folder with a manifest is a finished environment."""
@@ -42,7 +48,7 @@ _ADOPTED, _PROGRAMS = "adopted", "programs"
 """The folder with the record of an adopted Python or program, and its subfolder with bedplate's own programs."""
 
 
-class Environment(msgspec.Struct, frozen=True, kw_only=True):
+class EngineEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """One installed engine."""
 
     engine: str
@@ -63,7 +69,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interpreter(self) -> Path:
-        return Path(self.adopted) if self.adopted else _interpreter(Path(self.path))
+        return Path(self.adopted) if self.adopted else _get_interpreter(Path(self.path))
 
     @property
     def programs(self) -> Path:
@@ -76,77 +82,77 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.path) / self.program if self.program else None
 
     @property
-    def theirs(self) -> str | None:
+    def adopted_path(self) -> str | None:
         """The user's interpreter or program, if it was adopted."""
         return self.adopted or (self.program if not self.built else None)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return (self.server or self.interpreter).exists()
 
 
-def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> Path:
+def get_environment_path(engine: Engine, recipe: EnvironmentRecipe, device: Device = "cpu") -> Path:
     """The folder of this recipe's environment. Other pins or another Python have another folder: none is modified."""
-    programs = [shipped(file) for _, file in recipe.programs]
+    programs = [read_shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    optional = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
+    optional = [one for one in (recipe.removes, recipe.bare, choose_torch_backend(recipe.packages, device)) if one]
     what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *optional))
-    return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
+    return get_engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
-def compiled_dir(engine_id: str, version: str) -> Path:
+def get_compiled_dir(engine_id: str, version: str) -> Path:
     """The folder for what a version of an engine compiles for its models; it is removed with the engine."""
-    return engines_dir() / engine_id / "compiled" / version
+    return get_engines_dir() / engine_id / "compiled" / version
 
 
-def find_environment(engine: Engine, device: Device = "cpu") -> Environment | None:
+def find_environment(engine: Engine, device: Device = "cpu") -> EngineEnvironment | None:
     """The engine's environment for a device; an adopted one takes precedence."""
     if adopted := find_adopted(engine):
         return adopted
     recipe = engine.recipe_for(device)
-    return read(environment_path(engine, recipe, device)) if recipe is not None else None
+    return read_environment(get_environment_path(engine, recipe, device)) if recipe is not None else None
 
 
 def make_environment(
     engine: Engine, progress: Progress | None = None, device: Device = "cpu", *, own: bool = False
-) -> Environment:
+) -> EngineEnvironment:
     """The engine's environment, installed on the first call; `own`: bedplate's, even if another one was adopted."""
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     if not own and (adopted := find_adopted(engine)):
         return adopted
-    recipe = _recipe(engine, device)
-    path = environment_path(engine, recipe, device)
-    if existing := read(path):
+    recipe = _get_recipe(engine, device)
+    path = get_environment_path(engine, recipe, device)
+    if existing := read_environment(path):
         return existing
-    writable(engines_dir())
+    ensure_writable(get_engines_dir())
     try:
         # One lock for all environments of an engine, outside the folder that a removal deletes.
-        with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
-            return read(path) or _install(engine, recipe, path, device, progress)
+        with hold_lock(get_engines_dir() / engine.id, f"installing {engine.name}", progress.note):
+            return read_environment(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:
-        raise disk_failure(error, path.parent) from error
+        raise make_disk_failure(error, path.parent) from error
 
 
-def find_adopted(engine: Engine) -> Environment | None:
+def find_adopted(engine: Engine) -> EngineEnvironment | None:
     """The adopted environment of this engine; bedplate's programs for it are updated to this version."""
-    path = _adopted_path(engine)
-    record = _record(path)
+    path = _get_adopted_path(engine)
+    record = _read_record(path)
     if record is None or (engine.is_version_named and record.version not in (engine.version, *NO_VERSION)):
         return None
-    if not record.whole:
+    if not record.is_complete:
         what = "program" if record.program else "Python"
-        raise OutsideFailed(
-            f"the {what} that was registered for {engine.name} does not exist: {record.theirs}",
+        raise ExternalFailure(
+            f"the {what} that was registered for {engine.name} does not exist: {record.adopted_path}",
             hint=f"run `bedplate engines forget {engine.id}`, or register another one with `bedplate engines use`",
         )
     if engine.recipe is not None and record.adopted:
-        _put_programs(engine.recipe, path / _PROGRAMS)
+        _write_programs(engine.recipe, path / _PROGRAMS)
     return record
 
 
-def registered_versions() -> dict[str, str]:
+def read_registered_versions() -> dict[str, str]:
     """The version of each engine whose Python or program was registered with `bedplate engines use`."""
-    found = (_record(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/{_ADOPTED}/{_MANIFEST}")))
+    found = (_read_record(manifest.parent) for manifest in sorted(get_engines_dir().glob(f"*/{_ADOPTED}/{_MANIFEST}")))
     return {one.engine: one.version for one in found if one is not None and one.version not in NO_VERSION}
 
 
@@ -154,74 +160,72 @@ def check_version(engine: Engine) -> None:
     """Raises an error for a requested version that is neither registered nor the one that bedplate installs."""
     if not engine.is_version_named or engine.version == engine.pinned_version or find_adopted(engine) is not None:
         return
-    registered = _record(_adopted_path(engine))
-    raise BadQuestion(
+    registered = _read_record(_get_adopted_path(engine))
+    raise UsageError(
         f"{engine.name} {engine.version} is not installed",
-        cause=f"{registered.theirs} has version {registered.version}" if registered is not None else None,
+        cause=f"{registered.adopted_path} has version {registered.version}" if registered is not None else None,
         hint=f"register an environment that has it: bedplate engines use {engine.id} --python PATH; without a version, "
         f"{engine.pinned_version if registered is None else registered.version} is used",
     )
 
 
-def adopt(engine: Engine, python: Path) -> Environment:
+def adopt_python(engine: Engine, python: Path) -> EngineEnvironment:
     """Registers a Python that has the engine's packages; it is used instead of an environment of bedplate."""
     # Not resolved: Python finds its virtual environment by the path of the link to the interpreter.
     python = python.expanduser().absolute()
     if python.is_dir():
-        python = _interpreter(python)
+        python = _get_interpreter(python)
     if not python.is_file():
-        raise BadQuestion(f"{python} is not a Python interpreter", hint="give a path such as ~/my-env/bin/python")
+        raise UsageError(f"{python} is not a Python interpreter", hint="give a path such as ~/my-env/bin/python")
     check = engine.recipe.check if engine.recipe is not None else f"import {re.sub(r'[^a-z0-9]', '_', engine.id)}"
-    if (why := _fails(python, check, isolated=False)) is not None:
-        raise OutsideFailed(
-            f"{engine.name} does not run in {python}", cause=why, hint=_hint_for_adopting(engine.recipe, python)
+    if (why := _run_check(python, check, isolated=False)) is not None:
+        raise ExternalFailure(
+            f"{engine.name} does not run in {python}", cause=why, hint=_suggest_packages(engine.recipe, python)
         )
     ended = run_child([str(python), "-c", _DESCRIBE], limit_s=CHECK_LIMIT_S)
     version, *packages = ended.output.split() if ended.code == 0 else ["unknown"]
-    found = Environment(
+    found = EngineEnvironment(
         engine=engine.id,
-        version=_version_among(packages, engine) or "unknown",
-        path=str(_adopted_path(engine)),
+        version=_find_version(packages, engine) or "unknown",
+        path=str(_get_adopted_path(engine)),
         packages=tuple(packages),
         python=version,
-        made_at=now(),
+        made_at=format_now(),
         disk_bytes=0,
         adopted=str(python),
     )
-    return _adopted(engine, found)
+    return _write_adopted(engine, found)
 
 
-def adopt_program(engine: Engine, program: Path) -> Environment:
+def adopt_program(engine: Engine, program: Path) -> EngineEnvironment:
     """Registers a server program of the user, such as one from a package manager."""
     program = program.expanduser().absolute()
     if engine.build is None:
-        raise BadQuestion(
+        raise UsageError(
             f"{engine.name} is a Python package, not a separate program",
             hint=f"bedplate engines use {engine.id} --python PATH",
         )
     if program.is_dir():
         program /= engine.build.programs[0]
     if not program.is_file():
-        raise BadQuestion(
-            f"{program} is not a program", hint=f"give a path such as /opt/bin/{engine.build.programs[0]}"
-        )
-    version, why = program_version(program)
+        raise UsageError(f"{program} is not a program", hint=f"give a path such as /opt/bin/{engine.build.programs[0]}")
+    version, why = read_program_version(program)
     if version is None:
-        raise OutsideFailed(f"{program} does not run", cause=why, hint="check that it was built for this machine")
-    found = Environment(
+        raise ExternalFailure(f"{program} does not run", cause=why, hint="check that it was built for this machine")
+    found = EngineEnvironment(
         engine=engine.id,
         version=version,
-        path=str(_adopted_path(engine)),
+        path=str(_get_adopted_path(engine)),
         packages=(),
         python="",
-        made_at=now(),
+        made_at=format_now(),
         disk_bytes=0,
         program=str(program),
     )
-    return _adopted(engine, found)
+    return _write_adopted(engine, found)
 
 
-def program_version(
+def read_program_version(
     program: Path, env: Mapping[str, str] | None = None, limit_s: float = CHECK_LIMIT_S
 ) -> tuple[str | None, str]:
     """The version that `--version` prints, or why it fails."""
@@ -230,70 +234,70 @@ def program_version(
     except (TimeoutError, OSError) as error:
         return None, str(error)
     if ended.code != 0:
-        return None, (ended.output.strip().splitlines() or [exit_words(ended.code)])[-1]
-    return read_version(ended.output) or "unknown", ""
+        return None, (ended.output.strip().splitlines() or [describe_exit(ended.code)])[-1]
+    return parse_version(ended.output) or "unknown", ""
 
 
-def read_version(text: str) -> str | None:
+def parse_version(text: str) -> str | None:
     """Finds the version in the output of `--version`."""
     found = re.search(r"version:?\s+v?(\S+)(?:\s+\((?:[^)]*\b)?(\w+)\))?", text)
     return "-".join(filter(None, found.groups())) if found else None
 
 
-def _adopted(engine: Engine, found: Environment) -> Environment:
+def _write_adopted(engine: Engine, found: EngineEnvironment) -> EngineEnvironment:
     path = Path(found.path)
     try:
-        with locked(path.parent, f"installing {engine.name}"):
+        with hold_lock(path.parent, f"installing {engine.name}"):
             if engine.recipe is not None and found.adopted:
-                _put_programs(engine.recipe, path / _PROGRAMS)
-            writable(path)
-            _replace(path / _MANIFEST, msgspec.json.encode(found))
+                _write_programs(engine.recipe, path / _PROGRAMS)
+            ensure_writable(path)
+            _write_atomically(path / _MANIFEST, msgspec.json.encode(found))
     except OSError as error:
-        raise disk_failure(error, path) from error
+        raise make_disk_failure(error, path) from error
     return found
 
 
-def forget(engine: Engine) -> Environment:
+def forget_environment(engine: Engine) -> EngineEnvironment:
     """Removes the record of an adopted Python or program; the Python or program itself is not changed."""
-    path = _adopted_path(engine)
-    record = _record(path)
+    path = _get_adopted_path(engine)
+    record = _read_record(path)
     if record is None:
-        raise BadQuestion(
+        raise UsageError(
             f"no Python or program is registered for {engine.name}",
             hint=f"bedplate engines use {engine.id} --python PATH registers one",
         )
     try:
-        with locked(path.parent, f"installing {engine.name}"):
+        with hold_lock(path.parent, f"installing {engine.name}"):
             (path / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
     except OSError as error:
-        raise disk_failure(error, path) from error
+        raise make_disk_failure(error, path) from error
     return record
 
 
-def installed() -> list[Environment]:
-    found = (read(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/*/{_MANIFEST}")))
+def list_installed() -> list[EngineEnvironment]:
+    found = (read_environment(manifest.parent) for manifest in sorted(get_engines_dir().glob(f"*/*/{_MANIFEST}")))
     return [environment for environment in found if environment is not None]
 
 
-def remove(engine_id: str) -> list[Environment]:
+def uninstall_engine(engine_id: str) -> list[EngineEnvironment]:
     """Removes all environments of an engine, including other versions and unfinished ones."""
-    folder = engines_dir() / engine_id
+    folder = get_engines_dir() / engine_id
     if not folder.is_dir():
-        raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists the installed engines")
+        raise UsageError(f"{engine_id} is not installed", hint="bedplate engines lists the installed engines")
     try:
-        with locked(folder, f"installing {engine_id}"):
-            removed = [environment for environment in installed() if environment.engine == engine_id]
+        with hold_lock(folder, f"installing {engine_id}"):
+            removed = [environment for environment in list_installed() if environment.engine == engine_id]
             for environment in removed:
                 # The manifest first: an interrupted removal must not leave a part that looks complete.
                 (Path(environment.path) / _MANIFEST).unlink()
             shutil.rmtree(folder)
     except OSError as error:
-        raise disk_failure(error, folder) from error
+        raise make_disk_failure(error, folder) from error
     return removed
 
 
-def command(environment: Environment, launch: Launch) -> list[str]:
+def build_command(environment: EngineEnvironment, launch: Launch) -> list[str]:
     """The command that executes the launch in this environment."""
     program, *arguments = launch.argv
     if (server := environment.server) is not None:
@@ -310,7 +314,7 @@ def command(environment: Environment, launch: Launch) -> list[str]:
     return [*python, str(script), *arguments]
 
 
-def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
+def add_library_path(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
     """`given`, with the environment's borrowed libraries in LD_LIBRARY_PATH, if it has any."""
     borrowed = environment / _BORROWED
     if not borrowed.is_dir():
@@ -319,55 +323,57 @@ def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
     return {**given, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
-def _recipe(engine: Engine, device: Device) -> Recipe:
+def _get_recipe(engine: Engine, device: Device) -> EnvironmentRecipe:
     recipe = engine.recipe_for(device)
     if recipe is None:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"this version of bedplate cannot install {engine.name}",
             hint=f"register an existing installation: bedplate engines use {engine.id} --python PATH",
         )
     return recipe
 
 
-def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progress: Progress) -> Environment:
-    need_free(writable(path.parent), recipe.disk_bytes + recipe.download_bytes, engine.name)
+def _install(
+    engine: Engine, recipe: EnvironmentRecipe, path: Path, device: Device, progress: Progress
+) -> EngineEnvironment:
+    check_free_space(ensure_writable(path.parent), recipe.disk_bytes + recipe.download_bytes, engine.name)
     for leftover in path.parent.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     packages = ", ".join(package.partition(";")[0] for package in recipe.packages)
-    progress.note(f"installing {engine.name} ({packages}, {size(recipe.download_bytes)}) to {path}")
+    progress.note(f"installing {engine.name} ({packages}, {format_size(recipe.download_bytes)}) to {path}")
     what = f"installing {engine.name}"
     with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent, ignore_cleanup_errors=True) as holder:
         staging = Path(holder) / "env"
         with progress.step(what, recipe.disk_bytes) as done:
-            run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what, path.parent)
-            python = str(_interpreter(staging))
+            run_uv(["venv", "--relocatable", "--python", find_engine_python(), str(staging)], what, path.parent)
+            python = str(_get_interpreter(staging))
             # A bundle contains the exact packages, and nothing else.
-            pinned = pinned_packages(engine.id)
-            backend = torch_backend(recipe.packages, device)
-            wanted = pinned or torch_arguments(recipe.packages, backend, _python_version(staging))
+            pinned = list_pinned_packages(engine.id)
+            backend = choose_torch_backend(recipe.packages, device)
+            wanted = pinned or build_torch_arguments(recipe.packages, backend, _read_python_version(staging))
             run_uv(["pip", "install", "--python", python, *wanted], what, path.parent, done)
             if recipe.bare and not pinned:
                 run_uv(["pip", "install", "--python", python, "--no-deps", *recipe.bare], what, path.parent)
             if recipe.removes and not pinned:
                 run_uv(["pip", "uninstall", "--python", python, *recipe.removes], what, path.parent)
-        _put_programs(recipe, _interpreter(staging).parent)
+        _write_programs(recipe, _get_interpreter(staging).parent)
         for library in recipe.libraries:
-            _borrow(library, staging, what, progress)
-        _check(engine, recipe, staging)
-        environment = Environment(
+            _copy_borrowed_library(library, staging, what, progress)
+        _check_installation(engine, recipe, staging)
+        environment = EngineEnvironment(
             engine=engine.id,
             version=engine.version or "",
             path=str(path),
-            packages=_packages(staging),
-            python=_python_version(staging),
-            made_at=now(),
-            disk_bytes=disk_bytes(staging),
+            packages=_list_packages(staging),
+            python=_read_python_version(staging),
+            made_at=format_now(),
+            disk_bytes=measure_disk_bytes(staging),
         )
-        keep(environment, staging)
+        store_environment(environment, staging)
     return environment
 
 
-def keep(environment: Environment, staging: Path) -> None:
+def store_environment(environment: EngineEnvironment, staging: Path) -> None:
     """Moves an environment from `staging` to its place, atomically."""
     path = Path(environment.path)
     (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
@@ -376,12 +382,12 @@ def keep(environment: Environment, staging: Path) -> None:
     staging.rename(path)
 
 
-def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
+def _copy_borrowed_library(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
     """Copies a library that this system lacks into the environment, from a small package that contains it."""
     if not sys.platform.startswith("linux"):
         return
     load = f"import ctypes; ctypes.CDLL({library.soname!r})"
-    if run_child([str(_interpreter(staging)), "-I", "-c", load], limit_s=CHECK_LIMIT_S).code == 0:
+    if run_child([str(_get_interpreter(staging)), "-I", "-c", load], limit_s=CHECK_LIMIT_S).code == 0:
         return
     progress.note(f"this system has no {library.soname}; using the one in {library.package}")
     holder = staging / "carrier"
@@ -389,7 +395,7 @@ def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progre
     run_uv(arguments, what, staging)
     carried = next(holder.glob(library.file), None)
     if carried is None:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"this system has no {library.soname}, which the engine needs",
             hint="install it with the system's package manager, then try again",
         )
@@ -398,29 +404,29 @@ def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progre
     shutil.rmtree(holder)
 
 
-def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
-    why = why_not(staging, recipe)
+def _check_installation(engine: Engine, recipe: EnvironmentRecipe, staging: Path) -> None:
+    why = explain_not_running(staging, recipe)
     if why is not None:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{engine.name} is installed but does not run on this machine",
             cause=why,
             hint="please report this with the output of `bedplate doctor`",
         )
 
 
-def why_not(environment: Path, recipe: Recipe, limit_s: float | None = None) -> str | None:
+def explain_not_running(environment: Path, recipe: EnvironmentRecipe, limit_s: float | None = None) -> str | None:
     """Why an environment does not run, from a short check in it; `None` if it does."""
-    record = _record(environment)
+    record = _read_record(environment)
     if record is not None and record.server is not None:
         limit_s = CHECK_LIMIT_S if limit_s is None else limit_s
-        return program_version(record.server, variables(environment, os.environ), limit_s)[1] or None
+        return read_program_version(record.server, add_library_path(environment, os.environ), limit_s)[1] or None
     if record is not None and record.adopted:
-        return _fails(record.interpreter, recipe.check, isolated=False, limit_s=limit_s)
-    env = variables(environment, os.environ)
-    return _fails(_interpreter(environment), recipe.check, isolated=True, env=env, limit_s=limit_s)
+        return _run_check(record.interpreter, recipe.check, isolated=False, limit_s=limit_s)
+    env = add_library_path(environment, os.environ)
+    return _run_check(_get_interpreter(environment), recipe.check, isolated=True, env=env, limit_s=limit_s)
 
 
-def _fails(
+def _run_check(
     python: Path, check: str, *, isolated: bool, env: Mapping[str, str] | None = None, limit_s: float | None = None
 ) -> str | None:
     argv = [str(python), *(["-I"] if isolated else []), "-c", check]
@@ -430,33 +436,33 @@ def _fails(
         return str(error)
     except OSError as error:
         return error.strerror or str(error)
-    return (ended.output.strip().splitlines() or [exit_words(ended.code)])[-1] if ended.code else None
+    return (ended.output.strip().splitlines() or [describe_exit(ended.code)])[-1] if ended.code else None
 
 
-def exit_words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describes how a child ended, from an exit status as shells report it."""
     if code - 128 in set(signal.Signals):
         return f"it was killed by {signal.Signals(code - 128).name}"
     return f"exit status {code}"
 
 
-def read(path: Path) -> Environment | None:
+def read_environment(path: Path) -> EngineEnvironment | None:
     """Reads the environment at `path`; `None` also if its interpreter was uninstalled."""
-    found = _record(path)
-    return found if found is not None and found.whole else None
+    found = _read_record(path)
+    return found if found is not None and found.is_complete else None
 
 
-def _record(path: Path) -> Environment | None:
+def _read_record(path: Path) -> EngineEnvironment | None:
     try:
-        found = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
+        found = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=EngineEnvironment)
     except (OSError, msgspec.DecodeError):
         return None
     # The current path: BEDPLATE_HOME may have been moved.
     return msgspec.structs.replace(found, path=str(path))
 
 
-def _adopted_path(engine: Engine) -> Path:
-    return engines_dir() / engine.id / _ADOPTED
+def _get_adopted_path(engine: Engine) -> Path:
+    return get_engines_dir() / engine.id / _ADOPTED
 
 
 _DESCRIBE = """
@@ -479,12 +485,12 @@ print(*[name for name in sys.argv[1:] if not has(name)])
 """
 
 
-def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
+def _suggest_packages(recipe: EnvironmentRecipe | None, python: Path) -> str:
     """Names the missing packages, if the engine itself is installed and others of its recipe are not."""
     wrong_place = "check that this is the environment with its packages"
     if recipe is None:
         return wrong_place
-    pins = {_package_name(pin): pin for pin in (*recipe.bare, *recipe.packages)}
+    pins = {_parse_package_name(pin): pin for pin in (*recipe.bare, *recipe.packages)}
     try:
         ended = run_child([str(python), "-c", _LIST_MISSING, *pins], limit_s=CHECK_LIMIT_S)
     except (TimeoutError, OSError):
@@ -496,53 +502,53 @@ def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
     return f"install the missing packages: uv pip install --python {python} {packages}"
 
 
-def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
+def _find_version(packages: Sequence[str], engine: Engine) -> str | None:
     """The version of the engine's own package: the first of its recipe, or the one named like the engine."""
     named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
     for requirement in (*named, engine.id):
-        name = _package_name(requirement)
+        name = _parse_package_name(requirement)
         for package in packages:
             found, _, version = package.partition("==")
-            if _normal(found) == name:
+            if _normalize_name(found) == name:
                 return version
     return None
 
 
-def _package_name(requirement: str) -> str:
-    return _normal(re.split(r"[\[=<>~; ]", requirement)[0])
+def _parse_package_name(requirement: str) -> str:
+    return _normalize_name(re.split(r"[\[=<>~; ]", requirement)[0])
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _put_programs(recipe: Recipe, folder: Path) -> None:
+def _write_programs(recipe: EnvironmentRecipe, folder: Path) -> None:
     for name, file in recipe.programs:
-        content, program = shipped(file), folder / name
+        content, program = read_shipped(file), folder / name
         if not program.is_file() or program.read_bytes() != content:
             program.parent.mkdir(parents=True, exist_ok=True)
-            _replace(program, content)
+            _write_atomically(program, content)
             program.chmod(0o755)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """Writes a file atomically."""
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_bytes(content)
     new.replace(path)
 
 
-def now() -> str:
+def format_now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
-def _packages(environment: Path) -> tuple[str, ...]:
+def _list_packages(environment: Path) -> tuple[str, ...]:
     folders = [str(folder) for folder in environment.rglob("site-packages") if folder.is_dir()]
     found = importlib.metadata.distributions(path=folders)
     return tuple(sorted({f"{distribution.name}=={distribution.version}" for distribution in found}))
 
 
-def _python_version(environment: Path) -> str:
+def _read_python_version(environment: Path) -> str:
     for line in (environment / "pyvenv.cfg").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition("=")
         if key.strip() in ("version_info", "version"):
@@ -550,14 +556,14 @@ def _python_version(environment: Path) -> str:
     return "unknown"
 
 
-def _interpreter(environment: Path) -> Path:
+def _get_interpreter(environment: Path) -> Path:
     return environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def shipped(file: str) -> bytes:
+def read_shipped(file: str) -> bytes:
     """The content of a program that bedplate installs into environments."""
     return (importlib.resources.files("bedplate.engines") / "shipped" / file).read_bytes()
 
 
-def disk_bytes(folder: Path) -> int:
+def measure_disk_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

@@ -17,17 +17,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from bedplate._version import __version__
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
-from bedplate.facts.gguf import split_parts
-from bedplate.facts.library import hub_cache, is_language_model, quantization_of, same_quantization, split_reference
-from bedplate.home import locked
-from bedplate.values import Model, replaced
-from bedplate.values.units import size as human_size
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
+from bedplate.facts.gguf import list_parts
+from bedplate.facts.library import (
+    find_hub_cache,
+    find_quantization,
+    is_language_model,
+    is_same_quantization,
+    split_reference,
+)
+from bedplate.home import hold_lock
+from bedplate.values import Model, replace_fields
+from bedplate.values.units import format_size as human_size
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-    from bedplate.facts.safetensors import Header
+    from bedplate.facts.safetensors import SafetensorsHeader
 
 Progress = Callable[[int, int], None]
 """Called often, with the bytes done and the total bytes."""
@@ -77,125 +83,127 @@ class HubChoice:
         return f"{self.repo}:{self.quantization}" if self.quantization else f"{self.repo}/{self.files[0].path}"
 
 
-def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
+def choose_files(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
     """Chooses a GGUF file from `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf`.
 
     `fits` returns whether a model of so many bytes can run here; it is not called when `reference` names a file.
     """
     repo, quantization, file = split_reference(reference)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise BadQuestion(f"{reference} is not the name of a model on the hub", hint="write it as owner/name")
-    info = _model_info(repo)
-    groups = _groups(info)
+        raise UsageError(f"{reference} is not the name of a model on the hub", hint="write it as owner/name")
+    info = _fetch_model_info(repo)
+    groups = _group_files(info)
     if not groups:
         base = repo.split("/")[1]
-        raise BadQuestion(
+        raise UsageError(
             f"{repo} has no GGUF files",
-            cause=_other_formats(info),
+            cause=_describe_other_formats(info),
             hint=f"search the hub for a conversion: “{base}-GGUF” "
             f"(common names: bartowski/{base}-GGUF, unsloth/{base}-GGUF, ggml-org/{base}-GGUF)",
         )
     if file is not None:
-        group = _by_file(groups, file, repo)
+        group = _find_file(groups, file, repo)
     elif quantization is not None:
-        group = _by_quantization(groups, quantization, repo)
+        group = _find_quantization(groups, quantization, repo)
     else:
-        group = _best(groups, fits, repo)
-    cache = hub_cache()
+        group = _choose_best(groups, fits, repo)
+    cache = find_hub_cache()
     folder = cache / ("models--" + repo.replace("/", "--"))
     revision = info.sha or "main"
     missing = sum(f.size_bytes for f in group if not (folder / "snapshots" / revision / f.path).exists())
     return HubChoice(
         repo=repo,
         revision=revision,
-        quantization=quantization_of(group[0].path),
+        quantization=find_quantization(group[0].path),
         files=group,
         folder=folder,
         missing_bytes=missing,
-        endpoint=_endpoint(),
+        endpoint=_get_endpoint(),
     )
 
 
-def remote_model(repo: str) -> Model:
+def read_remote_model(repo: str) -> Model:
     """The facts from a repository's configuration and the headers of its weights, without downloading the weights."""
     from concurrent.futures import ThreadPoolExecutor
 
     from bedplate.facts.hf_config import read_config
     from bedplate.facts.model_files import MAX_CONFIG_BYTES, parse_json
-    from bedplate.facts.model_folder import by_name, with_tensors
+    from bedplate.facts.model_folder import apply_quantization_in_name, apply_tensors
     from bedplate.facts.safetensors import MAX_INDEX_BYTES, parse_index
 
-    info = _model_info(repo)
-    endpoint, revision = _endpoint(), info.sha or "main"
+    info = _fetch_model_info(repo)
+    endpoint, revision = _get_endpoint(), info.sha or "main"
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
     if "config.json" not in sizes:
-        raise _unreadable(repo, info)
-    with _translated(repo), _quiet():
-        fetched = _Remote(repo, revision, endpoint)
-        fields = parse_json(fetched.whole("config.json", MAX_CONFIG_BYTES), "config.json")
+        raise _explain_unreadable(repo, info)
+    with _translate_errors(repo), _silence_hub():
+        fetched = _RemoteRepository(repo, revision, endpoint)
+        fields = parse_json(fetched.read_file("config.json", MAX_CONFIG_BYTES), "config.json")
         quant = None
         if "hf_quant_config.json" in sizes:
-            quant = parse_json(fetched.whole("hf_quant_config.json", MAX_CONFIG_BYTES), "hf_quant_config.json")
+            quant = parse_json(fetched.read_file("hf_quant_config.json", MAX_CONFIG_BYTES), "hf_quant_config.json")
         model = read_config(fields, name=repo, quant_file=quant, origin=f"the hub: {repo}, headers alone")
         shards = [name for name in sorted(sizes) if name.endswith(".safetensors") and "/" not in name]
         if "model.safetensors.index.json" in sizes:
             index = parse_index(
-                fetched.whole("model.safetensors.index.json", MAX_INDEX_BYTES), "model.safetensors.index.json"
+                fetched.read_file("model.safetensors.index.json", MAX_INDEX_BYTES), "model.safetensors.index.json"
             )
             shards = [name for name in index.files if name in sizes]
         if not shards:
-            return by_name(model)
+            return apply_quantization_in_name(model)
         with ThreadPoolExecutor(max_workers=8) as pool:
-            headers = list(pool.map(fetched.header, shards))
-    model = with_tensors(
+            headers = list(pool.map(fetched.read_header, shards))
+    model = apply_tensors(
         model, [tensor for header in headers for tensor in header.tensors], headers[0].metadata, fields, ()
     )
-    return replaced(model, has_chat_template="chat_template.jinja" in sizes or "tokenizer_config.json" in sizes)
+    return replace_fields(model, has_chat_template="chat_template.jinja" in sizes or "tokenizer_config.json" in sizes)
 
 
-def _unreadable(repo: str, info: ModelInfo) -> BadQuestion:
+def _explain_unreadable(repo: str, info: ModelInfo) -> UsageError:
     if any(is_language_model(sibling.rfilename) for sibling in info.siblings or ()):
-        return BadQuestion(
+        return UsageError(
             f"{repo} contains GGUF files, whose facts can be read only after the download",
             hint=f"bedplate serve {repo} downloads and serves one",
         )
-    return BadQuestion(
-        f"{repo} has no config.json", cause=_other_formats(info), hint="give a repository that contains a model"
+    return UsageError(
+        f"{repo} has no config.json",
+        cause=_describe_other_formats(info),
+        hint="give a repository that contains a model",
     )
 
 
-class _Remote:
+class _RemoteRepository:
     """Reads parts of files of one commit of a repository."""
 
     def __init__(self, repo: str, revision: str, endpoint: str) -> None:
         self.repo, self.revision, self.endpoint = repo, revision, endpoint
 
-    def whole(self, path: str, most: int) -> bytes:
-        data = self._bytes(path, 0, most)
+    def read_file(self, path: str, most: int) -> bytes:
+        data = self._read_range(path, 0, most)
         if len(data) > most:
-            raise BadQuestion(f"{path} of {self.repo} is larger than the limit of {human_size(most)}")
+            raise UsageError(f"{path} of {self.repo} is larger than the limit of {human_size(most)}")
         return data
 
-    def header(self, path: str) -> Header:
+    def read_header(self, path: str) -> SafetensorsHeader:
         """The header of a safetensors file: the first request reads its length, and usually all of it."""
-        from bedplate.facts.safetensors import header_length, parse_header
+        from bedplate.facts.safetensors import parse_header, parse_header_length
 
-        data = self._bytes(path, 0, _FIRST_BYTES)
-        length = header_length(data, path)
+        data = self._read_range(path, 0, _FIRST_BYTES)
+        length = parse_header_length(data, path)
         if 8 + length > len(data):
-            data += self._bytes(path, len(data), 8 + length - 1)
+            data += self._read_range(path, len(data), 8 + length - 1)
         if len(data) < 8 + length:
-            raise BadQuestion(
+            raise UsageError(
                 f"{path} of {self.repo} is truncated: its header alone needs {8 + length:,} bytes",
                 hint="report this to the owner of the repository",
             )
         return parse_header(data[8 : 8 + length], path)
 
-    def _bytes(self, path: str, start: int, end: int) -> bytes:
+    def _read_range(self, path: str, start: int, end: int) -> bytes:
         """Bytes `start` to `end`, both included; fewer at the end of the file, and never more than requested."""
         from huggingface_hub import hf_hub_url
 
-        utils = _utils()
+        utils = _import_utils()
         headers = utils.build_hf_headers(library_name="bedplate", library_version=__version__)
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end}"}
         url = hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
@@ -217,8 +225,8 @@ def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | 
 
     After a broken connection or Ctrl-C, the next call resumes the download.
     """
-    _need_free(choice)
-    with _translated(choice.repo), _quiet():
+    _check_free_space(choice)
+    with _translate_errors(choice.repo), _silence_hub():
         done = 0
         for file in choice.files:
             base = done
@@ -227,14 +235,14 @@ def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | 
                 if progress:
                     progress(base + file_bytes, choice.size_bytes)
 
-            _bring(choice, file, report, say)
+            _download_file(choice, file, report, say)
             done += file.size_bytes
             report(file.size_bytes)
-    _remember_main(choice)
+    _record_main_revision(choice)
     return choice.folder / "snapshots" / choice.revision / choice.files[0].path
 
 
-def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say: Say | None) -> None:
+def _download_file(choice: HubChoice, file: HubFile, report: Callable[[int], None], say: Say | None) -> None:
     """Downloads one file to the cache, in the cache's layout: blobs/ETAG, and a link to it in snapshots/COMMIT.
 
     huggingface_hub restarts an interrupted download from zero, which is slow for 40 GB. So bedplate downloads the
@@ -244,16 +252,16 @@ def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say:
 
     if (choice.folder / "snapshots" / choice.revision / file.path).exists():
         return
-    url, etag, size = _where(choice, file)
+    url, etag, size = _locate_file(choice, file)
     blob = choice.folder / "blobs" / etag
     # huggingface_hub's own lock, so that its command line and bedplate do not download the same file twice.
-    with locked(choice.folder.parent / ".locks" / choice.folder.name / etag, f"downloading {file.path}", say):
+    with hold_lock(choice.folder.parent / ".locks" / choice.folder.name / etag, f"downloading {file.path}", say):
         if not blob.exists():
             partial = blob.with_name(f"{etag}.incomplete")
             _transfer(choice, file, partial, url, size, report)
-            if re.fullmatch(r"[0-9a-f]{64}", etag) and _sha256(partial) != etag:
+            if re.fullmatch(r"[0-9a-f]{64}", etag) and _compute_sha256(partial) != etag:
                 partial.unlink()
-                raise OutsideFailed(
+                raise ExternalFailure(
                     f"the downloaded {file.path} does not have the checksum that {choice.repo} lists",
                     hint="run it again; if the error repeats, a proxy between here and the hub may change files",
                 )
@@ -286,7 +294,7 @@ def _transfer(
                     break
                 failure: Exception = ConnectionError("the connection was closed early")
             except Exception as error:
-                if not _transient(error):
+                if not _is_transient(error):
                     raise
                 failure = error
             target.flush()
@@ -295,11 +303,11 @@ def _transfer(
                 raise failure
             time.sleep(_PAUSES_S[max(0, failed_attempts - 1)])
             # The signed URL may have expired during a long download.
-            url, _, _ = _where(choice, file)
+            url, _, _ = _locate_file(choice, file)
 
 
 def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Callable[[int], None]) -> None:
-    utils = _utils()
+    utils = _import_utils()
     headers = utils.build_hf_headers(library_name="bedplate", library_version=__version__)
     if urlsplit(url).netloc != urlsplit(choice.endpoint).netloc:
         # A signed URL of a content delivery network; the token is only for the hub.
@@ -315,7 +323,7 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
             target.seek(0)
         for chunk in response.iter_bytes():
             if target.tell() + len(chunk) > size:
-                raise OutsideFailed(
+                raise ExternalFailure(
                     f"{urlsplit(url).netloc} sends more bytes than the size that the hub lists",
                     hint="run it again later",
                 )
@@ -323,7 +331,7 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
             report(target.tell())
 
 
-def _where(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
+def _locate_file(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
     """The URL of a file, its ETag, which names it in the cache, and its size."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -331,14 +339,14 @@ def _where(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
     metadata = get_hf_file_metadata(url, timeout=_TIMEOUT_S, endpoint=choice.endpoint)
     etag = metadata.etag or ""
     if not re.fullmatch(r"[\w-]{8,128}", etag):
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"the answer of {choice.endpoint} has no usable ETag for {file.path}, which the hub always sends",
             hint="check HF_ENDPOINT and any proxy between here and the hub",
         )
     return metadata.location, etag, file.size_bytes if metadata.size is None else metadata.size
 
 
-def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
+def _group_files(info: ModelInfo) -> list[tuple[HubFile, ...]]:
     """The models of a repository: single files, and split ones of which every part exists."""
     sizes = {
         sibling.rfilename: sibling.size or 0 for sibling in info.siblings or () if is_language_model(sibling.rfilename)
@@ -346,7 +354,7 @@ def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
     groups = []
     for path in sorted(sizes):
         pure = PurePosixPath(path)
-        if parts := split_parts(Path(pure.name)):
+        if parts := list_parts(Path(pure.name)):
             names = [str(pure.with_name(part.name)) for part in parts]
             if path == names[0] and all(name in sizes for name in names):
                 groups.append(tuple(HubFile(name, sizes[name]) for name in names))
@@ -356,76 +364,78 @@ def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
     return sorted(groups, key=lambda group: (group[0].path.count("/") - (len(group) > 1), len(group[0].path)))
 
 
-def _total(group: tuple[HubFile, ...]) -> int:
+def _sum_bytes(group: tuple[HubFile, ...]) -> int:
     return sum(file.size_bytes for file in group)
 
 
-def _by_file(groups: list[tuple[HubFile, ...]], file: str, repo: str) -> tuple[HubFile, ...]:
+def _find_file(groups: list[tuple[HubFile, ...]], file: str, repo: str) -> tuple[HubFile, ...]:
     for group in groups:
         if any(file in (member.path, PurePosixPath(member.path).name) for member in group):
             return group
-    raise BadQuestion(f"{repo} has no file {file}", cause=f"it has {_labels(groups)}", hint=f"use {repo}:QUANTIZATION")
+    raise UsageError(
+        f"{repo} has no file {file}", cause=f"it has {_list_labels(groups)}", hint=f"use {repo}:QUANTIZATION"
+    )
 
 
-def _by_quantization(groups: list[tuple[HubFile, ...]], wanted: str, repo: str) -> tuple[HubFile, ...]:
-    labelled = [(quantization_of(group[0].path) or "", group) for group in groups]
+def _find_quantization(groups: list[tuple[HubFile, ...]], wanted: str, repo: str) -> tuple[HubFile, ...]:
+    labelled = [(find_quantization(group[0].path) or "", group) for group in groups]
     for label, group in labelled:
         if label == wanted.upper():
             return group
     for label, group in labelled:
-        if same_quantization(label, wanted):
+        if is_same_quantization(label, wanted):
             return group
-    raise BadQuestion(f"{repo} has no {wanted}", hint=f"it has {_labels(groups)}")
+    raise UsageError(f"{repo} has no {wanted}", hint=f"it has {_list_labels(groups)}")
 
 
-def _labels(groups: list[tuple[HubFile, ...]]) -> str:
+def _list_labels(groups: list[tuple[HubFile, ...]]) -> str:
     shown = [
-        f"{quantization_of(group[0].path) or group[0].path} ({human_size(_total(group))})"
-        for group in sorted(groups, key=_total)
+        f"{find_quantization(group[0].path) or group[0].path} ({human_size(_sum_bytes(group))})"
+        for group in sorted(groups, key=_sum_bytes)
     ]
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
 
 
-def _best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: str) -> tuple[HubFile, ...]:
+def _choose_best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: str) -> tuple[HubFile, ...]:
     """The usual 4-bit quantization if it fits; otherwise the largest below; without a 4-bit one, the smallest above."""
-    fitting = [group for group in groups if fits(_total(group))]
+    fitting = [group for group in groups if fits(_sum_bytes(group))]
     if not fitting:
-        smallest = min(groups, key=_total)
-        raise AnswerIsNo(
+        smallest = min(groups, key=_sum_bytes)
+        raise NotPossible(
             f"no GGUF of {repo} fits: the smallest is "
-            f"{quantization_of(smallest[0].path) or smallest[0].path}, {human_size(_total(smallest))}",
+            f"{find_quantization(smallest[0].path) or smallest[0].path}, {human_size(_sum_bytes(smallest))}",
             hint="use a smaller model, or name a quantization to try it anyway (OWNER/NAME:Q2_K)",
         )
     by_label: dict[str | None, tuple[HubFile, ...]] = {}
     for group in groups:
-        by_label.setdefault(quantization_of(group[0].path), group)
+        by_label.setdefault(find_quantization(group[0].path), group)
     usual = next((by_label[label] for label in _USUAL_QUANTIZATIONS if label in by_label), None)
     if usual is None:
-        above = [group for group in fitting if _bits(group) > 4]
-        return min(above, key=_total) if above else max(fitting, key=_total)
+        above = [group for group in fitting if _read_bits(group) > 4]
+        return min(above, key=_sum_bytes) if above else max(fitting, key=_sum_bytes)
     if usual in fitting:
         return usual
-    below = [group for group in fitting if _total(group) < _total(usual)]
-    return max(below or fitting, key=_total)
+    below = [group for group in fitting if _sum_bytes(group) < _sum_bytes(usual)]
+    return max(below or fitting, key=_sum_bytes)
 
 
-def _bits(group: tuple[HubFile, ...]) -> int:
-    digits = re.search(r"\d+", quantization_of(group[0].path) or "")
+def _read_bits(group: tuple[HubFile, ...]) -> int:
+    digits = re.search(r"\d+", find_quantization(group[0].path) or "")
     return int(digits[0]) if digits else 0
 
 
-def _other_formats(info: ModelInfo) -> str | None:
+def _describe_other_formats(info: ModelInfo) -> str | None:
     endings = {PurePosixPath(sibling.rfilename).suffix for sibling in info.siblings or ()}
     found = sorted(endings & {".safetensors", ".bin", ".pt", ".onnx", ".msgpack"})
     return f"it has {', '.join(found)} files" if found else None
 
 
-def _model_info(repo: str) -> ModelInfo:
+def _fetch_model_info(repo: str) -> ModelInfo:
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-    endpoint = _endpoint()
+    endpoint = _get_endpoint()
     _refuse_offline(repo)
-    with _translated(repo), _quiet():
+    with _translate_errors(repo), _silence_hub():
         api = HfApi(endpoint=endpoint, library_name="bedplate", library_version=__version__)
         info = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
         models = [s.rfilename for s in info.siblings or () if is_language_model(s.rfilename)]
@@ -439,20 +449,20 @@ def _model_info(repo: str) -> ModelInfo:
     return info
 
 
-def _endpoint() -> str:
+def _get_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def _refuse_offline(repo: str) -> None:
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{repo} is not on this machine, and {variable} disables downloads",
                 hint=f"unset {variable}, or use a model that is on this machine",
             )
 
 
-def _remember_main(choice: HubChoice) -> None:
+def _record_main_revision(choice: HubChoice) -> None:
     """Records the commit as `main` in the cache, since other programs look for `main`."""
     ref = choice.folder / "refs" / "main"
     with contextlib.suppress(OSError):
@@ -460,32 +470,32 @@ def _remember_main(choice: HubChoice) -> None:
         ref.write_text(choice.revision, encoding="utf-8")
 
 
-def _need_free(choice: HubChoice) -> None:
+def _check_free_space(choice: HubChoice) -> None:
     blobs = choice.folder / "blobs"
     try:
         blobs.mkdir(parents=True, exist_ok=True)
         partial_bytes = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
         free = shutil.disk_usage(blobs).free
     except OSError as error:
-        raise _unwritable(choice.repo, error) from error
+        raise _explain_unwritable(choice.repo, error) from error
     missing_bytes = max(0, choice.missing_bytes - partial_bytes)
     if missing_bytes and missing_bytes + _DISK_MARGIN_BYTES > free:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"not enough disk space for {choice.name}: the download needs {human_size(missing_bytes)}, "
             f"and {human_size(free)} are free in {choice.folder.parent}",
             hint="free some space (hf cache prune), or set HF_HOME to a folder on a larger disk",
         )
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_hub() -> Iterator[None]:
     """Keeps huggingface_hub from printing progress bars and warnings."""
-    utils = _utils()
+    utils = _import_utils()
     bars, verbosity = not utils.are_progress_bars_disabled(), utils.logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -499,12 +509,12 @@ def _quiet() -> Iterator[None]:
                 utils.enable_progress_bars()
 
 
-def _utils() -> Any:
+def _import_utils() -> Any:
     """huggingface_hub.utils, whose names are public but not exported for type checkers."""
     return importlib.import_module("huggingface_hub.utils")
 
 
-def _transient(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Whether a retry may help: interrupted connections, overloaded servers, and expired signed URLs."""
     if isinstance(error, BedplateError):
         return False
@@ -518,7 +528,7 @@ def _transient(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _translated(repo: str) -> Iterator[None]:
+def _translate_errors(repo: str) -> Iterator[None]:
     """Converts errors of huggingface_hub to errors with a hint."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -530,67 +540,69 @@ def _translated(repo: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    endpoint = _endpoint()
+    endpoint = _get_endpoint()
     try:
         yield
     except BedplateError:
         raise
     except GatedRepoError as error:
-        raise BadQuestion(
+        raise UsageError(
             f"{repo} is gated: only users who have accepted its licence may download it",
             hint=f"accept the licence at {endpoint}/{repo}, then log in (hf auth login) or set HF_TOKEN",
         ) from error
     except RepositoryNotFoundError as error:
-        raise BadQuestion(
+        raise UsageError(
             f"{repo} is not on the hub, or it is private",
             hint="check the spelling; for a private repository, log in (hf auth login) or set HF_TOKEN",
         ) from error
     except HFValidationError as error:
-        raise BadQuestion(f"{repo} is not the name of a model on the hub", cause=str(error)) from error
+        raise UsageError(f"{repo} is not the name of a model on the hub", cause=str(error)) from error
     except OfflineModeIsEnabled as error:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{repo} is not on this machine, and HF_HUB_OFFLINE disables downloads",
             hint="unset HF_HUB_OFFLINE, or use a model that is on this machine",
         ) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         if isinstance(error, FileNotFoundError):  # raised by huggingface_hub when the hub is unreachable
-            raise _unreachable(endpoint, repo, error) from error
-        raise OutsideFailed(f"{repo} changed while it was read", hint="run it again") from error
+            raise _explain_unreachable(endpoint, repo, error) from error
+        raise ExternalFailure(f"{repo} changed while it was read", hint="run it again") from error
     except HfHubHTTPError as error:
-        raise _refused(endpoint, repo, error) from error
+        raise _explain_http_error(endpoint, repo, error) from error
     except OSError as error:
-        if _transient(error):
-            raise _unreachable(endpoint, repo, error) from error
-        raise _unwritable(repo, error) from error
+        if _is_transient(error):
+            raise _explain_unreachable(endpoint, repo, error) from error
+        raise _explain_unwritable(repo, error) from error
     except Exception as error:
-        if _transient(error):
-            raise _unreachable(endpoint, repo, error) from error
+        if _is_transient(error):
+            raise _explain_unreachable(endpoint, repo, error) from error
         raise
 
 
-def _unwritable(repo: str, error: OSError) -> OutsideFailed:
-    return OutsideFailed(
-        f"cannot write {repo} to {hub_cache()}",
+def _explain_unwritable(repo: str, error: OSError) -> ExternalFailure:
+    return ExternalFailure(
+        f"cannot write {repo} to {find_hub_cache()}",
         cause=error.strerror or str(error),
         hint="check the disk, or set HF_HOME to a writable folder",
     )
 
 
-def _unreachable(endpoint: str, repo: str, error: BaseException) -> OutsideFailed:
-    return OutsideFailed(
+def _explain_unreachable(endpoint: str, repo: str, error: BaseException) -> ExternalFailure:
+    return ExternalFailure(
         f"cannot download {repo} from {endpoint}",
         cause=str(error).splitlines()[0] if str(error) else type(error).__name__,
         hint="check the network and any proxy, or set HF_ENDPOINT to a mirror; the next attempt resumes the download",
     )
 
 
-def _refused(endpoint: str, repo: str, error: Any) -> BedplateError:
+def _explain_http_error(endpoint: str, repo: str, error: Any) -> BedplateError:
     status = error.response.status_code
     if status in (401, 403):
-        return BadQuestion(
+        return UsageError(
             f"{endpoint} denies access to {repo} (HTTP {status})",
             hint="the token may be invalid or lack the permission: log in again (hf auth login) or set HF_TOKEN",
         )
     if status == 429:
-        return OutsideFailed(f"{endpoint} limits the rate of requests (HTTP 429)", hint="wait a few minutes, or log in")
-    return OutsideFailed(f"{endpoint} answers with HTTP {status} for {repo}", hint="run it again later")
+        return ExternalFailure(
+            f"{endpoint} limits the rate of requests (HTTP 429)", hint="wait a few minutes, or log in"
+        )
+    return ExternalFailure(f"{endpoint} answers with HTTP {status} for {repo}", hint="run it again later")

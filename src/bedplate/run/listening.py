@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
+from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, explain_bind_failure
 
 
-class Listen(msgspec.Struct, frozen=True, kw_only=True):
+class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The address, key and limits of an endpoint."""
 
     host: str = "127.0.0.1"
@@ -23,7 +23,7 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     """The folder for the content of requests and answers (`--log-content`)."""
 
 
-def check_port(listen: Listen) -> None:
+def check_port(listen: ListenOptions) -> None:
     """Raises an error if the port is in use, before anything is downloaded."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     try:
@@ -32,4 +32,4 @@ def check_port(listen: Listen) -> None:
             probe.bind((listen.host, listen.port))
     except (OSError, OverflowError) as error:
         failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "a port is a number from 0 to 65535")
-        raise bind_failure(failure, listen.host, listen.port) from error
+        raise explain_bind_failure(failure, listen.host, listen.port) from error

@@ -15,18 +15,24 @@ from typing import Any
 
 import msgspec
 
-from bedplate.engines import Engine, SourceBuild, Variant
-from bedplate.engines.base import cards_of
-from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
-from bedplate.home import disk_failure, engines_dir, locked, logs_dir, need_free, writable
-from bedplate.progress import Progress, Silent
+from bedplate.engines import BuildVariant, Engine, SourceBuild
+from bedplate.engines.base import find_cards
+from bedplate.errors import BedplateError, ExternalFailure, UsageError
+from bedplate.home import check_free_space, ensure_writable, get_engines_dir, get_logs_dir, hold_lock, make_disk_failure
+from bedplate.progress import Progress, SilentProgress
 from bedplate.run.child import run_child
-from bedplate.run.environments import Environment, disk_bytes, keep, now, read
-from bedplate.run.uv import environment as uv_environment
-from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.run.environments import (
+    EngineEnvironment,
+    format_now,
+    measure_disk_bytes,
+    read_environment,
+    store_environment,
+)
+from bedplate.run.uv import build_uv_environment as uv_environment
+from bedplate.run.uv import find_engine_python, run_uv
 from bedplate.values import Hardware
 from bedplate.values.decision import Device
-from bedplate.values.units import seconds, size
+from bedplate.values.units import format_seconds, format_size
 
 CMAKE_PACKAGES = ("cmake==4.4.4", "ninja==1.13.2")
 """Installed on machines that have a compiler but lack these."""
@@ -73,7 +79,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
     gpu_version: str | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class BuildTestResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of the test of a build."""
 
     runs: bool
@@ -83,7 +89,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
 
 
-class NotUsable(Exception):
+class BuildNotUsable(Exception):
     """No build of this source works here; only the packaged engine remains."""
 
     def __init__(self, why: str, evidence: tuple[str, ...] = ()) -> None:
@@ -92,13 +98,13 @@ class NotUsable(Exception):
         self.evidence = evidence
 
 
-Trial = Callable[[Environment], Verdict]
+Trial = Callable[[EngineEnvironment], BuildTestResult]
 """Runs a build and checks its answers."""
 
 
-def buildable(engine: Engine) -> SourceBuild:
+def get_source_build(engine: Engine) -> SourceBuild:
     if engine.build is None:
-        raise BadQuestion(f"bedplate does not build {engine.name} from source", hint="omit --build native")
+        raise UsageError(f"bedplate does not build {engine.name} from source", hint="omit --build native")
     return engine.build
 
 
@@ -108,82 +114,82 @@ def build_environment(
     device: Device,
     trial: Trial,
     progress: Progress | None = None,
-) -> Environment:
-    """The native build of the engine; built on the first call. Raises `NotUsable`."""
-    progress = progress or Silent()
-    build = buildable(engine)
-    tools, paths = _paths(engine, build, hardware, device)
-    if existing := _made(paths):
+) -> EngineEnvironment:
+    """The native build of the engine; built on the first call. Raises `BuildNotUsable`."""
+    progress = progress or SilentProgress()
+    build = get_source_build(engine)
+    tools, paths = _list_build_paths(engine, build, hardware, device)
+    if existing := _find_build(paths):
         return existing
-    writable(engines_dir())
+    ensure_writable(get_engines_dir())
     try:
-        with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
-            return _made(paths) or _build(engine, build, tools, hardware, device, paths, trial, progress)
+        with hold_lock(get_engines_dir() / engine.id, f"installing {engine.name}", progress.note):
+            return _find_build(paths) or _build(engine, build, tools, hardware, device, paths, trial, progress)
     except OSError as error:
-        raise disk_failure(error, engines_dir()) from error
+        raise make_disk_failure(error, get_engines_dir()) from error
 
 
-def built_here(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
-    """The native build, if there is one. Raises `NotUsable` if it was built and failed its test."""
-    return _made(_paths(engine, buildable(engine), hardware, device)[1])
+def find_native_build(engine: Engine, hardware: Hardware, device: Device) -> EngineEnvironment | None:
+    """The native build, if there is one. Raises `BuildNotUsable` if it was built and failed its test."""
+    return _find_build(_list_build_paths(engine, get_source_build(engine), hardware, device)[1])
 
 
-def usable_build(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
+def find_usable_build(engine: Engine, hardware: Hardware, device: Device) -> EngineEnvironment | None:
     """The native build, if there is one that passed its test; otherwise `None`."""
     if engine.build is None:
         return None
     try:
-        return built_here(engine, hardware, device)
-    except (BedplateError, NotUsable):
+        return find_native_build(engine, hardware, device)
+    except (BedplateError, BuildNotUsable):
         return None
 
 
-def _paths(
+def _list_build_paths(
     engine: Engine, build: SourceBuild, hardware: Hardware, device: Device
-) -> tuple[Toolchain, list[tuple[Variant, Path]]]:
+) -> tuple[Toolchain, list[tuple[BuildVariant, Path]]]:
     variants = engine.variants(hardware, device)
     if not variants:
-        raise BadQuestion(f"{engine.name} cannot be built for {device}", hint="omit --build native")
-    tools = toolchain(engine.name, device, os.environ)
-    return tools, [(one, build_path(engine, build, one, tools, hardware, device)) for one in variants]
+        raise UsageError(f"{engine.name} cannot be built for {device}", hint="omit --build native")
+    tools = find_toolchain(engine.name, device, os.environ)
+    return tools, [(one, get_build_path(engine, build, one, tools, hardware, device)) for one in variants]
 
 
-def _made(paths: Sequence[tuple[Variant, Path]]) -> Environment | None:
+def _find_build(paths: Sequence[tuple[BuildVariant, Path]]) -> EngineEnvironment | None:
     """The first variant that was built. Later variants count only if all before them were tested and failed."""
     for variant, path in paths:
-        if existing := read(path):
+        if existing := read_environment(path):
             return existing
-        if (refused := _refused(path)) is None:
+        if (refused := _read_refused(path)) is None:
             return None
         if variant is paths[-1][0] or refused.runs:
-            raise NotUsable(f"an earlier build failed its test: {refused.why}", refused.evidence)
+            raise BuildNotUsable(f"an earlier build failed its test: {refused.why}", refused.evidence)
     return None
 
 
-def _refused(path: Path) -> Verdict | None:
+def _read_refused(path: Path) -> BuildTestResult | None:
     try:
-        return msgspec.json.decode((path / _REFUSED).read_bytes(), type=Verdict)
+        return msgspec.json.decode((path / _REFUSED).read_bytes(), type=BuildTestResult)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def build_path(
-    engine: Engine, build: SourceBuild, variant: Variant, tools: Toolchain, hardware: Hardware, device: Device
+def get_build_path(
+    engine: Engine, build: SourceBuild, variant: BuildVariant, tools: Toolchain, hardware: Hardware, device: Device
 ) -> Path:
     """The folder of a build; it depends on the source, flags, compiler, CPU and GPUs."""
     cards = sorted(
-        {(card.name, card.compute_capability or "") for card in cards_of(hardware, NATIVE_GPUS.get(device, ()))}
+        {(card.name, card.compute_capability or "") for card in find_cards(hardware, NATIVE_GPUS.get(device, ()))}
     )
     machine = (hardware.cpu.name, hardware.cpu.arch, hardware.cpu.instruction_sets, cards)
     made_with = (tools.compiler_version, tools.gpu_version)
     what = repr((build.package, build.sha256, build.programs, variant.options, made_with, machine))
-    return engines_dir() / engine.id / f"{build.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
+    return get_engines_dir() / engine.id / f"{build.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
 # build tools
 
 
-def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchain:
+def find_toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchain:
     """Finds the build tools. Raises an error for a missing one that the package index does not have."""
     path = environ.get("PATH")
     compiler = next(
@@ -195,25 +201,25 @@ def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchai
         None,
     )
     if compiler is None:
-        raise OutsideFailed(f"building {name} needs a C++ compiler, and none was found", hint=INSTALL_A_COMPILER)
+        raise ExternalFailure(f"building {name} needs a C++ compiler, and none was found", hint=INSTALL_A_COMPILER)
     gpu = None
     if device in GPU_COMPILERS:
         gpu = find_gpu_compiler(device, environ)
         if gpu is None:
             program, whose, kit = GPU_COMPILERS[device]
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"building {name} for {whose} needs {program}, which was not found",
                 hint=f"install {kit}, with {program} on the PATH; or omit --build native to use the CPU",
             )
     cmake = shutil.which("cmake", path=path)
     return Toolchain(
         compiler=compiler,
-        compiler_version=_first_line(compiler, "--version"),
-        cmake=cmake if cmake and cmake_version(_first_line(cmake, "--version")) >= LEAST_CMAKE else None,
+        compiler_version=_read_first_line(compiler, "--version"),
+        cmake=cmake if cmake and parse_cmake_version(_read_first_line(cmake, "--version")) >= LEAST_CMAKE else None,
         ninja=shutil.which("ninja", path=path) or shutil.which("ninja-build", path=path),
         make=shutil.which("make", path=path),
         gpu=str(gpu) if gpu else None,
-        gpu_version=_last_line(str(gpu), "--version") if gpu else None,
+        gpu_version=_read_last_line(str(gpu), "--version") if gpu else None,
     )
 
 
@@ -224,34 +230,34 @@ def find_gpu_compiler(device: Device, environ: Mapping[str, str]) -> Path | None
         return Path(found).resolve()
     homes = [Path(home) for name in _HOME_VARIABLES[program] if (home := environ.get(name))]
     for place in _HOMES[program]:
-        homes += sorted(Path("/").glob(place), key=_numbers, reverse=True)
+        homes += sorted(Path("/").glob(place), key=_parse_numbers, reverse=True)
     return next((path.resolve() for home in homes if (path := home / BIN / program).is_file()), None)
 
 
 def describe_gpu_compiler(device: Device, environ: Mapping[str, str]) -> str:
     """Its path and version; empty if there is none, or the device needs none."""
     found = find_gpu_compiler(device, environ) if device in GPU_COMPILERS else None
-    return f"{found} {_last_line(str(found), '--version')}".strip() if found else ""
+    return f"{found} {_read_last_line(str(found), '--version')}".strip() if found else ""
 
 
-def _numbers(path: Path) -> tuple[int, ...]:
+def _parse_numbers(path: Path) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", path.name)))
 
 
-def cmake_version(line: str) -> tuple[int, int]:
+def parse_cmake_version(line: str) -> tuple[int, int]:
     found = re.search(r"(\d+)\.(\d+)", line)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _first_line(*argv: str) -> str:
-    return (_printed(argv) or [""])[0]
+def _read_first_line(*argv: str) -> str:
+    return (_read_output(argv) or [""])[0]
 
 
-def _last_line(*argv: str) -> str:
-    return (_printed(argv) or [""])[-1]
+def _read_last_line(*argv: str) -> str:
+    return (_read_output(argv) or [""])[-1]
 
 
-def _printed(argv: Iterable[str]) -> list[str]:
+def _read_output(argv: Iterable[str]) -> list[str]:
     try:
         ended = run_child(list(argv), limit_s=60)
     except (TimeoutError, OSError):
@@ -259,7 +265,7 @@ def _printed(argv: Iterable[str]) -> list[str]:
     return [line.strip() for line in ended.output.splitlines() if line.strip()] if ended.code == 0 else []
 
 
-def jobs_for(hardware: Hardware) -> int:
+def choose_jobs(hardware: Hardware) -> int:
     """The number of concurrent compilers: limited by cores and memory."""
     return max(1, min(int(hardware.cpu.allowed_cores), hardware.memory.available_bytes // BYTES_PER_JOB))
 
@@ -273,76 +279,78 @@ def _build(
     tools: Toolchain,
     hardware: Hardware,
     device: Device,
-    paths: Sequence[tuple[Variant, Path]],
+    paths: Sequence[tuple[BuildVariant, Path]],
     trial: Trial,
     progress: Progress,
-) -> Environment:
-    folder = writable(paths[0][1].parent)
+) -> EngineEnvironment:
+    folder = ensure_writable(paths[0][1].parent)
     cpu_only = device in ("cpu", "metal")
     needed_bytes = build.disk_bytes if cpu_only else build.gpu_disk_bytes
-    need_free(folder, needed_bytes + build.download_bytes, f"building {engine.name}")
+    check_free_space(folder, needed_bytes + build.download_bytes, f"building {engine.name}")
     for leftover in folder.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    jobs = jobs_for(hardware)
+    jobs = choose_jobs(hardware)
     took_s = (build.core_seconds if cpu_only else build.gpu_core_seconds) / jobs
     progress.note(
         f"building {engine.name} for {'this CPU' if cpu_only else f'the GPU ({device})'} from {build.package} with "
-        f"{tools.compiler_version}: about {seconds(took_s)} on {jobs} core{'s' if jobs > 1 else ''} "
-        f"(estimate: {build.basis}), {size(needed_bytes)} of temporary disk space; Ctrl-C removes everything"
+        f"{tools.compiler_version}: about {format_seconds(took_s)} on {jobs} core{'s' if jobs > 1 else ''} "
+        f"(estimate: {build.basis}), {format_size(needed_bytes)} of temporary disk space; Ctrl-C removes everything"
     )
-    log = writable(logs_dir()) / f"build-{engine.id}.log"
+    log = ensure_writable(get_logs_dir()) / f"build-{engine.id}.log"
     log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder, ignore_cleanup_errors=True) as holder:
         work = Path(holder)
-        take_source(build, work, progress)
-        maker = Maker(engine.name, build, _with_tools(tools, work, progress), jobs, work, log, progress)
-        last: Verdict | None = None
+        provide_source(build, work, progress)
+        maker = BuildRunner(
+            engine.name, build, _install_missing_tools(tools, work, progress), jobs, work, log, progress
+        )
+        last: BuildTestResult | None = None
         for number, (variant, path) in enumerate(paths):
             without = paths[number + 1][0].name if number + 1 < len(paths) else None
-            if (earlier := _refused(path)) is not None:
+            if (earlier := _read_refused(path)) is not None:
                 last = earlier
                 progress.note(f"an earlier build did not run ({earlier.why}); building without {without}")
                 continue
             began = time.monotonic()
-            staging = maker.make(variant)
-            environment = Environment(
+            staging = maker.build_variant(variant)
+            environment = EngineEnvironment(
                 engine=engine.id,
                 version=build.version,
                 path=str(staging),
                 packages=(build.package,),
                 python="",
-                made_at=now(),
-                disk_bytes=disk_bytes(staging),
+                made_at=format_now(),
+                disk_bytes=measure_disk_bytes(staging),
                 program=f"{BIN}/{build.programs[0]}",
                 built=True,
-                notes=_notes(variant, tools, time.monotonic() - began, jobs),
+                notes=_write_notes(variant, tools, time.monotonic() - began, jobs),
             )
             last = trial(environment)
             if last.right:
                 progress.note(f"the native build passed its test: {last.why}")
                 environment = msgspec.structs.replace(environment, path=str(path), notes=(*environment.notes, last.why))
-                keep(environment, staging)
+                store_environment(environment, staging)
                 return environment
-            _refuse(path, last)
+            _write_refused(path, last)
             if last.runs:  # wrong answers are not fixed by omitting an instruction set
                 break
             if without is not None:
                 progress.note(f"the native build does not run ({last.why}); building again without {without}")
-    raise NotUsable(last.why if last else "nothing was built", last.evidence if last else ())
+    raise BuildNotUsable(last.why if last else "nothing was built", last.evidence if last else ())
 
 
-def _notes(variant: Variant, tools: Toolchain, took_s: float, jobs: int) -> tuple[str, ...]:
+def _write_notes(variant: BuildVariant, tools: Toolchain, took_s: float, jobs: int) -> tuple[str, ...]:
     compilers = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
     omitted = (f"without {variant.name}",) if variant.name else ()
-    return (f"built in {seconds(took_s)} with {jobs} jobs, {compilers}", *omitted)
+    return (f"built in {format_seconds(took_s)} with {jobs} jobs, {compilers}", *omitted)
 
 
-def _refuse(path: Path, verdict: Verdict) -> None:
+def _write_refused(path: Path, verdict: BuildTestResult) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / _REFUSED).write_bytes(msgspec.json.encode(verdict))
 
 
-class Maker:
+class BuildRunner:
     """Configures and compiles in one folder, so that a second variant compiles only what differs."""
 
     def __init__(
@@ -353,12 +361,12 @@ class Maker:
         self.log, self.progress = log, progress
         self._made = 0
 
-    def make(self, variant: Variant) -> Path:
+    def build_variant(self, variant: BuildVariant) -> Path:
         """Builds a variant and returns a folder with its programs in bin/."""
         tools = self.tools
-        env = self._environment()
-        configure = [str(tools.cmake), "-S", str(self.source), "-B", str(self.folder), *self._generator()]
-        configure += [*self._compilers(), *variant.options]
+        env = self._build_environment()
+        configure = [str(tools.cmake), "-S", str(self.source), "-B", str(self.folder), *self._choose_generator()]
+        configure += [*self._list_compiler_options(), *variant.options]
         self._run(configure, env, f"configuring {self.name}")
         compile_all = [str(tools.cmake), "--build", str(self.folder), "--config", "Release"]
         compile_all += ["--parallel", str(self.jobs), "--target", *self.build.programs]
@@ -369,16 +377,16 @@ class Maker:
         for program in self.build.programs:
             made = next((path for path in (self.folder / BIN / program, self.folder / program) if path.is_file()), None)
             if made is None:
-                raise OutsideFailed(f"building {self.name} did not create {program}", hint=f"log: {self.log}")
+                raise ExternalFailure(f"building {self.name} did not create {program}", hint=f"log: {self.log}")
             shutil.copy2(made, staging / BIN / program)
         return staging
 
-    def _generator(self) -> list[str]:
+    def _choose_generator(self) -> list[str]:
         if self.tools.ninja is not None:
             return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.tools.ninja}"]
         return ["-G", "Unix Makefiles"]
 
-    def _compilers(self) -> list[str]:
+    def _list_compiler_options(self) -> list[str]:
         if self.tools.gpu is None or Path(self.tools.gpu).name != "nvcc":
             return []
         # The program loads CUDA's libraries from where they were at build time.
@@ -387,7 +395,7 @@ class Maker:
         compiler, root = f"-DCMAKE_CUDA_COMPILER={self.tools.gpu}", f"-DCUDAToolkit_ROOT={home}"
         return [compiler, root, f"-DCMAKE_BUILD_RPATH={libraries}"]
 
-    def _environment(self) -> dict[str, str]:
+    def _build_environment(self) -> dict[str, str]:
         # git must not look at repositories in parent folders.
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.work), "NINJA_STATUS": "[%f/%t] "}
         env.pop("MAKEFLAGS", None)
@@ -404,28 +412,28 @@ class Maker:
             file.write(f"# {' '.join(argv)}\n")
         with self.progress.step(what, total) as done:
 
-            def tick(_: int) -> None:
-                share = build_progress(_tail(self.log))
+            def update_progress(_: int) -> None:
+                share = parse_build_progress(_read_tail(self.log))
                 if total is not None and share is not None:
                     done(round(total * share))
 
             try:
-                ended = run_child(argv, env=env, tick=tick, log=self.log)
+                ended = run_child(argv, env=env, tick=update_progress, log=self.log)
             except OSError as error:
-                raise OutsideFailed(f"{what} failed", cause=str(error)) from error
+                raise ExternalFailure(f"{what} failed", cause=str(error)) from error
         if ended.code != 0:
             text = self.log.read_text(encoding="utf-8", errors="replace").rpartition("\n# ")[2]
-            raise OutsideFailed(f"{what} failed", cause=first_error(text), hint=f"log: {self.log}")
+            raise ExternalFailure(f"{what} failed", cause=find_first_error(text), hint=f"log: {self.log}")
 
 
-def _tail(path: Path) -> str:
+def _read_tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
 
 
-def build_progress(text: str) -> float | None:
+def parse_build_progress(text: str) -> float | None:
     """The progress from the last line that shows it: ninja's [12/214], or make's [ 5%]."""
     found = list(_STEP.finditer(text))
     if not found:
@@ -435,7 +443,7 @@ def build_progress(text: str) -> float | None:
     return min(1.0, int(last[1]) / total) if total else None
 
 
-def first_error(text: str) -> str:
+def find_first_error(text: str) -> str:
     """The first error in a build's output; later ones usually follow from it."""
     found = _ERRORS.search(text)
     lines = text.strip().splitlines()
@@ -446,20 +454,20 @@ def first_error(text: str) -> str:
 # the source
 
 
-def take_source(build: SourceBuild, work: Path, progress: Progress) -> None:
+def provide_source(build: SourceBuild, work: Path, progress: Progress) -> None:
     """Puts the source tree into `work`/source: from a folder in UV_FIND_LINKS, otherwise from the package index."""
-    if (local := local_archive(build.archive, uv_environment(os.environ))) is not None:
-        found = _sha256(local)
+    if (local := find_local_archive(build.archive, uv_environment(os.environ))) is not None:
+        found = _compute_sha256(local)
         if found == build.sha256:
             progress.note(f"using the source in {local}")
         else:
             progress.note(f"using the source in {local}, although it is not the published file (sha256 {found[:12]}…)")
-        unpack(local, build.tree, work / "source")
+        extract_tree(local, build.tree, work / "source")
         return
     fetch_source(build, work, progress)
 
 
-def local_archive(name: str, env: Mapping[str, str]) -> Path | None:
+def find_local_archive(name: str, env: Mapping[str, str]) -> Path | None:
     """The file in one of the folders of UV_FIND_LINKS."""
     for folder in env.get("UV_FIND_LINKS", "").split(","):
         path = Path(folder.strip().removeprefix("file://")).expanduser() / name
@@ -468,7 +476,7 @@ def local_archive(name: str, env: Mapping[str, str]) -> Path | None:
     return None
 
 
-def unpack(archive: Path, tree: str, target: Path) -> None:
+def extract_tree(archive: Path, tree: str, target: Path) -> None:
     """Extracts one folder of an archive; nothing is written outside the target."""
     try:
         with tarfile.open(archive) as opened:
@@ -481,9 +489,9 @@ def unpack(archive: Path, tree: str, target: Path) -> None:
             opened.extractall(target, members=members, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         hint = "check that the file is complete"
-        raise OutsideFailed(f"cannot extract {archive}", cause=str(error), hint=hint) from error
+        raise ExternalFailure(f"cannot extract {archive}", cause=str(error), hint=hint) from error
     if not (target / "CMakeLists.txt").is_file():
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{archive} does not contain {tree}/CMakeLists.txt", hint="check that it is the published source package"
         )
 
@@ -522,7 +530,7 @@ def fetch_source(build: SourceBuild, work: Path, progress: Progress) -> None:
     name, _, version = build.package.partition("==")
     what = f"fetching {build.package}"
     taker = work / "taker"
-    run_uv(["venv", "--python", python_for_engines(), str(taker)], what, work)
+    run_uv(["venv", "--python", find_engine_python(), str(taker)], what, work)
     packages = next(taker.rglob("site-packages"))
     package, module = _BACKENDS
     (packages / package).mkdir()
@@ -538,12 +546,14 @@ def fetch_source(build: SourceBuild, work: Path, progress: Progress) -> None:
     with progress.step(what, build.download_bytes) as done:
         run_uv([*arguments, "--requirement", str(pinned)], what, work, done)
     if not (work / "source" / "CMakeLists.txt").is_file():
-        raise OutsideFailed(f"{build.package} does not contain {build.tree}/CMakeLists.txt", hint="please report this")
+        raise ExternalFailure(
+            f"{build.package} does not contain {build.tree}/CMakeLists.txt", hint="please report this"
+        )
     for leftover in (taker, work / "uv-cache", work / "nothing"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
+def _install_missing_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
     """Installs cmake and ninja from the package index if they are missing."""
     builder = tools.ninja or tools.make
     if tools.cmake is not None and builder is not None:
@@ -557,7 +567,7 @@ def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
     progress.note(f"installing {names} from the package index for this build, since this machine lacks them")
     target = work / "tools"
     run_uv(
-        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *missing_packages],
+        ["pip", "install", "--python", find_engine_python(), "--target", str(target), *missing_packages],
         f"fetching {names}",
         work,
     )
@@ -572,6 +582,6 @@ def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
     return msgspec.structs.replace(tools, **changes)
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,34 +9,34 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from bedplate.decide import decide, plan
-from bedplate.decide.together import Ask, Need, Part, together
-from bedplate.engines import Engine, all_engines, engine_of
-from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import cards_of
+from bedplate.decide.together import MachinePart, Need, ServiceAsk, divide_machine
+from bedplate.engines import Engine, get_plan_engine, load_engines
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.engines.base import find_cards
 from bedplate.engines.knobs import is_native
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.progress import Progress
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import (
-    Environment,
+    EngineEnvironment,
     check_version,
     find_adopted,
     find_environment,
     make_environment,
-    registered_versions,
+    read_registered_versions,
 )
-from bedplate.run.models import fetched_model, is_builtin, local_model
-from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
+from bedplate.run.models import fetch_model, find_local_model, is_builtin
+from bedplate.run.native import BuildNotUsable, find_toolchain, find_usable_build, get_source_build
 from bedplate.run.prepare import prepare
 from bedplate.run.starting import EngineStart
-from bedplate.run.trials import Examiner, native_environment
-from bedplate.store import agreements, fingerprint, results, tunings, verdicts
-from bedplate.values import Decision, Hardware, Model, Plan, Workload, replaced
+from bedplate.run.trials import Examiner, provide_native_environment
+from bedplate.store import compute_fingerprint, read_agreements, read_results, read_tunings, read_verdicts
+from bedplate.values import Decision, Hardware, Model, Plan, Workload, replace_fields
 from bedplate.values.agreement import Agreement
 from bedplate.values.result import Result
-from bedplate.values.service import Build, Wanted
-from bedplate.values.tuning import Tuned
+from bedplate.values.service import Build, ModelOrder
+from bedplate.values.tuning import TuningRun
 from bedplate.values.verdict import Verdict
 
 T = TypeVar("T")
@@ -47,13 +47,13 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True)
-class Decided:
+class ModelDecision:
     """The decision for one model on this machine, before anything is installed."""
 
-    wanted: Wanted
+    wanted: ModelOrder
     hardware: Hardware
     facts: Model
-    part: Part
+    part: MachinePart
     plan: Plan
     build: Build = "packages"
 
@@ -73,12 +73,12 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Readied:
+class PreparedModel:
     """Everything needed to start the engines of one model."""
 
-    decided: Decided
+    decided: ModelDecision
     plan: Plan
-    environment: Environment
+    environment: EngineEnvironment
     folder: Path | None
 
     @property
@@ -95,18 +95,18 @@ class Readied:
         """The name of the build in runs and tunings."""
         if self.environment.built:
             return "native"
-        return "adopted" if self.environment.theirs else "wheel"
+        return "adopted" if self.environment.adopted_path else "wheel"
 
-    def start(self, replica: int = 0) -> EngineStart:
+    def build_start(self, replica: int = 0) -> EngineStart:
         """The start of one replica, with variables so that replicas do not use the same accelerators or cores."""
         cards, settings = self.decided.part.cards[replica], self.plan.settings
-        env = show_cards(settings.device, cards)
+        env = select_accelerators(settings.device, cards)
         if not env and len(self.needs) > 1:
-            env = engine_by_id(self.plan.engine).beside_others(settings)
+            env = engine_by_id(self.plan.engine).get_replica_env(settings)
         return EngineStart(self.plan, self.environment, self.folder, env)
 
 
-def show_cards(device: str, cards: Sequence[int]) -> dict[str, str]:
+def select_accelerators(device: str, cards: Sequence[int]) -> dict[str, str]:
     """The variables that restrict a process to these accelerators (the driver's indices); none if `cards` is empty."""
     variable = VISIBLE.get(device)
     if not cards or variable is None:
@@ -115,66 +115,66 @@ def show_cards(device: str, cards: Sequence[int]) -> dict[str, str]:
     return {variable: ",".join(str(index) for index in cards), **order}
 
 
-def decided(
-    wanted: Sequence[Wanted],
+def decide_engines(
+    wanted: Sequence[ModelOrder],
     hardware: Hardware,
     progress: Progress,
     *,
     build: Build = "packages",
     budget_bytes: int | None = None,
-    tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    tell: Callable[[Hardware, Model, ModelOrder, Decision], None] = lambda hardware, model, wanted, decision: None,
     models: Sequence[Model] | None = None,
-) -> tuple[Decided, ...]:
+) -> tuple[ModelDecision, ...]:
     """Chooses an engine for each model so that all of them fit together; missing models are downloaded first.
 
     `models` are their facts, if the caller knows them already.
     """
     if build == "native":
-        wanted = [replaced(one, engine=_to_be_built(one.engine, hardware).id) for one in wanted]
-    models = models or [_facts(one.model, hardware, progress) for one in wanted]
-    return _planned(wanted, models, hardware, progress, build, budget_bytes, tell)
+        wanted = [replace_fields(one, engine=_choose_build_engine(one.engine, hardware).id) for one in wanted]
+    models = models or [_find_facts(one.model, hardware, progress) for one in wanted]
+    return _plan_all(wanted, models, hardware, progress, build, budget_bytes, tell)
 
 
 def plan_engine(
-    wanted: Wanted,
+    wanted: ModelOrder,
     facts: Model,
     hardware: Hardware,
     progress: Progress,
     *,
     build: Build = "packages",
     path: Path | None = None,
-) -> Decided:
+) -> ModelDecision:
     """Plans the named engine with all of the machine, as `serve` does, with earlier results and tunings from the store
-    in `path`. Raises `AnswerIsNo` where it cannot serve this model here."""
-    (one,) = _planned([wanted], [facts], hardware, progress, build, path=path)
+    in `path`. Raises `NotPossible` where it cannot serve this model here."""
+    (one,) = _plan_all([wanted], [facts], hardware, progress, build, path=path)
     return one
 
 
-def _planned(
-    wanted: Sequence[Wanted],
+def _plan_all(
+    wanted: Sequence[ModelOrder],
     models: Sequence[Model],
     hardware: Hardware,
     progress: Progress,
     build: Build,
     budget_bytes: int | None = None,
-    tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    tell: Callable[[Hardware, Model, ModelOrder, Decision], None] = lambda hardware, model, wanted, decision: None,
     path: Path | None = None,
-) -> tuple[Decided, ...]:
-    past = _Past(
-        _remembered(results, hardware, progress, path),
-        _remembered(agreements, hardware, progress, path),
-        _remembered(verdicts, hardware, progress, path),
-        _remembered(tunings, hardware, progress, path),
+) -> tuple[ModelDecision, ...]:
+    past = _EarlierMeasurements(
+        _read_measurements(read_results, hardware, progress, path),
+        _read_measurements(read_agreements, hardware, progress, path),
+        _read_measurements(read_verdicts, hardware, progress, path),
+        _read_measurements(read_tunings, hardware, progress, path),
     )
     asks = [
-        Ask(facts.name, one.workload, _decides(one, facts, build, past), one.replicas, one.on_demand)
+        ServiceAsk(facts.name, one.workload, _make_decider(one, facts, build, past), one.replicas, one.is_on_demand)
         for one, facts in zip(wanted, models, strict=True)
     ]
-    parts = together(hardware, asks, budget_bytes)
+    parts = divide_machine(hardware, asks, budget_bytes)
     for one, facts, part in zip(wanted, models, parts, strict=True):
         tell(hardware, facts, one, part.decision)
     return tuple(
-        Decided(one, hardware, facts, part, plan(part.decision, facts, part.workload), build)
+        ModelDecision(one, hardware, facts, part, plan(part.decision, facts, part.workload), build)
         for one, facts, part in zip(wanted, models, parts, strict=True)
     )
 
@@ -183,36 +183,38 @@ def fetch_facts(model: str | None, hardware: Hardware, progress: Progress) -> Mo
     """The facts of a model whose files are on this machine afterwards."""
     if is_builtin(model):
         fetch_builtin(progress)
-    return _facts(model, hardware, progress)
+    return _find_facts(model, hardware, progress)
 
 
-def _facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
-    found = local_model(model)
-    return found if found is not None else fetched_model(str(model), hardware.memory.available_bytes, progress)
+def _find_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
+    found = find_local_model(model)
+    return found if found is not None else fetch_model(str(model), hardware.memory.available_bytes, progress)
 
 
 @dataclass(frozen=True)
-class _Past:
+class _EarlierMeasurements:
     """Earlier measurements on this machine."""
 
     results: tuple[Result, ...]
     agreements: tuple[Agreement, ...]
     verdicts: tuple[Verdict, ...]
-    tunings: tuple[Tuned, ...]
+    tunings: tuple[TuningRun, ...]
 
-    def tuned(self, build: Build, untuned: bool) -> tuple[Tuned, ...]:
+    def filter_tunings(self, build: Build, untuned: bool) -> tuple[TuningRun, ...]:
         """The tunings of the build that will be served."""
         return () if untuned else tuple(one for one in self.tunings if (one.build == "native") == (build == "native"))
 
 
-def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callable[[Hardware, Workload], Decision]:
+def _make_decider(
+    wanted: ModelOrder, facts: Model, build: Build, past: _EarlierMeasurements
+) -> Callable[[Hardware, Workload], Decision]:
     engine = wanted.engine
     if engine is not None:
         check_version(engine_by_id(engine))
     # A native build is for all of this machine's hardware, and an adopted environment may be.
     for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
 
-    def decides(hardware: Hardware, workload: Workload) -> Decision:
+    def decide_for(hardware: Hardware, workload: Workload) -> Decision:
         decision = decide(
             hardware,
             facts,
@@ -222,25 +224,25 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
             results=past.results,
             agreements=past.agreements,
             verdicts=past.verdicts,
-            tunings=past.tuned(build, wanted.untuned),
+            tunings=past.filter_tunings(build, wanted.untuned),
             installable=not for_all,
-            versions=registered_versions() if build != "native" else None,
+            versions=read_registered_versions() if build != "native" else None,
         )
         if build == "native" and decision.engine is not None:
-            return replaced(decision, engine_version=buildable(engine_by_id(decision.engine)).version)
+            return replace_fields(decision, engine_version=get_source_build(engine_by_id(decision.engine)).version)
         return decision
 
-    return decides
+    return decide_for
 
 
-def readied(
-    one: Decided,
+def prepare_model(
+    one: ModelDecision,
     progress: Progress,
     *,
     examiner: Examiner | None = None,
-    environment: Environment | None = None,
+    environment: EngineEnvironment | None = None,
     to_measure: bool = False,
-) -> Readied:
+) -> PreparedModel:
     """Installs and converts what is missing; `environment` is an existing one that contains the engine.
 
     `to_measure`: a build that cannot be used is not replaced by another one, and there is no advice about builds.
@@ -248,46 +250,46 @@ def readied(
     chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
     requested = one.wanted.engine
     if requested is not None and not to_measure:
-        note = _idle_words(engine_by_id(requested), one.hardware, chosen)
+        note = _describe_idle_accelerators(engine_by_id(requested), one.hardware, chosen)
         if note is not None:
             progress.note(note)
     if environment is None:
-        environment = _environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
-    if environment.theirs or environment.built:
-        chosen = replaced(chosen, engine_version=environment.version)
+        environment = _choose_environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
+    if environment.adopted_path or environment.built:
+        chosen = replace_fields(chosen, engine_version=environment.version)
     if is_builtin(one.wanted.model):
         fetch_builtin(progress)
     tools = environment
     if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
         # An adopted server may come without the programs that convert weights.
         tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
-    return Readied(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
+    return PreparedModel(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
 
 
-def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:
+def _choose_build_engine(engine: str | None, hardware: Hardware) -> Engine:
     """The engine to build. Raises an error if its toolchain is missing."""
-    buildable_engines = [one for one in all_engines().values() if one.build is not None]
+    buildable_engines = [one for one in load_engines().values() if one.build is not None]
     only = buildable_engines[0] if len(buildable_engines) == 1 else None
     chosen = engine_by_id(engine) if engine is not None else only
     if chosen is None:
         hint = f"--engine {' or '.join(one.id for one in buildable_engines)}"
-        raise BadQuestion("--build native needs the name of an engine", hint=hint)
-    buildable(chosen)
+        raise UsageError("--build native needs the name of an engine", hint=hint)
+    get_source_build(chosen)
     if (target := chosen.target(hardware)) is not None:
-        toolchain(chosen.name, target.device, os.environ)
+        find_toolchain(chosen.name, target.device, os.environ)
     return chosen
 
 
-def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+def _describe_idle_accelerators(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
     """A note that the packaged engine does not use this machine's accelerators, if a native build would."""
     target = engine.target(hardware)
     if target is None or target.device == chosen.settings.device or engine.build is None:
         return None
-    cards = " and ".join(dict.fromkeys(card.name for card in cards_of(hardware, engine.vendors)))
+    cards = " and ".join(dict.fromkeys(card.name for card in find_cards(hardware, engine.vendors)))
     return f"the packaged {engine.name} uses only the CPU; to use the {cards}, build it from source: --build native"
 
 
-def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+def _describe_unused_instructions(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
     """A note that the packaged engine does not use some instructions of this CPU, if a native build would."""
     if engine.build is None or chosen.settings.device != "cpu":
         return None
@@ -295,45 +297,49 @@ def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | Non
     if not usable:
         return None
     name, gain = usable[0]
-    how = "uses the native build" if usable_build(engine, hardware, "cpu") else "builds it from source"
+    how = "uses the native build" if find_usable_build(engine, hardware, "cpu") else "builds it from source"
     return (
         f"the packaged {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this CPU "
         f"supports; a native build reached {gain}. --build native {how}; `bedplate tune` measures the gain"
     )
 
 
-def _environment(
+def _choose_environment(
     chosen: Plan,
     hardware: Hardware,
     build: Build,
     progress: Progress,
     examiner: Examiner | None,
     to_measure: bool = False,
-) -> Environment:
+) -> EngineEnvironment:
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
         if is_native(chosen.settings):
-            if existing := usable_build(engine, hardware, device):
+            if existing := find_usable_build(engine, hardware, device):
                 return existing
             progress.note(
                 f"the tuned settings of {engine.name} were measured with its native build, which is not installed; "
                 f"the packaged one runs with the same settings; --build native builds it from source"
             )
         else:
-            engine = engine_of(chosen)
+            engine = get_plan_engine(chosen)
         environment = make_environment(engine, progress, device)
-        if environment.server is None and not to_measure and (note := _unused_words(engine, hardware, chosen)):
+        if (
+            environment.server is None
+            and not to_measure
+            and (note := _describe_unused_instructions(engine, hardware, chosen))
+        ):
             progress.note(note)
         return environment
     try:
-        return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
-    except NotUsable as error:
+        return provide_native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
+    except BuildNotUsable as error:
         why, cause = f"the native build of {engine.name} is not used: {error.why}", "; ".join(error.evidence) or None
         if to_measure:
-            raise OutsideFailed(why, cause=cause) from error
+            raise ExternalFailure(why, cause=cause) from error
         if device not in engine.built_for:
             hint = f"omit --build native to use the CPU; or `bedplate engines remove {engine.id}`, then build again"
-            raise OutsideFailed(why, cause=cause, hint=hint) from error
+            raise ExternalFailure(why, cause=cause, hint=hint) from error
         for line in (f"WARNING: {why}", *error.evidence):
             progress.note(line)
         progress.note(f"the packaged {engine.name} {engine.version} is used instead")
@@ -351,24 +357,26 @@ def is_installed(engine: Engine, hardware: Hardware) -> bool:
     return engine.recipe is not None and any(find_environment(engine, device) is not None for device in devices)
 
 
-def installed_engines(hardware: Hardware) -> tuple[str, ...]:
-    return tuple(engine.id for engine in all_engines().values() if is_installed(engine, hardware))
+def list_installed_engines(hardware: Hardware) -> tuple[str, ...]:
+    return tuple(engine.id for engine in load_engines().values() if is_installed(engine, hardware))
 
 
-def installable_engines() -> tuple[str, ...]:
-    return tuple(engine.id for engine in all_engines().values() if engine.recipe is not None)
+def list_installable_engines() -> tuple[str, ...]:
+    return tuple(engine.id for engine in load_engines().values() if engine.recipe is not None)
 
 
-class _Reads(Protocol[T_co]):
+class _StoreReader(Protocol[T_co]):
     """A function that reads from the store what was measured on one machine."""
 
     def __call__(self, machine: str, *, path: Path | None = None) -> tuple[T_co, ...]: ...
 
 
-def _remembered(read: _Reads[T], hardware: Hardware, progress: Progress, path: Path | None) -> tuple[T, ...]:
+def _read_measurements(
+    read: _StoreReader[T], hardware: Hardware, progress: Progress, path: Path | None
+) -> tuple[T, ...]:
     """Reads what was measured on this machine from the store. If that fails, serving continues without it."""
     try:
-        return read(fingerprint(hardware), path=path)
-    except OutsideFailed as error:
+        return read(compute_fingerprint(hardware), path=path)
+    except ExternalFailure as error:
         progress.note(f"{error.message}: earlier measurements on this machine are not used")
         return ()

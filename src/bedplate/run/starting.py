@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bedplate.engines import Engine
-from bedplate.engines import engine as engine_by_id
-from bedplate.errors import OutsideFailed
-from bedplate.home import logs_dir, writable
+from bedplate.engines import get_engine as engine_by_id
+from bedplate.errors import ExternalFailure
+from bedplate.home import ensure_writable, get_logs_dir
 from bedplate.progress import Progress
-from bedplate.run.environments import Environment, command
-from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.environments import EngineEnvironment, build_command
+from bedplate.run.gateway import Gateway, GatewayBackend
 from bedplate.run.supervisor import Supervisor
 from bedplate.values import Plan
 
@@ -29,7 +29,7 @@ class EngineStart:
     """Everything needed to start one engine process: all decisions, installations and conversions are done."""
 
     plan: Plan
-    environment: Environment
+    environment: EngineEnvironment
     folder: Path | None = None
     """The working directory: paths of prepared weights are relative to it."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class EngineStart:
         return self.launched or engine_by_id(self.plan.engine)
 
 
-class PlanBackend(Backend):
+class PlanBackend(GatewayBackend):
     """The gateway's view of an engine that was started from a plan."""
 
     def __init__(self, model: str, plan: Plan, aliases: Iterable[str] = (), share: float = 1.0) -> None:
@@ -52,15 +52,15 @@ class PlanBackend(Backend):
         self.max_connections = engine_by_id(plan.engine).connections(plan.settings)
 
 
-def supervise(
-    start: EngineStart, backend: Backend, log: Path, say: Callable[[str], None] = lambda text: None
+def create_supervisor(
+    start: EngineStart, backend: GatewayBackend, log: Path, say: Callable[[str], None] = lambda text: None
 ) -> Supervisor:
     """Creates the supervisor of an engine without starting it."""
     return Supervisor(start.plan, start.engine, start.environment, backend, log, say, start.folder, env=start.env)
 
 
 @dataclass
-class Started:
+class RunningEngine:
     """An engine that is ready."""
 
     start: EngineStart
@@ -69,10 +69,10 @@ class Started:
     pid: int | None
     start_s: float
     argv: tuple[str, ...]
-    backend: Backend
+    backend: GatewayBackend
 
     @property
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether the process that was started has ended, even if it was restarted."""
         return self.backend.restarts > 0 or self.backend.state != "ready"
 
@@ -93,16 +93,16 @@ class _EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self.settled = threading.Event()
-        self.started: Started | None = None
+        self.started: RunningEngine | None = None
         self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._main, name=f"bedplate-{start.engine.id}")
+        self.thread = threading.Thread(target=self._run_loop, name=f"bedplate-{start.engine.id}")
 
     def stop(self) -> None:
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
 
-    def _main(self) -> None:
+    def _run_loop(self) -> None:
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # raised again in the thread that waits
@@ -114,12 +114,12 @@ class _EngineThread:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         start = self._start
         backend = PlanBackend(start.plan.model.served_name, start.plan)
-        log = writable(logs_dir()) / f"bench-{start.engine.id}.log"
-        supervisor = supervise(start, backend, log, self._progress.note)
+        log = ensure_writable(get_logs_dir()) / f"bench-{start.engine.id}.log"
+        supervisor = create_supervisor(start, backend, log, self._progress.note)
         gateway = Gateway([backend]) if self._through_gateway else None
         began = time.monotonic()
         supervisor.start()
-        stopping, ready = asyncio.create_task(self._stop.wait()), asyncio.create_task(supervisor.ready())
+        stopping, ready = asyncio.create_task(self._stop.wait()), asyncio.create_task(supervisor.wait_for_start())
         try:
             await asyncio.wait({stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
@@ -128,11 +128,11 @@ class _EngineThread:
             await ready
             host, port = backend.address or ("127.0.0.1", 0)
             url, key = f"http://{host}:{port}", backend.engine_key
-            argv = tuple(command(start.environment, start.engine.launch(start.plan, port)))
+            argv = tuple(build_command(start.environment, start.engine.launch(start.plan, port)))
             if gateway is not None:
                 url, key = f"http://127.0.0.1:{await gateway.start('127.0.0.1', 0)}", None
             pid = supervisor.process.pid if supervisor.process is not None else None
-            self.started = Started(start, url, key, pid, time.monotonic() - began, argv, backend)
+            self.started = RunningEngine(start, url, key, pid, time.monotonic() - began, argv, backend)
             self.settled.set()
             await stopping
         finally:
@@ -143,7 +143,7 @@ class _EngineThread:
 
 
 @contextlib.contextmanager
-def running(start: EngineStart, progress: Progress, *, through_gateway: bool = False) -> Iterator[Started]:
+def run_engine(start: EngineStart, progress: Progress, *, through_gateway: bool = False) -> Iterator[RunningEngine]:
     """Runs the engine and stops it at the end of the block. Raises the error that prevented its start."""
     name = start.engine.name
     host = _EngineThread(start, progress, through_gateway)
@@ -155,7 +155,7 @@ def running(start: EngineStart, progress: Progress, *, through_gateway: bool = F
         if host.failure is not None:
             raise host.failure
         if host.started is None:
-            raise OutsideFailed(f"{name} did not start")
+            raise ExternalFailure(f"{name} did not start")
         yield host.started
     finally:
         host.stop()

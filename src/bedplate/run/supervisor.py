@@ -17,16 +17,16 @@ from pathlib import Path
 
 import aiohttp
 
-from bedplate.engines import Engine, Failure
+from bedplate.engines import Engine, KnownFailure
 from bedplate.engines.base import HIGHEST_PORT
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.run.engine_key import read_stable_key
-from bedplate.run.environments import Environment, command, compiled_dir, variables
-from bedplate.run.gateway import Backend
-from bedplate.run.prepare import SECRETS, offline, weights_are_here
-from bedplate.run.warden import guarded
+from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
+from bedplate.run.gateway import GatewayBackend
+from bedplate.run.prepare import SECRETS, has_local_weights, set_offline
+from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan
-from bedplate.values.units import seconds
+from bedplate.values.units import format_seconds
 
 LOG_BYTES = 10_000_000
 LOGS_KEPT = 4
@@ -52,7 +52,7 @@ LOWEST_PORT = 10_000
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
 
 
-class Death:
+class EngineExit:
     """How an engine process ended."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Death:
         """It was stopped because it was not ready after this time."""
 
 
-def back_off_s(deaths: list[Death]) -> float:
+def compute_back_off_s(deaths: list[EngineExit]) -> float:
     """How long to wait before the next start: longer after each exit without an answered request."""
     idle = 0
     for death in reversed(deaths):
@@ -78,7 +78,7 @@ def back_off_s(deaths: list[Death]) -> float:
     return min(MIN_BACK_OFF_S * 2.0 ** max(idle - 1, 0), MAX_BACK_OFF_S)
 
 
-def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
+def find_final_failure(deaths: list[EngineExit], engine: Engine) -> KnownFailure | None:
     """Why the engine is not started again; `None` if it is."""
     last = deaths[-1]
     early = 0
@@ -90,33 +90,35 @@ def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
     if known is not None and known.lasting:
         return known
     most = EARLY_DEATHS if early == len(deaths) else LATER_DEATHS
-    return explain(last, engine) if early >= most else None
+    return explain_exit(last, engine) if early >= most else None
 
 
-def explain(death: Death, engine: Engine) -> Failure:
+def explain_exit(death: EngineExit, engine: Engine) -> KnownFailure:
     """The known failure in the log; otherwise an explanation of the exit status."""
     if known := engine.explain(death.log):
         return known
     if death.overdue_s is not None:
-        message = f"it was not ready after {seconds(death.overdue_s)}"
-        return Failure(message=message, hint="check whether the disk with the model is very slow; see the engine's log")
+        message = f"it was not ready after {format_seconds(death.overdue_s)}"
+        return KnownFailure(
+            message=message, hint="check whether the disk with the model is very slow; see the engine's log"
+        )
     code = death.code
     if code == -signal.SIGKILL:
         message = "it was killed (SIGKILL), most likely because the system was out of memory"
-        return Failure(message=message, hint="reduce memory use: --context 4096, or a smaller model")
+        return KnownFailure(message=message, hint="reduce memory use: --context 4096, or a smaller model")
     if code == -signal.SIGILL:
         message = "it used an instruction that this CPU does not support (SIGILL)"
-        return Failure(message=message, hint="please report this with the output of `bedplate probe`")
+        return KnownFailure(message=message, hint="please report this with the output of `bedplate probe`")
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return Failure(message=f"it crashed ({name})", hint="see the engine's log")
+        return KnownFailure(message=f"it crashed ({name})", hint="see the engine's log")
     lines = [line for line in death.log.splitlines() if line.strip() and not line.startswith("#")]
     last = f": {lines[-1].strip()[:300]}" if lines else ""
     what = "it could not be started" if code is None else f"it ended with status {code}"
-    return Failure(message=f"{what}{last}", hint="see the engine's log")
+    return KnownFailure(message=f"{what}{last}", hint="see the engine's log")
 
 
-class Patience:
+class StartDeadline:
     """The time limit of a start. It is extended while the engine uses the CPU, since other processes may slow it."""
 
     def __init__(self, limit_s: float) -> None:
@@ -124,12 +126,12 @@ class Patience:
         self._began = self._looked = time.monotonic()
         self._busy_s = 0.0
 
-    def longer(self, pid: int | None) -> float | None:
+    def extend(self, pid: int | None) -> float | None:
         """The remaining time from now on if the process has used the CPU since the last check; otherwise `None`."""
         now = time.monotonic()
         if pid is None or now - self._looked < CHECK_EVERY_S:
             return None
-        busy_s, before_s, waited_s = busy_seconds(pid), self._busy_s, now - self._looked
+        busy_s, before_s, waited_s = measure_busy_seconds(pid), self._busy_s, now - self._looked
         self._looked, self._busy_s = now, busy_s
         left_s = self._began + LONGEST_START_S + self.limit_s - now
         return min(self.limit_s, left_s) if busy_s - before_s >= BUSY_SHARE * waited_s else None
@@ -139,7 +141,7 @@ class Patience:
         return time.monotonic() - self._began
 
 
-def busy_seconds(pid: int) -> float:
+def measure_busy_seconds(pid: int) -> float:
     """CPU time of a process and its descendants, including those that have ended."""
     import psutil
 
@@ -162,7 +164,7 @@ class EngineLog:
         self._file: FileIO | None = None
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[str]:
+    def append_output(self, data: bytes) -> list[str]:
         """Appends output and returns the lines that it completes; empty `data` ends the last line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES or not data:
@@ -195,7 +197,7 @@ class EngineLog:
             if newer.exists():
                 newer.replace(older)
 
-    def text(self) -> str:
+    def read_tail(self) -> str:
         return "\n".join(self.tail)
 
     def close(self) -> None:
@@ -227,7 +229,7 @@ class EngineProcess:
     async def _start(self, argv: list[str], env: dict[str, str], cwd: Path | None) -> None:
         try:
             self._warden = await asyncio.create_subprocess_exec(
-                *guarded(argv),
+                *wrap_with_warden(argv),
                 env=env,
                 cwd=cwd,
                 stdin=asyncio.subprocess.PIPE,
@@ -242,29 +244,29 @@ class EngineProcess:
         self._readers = [asyncio.create_task(self._read_reports()), asyncio.create_task(self._read_log())]
 
     def terminate(self) -> None:
-        self._ask(b"t")
+        self._send_command(b"t")
 
     def kill(self) -> None:
-        self._ask(b"k")
+        self._send_command(b"k")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Sends SIGTERM, waits for `grace_s`, then kills."""
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         self.terminate()
-        await self.ended_within(grace_s)
+        await self.wait_for_end(grace_s)
         if not self.ended.is_set():
             self.kill()
-            await self.ended_within(KILL_GRACE_S)
+            await self.wait_for_end(KILL_GRACE_S)
 
-    async def ended_within(self, seconds: float) -> None:
+    async def wait_for_end(self, seconds: float) -> None:
         """Waits until the process has ended, at most for `seconds`."""
         # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the end.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.ended.wait()
 
-    def _ask(self, what: bytes) -> None:
+    def _send_command(self, what: bytes) -> None:
         if self._lifeline is not None and not self._lifeline.is_closing():
             self._lifeline.write(what)
 
@@ -298,7 +300,7 @@ class EngineProcess:
         data = b"-"
         while data:
             data = await warden.stderr.read(65536)
-            for line in self._log.feed(data):
+            for line in self._log.append_output(data):
                 self._on_line(line)
 
 
@@ -309,8 +311,8 @@ class Supervisor:
         self,
         plan: Plan,
         engine: Engine,
-        environment: Environment,
-        backend: Backend,
+        environment: EngineEnvironment,
+        backend: GatewayBackend,
         log_path: Path,
         say: Callable[[str], None] = lambda text: None,
         cwd: Path | None = None,
@@ -328,9 +330,9 @@ class Supervisor:
         self.process: EngineProcess | None = None
         self.settled = asyncio.Event()
         """Set when the engine is ready for the first time, or has failed for good."""
-        self.failure: Failure | None = None
+        self.failure: KnownFailure | None = None
         self._say = say
-        self._deaths: list[Death] = []
+        self._deaths: list[EngineExit] = []
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -345,19 +347,19 @@ class Supervisor:
             await self.process.stop()
         self.log.close()
 
-    async def ready(self) -> None:
+    async def wait_for_start(self) -> None:
         """Waits until the engine is ready for the first time; raises the error that prevented it."""
         await self.settled.wait()
         if self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception():
             self._task.result()
         if self.failure is not None:
-            raise self.as_error(self.failure)
+            raise self.to_error(self.failure)
 
-    async def ended(self) -> Failure:
+    async def wait_for_failure(self) -> KnownFailure:
         """Waits until the engine has failed for good."""
         if self._task is not None:
             await self._task
-        return self.failure or Failure(message="it was stopped", hint="start it again")
+        return self.failure or KnownFailure(message="it was stopped", hint="start it again")
 
     @property
     def last_words(self) -> str:
@@ -365,16 +367,16 @@ class Supervisor:
         lines = (line.strip() for line in reversed(self.log.tail) if line.strip() and not line.startswith("#"))
         return next(lines, "no output yet")[:160]
 
-    def as_error(self, failure: Failure) -> OutsideFailed:
+    def to_error(self, failure: KnownFailure) -> ExternalFailure:
         hint = f"{failure.hint}; log: {self.log.path}"
-        return OutsideFailed(f"{self.engine.name} did not start: {failure.message}", hint=hint)
+        return ExternalFailure(f"{self.engine.name} did not start: {failure.message}", hint=hint)
 
     async def _run(self) -> None:
         try:
             while self.failure is None:
-                death = await self._live_once()
+                death = await self._run_once()
                 self._deaths = [*self._deaths[-20:], death]
-                self.failure = give_up(self._deaths, self.engine)
+                self.failure = find_final_failure(self._deaths, self.engine)
                 if self.failure is None:
                     await self._wait_before_restart(death)
             self._mark_failed(self.failure.message)
@@ -391,9 +393,9 @@ class Supervisor:
         self.backend.reason = reason
         self.backend.state = "failed"
 
-    async def _live_once(self) -> Death:
+    async def _run_once(self) -> EngineExit:
         backend = self.backend
-        port = free_port(self.engine.highest_port)
+        port = find_free_port(self.engine.highest_port)
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, self._read_line)
         self.log.tail.clear()
@@ -402,22 +404,22 @@ class Supervisor:
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
         backend.progress = None
         backend.worked = False
-        env = self._variables(launch)
+        env = self._build_variables(launch)
         try:
-            await process.start(command(self.environment, launch), env, self.cwd)
+            await process.start(build_command(self.environment, launch), env, self.cwd)
         except OSError as error:  # no memory or too many processes, which may be temporary
             self.log.write(str(error))
-            return Death(None, self.log.text(), was_ready=False, worked=False)
+            return EngineExit(None, self.log.read_tail(), was_ready=False, worked=False)
         limit_s = START_LIMIT_S + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
         overdue_s = None
-        patience = Patience(limit_s)
+        patience = StartDeadline(limit_s)
         try:
             async with asyncio.timeout(limit_s) as timer:
                 url = f"http://127.0.0.1:{port}{launch.health_path}"
                 was_ready = await self._wait_until_ready(process, url, patience, timer)
         except TimeoutError:
             overdue_s = patience.spent_s if patience.spent_s > limit_s + CHECK_EVERY_S else limit_s
-            self.log.write(f"# not ready after {seconds(overdue_s)}; stopped by bedplate")
+            self.log.write(f"# not ready after {format_seconds(overdue_s)}; stopped by bedplate")
             was_ready = False
             await process.stop(grace_s=0)
         if was_ready:
@@ -426,10 +428,10 @@ class Supervisor:
             backend.state = "ready"
             self.settled.set()
             await process.ended.wait()
-        return Death(process.code, self.log.text(), was_ready, backend.worked, overdue_s)
+        return EngineExit(process.code, self.log.read_tail(), was_ready, backend.worked, overdue_s)
 
     async def _wait_until_ready(
-        self, process: EngineProcess, url: str, patience: Patience, timer: asyncio.Timeout
+        self, process: EngineProcess, url: str, patience: StartDeadline, timer: asyncio.Timeout
     ) -> bool:
         """Whether its health check succeeded before it ended."""
         loop = asyncio.get_running_loop()
@@ -441,24 +443,24 @@ class Supervisor:
                             return True
                 except (aiohttp.ClientError, TimeoutError):
                     pass  # not listening yet, or still loading
-                if (longer_s := patience.longer(process.pid)) is not None:
+                if (longer_s := patience.extend(process.pid)) is not None:
                     timer.reschedule(loop.time() + longer_s)
-                await process.ended_within(0.05)
+                await process.wait_for_end(0.05)
         return False
 
-    async def _wait_before_restart(self, death: Death) -> None:
-        wait_s = back_off_s(self._deaths)
+    async def _wait_before_restart(self, death: EngineExit) -> None:
+        wait_s = compute_back_off_s(self._deaths)
         backend = self.backend
         backend.address = None
-        backend.reason = explain(death, self.engine).message
+        backend.reason = explain_exit(death, self.engine).message
         backend.retry_after_s = max(1, round(wait_s) + 1)
         backend.restarts += 1
         backend.state = "restarting"
-        self._say(f"{self.engine.name} stopped: {backend.reason}; restarting it in {seconds(wait_s)}")
+        self._say(f"{self.engine.name} stopped: {backend.reason}; restarting it in {format_seconds(wait_s)}")
         await asyncio.sleep(wait_s)
 
-    def _variables(self, launch: Launch) -> dict[str, str]:
-        env = surroundings(self.plan, self.engine, self.environment, launch, self.env)
+    def _build_variables(self, launch: Launch) -> dict[str, str]:
+        env = build_engine_variables(self.plan, self.engine, self.environment, launch, self.env)
         if self.engine.key_variable is not None:
             stable = self.engine.needs_stable_key(self.environment.version)
             self.backend.engine_key = read_stable_key(self.engine.id) if stable else secrets.token_urlsafe(32)
@@ -475,22 +477,22 @@ class Supervisor:
             self.backend.progress = done
 
 
-def surroundings(
-    plan: Plan, engine: Engine, environment: Environment, launch: Launch, additional: Mapping[str, str]
+def build_engine_variables(
+    plan: Plan, engine: Engine, environment: EngineEnvironment, launch: Launch, additional: Mapping[str, str]
 ) -> dict[str, str]:
     """The engine's environment variables: bedplate's own without secrets, and those of the launch."""
     given = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    if weights_are_here(plan):
-        given = offline(given)
-    compiled = compiled_dir(engine.id, environment.version)
+    if has_local_weights(plan):
+        given = set_offline(given)
+    compiled = get_compiled_dir(engine.id, environment.version)
     given = {**{name: str(compiled / name.lower()) for name in engine.compile_caches}, **given}
     if given.pop("PYTHONDONTWRITEBYTECODE", None):
         # Without bytecode, PyTorch alone is compiled again in each of an engine's processes at each start.
         given.setdefault("PYTHONPYCACHEPREFIX", str(compiled / "bytecode"))
-    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **additional})
+    return add_library_path(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **additional})
 
 
-def free_port(highest: int = HIGHEST_PORT) -> int:
+def find_free_port(highest: int = HIGHEST_PORT) -> int:
     """A free private port. If another program takes it first, the engine fails to bind and is started again."""
     while True:
         # The kernel chooses high ports only.

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.run.child import run_child
 from bedplate.values.decision import Device
 
@@ -28,7 +28,7 @@ _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*
 _OTHER_ENVIRONMENT_VARIABLES = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
-class Wheels(NamedTuple):
+class WheelFolder(NamedTuple):
     """A folder of packages that replaces the package index on an air-gapped site."""
 
     folder: Path
@@ -36,11 +36,11 @@ class Wheels(NamedTuple):
     """The requirements file of each engine, with versions and hashes."""
 
 
-_only: ContextVar[Wheels | None] = ContextVar("wheels", default=None)
+_only: ContextVar[WheelFolder | None] = ContextVar("wheels", default=None)
 
 
 @contextlib.contextmanager
-def only_from(wheels: Wheels) -> Iterator[None]:
+def install_only_from(wheels: WheelFolder) -> Iterator[None]:
     """Within the block, packages are installed only from this folder; uv opens no connection."""
     before = _only.set(wheels)
     try:
@@ -49,13 +49,13 @@ def only_from(wheels: Wheels) -> Iterator[None]:
         _only.reset(before)
 
 
-def pinned_packages(engine_id: str) -> list[str] | None:
+def list_pinned_packages(engine_id: str) -> list[str] | None:
     """Arguments of `uv pip install` for an engine from the folder of wheels; `None` if there is no such folder."""
     wheels = _only.get()
     if wheels is None:
         return None
     if engine_id not in wheels.pinned:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"the bundle has no packages for {engine_id}",
             cause=f"it has packages for {', '.join(wheels.pinned) or 'no engine'}, and no package index is used",
             hint=f"where a package index is reachable, create a bundle with: bedplate bundle --engine {engine_id}",
@@ -63,7 +63,7 @@ def pinned_packages(engine_id: str) -> list[str] | None:
     return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
 
 
-def uv_binary() -> str:
+def find_uv() -> str:
     try:
         from uv import find_uv_bin
 
@@ -71,11 +71,13 @@ def uv_binary() -> str:
     except (ImportError, FileNotFoundError):
         found = shutil.which("uv")
         if found is None:
-            raise OutsideFailed("uv is not installed", hint="pip install uv (it is a dependency of bedplate)") from None
+            raise ExternalFailure(
+                "uv is not installed", hint="pip install uv (it is a dependency of bedplate)"
+            ) from None
         return found
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
+def build_uv_environment(given: Mapping[str, str]) -> dict[str, str]:
     """The user's settings, including those for pip, without variables that would select another environment."""
     env = {k: v for k, v in given.items() if k not in _OTHER_ENVIRONMENT_VARIABLES}
     if "PIP_FIND_LINKS" in env:
@@ -91,44 +93,44 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def python_for_engines() -> str:
+def find_engine_python() -> str:
     """The interpreter for engine environments: `UV_PYTHON` if it is set, otherwise bedplate's own."""
     return os.environ.get("UV_PYTHON") or getattr(sys, "_base_executable", None) or sys.executable
 
 
-def torch_backend(packages: Sequence[str], device: Device) -> str | None:
+def choose_torch_backend(packages: Sequence[str], device: Device) -> str | None:
     """The build of PyTorch for a device; `None` if there is only one, or PyTorch is not among the packages.
 
     The package index has the CUDA build, which is gigabytes large and useless on a machine without such a GPU.
     """
-    if sys.platform == "darwin" or _torch_pin(packages) is None:
+    if sys.platform == "darwin" or _find_torch_pin(packages) is None:
         return None
     return os.environ.get("UV_TORCH_BACKEND") or ("cpu" if device == "cpu" else "auto")
 
 
-def torch_arguments(packages: Sequence[str], backend: str | None, python: str) -> list[str]:
+def build_torch_arguments(packages: Sequence[str], backend: str | None, python: str) -> list[str]:
     """Arguments of `uv pip install` that select that build: a local wheel, otherwise PyTorch's own index."""
     if backend is None:
         return list(packages)
-    pin = _torch_pin(packages)
-    if backend == "cpu" and pin is not None and (found := _cpu_wheel(pin, python)):
-        return [f"torch=={found}" if _torch_pin([package]) else package for package in packages]
+    pin = _find_torch_pin(packages)
+    if backend == "cpu" and pin is not None and (found := _find_cpu_wheel(pin, python)):
+        return [f"torch=={found}" if _find_torch_pin([package]) else package for package in packages]
     return ["--torch-backend", backend, *packages]
 
 
-def _torch_pin(packages: Sequence[str]) -> str | None:
+def _find_torch_pin(packages: Sequence[str]) -> str | None:
     found = (re.match(r"torch==([\w.]+)", package) for package in packages)
     return next((match[1] for match in found if match), None)
 
 
-def _cpu_wheel(pin: str, python: str) -> str | None:
+def _find_cpu_wheel(pin: str, python: str) -> str | None:
     """The version of a PyTorch wheel for this Python and machine in UV_FIND_LINKS."""
     major, minor = python.split(".")[:2]
     pattern = re.compile(
         rf"torch-(?P<version>{re.escape(pin)}\+cpu)-cp{major}{minor}-\w+-\w*{platform.system().lower()[:5]}\w*"
         rf"{re.escape(platform.machine().lower())}\.whl"
     )
-    for folder in environment(os.environ).get("UV_FIND_LINKS", "").split(","):
+    for folder in build_uv_environment(os.environ).get("UV_FIND_LINKS", "").split(","):
         path = Path(folder.strip().removeprefix("file://")).expanduser()
         for file in sorted(path.glob("torch-*.whl")) if folder.strip() and path.is_dir() else ():
             if found := pattern.fullmatch(file.name.replace("%2B", "+")):
@@ -139,7 +141,7 @@ def _cpu_wheel(pin: str, python: str) -> str | None:
 def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int], None] | None = None) -> None:
     """Runs uv in `folder`. `written` is called regularly with the bytes that it has written so far."""
     # Without --project, uv would read a uv.toml or pyproject.toml of the current directory.
-    command = [uv_binary(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
+    command = [find_uv(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
     if (wheels := _only.get()) is not None:
         command.append("--offline")
         if arguments[:2] == ["pip", "install"]:
@@ -149,16 +151,16 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
         "install",
     ]:
         command.append("--no-index")
-    tick = None if written is None else lambda pid: tell_writes(pid, written)
+    tick = None if written is None else lambda pid: report_written_bytes(pid, written)
     try:
-        ended = run_child(command, environment(os.environ), tick)
+        ended = run_child(command, build_uv_environment(os.environ), tick)
     except OSError as error:
-        raise OutsideFailed(f"{what} failed: cannot start uv", cause=str(error)) from error
+        raise ExternalFailure(f"{what} failed: cannot start uv", cause=str(error)) from error
     if ended.code != 0:
-        raise failure(what, ended.output)
+        raise explain_failure(what, ended.output)
 
 
-def tell_writes(root: int, written: Callable[[int], None]) -> None:
+def report_written_bytes(root: int, written: Callable[[int], None]) -> None:
     """Estimates uv's progress, which it shows only on terminals, from the bytes that its processes have written."""
     import psutil
 
@@ -170,7 +172,7 @@ def tell_writes(root: int, written: Callable[[int], None]) -> None:
     written(sum(counts))
 
 
-def reasons(output: str) -> list[str]:
+def parse_reasons(output: str) -> list[str]:
     """uv's chain of causes, the outermost first."""
     found: list[str] = []
     continues = False
@@ -185,9 +187,9 @@ def reasons(output: str) -> list[str]:
     return [text.rstrip(":") for text in found]
 
 
-def failure(what: str, output: str) -> OutsideFailed:
+def explain_failure(what: str, output: str) -> ExternalFailure:
     """Converts uv's output to an error with a hint."""
-    why = [text for text in reasons(output) if not text.startswith("error sending request")]
+    why = [text for text in parse_reasons(output) if not text.startswith("error sending request")]
     why = why or output.strip().splitlines()[-1:] or ["uv gave no reason"]
     cause = ": ".join(dict.fromkeys([*why[:2], why[-1]]))
     if len(cause) > 600:
@@ -208,4 +210,4 @@ def failure(what: str, output: str) -> OutsideFailed:
     elif "requirements are unsatisfiable" in output:
         here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
         hint = f"the package index has no such package for {here}; use another index (UV_DEFAULT_INDEX)"
-    return OutsideFailed(f"{what} failed", cause=cause, hint=hint)
+    return ExternalFailure(f"{what} failed", cause=cause, hint=hint)

@@ -22,7 +22,7 @@ PR_SET_CHILD_SUBREAPER = 36
 LINUX = sys.platform.startswith("linux")
 
 
-def guarded(argv: list[str]) -> list[str]:
+def wrap_with_warden(argv: list[str]) -> list[str]:
     """The command that runs `argv` under a warden; on systems without one, `argv` itself."""
     return [sys.executable, "-I", "-S", __file__, *argv] if os.name == "posix" else argv
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
     warden = os.getpid()
 
-    def in_child() -> None:
+    def prepare_child() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         if libc is not None:
@@ -56,12 +56,12 @@ def main(argv: list[str]) -> int:
             stdin=subprocess.PIPE,  # kept open and silent: some engines end when it closes
             stdout=sys.stderr.fileno(),
             process_group=0,
-            preexec_fn=in_child,  # safe: this process has one thread
+            preexec_fn=prepare_child,  # safe: this process has one thread
         )
     except OSError as error:
-        say(f"failed {error}")
+        write_report(f"failed {error}")
         return 127
-    say(f"started {engine.pid}")
+    write_report(f"started {engine.pid}")
 
     lifeline = sys.stdin.fileno()
     code: int | None = None
@@ -77,16 +77,16 @@ def main(argv: list[str]) -> int:
                 break
         if wake_read in ready:
             os.read(wake_read, 4096)
-            reap(engine.pid)
+            reap_descendants(engine.pid)
         code = engine.poll()
     kill_all(engine.pid)
     if code is None:
         return 128 + signal.SIGKILL
-    say(f"exited {code}")
+    write_report(f"exited {code}")
     return code if code >= 0 else 128 - code
 
 
-def say(line: str) -> None:
+def write_report(line: str) -> None:
     try:
         os.write(sys.stdout.fileno(), line.encode() + b"\n")
     except OSError:
@@ -105,7 +105,7 @@ def kill_all(engine: int) -> None:
     """Kills the engine's process group and all descendants that left it, until none is left."""
     own_group = os.getpgrp()
     for _ in range(100):
-        rest = descendants(os.getpid())
+        rest = find_descendants(os.getpid())
         # By groups, which the kernel kills atomically. A process that forks and ends repeatedly is mostly visible as
         # zombies, which still show its group until they are reaped.
         for group in {engine, *(group for group, _ in rest.values())} - {own_group}:
@@ -123,7 +123,7 @@ def kill_all(engine: int) -> None:
         select.select([], [], [], 0.01)
 
 
-def reap(engine: int) -> None:
+def reap_descendants(engine: int) -> None:
     """Reaps adopted descendants that have ended, but not the engine, whose status Popen reads."""
     for _ in range(100 if LINUX else 0):  # bounded: a process that keeps forking must not block the warden
         try:
@@ -135,10 +135,10 @@ def reap(engine: int) -> None:
         os.waitpid(ended.si_pid, 0)
 
 
-def descendants(ancestor: int) -> dict[int, tuple[int, str]]:
+def find_descendants(ancestor: int) -> dict[int, tuple[int, str]]:
     """The process group and state of each descendant, by its pid."""
     children: dict[int, list[tuple[int, int, str]]] = {}
-    for pid, parent, group, state in processes():
+    for pid, parent, group, state in list_processes():
         children.setdefault(parent, []).append((pid, group, state))
     found: dict[int, tuple[int, str]] = {}
     queue = [ancestor]
@@ -149,7 +149,7 @@ def descendants(ancestor: int) -> dict[int, tuple[int, str]]:
     return found
 
 
-def processes() -> list[tuple[int, int, int, str]]:
+def list_processes() -> list[tuple[int, int, int, str]]:
     """(pid, parent's pid, process group, state) of every visible process."""
     rows = []
     if LINUX:

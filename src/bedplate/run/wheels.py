@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 
 _INSTALLATION_FILES = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
 """Files in a package's dist-info folder that describe this installation, not the package."""
@@ -31,7 +31,7 @@ _LEGACY_GLIBC = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014"
 CHUNK_BYTES = 1 << 20
 
 
-class Telling(NamedTuple):
+class PackingCallbacks(NamedTuple):
     """Callbacks for progress and notes."""
 
     done: Callable[[int], None] = lambda count: None
@@ -39,10 +39,10 @@ class Telling(NamedTuple):
     note: Callable[[str], None] = lambda text: None
 
 
-SILENT = Telling()
+SILENT = PackingCallbacks()
 
 
-class Member(NamedTuple):
+class PackageFile(NamedTuple):
     """One file of a package: its path, its path in the wheel, and its hash in the package's file list."""
 
     file: Path
@@ -51,28 +51,28 @@ class Member(NamedTuple):
     script: bool = False
 
 
-def distributions(folder: Path) -> dict[str, importlib.metadata.Distribution]:
+def find_distributions(folder: Path) -> dict[str, importlib.metadata.Distribution]:
     """The packages that are installed in an environment or a folder, by normalized name."""
     folders = [str(one) for one in folder.rglob("site-packages") if one.is_dir()] or [str(folder)]
     found: dict[str, importlib.metadata.Distribution] = {}
     for one in importlib.metadata.distributions(path=folders):
-        found.setdefault(normal(one.name), one)
+        found.setdefault(normalize_name(one.name), one)
     return found
 
 
-def normal(name: str) -> str:
+def normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pin(one: importlib.metadata.Distribution) -> str:
-    return f"{normal(one.name)}=={one.version}"
+def format_pin(one: importlib.metadata.Distribution) -> str:
+    return f"{normalize_name(one.name)}=={one.version}"
 
 
-def needed_by(name: str) -> list[importlib.metadata.Distribution]:
+def list_dependencies(name: str) -> list[importlib.metadata.Distribution]:
     """A package of this Python and all of its dependencies, as installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     visited: set[tuple[str, str]] = set()
-    pending: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
+    pending: list[tuple[str, frozenset[str], bool]] = [(normalize_name(name), frozenset(), True)]
     while pending:
         package, extras, required = pending.pop()
         new = {(package, extra) for extra in ("", *extras)} - visited
@@ -84,69 +84,71 @@ def needed_by(name: str) -> list[importlib.metadata.Distribution]:
         except importlib.metadata.PackageNotFoundError:
             if not required:
                 continue  # not installed because of its marker, for example for another system
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{package} is not installed as a package, so it cannot be packed",
                 hint="install bedplate with pip, uv or pipx, and create the bundle with that installation",
             ) from None
         found[package] = one
-        pending += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
+        pending += [wanted for text in one.requires or () if (wanted := _parse_requirement(text, extras)) is not None]
     return [found[package] for package in sorted(found)]
 
 
-def _required(text: str, extras: frozenset[str]) -> tuple[str, frozenset[str], bool] | None:
+def _parse_requirement(text: str, extras: frozenset[str]) -> tuple[str, frozenset[str], bool] | None:
     """A requirement as name, extras, and whether it has no marker; `None` if it belongs to an extra not requested."""
     requirement, _, marker = text.partition(";")
     found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", requirement)
     if found is None:
         return None
     extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
-    if extra is not None and normal(extra[1]) not in extras:
+    if extra is not None and normalize_name(extra[1]) not in extras:
         return None
-    wanted = frozenset(normal(one.strip()) for one in (found[2] or "").split(",") if one.strip())
-    return normal(found[1]), wanted, not marker.strip()
+    wanted = frozenset(normalize_name(one.strip()) for one in (found[2] or "").split(",") if one.strip())
+    return normalize_name(found[1]), wanted, not marker.strip()
 
 
-def wheel_bytes(one: importlib.metadata.Distribution) -> int:
+def measure_wheel_bytes(one: importlib.metadata.Distribution) -> int:
     """The size of a package's files, which is an upper bound for its wheel."""
-    return sum(member.file.stat().st_size for member in _members(one) if member.file.is_file())
+    return sum(member.file.stat().st_size for member in _list_files(one) if member.file.is_file())
 
 
-def pack(one: importlib.metadata.Distribution, folder: Path, tell: Telling = SILENT) -> Path:
+def pack_wheel(one: importlib.metadata.Distribution, folder: Path, tell: PackingCallbacks = SILENT) -> Path:
     """Writes the package's wheel into `folder`; each file is compared with the hash that came with the package."""
     if is_editable(one):
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{one.name} is an editable installation, which cannot be packed",
             hint=f"install it as a package: pip install {one.name}=={one.version}",
         )
-    return _written(one, _members(one), folder, tell)
+    return _write_wheel(one, _list_files(one), folder, tell)
 
 
 def is_editable(one: importlib.metadata.Distribution) -> bool:
     return re.search(r'"editable"\s*:\s*true', one.read_text("direct_url.json") or "") is not None
 
 
-def pack_source(one: importlib.metadata.Distribution, package: Path, folder: Path, tell: Telling = SILENT) -> Path:
+def pack_source(
+    one: importlib.metadata.Distribution, package: Path, folder: Path, tell: PackingCallbacks = SILENT
+) -> Path:
     """Writes the wheel of pure Python that may be an editable installation: its files are those in `package`."""
-    info = _info(one)
-    metadata = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
+    info = _find_info_folder(one)
+    metadata = [member for member in _list_files(one) if PurePosixPath(member.path).parts[0] == info]
     sources = (file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
-    code = [Member(file, f"{package.name}/{file.relative_to(package).as_posix()}") for file in sources]
-    return _written(one, [*code, *metadata], folder, tell, tags=["py3-none-any"])
+    code = [PackageFile(file, f"{package.name}/{file.relative_to(package).as_posix()}") for file in sources]
+    return _write_wheel(one, [*code, *metadata], folder, tell, tags=["py3-none-any"])
 
 
-def _info(one: importlib.metadata.Distribution) -> str:
+def _find_info_folder(one: importlib.metadata.Distribution) -> str:
     """The name of its dist-info folder, which starts like the name of its wheel."""
     for file in one.files or ():
         if file.name == "METADATA" and len(file.parts) == 2 and file.parts[0].endswith(".dist-info"):
             return file.parts[0]
-    raise OutsideFailed(
+    raise ExternalFailure(
         f"{one.name} {one.version} was installed without a list of its files, so it cannot be packed",
         hint="install it with pip or uv in a virtual environment, not with the system's package manager",
     )
 
 
-def _members(one: importlib.metadata.Distribution) -> list[Member]:
-    info = _info(one)
+def _list_files(one: importlib.metadata.Distribution) -> list[PackageFile]:
+    info = _find_info_folder(one)
     data = f"{info.removesuffix('.dist-info')}.data"
     scripts = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
     found = []
@@ -154,53 +156,59 @@ def _members(one: importlib.metadata.Distribution) -> list[Member]:
         if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _INSTALLATION_FILES):
             continue
         path = Path(str(one.locate_file(file)))
-        sha256 = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
+        sha256 = _decode_digest(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
         if file.parts[0] != ".." and not file.is_absolute():
-            found.append(Member(path, file.as_posix(), sha256))
+            found.append(PackageFile(path, file.as_posix(), sha256))
             continue
         # Outside site-packages: programs, headers and data files.
         rest = [part for part in file.parts if part != ".."]
         if rest[0] in _SCRIPT_FOLDERS:
             if PurePosixPath(rest[-1]).stem not in scripts and rest[-1] not in scripts:
-                found.append(Member(path, f"{data}/scripts/{'/'.join(rest[1:])}", sha256, script=True))
+                found.append(PackageFile(path, f"{data}/scripts/{'/'.join(rest[1:])}", sha256, script=True))
         elif rest[:2] == ["include", "site"]:
-            found.append(Member(path, f"{data}/headers/{'/'.join(rest[4:])}", sha256))
+            found.append(PackageFile(path, f"{data}/headers/{'/'.join(rest[4:])}", sha256))
         else:
-            found.append(Member(path, f"{data}/data/{'/'.join(rest)}", sha256))
+            found.append(PackageFile(path, f"{data}/data/{'/'.join(rest)}", sha256))
     return found
 
 
-def _written(
+def _write_wheel(
     one: importlib.metadata.Distribution,
-    members: Iterable[Member],
+    members: Iterable[PackageFile],
     folder: Path,
-    tell: Telling,
+    tell: PackingCallbacks,
     tags: list[str] | None = None,
 ) -> Path:
-    info = _info(one)
-    target = folder / f"{info.removesuffix('.dist-info')}-{_tag(fitting(tags or _tags(one)))}.whl"
+    info = _find_info_folder(one)
+    target = folder / f"{info.removesuffix('.dist-info')}-{_format_tags(select_tags(tags or _read_tags(one)))}.whl"
     staging = target.with_suffix(".making")
     rows: list[tuple[str, str, int | str]] = []
     done = 0
     with zipfile.ZipFile(staging, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for member in members:
-            found, size = _added(archive, member, one, tell, done)
-            rows.append((member.path, f"sha256={_url_safe(found)}", size))
+            found, size = _add_file(archive, member, one, tell, done)
+            rows.append((member.path, f"sha256={_encode_digest(found)}", size))
             done += size
         if tags is not None:
             text = "".join(f"Tag: {tag}\n" for tag in tags)
             wheel = f"Wheel-Version: 1.0\nGenerator: bedplate\nRoot-Is-Purelib: true\n{text}".encode()
             if not any(path == f"{info}/WHEEL" for path, _, _ in rows):
-                archive.writestr(_entry(f"{info}/WHEEL", 0o644), wheel)
-                rows.append((f"{info}/WHEEL", f"sha256={_url_safe(hashlib.sha256(wheel).hexdigest())}", len(wheel)))
+                archive.writestr(_create_entry(f"{info}/WHEEL", 0o644), wheel)
+                rows.append(
+                    (f"{info}/WHEEL", f"sha256={_encode_digest(hashlib.sha256(wheel).hexdigest())}", len(wheel))
+                )
         listed = io.StringIO()
         csv.writer(listed, lineterminator="\n").writerows([*rows, (f"{info}/RECORD", "", "")])
-        archive.writestr(_entry(f"{info}/RECORD", 0o644), listed.getvalue())
+        archive.writestr(_create_entry(f"{info}/RECORD", 0o644), listed.getvalue())
     return staging.rename(target)
 
 
-def _added(
-    archive: zipfile.ZipFile, member: Member, one: importlib.metadata.Distribution, tell: Telling, before: int
+def _add_file(
+    archive: zipfile.ZipFile,
+    member: PackageFile,
+    one: importlib.metadata.Distribution,
+    tell: PackingCallbacks,
+    before: int,
 ) -> tuple[str, int]:
     """Adds a file to the wheel; returns its hash and size. `before` bytes were packed before it."""
     digest, size = hashlib.sha256(), 0
@@ -208,17 +216,17 @@ def _added(
     try:
         mode = member.file.stat().st_mode & 0o777
         large = member.file.stat().st_size > 1 << 30
-        with archive.open(_entry(member.path, mode), "w", force_zip64=large) as out:
-            for number, chunk in enumerate(_chunks(member.file)):
+        with archive.open(_create_entry(member.path, mode), "w", force_zip64=large) as out:
+            for number, chunk in enumerate(_read_chunks(member.file)):
                 if member.script:
                     hashed.update(chunk)
-                    chunk = _as_packed(chunk) if number == 0 else chunk
+                    chunk = _replace_shebang(chunk) if number == 0 else chunk
                 digest.update(chunk)
                 size += len(chunk)
                 out.write(chunk)
                 tell.done(before + size)
     except OSError as error:
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{one.name} {one.version} is incomplete: cannot read {member.path}",
             cause=error.strerror or str(error),
             hint="install it again (for an engine: bedplate engines remove ID, then repeat this command)",
@@ -229,7 +237,7 @@ def _added(
     return digest.hexdigest(), size
 
 
-def _as_packed(start: bytes) -> bytes:
+def _replace_shebang(start: bytes) -> bytes:
     """The start of a Python script without the path of its interpreter."""
     if moved := _RELOCATABLE_SHEBANG.match(start):
         return b"#!python\n" + start[moved.end() :]
@@ -237,32 +245,32 @@ def _as_packed(start: bytes) -> bytes:
     return b"#!python\n" + rest if line.startswith(b"#!") and b"python" in line else start
 
 
-def _chunks(file: Path) -> Iterator[bytes]:
+def _read_chunks(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
         while chunk := opened.read(CHUNK_BYTES):
             yield chunk
 
 
-def _entry(path: str, mode: int) -> zipfile.ZipInfo:
+def _create_entry(path: str, mode: int) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(path, _EPOCH)
     entry.compress_type = zipfile.ZIP_DEFLATED
     entry.external_attr = (0o100000 | (0o755 if mode & 0o111 else 0o644)) << 16
     return entry
 
 
-def _tags(one: importlib.metadata.Distribution) -> list[str]:
+def _read_tags(one: importlib.metadata.Distribution) -> list[str]:
     text = one.read_text("WHEEL") or ""
     return re.findall(r"^Tag:\s*(\S+)\s*$", text, re.MULTILINE) or ["py3-none-any"]
 
 
-def fitting(tags: Sequence[str], python: tuple[int, int] = sys.version_info[:2]) -> list[str]:
+def select_tags(tags: Sequence[str], python: tuple[int, int] = sys.version_info[:2]) -> list[str]:
     """The tags that this Python accepts. If there are none, replaces them: some renamed wheels contain wrong tags."""
     major, minor = python
-    kept = [tag for tag in tags if _is_for(tag, major, minor)]
+    kept = [tag for tag in tags if _is_accepted(tag, major, minor)]
     return kept or [f"cp{major}{minor}-none-{tag.split('-', 2)[-1]}" for tag in tags]
 
 
-def _is_for(tag: str, major: int, minor: int) -> bool:
+def _is_accepted(tag: str, major: int, minor: int) -> bool:
     interpreter, abi, _ = (*tag.split("-", 2), "", "")[:3]
     if interpreter == f"cp{major}{minor}":
         return True
@@ -271,7 +279,7 @@ def _is_for(tag: str, major: int, minor: int) -> bool:
     return older and found is not None and (found[1] == "py" or abi == "abi3")
 
 
-def _tag(tags: Iterable[str]) -> str:
+def _format_tags(tags: Iterable[str]) -> str:
     """A wheel's tags in the format of its file name: the values of each part, joined by dots."""
     parts: list[dict[str, None]] = [{}, {}, {}]
     for tag in tags:
@@ -280,7 +288,7 @@ def _tag(tags: Iterable[str]) -> str:
     return "-".join(".".join(kind) or "any" for kind in parts)
 
 
-def least_glibc(names: Iterable[str], own: str | None) -> str | None:
+def find_least_glibc(names: Iterable[str], own: str | None) -> str | None:
     """The glibc version that these wheels need; a wheel tagged only `linux` may need the one of this machine."""
     needed: list[tuple[int, int]] = []
     for name in names:
@@ -291,20 +299,20 @@ def least_glibc(names: Iterable[str], own: str | None) -> str | None:
             elif found := re.match(r"(manylinux\d+)_", part):
                 versions.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
             elif part.startswith("linux_") and own is not None:
-                versions.append(version(own))
+                versions.append(parse_glibc_version(own))
         if versions:
             needed.append(min(versions))
     return ".".join(map(str, max(needed))) if needed else None
 
 
-def version(text: str) -> tuple[int, int]:
+def parse_glibc_version(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     return int(major or 0), int(re.match(r"\d*", minor)[0] or 0)  # type: ignore[index]
 
 
-def _hex(encoded: str) -> str:
+def _decode_digest(encoded: str) -> str:
     return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).hex()
 
 
-def _url_safe(digest: str) -> str:
+def _encode_digest(digest: str) -> str:
     return base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()

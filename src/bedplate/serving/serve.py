@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
+from bedplate.errors import BedplateError, ExternalFailure, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.home import logs_dir, writable
+from bedplate.home import ensure_writable, get_logs_dir
 from bedplate.hosting import records
 from bedplate.hosting.control import ControlServer
 from bedplate.hosting.host import Host, HostedService
-from bedplate.hosting.memory import Room
-from bedplate.hosting.operations import host_operations
-from bedplate.hosting.orchestrated import NAMES, Kind, Orchestration
-from bedplate.hosting.orchestrators import kind_for
+from bedplate.hosting.memory import MemoryLimits
+from bedplate.hosting.operations import make_host_operations
+from bedplate.hosting.orchestrated import NAMES, Orchestration, OrchestratorSetup
+from bedplate.hosting.orchestrators import choose_orchestrator
 from bedplate.hosting.systemd import notify
-from bedplate.hosting.tenants import remarks
-from bedplate.page.page import put_up
-from bedplate.progress import Progress, Silent
+from bedplate.hosting.tenants import list_warnings
+from bedplate.page.page import add_live_page
+from bedplate.progress import Progress, SilentProgress
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
-from bedplate.run.listening import Listen, check_port
-from bedplate.run.ready import Decided, Readied, decided, readied
+from bedplate.run.listening import ListenOptions, check_port
+from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
 from bedplate.run.trials import Examiner
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
-from bedplate.values.service import Build, Order, ServiceRecord, Wanted
-from bedplate.values.units import seconds
+from bedplate.values.service import Build, ModelOrder, Order, ServiceRecord
+from bedplate.values.units import format_seconds
 
 if TYPE_CHECKING:
-    from bedplate.bundling.opened import Opened
+    from bedplate.bundling.opened import OpenBundle
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 """Checks the answers of an engine; gets its private URL and the key that it requires."""
@@ -47,11 +47,13 @@ REPORT_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
-class Hooks:
+class ServeHooks:
     """Callbacks of the caller."""
 
-    progress: Progress = Silent()  # noqa: RUF009 - it has no state
-    on_decision: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None
+    progress: Progress = SilentProgress()  # noqa: RUF009 - it has no state
+    on_decision: Callable[[Hardware, Model, ModelOrder, Decision], None] = lambda hardware, model, wanted, decision: (
+        None
+    )
     on_claim: Callable[[ServiceRecord], None] = lambda record: None
     """Called when the service has its name."""
     on_ready: Callable[[Endpoint], None] = lambda endpoint: None
@@ -68,7 +70,7 @@ def serve(
     operations: Operations | None = None,
     engine: str | None = None,
     build: Build = "packages",
-    listen: Listen | None = None,
+    listen: ListenOptions | None = None,
     name: str | None = None,
     replicas: int = 1,
     ttl_s: float | None = None,
@@ -80,7 +82,7 @@ def serve(
     examiner: Examiner | None = None,
 ) -> None:
     """Probes the hardware, chooses an engine, fetches and installs what is missing, and serves until it is stopped."""
-    wanted = Wanted(
+    wanted = ModelOrder(
         model=model,
         workload=workload or Workload(origin="default"),
         operations=operations or Operations(),
@@ -89,8 +91,8 @@ def serve(
         ttl_s=ttl_s,
     )
     order = Order(services=(wanted,), name=name, build=build, memory_budget_bytes=memory_budget_bytes)
-    hooks = Hooks(
-        progress=progress or Silent(),
+    hooks = ServeHooks(
+        progress=progress or SilentProgress(),
         on_decision=lambda hardware, facts, _, decision: on_decision(hardware, facts, decision),
         on_ready=on_ready,
         check=check,
@@ -100,26 +102,36 @@ def serve(
 
 
 def serve_order(
-    order: Order, hooks: Hooks, listen: Listen | None = None, *, fallback: str | None = None, detached: bool = False
+    order: Order,
+    hooks: ServeHooks,
+    listen: ListenOptions | None = None,
+    *,
+    fallback: str | None = None,
+    detached: bool = False,
 ) -> None:
     """Serves an order until a signal or a request to stop; `fallback` is the service's name if the order has none."""
-    listen = listen or listening(order)
-    refuse_early(order, listen)
+    listen = listen or build_listen_options(order)
+    check_order(order, listen)
     if order.bundle is None:
         _serve_order(order, hooks, listen, fallback, detached)
         return
-    from bedplate.bundling.opened import opened
+    from bedplate.bundling.opened import open_bundle
 
-    with opened(Path(order.bundle), hooks.progress) as bundle:
-        _serve_order(bundle.order(order), hooks, listen, fallback, detached, bundle)
+    with open_bundle(Path(order.bundle), hooks.progress) as bundle:
+        _serve_order(bundle.replace_model(order), hooks, listen, fallback, detached, bundle)
 
 
 def _serve_order(
-    order: Order, hooks: Hooks, listen: Listen, fallback: str | None, detached: bool, bundle: Opened | None = None
+    order: Order,
+    hooks: ServeHooks,
+    listen: ListenOptions,
+    fallback: str | None,
+    detached: bool,
+    bundle: OpenBundle | None = None,
 ) -> None:
-    above = kind_for(order)
+    above = choose_orchestrator(order)
     hardware = probe()
-    found = decided(
+    found = decide_engines(
         order.services if above is None else above.services,
         hardware,
         hooks.progress,
@@ -129,79 +141,81 @@ def _serve_order(
         models=[bundle.facts] if bundle is not None else None,
     )
     if bundle is not None:
-        bundle.agreed(found[0], hooks.progress)
+        bundle.check_plan(found[0], hooks.progress)
     check_names(found)
-    logs = writable(logs_dir())
-    record = records.claimed(order.name, fallback or found[0].name, detached=detached)
+    logs = ensure_writable(get_logs_dir())
+    record = records.claim_name(order.name, fallback or found[0].name, detached=detached)
     try:
         hooks.on_claim(record)
-        made = [_readied(one, hooks, above) for one in found]
-        on = above.orchestration(made[0], record.name, logs) if above is not None else None
-        _run(_Session(order, hooks, listen, hardware, made, record, logs, on).run())
+        made = [_prepare_service(one, hooks, above) for one in found]
+        on = above.make_orchestration(made[0], record.name, logs) if above is not None else None
+        _run(_ServeSession(order, hooks, listen, hardware, made, record, logs, on).run())
     finally:
         records.forget(record)
 
 
-def _readied(one: Decided, hooks: Hooks, above: Kind | None) -> Readied:
+def _prepare_service(one: ModelDecision, hooks: ServeHooks, above: OrchestratorSetup | None) -> PreparedModel:
     if above is not None:
-        return above.readied(one, hooks.progress, hooks.examiner)
-    return readied(one, hooks.progress, examiner=hooks.examiner)
+        return above.prepare(one, hooks.progress, hooks.examiner)
+    return prepare_model(one, hooks.progress, examiner=hooks.examiner)
 
 
-def refuse_early(order: Order, listen: Listen | None = None) -> None:
+def check_order(order: Order, listen: ListenOptions | None = None) -> None:
     """Checks what can be checked before anything is read, fetched or installed: the operating system, the name, the
     port, and whether the orchestrator supports the order."""
     if os.name != "posix":
-        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate in WSL")
+        raise ExternalFailure("serving needs Linux or macOS", hint="on Windows, run bedplate in WSL")
     if order.name is not None:
-        _check_free(order.name)
-    kind_for(order)
-    _check_port(listen or listening(order))
+        _check_name_free(order.name)
+    choose_orchestrator(order)
+    _check_port(listen or build_listen_options(order))
 
 
-def listening(order: Order) -> Listen:
+def build_listen_options(order: Order) -> ListenOptions:
     largest = order.max_body_bytes or DEFAULT_MAX_BODY_BYTES
     content = Path(order.log_content).expanduser().absolute() if order.log_content is not None else None
-    return Listen(host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content)
+    return ListenOptions(
+        host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content
+    )
 
 
-def check_names(found: Sequence[Decided]) -> None:
+def check_names(found: Sequence[ModelDecision]) -> None:
     names = [one.name for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadQuestion(
+        raise UsageError(
             f"more than one service serves {twice}",
             hint="to run a model several times, give one service replicas, for example replicas: 2",
         )
 
 
-def _check_free(name: str) -> None:
+def _check_name_free(name: str) -> None:
     """An early check, before anything is installed; the claim of the name decides later."""
-    records.checked_name(name)
-    if any(one.name == name for one in records.running()):
-        raise records.name_taken(name)
+    records.check_name(name)
+    if any(one.name == name for one in records.list_running()):
+        raise records.make_name_taken_error(name)
 
 
-def _check_port(listen: Listen) -> None:
+def _check_port(listen: ListenOptions) -> None:
     try:
         check_port(listen)
-    except OutsideFailed as error:
-        for other in records.running():
+    except ExternalFailure as error:
+        for other in records.list_running():
             if other.url is not None and other.url.removesuffix("/v1").endswith(f":{listen.port}"):
                 hint = f"bedplate stop {other.name}, or choose another port: --port {listen.port + 1}"
-                raise OutsideFailed(f"{error.message} by the service {other.name}", hint=hint) from error
+                raise ExternalFailure(f"{error.message} by the service {other.name}", hint=hint) from error
         raise
 
 
-class _Session:
+class _ServeSession:
     """One host from its start to its end."""
 
     def __init__(
         self,
         order: Order,
-        hooks: Hooks,
-        listen: Listen,
+        hooks: ServeHooks,
+        listen: ListenOptions,
         hardware: Hardware,
-        made: Sequence[Readied],
+        made: Sequence[PreparedModel],
         record: ServiceRecord,
         logs: Path,
         on: Orchestration | None = None,
@@ -214,10 +228,10 @@ class _Session:
         from bedplate.changing.operations import CHANGING_OPERATIONS
 
         loop = asyncio.get_running_loop()
-        room = Room.of(self.hardware, self.order.memory_budget_bytes)
+        room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
-        control = ControlServer(host, {**host_operations(self.record), **CHANGING_OPERATIONS})
-        live = put_up(host)
+        control = ControlServer(host, {**make_host_operations(self.record), **CHANGING_OPERATIONS})
+        live = add_live_page(host)
         declare_tenants(host, self.order)
         # The port is bound first: without it there is no point in starting engines.
         host.gateway.starting = True
@@ -227,14 +241,14 @@ class _Session:
         try:
             path = await control.start(Path(self.record.socket), self.record.name)
             models = tuple(one.name for one in self.made)
-            self.record = records.changed(self.record, socket=str(path), url=f"{host.url}/v1", models=models)
-            with _signals(loop, host):
+            self.record = records.update(self.record, socket=str(path), url=f"{host.url}/v1", models=models)
+            with _handle_signals(loop, host):
                 await self._serve(host, stopping)
         finally:
             began = loop.time()
             if self.record.state != "starting":
                 with contextlib.suppress(BedplateError):
-                    self.record = records.changed(self.record, state="stopping")
+                    self.record = records.update(self.record, state="stopping")
             notify("STOPPING=1")
             stopping.cancel()
             watching.cancel()
@@ -244,37 +258,37 @@ class _Session:
                 host.grace_s = 0
             await host.stop()
             if host.stopping.is_set():
-                host.say(f"stopped in {seconds(loop.time() - began)}")
+                host.say(f"stopped in {format_seconds(loop.time() - began)}")
             await control.stop()
             host.log.close()
 
     async def _serve(self, host: Host, stopping: asyncio.Task[bool]) -> None:
         for one in self.made:
-            if not await self._added(host, one, stopping):
+            if not await self._add_service(host, one, stopping):
                 return
         # Objects created up to here live as long as the process; the garbage collector need not visit them again.
         gc.collect()
         gc.freeze()
         host.state = "ready"
         host.gateway.starting = False
-        self.record = records.changed(self.record, state="ready")
+        self.record = records.update(self.record, state="ready")
         host.say(f"ready at {host.url}/v1, process {os.getpid()}", aloud=False)
-        self.hooks.on_ready(self._endpoint(host))
+        self.hooks.on_ready(self._describe_endpoint(host))
         notify(f"READY=1\nSTATUS={host.url}/v1 serves {', '.join(host.services)}")
-        self._begin_checks(host)
+        self._start_checks(host)
         either: set[asyncio.Future[Any]] = {stopping, host.fatal}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not host.stopping.is_set():
             raise host.fatal.result()
 
-    async def _added(self, host: Host, one: Readied, stopping: asyncio.Task[bool]) -> bool:
+    async def _add_service(self, host: Host, one: PreparedModel, stopping: asyncio.Task[bool]) -> bool:
         """Adds a service and waits until it is ready; returns False if the host was stopped meanwhile."""
         wanted = one.decided.wanted
         adding = asyncio.create_task(host.add_service(wanted, one, self.on))
-        if wanted.on_demand and not wanted.preload:
+        if wanted.is_on_demand and not wanted.preload:
             await adding
             return not host.stopping.is_set()
-        loop, name = asyncio.get_running_loop(), host_engine_name(one)
+        loop, name = asyncio.get_running_loop(), get_engine_name(one)
         count = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
         on = ""
         if self.on is not None:
@@ -284,12 +298,12 @@ class _Session:
             began = reported_at = loop.time()
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
-                done(_progress(service))
+                done(_compute_progress(service))
                 if loop.time() - reported_at >= REPORT_EVERY_S and service is not None and service.engines:
                     reported_at = loop.time()
                     last_line = service.engines[0].supervisor.last_words
                     self.hooks.progress.note(
-                        f"{name} has been starting for {seconds(reported_at - began)}: {last_line}"
+                        f"{name} has been starting for {format_seconds(reported_at - began)}: {last_line}"
                     )
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         if host.stopping.is_set():
@@ -298,7 +312,7 @@ class _Session:
         await adding
         return True
 
-    def _endpoint(self, host: Host) -> Endpoint:
+    def _describe_endpoint(self, host: Host) -> Endpoint:
         first = self.made[0]
         return Endpoint(
             url=f"{host.url}/v1",
@@ -313,37 +327,37 @@ class _Session:
             on=self.on.above if self.on is not None else None,
         )
 
-    def _begin_checks(self, host: Host) -> None:
+    def _start_checks(self, host: Host) -> None:
         if self.hooks.check is None or (self.on is not None and not self.on.above.real):
             return
         for service in host.services.values():
             if service.engines and (url := service.engines[0].url) is not None:
                 plan, key = service.readied.plan, service.engines[0].backend.engine_key
                 work = functools.partial(self.hooks.check, self.hardware, plan, url, key)
-                self._checks.append(asyncio.create_task(_checked(work, host)))
+                self._checks.append(asyncio.create_task(_run_check(work, host)))
 
 
 def declare_tenants(host: Host, order: Order) -> None:
     """Sets the limits of the tenants in the order, and reports inconsistencies with the store."""
     keeper = host.gateway.keeper
     host.gateway.tenants.declare(order.tenants)
-    for text in remarks(order.tenants, keeper.tenants if keeper is not None else ()):
+    for text in list_warnings(order.tenants, keeper.tenants if keeper is not None else ()):
         host.say(text)
 
 
-def host_engine_name(one: Readied) -> str:
-    from bedplate.engines import engine
+def get_engine_name(one: PreparedModel) -> str:
+    from bedplate.engines import get_engine
 
-    return engine(one.plan.engine).name
+    return get_engine(one.plan.engine).name
 
 
-def _progress(service: HostedService | None) -> int:
+def _compute_progress(service: HostedService | None) -> int:
     """The progress, in percent, of the engine that has loaded least."""
     shares = [engine.backend.progress or 0 for engine in service.engines] if service is not None else []
     return round(100 * min(shares, default=0))
 
 
-async def _checked(check: Callable[[], Coroutine[Any, Any, None]], host: Host) -> None:
+async def _run_check(check: Callable[[], Coroutine[Any, Any, None]], host: Host) -> None:
     """Runs a check of the engine's answers, directly and not through the gateway, whose metrics count only clients."""
     try:
         await check()
@@ -352,18 +366,18 @@ async def _checked(check: Callable[[], Coroutine[Any, Any, None]], host: Host) -
 
 
 @contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, host: Host) -> Iterator[None]:
+def _handle_signals(loop: asyncio.AbstractEventLoop, host: Host) -> Iterator[None]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it stays ignored
-            loop.add_signal_handler(number, _stop_or_insist, host)
+            loop.add_signal_handler(number, _stop_or_exit, host)
     yield
 
 
-def _stop_or_insist(host: Host) -> None:
+def _stop_or_exit(host: Host) -> None:
     """The first signal stops the host in order; a second one exits at once, and the wardens then end the engines."""
     if host.stopping.is_set():
         os._exit(130)
-    host.stop_soon()
+    host.request_stop()
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -11,15 +11,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.measure.bench import Teller
-from bedplate.measure.knee import MET, Knee, knee, met_share
-from bedplate.measure.summary import is_valid, spent, summarized
-from bedplate.show.figures import TBD, figure, slowest
-from bedplate.values import Refusal, replaced
+from bedplate.measure.bench import BenchListener
+from bedplate.measure.knee import MET, Knee, compute_met_share, find_knee
+from bedplate.measure.summary import compute_spent, is_valid, summarize_cell
+from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
+from bedplate.values import Refusal, replace_fields
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
 from bedplate.values.summary import Summary
-from bedplate.values.units import seconds as time_words
+from bedplate.values.units import format_seconds as time_words
 from bedplate.values.workload import LatencyTarget
 
 HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p99", "tok/s", "±", "peak GB", "quality",
@@ -40,7 +40,7 @@ MOMENTS = {
 }
 
 
-def load_words(load: Load) -> str:
+def describe_load(load: Load) -> str:
     """The load as a table cell: requests in flight, request rate, or trace."""
     if load.arrivals == "closed":
         return str(load.concurrency)
@@ -49,7 +49,7 @@ def load_words(load: Load) -> str:
     return f"{load.requests_per_s:g}/s"
 
 
-def title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
+def write_title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
     """Model, prompt and output lengths, machine, and its idle share."""
     matrix = run.matrix
     loads = matrix.loads if matrix is not None else tuple(cell.load for cell in run.cells)
@@ -68,131 +68,138 @@ def title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def client_words(run: Run) -> str | None:
+def describe_client(run: Run) -> str | None:
     errors = [repeat.client.error_p99_ms for cell in run.cells for repeat in cell.repeats if repeat.client.error_p99_ms]
     return f"client error ≤ {max(errors):.1f} ms" if errors else None
 
 
-def heads(price: Price | None) -> tuple[str, ...]:
+def list_headings(price: Price | None) -> tuple[str, ...]:
     return HEADS if price is None else (*HEADS[:-LAST], *PAID_HEADS, *HEADS[-LAST:])
 
 
-def _widths(price: Price | None) -> tuple[int, ...]:
+def _list_widths(price: Price | None) -> tuple[int, ...]:
     return WIDTHS if price is None else (*WIDTHS[:-LAST], *PAID_WIDTHS, *WIDTHS[-LAST:])
 
 
-def _paid(cell: Cell, found: Summary, price: Price | None) -> tuple[str, ...]:
+def _format_cost(cell: Cell, found: Summary, price: Price | None) -> tuple[str, ...]:
     if price is None:
         return ()
-    each = spent(cell, price, found)
-    return figure(each.cost_per_million_tokens), figure(each.kwh_per_million_tokens)
+    each = compute_spent(cell, price, found)
+    return format_figure_or_missing(each.cost_per_million_tokens), format_figure_or_missing(each.kwh_per_million_tokens)
 
 
-def row_of(cell: Cell, limit: str = "", price: Price | None = None) -> tuple[str, ...]:
+def make_row(cell: Cell, limit: str = "", price: Price | None = None) -> tuple[str, ...]:
     """One cell of the benchmark matrix as a table row."""
-    found, subject = summarized(cell), cell.subject
+    found, subject = summarize_cell(cell), cell.subject
     peak = found.peak_gpu_bytes if found.peak_gpu_bytes is not None else found.peak_memory_bytes
     return (
         subject.engine,
         subject.engine_version or "",
         subject.quantization or "",
-        load_words(cell.load),
-        figure(found.ttft_ms.p50 if found.ttft_ms else None),
-        slowest(found.ttft_ms),
-        figure(found.tpot_ms.p50 if found.tpot_ms else None),
-        slowest(found.tpot_ms),
-        figure(found.output_tok_s),
-        _spread(found),
-        TBD if peak is None else figure(peak / 1e9),
-        *_paid(cell, found, price),
-        _quality(cell.quality),
+        describe_load(cell.load),
+        format_figure_or_missing(found.ttft_ms.p50 if found.ttft_ms else None),
+        format_slowest(found.ttft_ms),
+        format_figure_or_missing(found.tpot_ms.p50 if found.tpot_ms else None),
+        format_slowest(found.tpot_ms),
+        format_figure_or_missing(found.output_tok_s),
+        _format_spread(found),
+        TBD if peak is None else format_figure_or_missing(peak / 1e9),
+        *_format_cost(cell, found, price),
+        _format_quality(cell.quality),
         limit if is_valid(cell) else "invalid",
     )
 
 
-def _spread(found: Summary) -> str:
+def _format_spread(found: Summary) -> str:
     if found.interval is None or not found.output_tok_s:
         return ""
     return f"{(found.interval.high - found.interval.low) / 2 / found.output_tok_s:.0%}"
 
 
-def _quality(quality: Quality | None) -> str:
+def _format_quality(quality: Quality | None) -> str:
     if quality is None or quality.verdict == "unchecked":
         return TBD
     words = "" if quality.agreement is None else f"{quality.agreement:.2f}"
     return f"{words} !" if quality.verdict == "broken" else words
 
 
-def footnotes(run: Run) -> Iterator[Text]:
+def write_footnotes(run: Run) -> Iterator[Text]:
     """Flags, engines left out, and capacity under the latency target; each text once."""
     seen: dict[tuple[str, str, bool], list[tuple[Cell, Flag]]] = {}
     for cell in run.cells:
         for flag in cell.flags:
             seen.setdefault((cell.subject.engine, flag.kind, flag.invalid), []).append((cell, flag))
     for (engine, _, invalid), found in seen.items():
-        where = ", ".join(dict.fromkeys(load_words(cell.load) for cell, _ in found))
+        where = ", ".join(dict.fromkeys(describe_load(cell.load) for cell, _ in found))
         texts = dict.fromkeys(flag.text for _, flag in found)
         words = f" {'✗' if invalid else '!'} {engine}, load {where}: {next(iter(texts))}"
         yield Text(words + (" (and similar)" if len(texts) > 1 else ""), style="red" if invalid else "yellow")
     for refusal in run.left_out:
         yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
-    for words in knee_lines(run):
+    for words in write_capacity_lines(run):
         yield Text(f" {words}", style="bold")
-    if any(slowest(summarized(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
+    if any(format_slowest(summarize_cell(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
         yield Text(" <  the maximum; fewer than 100 requests are too few for a 99th percentile", style="dim")
 
 
-def knee_lines(run: Run) -> Iterator[str]:
+def write_capacity_lines(run: Run) -> Iterator[str]:
     target = run.matrix.target if run.matrix is not None else None
     if target is None:
         return
     for engine in dict.fromkeys(cell.subject.engine for cell in run.cells):
         mine = [cell for cell in run.cells if cell.subject.engine == engine]
-        yield f"{engine}: {_knee_words(knee(mine, target), target)}"
+        yield f"{engine}: {_describe_capacity(find_knee(mine, target), target)}"
 
 
-def _knee_words(found: Knee, target: LatencyTarget) -> str:
+def _describe_capacity(found: Knee, target: LatencyTarget) -> str:
     asked = " and ".join(
         f"{name} ≤ {value:g} ms"
         for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms))
         if value is not None
     )
     if found.holds is None:
-        return f"{asked} is not met{f' even with {_heavy(found.breaks.load)}' if found.breaks is not None else ''}"
-    rate = summarized(found.holds).requests_s
-    share = met_share(found.holds, target) or 0.0
-    words = f"up to {_heavy(found.holds.load)} meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
-    words += f": {figure(rate)} requests/s" if rate is not None else ""
+        even = f" even with {_describe_heavier_load(found.breaks.load)}" if found.breaks is not None else ""
+        return f"{asked} is not met{even}"
+    rate = summarize_cell(found.holds).requests_s
+    share = compute_met_share(found.holds, target) or 0.0
+    words = f"up to {_describe_heavier_load(found.holds.load)} meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
+    words += f": {format_figure_or_missing(rate)} requests/s" if rate is not None else ""
     return words + (
-        f"; {_heavy(found.breaks.load)} do not" if found.breaks is not None else "; higher loads were not tried"
+        f"; {_describe_heavier_load(found.breaks.load)} do not"
+        if found.breaks is not None
+        else "; higher loads were not tried"
     )
 
 
-def _heavy(load: Load) -> str:
-    return f"{load.concurrency} in flight" if load.arrivals == "closed" else f"{figure(load.requests_per_s)} requests/s"
+def _describe_heavier_load(load: Load) -> str:
+    return (
+        f"{load.concurrency} in flight"
+        if load.arrivals == "closed"
+        else f"{format_figure_or_missing(load.requests_per_s)} requests/s"
+    )
 
 
 def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:
     """The whole run: title, table, footnotes."""
     price = run.environment.price
-    rows = [row_of(cell, (limits or {}).get(cell.id, ""), price) for cell in run.cells]
-    return Group(_head(run, idle), Text(""), _table(rows, price), *footnotes(run), _tail_line(run))
+    rows = [make_row(cell, (limits or {}).get(cell.id, ""), price) for cell in run.cells]
+    return Group(_render_head(run, idle), Text(""), _make_table(rows, price), *write_footnotes(run), _render_tail(run))
 
 
-def _head(run: Run, idle: float | None, models: Iterable[str] = ()) -> Text:
-    words = client_words(run)
-    return Text(f" {title(run, idle, models)}{f' · {words}' if words else ''}", style="bold")
+def _render_head(run: Run, idle: float | None, models: Iterable[str] = ()) -> Text:
+    words = describe_client(run)
+    return Text(f" {write_title(run, idle, models)}{f' · {words}' if words else ''}", style="bold")
 
 
-def _tail_line(run: Run) -> Text:
+def _render_tail(run: Run) -> Text:
     return Text(f"\n run {run.id}   bedplate bench --resume {run.id} · --csv · --json", style="dim")
 
 
-def _table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
+def _make_table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    columns = heads(price)
+    columns = list_headings(price)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if _is_right(number, columns) else "left", no_wrap=True)
+        table.add_column(name, justify="right" if _is_right_aligned(number, columns) else "left", no_wrap=True)
     last: tuple[str, ...] = ()
     for row in rows:
         same = last[:3] == tuple(row[:3])
@@ -202,7 +209,7 @@ def _table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
     return table
 
 
-class BenchTeller(Teller):
+class BenchView(BenchListener):
     """Progress of a run; the base of both views."""
 
     def __init__(self, console: Console, judge: Judge, notes: Console | None = None) -> None:
@@ -214,24 +221,24 @@ class BenchTeller(Teller):
         self.subjects: list[Subject] = []
         self.cells: dict[str, Cell] = {}
 
-    def __enter__(self) -> BenchTeller:
+    def __enter__(self) -> BenchView:
         return self
 
     def __exit__(self, *failure: object) -> None: ...
 
-    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+    def report_start(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
         self.run, self.subjects, self.idle = run, list(subjects), idle
         self.cells = {cell.id: cell for cell in run.cells}
 
-    def finished(self, run: Run) -> None: ...
+    def report_end(self, run: Run) -> None: ...
 
     @property
     def price(self) -> Price | None:
         return self.run.environment.price if self.run is not None else None
 
-    def limits(self, cells: Sequence[Cell]) -> dict[str, str]:
+    def find_bottlenecks(self, cells: Sequence[Cell]) -> dict[str, str]:
         whole = [cell for cell in cells if cell.repeats]
-        return self._judge(replaced(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
+        return self._judge(replace_fields(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
 
     def note(self, text: str) -> None:
         """Print apart from the rows: stdout carries only the table."""
@@ -246,44 +253,44 @@ class BenchTeller(Teller):
             self.note(f"{label}: {time_words(took_s)}")
 
 
-class LineView(BenchTeller):
+class LineView(BenchView):
     """Prints one line per cell when it is finished."""
 
-    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
-        super().begun(run, subjects, idle)
-        self.console.print(Text(f" {title(run, idle, [one.model for one in subjects])}"), soft_wrap=True)
-        self.console.print(Text(_line(heads(self.price), self.price), style="dim"), soft_wrap=True)
+    def report_start(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+        super().report_start(run, subjects, idle)
+        self.console.print(Text(f" {write_title(run, idle, [one.model for one in subjects])}"), soft_wrap=True)
+        self.console.print(Text(_format_line(list_headings(self.price), self.price), style="dim"), soft_wrap=True)
 
-    def done(self, cell: Cell) -> None:
+    def report_cell(self, cell: Cell) -> None:
         self.cells[cell.id] = cell
         if cell.halt is None:  # its next interleaved round follows
             return
         mine = [one for one in self.cells.values() if one.subject.engine == cell.subject.engine]
-        row = row_of(cell, self.limits(mine).get(cell.id, ""), self.price)
-        self.console.print(Text(_line(row, self.price)), soft_wrap=True)
+        row = make_row(cell, self.find_bottlenecks(mine).get(cell.id, ""), self.price)
+        self.console.print(Text(_format_line(row, self.price)), soft_wrap=True)
 
-    def left_out(self, refusal: Refusal) -> None:
+    def report_refusal(self, refusal: Refusal) -> None:
         self.console.print(Text(f" – {refusal.engine}: {refusal.why}"), soft_wrap=True)
 
-    def finished(self, run: Run) -> None:
-        for words in footnotes(run):
+    def report_end(self, run: Run) -> None:
+        for words in write_footnotes(run):
             self.console.print(words, soft_wrap=True)
-        self.console.print(_tail_line(run), soft_wrap=True)
+        self.console.print(_render_tail(run), soft_wrap=True)
 
 
-def _line(row: Sequence[str], price: Price | None = None) -> str:
+def _format_line(row: Sequence[str], price: Price | None = None) -> str:
     return " " + " ".join(
-        value.rjust(width) if _is_right(number, row) else value.ljust(width)
-        for number, (value, width) in enumerate(zip(row, _widths(price), strict=True))
+        value.rjust(width) if _is_right_aligned(number, row) else value.ljust(width)
+        for number, (value, width) in enumerate(zip(row, _list_widths(price), strict=True))
     )
 
 
-def _is_right(number: int, columns: Sequence[str]) -> bool:
+def _is_right_aligned(number: int, columns: Sequence[str]) -> bool:
     """Figures are right-aligned; engine, version, weights and bottleneck are not."""
     return FIRST_FIGURE <= number < len(columns) - 1
 
 
-class TableView(BenchTeller):
+class TableView(BenchView):
     """The whole table, updated in place. It is redrawn only on an event, since drawing takes CPU time from the run."""
 
     def __init__(self, console: Console, judge: Judge) -> None:
@@ -299,17 +306,19 @@ class TableView(BenchTeller):
     def __exit__(self, *failure: object) -> None:
         self._live.stop()
 
-    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
-        super().begun(run, subjects, idle)
+    def report_start(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+        super().report_start(run, subjects, idle)
         self._draw()
 
-    def measuring(self, cell: Cell, moment: str) -> None:
+    def report_phase(self, cell: Cell, moment: str) -> None:
         self._status = ""
-        self._now = {cell.id: f"{MOMENTS.get(moment, moment)}, repeat {len(cell.repeats) + 1}{_so_far(cell)}"}
+        self._now = {
+            cell.id: f"{MOMENTS.get(moment, moment)}, repeat {len(cell.repeats) + 1}{_describe_spread_so_far(cell)}"
+        }
         self.cells[cell.id] = cell
         self._draw()
 
-    def done(self, cell: Cell) -> None:
+    def report_cell(self, cell: Cell) -> None:
         self._now = {}
         self.cells[cell.id] = cell
         self._draw()
@@ -333,9 +342,9 @@ class TableView(BenchTeller):
         self._status = ""
         self._draw()
 
-    def finished(self, run: Run) -> None:
+    def report_end(self, run: Run) -> None:
         self._live.stop()
-        self.console.print(render_run(run, self.idle, self.limits(run.cells)))
+        self.console.print(render_run(run, self.idle, self.find_bottlenecks(run.cells)))
 
     def _draw(self) -> None:
         parts: list[RenderableType] = []
@@ -345,39 +354,43 @@ class TableView(BenchTeller):
                 cells=tuple(self.cells.values()),
             )  # fmt: skip
             models = [subject.model for subject in self.subjects]
-            parts += [_head(shown, self.idle, models), Text(""), _table(list(self._rows()), self.price)]
+            parts += [
+                _render_head(shown, self.idle, models),
+                Text(""),
+                _make_table(list(self._make_rows()), self.price),
+            ]
         if self._status:
             parts.append(Text(f" {self._status} …", style="dim"))
         self._live.update(Group(*parts), refresh=True)
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def _make_rows(self) -> Iterator[tuple[str, ...]]:
         """All cells of the matrix, measured or not."""
         loads = self.run.matrix.loads if self.run is not None and self.run.matrix is not None else ()
-        blank = [""] * (len(heads(self.price)) - FIRST_FIGURE - 2)
+        blank = [""] * (len(list_headings(self.price)) - FIRST_FIGURE - 2)
         for subject in self.subjects:
             mine = [cell for cell in self.cells.values() if cell.subject.engine == subject.engine]
             known = [cell.load for cell in mine]
             for load in (*loads, *(load for load in known if load not in loads)):
                 cell = next((cell for cell in mine if cell.load == load), None)
                 if cell is not None and cell.id in self._now:
-                    yield (*_names(subject), load_words(load), TBD, *blank[1:], self._now[cell.id])
+                    yield (*_list_names(subject), describe_load(load), TBD, *blank[1:], self._now[cell.id])
                 elif cell is not None and cell.repeats:
-                    yield row_of(cell, price=self.price)
+                    yield make_row(cell, price=self.price)
                 else:
-                    yield (*_names(subject), load_words(load), TBD, *blank)
+                    yield (*_list_names(subject), describe_load(load), TBD, *blank)
 
 
-def _names(subject: Subject) -> tuple[str, str, str]:
+def _list_names(subject: Subject) -> tuple[str, str, str]:
     return subject.engine, subject.engine_version or "", subject.quantization or ""
 
 
-def _so_far(cell: Cell) -> str:
+def _describe_spread_so_far(cell: Cell) -> str:
     if not cell.repeats:
         return ""
-    words = _spread(summarized(cell))
+    words = _format_spread(summarize_cell(cell))
     return f", ± {words}" if words else ""
 
 
-def teller_for(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchTeller:
+def choose_view(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchView:
     """`judge` finds the bottleneck of each cell, by cell id; `notes` is the console for notes. Default: `console`."""
     return TableView(console, judge) if console.is_terminal else LineView(console, judge, notes)

@@ -7,87 +7,93 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from bedplate.show.decision import page
-from bedplate.values.bundle import TOP, Bundle, Packed, PackedForTarget, TargetBundle
-from bedplate.values.units import size
+from bedplate.show.decision import make_page
+from bedplate.values.bundle import TOP, Bundle, PackedBundle, PackedForTarget, TargetBundle
+from bedplate.values.units import format_size
 
 
-def render_packed(packed: Packed) -> RenderableType:
+def render_packed(packed: PackedBundle) -> RenderableType:
     path = Path(packed.path)
     command = f"tar xf {path.name} && ./{TOP}/serve" if path.suffix == ".tar" else f"{path}/serve"
     if packed.bundle.image is not None:
         command = "docker load, then docker compose up; see README.txt in the bundle"
     rows = [
-        ("Bundle", packed.path, size(packed.size_bytes)),
-        *_contents(packed.bundle),
+        ("Bundle", packed.path, format_size(packed.size_bytes)),
+        *_list_contents(packed.bundle),
         ("Start", command, ""),
     ]
     if packed.bundle.image is None:
         rows.append(("", f"or: bedplate serve --bundle {path.name}", ""))
-    return _page(rows)
+    return _make_page(rows)
 
 
 def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
     bundle = packed.bundle
-    rows = [("Bundle", packed.path, f"{size(packed.size_bytes)} in {_count(len(bundle.pieces), 'piece')}")]
-    return _page([*rows, *_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")])
+    rows = [
+        ("Bundle", packed.path, f"{format_size(packed.size_bytes)} in {_format_count(len(bundle.pieces), 'piece')}")
+    ]
+    return _make_page(
+        [*rows, *_list_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")]
+    )
 
 
-def _target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
+def _list_target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
     target = bundle.target
     rows = []
     for one in bundle.engines:
         kind = f"over PyTorch {one.torch}" if one.torch is not None else "complete"
-        rows.append(("Engine", f"{one.name} {one.version}, {_packages(one.packages)}", kind))
+        rows.append(("Engine", f"{one.name} {one.version}, {_describe_packages(one.packages)}", kind))
     if bundle.model is not None:
         rows.append(("Model", bundle.model, ""))
     if bundle.own_place is not None:
-        rows.append(("bedplate", f"{bundle.bedplate}, {_packages(bundle.own_packages)}", ""))
+        rows.append(("bedplate", f"{bundle.bedplate}, {_describe_packages(bundle.own_packages)}", ""))
     needs = [f"Python {target.python} on {target.system}-{target.machine}"]
     needs += [f"glibc {target.glibc} or newer"] if target.glibc is not None else []
     needs += [f"driver {target.driver} or newer"] if target.driver is not None else []
     needs += [f"compute capability {target.capability}"] if target.capability is not None else []
-    return [*rows, ("Needs", ", ".join(needs), f"{size(bundle.unpacked_bytes)} of disk")]
+    return [*rows, ("Needs", ", ".join(needs), f"{format_size(bundle.unpacked_bytes)} of disk")]
 
 
 def render_checked(path: Path, bundle: Bundle | TargetBundle) -> RenderableType:
     if isinstance(bundle, TargetBundle):
-        text = f"{path}: {_count(len(bundle.pieces), 'piece')} unchanged since {bundle.made_at}"
-        return _page([("Intact", text, size(bundle.size_bytes)), *_target_contents(bundle)])
+        text = f"{path}: {_format_count(len(bundle.pieces), 'piece')} unchanged since {bundle.made_at}"
+        return _make_page([("Intact", text, format_size(bundle.size_bytes)), *_list_target_contents(bundle)])
     count = sum(file.link is None for file in bundle.files)
-    return _page([("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", ""), *_contents(bundle)])
+    return _make_page(
+        [("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", ""), *_list_contents(bundle)]
+    )
 
 
-def _page(rows: list[tuple[str, str, str]]) -> RenderableType:
-    table = page()
+def _make_page(rows: list[tuple[str, str, str]]) -> RenderableType:
+    table = make_page()
     for label, text, aside in rows:
         table.add_row(Text(label, style="bold"), Text(text), Text(aside, style="dim"))
     return table
 
 
-def _contents(bundle: Bundle) -> list[tuple[str, str, str]]:
+def _list_contents(bundle: Bundle) -> list[tuple[str, str, str]]:
     plan, site = bundle.plan, bundle.site
     source = plan.source or plan.model
     wheels = [file for file in bundle.files if file.path.startswith("wheels/")]
-    engine = f"{plan.engine} {plan.engine_version}, {_packages(bundle.packages)}"
+    engine = f"{plan.engine} {plan.engine_version}, {_describe_packages(bundle.packages)}"
     if bundle.image is not None:
         engine = f"{plan.engine} from the image {bundle.image}, which is not in the bundle"
     needs = f"Python {site.python} on {site.platform}" + (f", glibc {site.glibc} or newer" if site.glibc else "")
     return [
-        ("Model", f"{source.name} · {source.quantization or source.format}", size(source.weight_bytes)),
+        ("Model", f"{source.name} · {source.quantization or source.format}", format_size(source.weight_bytes)),
         ("Engine", engine, plan.settings.device),
         (
             "bedplate",
-            f"{bundle.bedplate}, {_packages(bundle.own_packages)}",
-            f"{size(sum(file.size_bytes for file in wheels))} of packages",
+            f"{bundle.bedplate}, {_describe_packages(bundle.own_packages)}",
+            f"{format_size(sum(file.size_bytes for file in wheels))} of packages",
         ),
         ("Needs", needs, ""),
     ]
 
 
-def _packages(pins: tuple[str, ...]) -> str:
-    return _count(len(pins), "package")
+def _describe_packages(pins: tuple[str, ...]) -> str:
+    return _format_count(len(pins), "package")
 
 
-def _count(number: int, word: str) -> str:
+def _format_count(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"

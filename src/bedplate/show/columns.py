@@ -21,7 +21,9 @@ class Column:
     """Width at which longer cells wrap, unless the terminal has space for more."""
 
     @classmethod
-    def of(cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 30) -> Column:
+    def from_cells(
+        cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 30
+    ) -> Column:
         return cls(name, tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), right, comfortable)
 
     @property
@@ -31,19 +33,19 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Columns:
+class SplitTable:
     """A table that is split to the terminal's width; each part repeats the first column."""
 
     first: Column
     rest: tuple[Column, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for number, columns in enumerate(self.parts(options.max_width)):
+        for number, columns in enumerate(self.split(options.max_width)):
             if number:
                 yield Text("")
-            yield _table((self.first, *columns))
+            yield _make_table((self.first, *columns))
 
-    def parts(self, width: int) -> Iterator[tuple[Column, ...]]:
+    def split(self, width: int) -> Iterator[tuple[Column, ...]]:
         part: list[Column] = []
         left = width - GAP - self.first.width
         for column in self.rest:
@@ -55,7 +57,7 @@ class Columns:
         yield tuple(part)
 
 
-def _table(columns: Sequence[Column]) -> Table:
+def _make_table(columns: Sequence[Column]) -> Table:
     table = Table(box=None, padding=(0, GAP - 1, 0, 1), header_style="dim")
     for number, column in enumerate(columns):
         whole = number == 0 or column.right

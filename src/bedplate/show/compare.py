@@ -9,13 +9,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.judge.words import difference_words, load_words, short_load, signed
-from bedplate.show.columns import Column, Columns
-from bedplate.show.figures import NOT_MEASURED, figure
-from bedplate.show.page import page_of
+from bedplate.judge.words import describe_difference, describe_load, describe_load_briefly, format_signed_percent
+from bedplate.show.columns import Column, SplitTable
+from bedplate.show.figures import NOT_MEASURED, format_figure_or_missing
+from bedplate.show.page import make_fact_table
 from bedplate.values.run import Load
-from bedplate.values.units import memory, seconds, size
-from bedplate.values.verdict import Effect, Metric, Side, Verdict
+from bedplate.values.units import format_memory, format_seconds, format_size
+from bedplate.values.verdict import ComparedEngine, Effect, Metric, Verdict
 
 HEADS = {
     "stay": ("Stay", "bold green"),
@@ -34,41 +34,45 @@ def render_verdict(verdict: Verdict) -> RenderableType:
     if verdict.would_prove and verdict.answer != "migrate":
         label = "Evidence that would settle it" if verdict.answer == "not proven" else "What would change that"
         lines.append(Padding(Text(f"{label}: {verdict.would_prove}."), (0, 1)))
-    return Group(*lines, Text(""), _table(verdict), Text(""), _page(verdict))
+    return Group(*lines, Text(""), _render_loads(verdict), Text(""), _make_page(verdict))
 
 
-def _table(verdict: Verdict) -> RenderableType:
+def _render_loads(verdict: Verdict) -> RenderableType:
     """One line per load: the figures of both sides, and how much better B is than A."""
     loads = list(dict.fromkeys(one.load for one in verdict.effects))
     by_load = {(one.load, one.metric): one for one in verdict.effects}
     speed = any(one.metric == "output_tok_s" for one in verdict.effects)
     main: Metric = "output_tok_s" if speed else "e2e_ms"
     columns = [
-        *_both(by_load, loads, main, "tok/s" if speed else "request ms"),
-        Column.of("better by", [_gain(by_load.get((load, main))) for load in loads], right=True),
-        *_both(by_load, loads, "ttft_ms", "TTFT ms"),
-        *_both(by_load, loads, "tpot_ms", "TPOT ms"),
-        *_paid(verdict, loads),
-        Column.of("repeats", [_repeats(by_load, load) for load in loads], right=True),
+        *_make_metric_columns(by_load, loads, main, "tok/s" if speed else "request ms"),
+        Column.from_cells("better by", [_format_gain(by_load.get((load, main))) for load in loads], right=True),
+        *_make_metric_columns(by_load, loads, "ttft_ms", "TTFT ms"),
+        *_make_metric_columns(by_load, loads, "tpot_ms", "TPOT ms"),
+        *_make_cost_columns(verdict, loads),
+        Column.from_cells("repeats", [_format_repeats(by_load, load) for load in loads], right=True),
     ]
     lengths = {(load.prompt_tokens, load.output_tokens) for load in loads}
-    words = short_load if len(lengths) == 1 else load_words
-    return Columns(Column.of("load", [words(load) for load in loads], comfortable=40), tuple(columns))
+    words = describe_load_briefly if len(lengths) == 1 else describe_load
+    return SplitTable(Column.from_cells("load", [words(load) for load in loads], comfortable=40), tuple(columns))
 
 
-def _both(
+def _make_metric_columns(
     by_load: dict[tuple[Load, Metric], Effect], loads: list[Load], metric: Metric, words: str
 ) -> Iterator[Column]:
     """A's and B's figures; B's are coloured where the difference is significant."""
     found = [by_load.get((load, metric)) for load in loads]
     if any(found):
-        yield Column.of(f"{words} A", [figure(one.a if one else None, NOT_MEASURED) for one in found], right=True)
-        yield Column.of(
-            "B", [Text(figure(one.b), style=_style(one)) if one else NOT_MEASURED for one in found], right=True
+        yield Column.from_cells(
+            f"{words} A", [format_figure_or_missing(one.a if one else None, NOT_MEASURED) for one in found], right=True
+        )
+        yield Column.from_cells(
+            "B",
+            [Text(format_figure_or_missing(one.b), style=_choose_style(one)) if one else NOT_MEASURED for one in found],
+            right=True,
         )
 
 
-def _paid(verdict: Verdict, loads: list[Load]) -> Iterator[Column]:
+def _make_cost_columns(verdict: Verdict, loads: list[Load]) -> Iterator[Column]:
     """Per million output tokens, if a price is specified or energy was measured."""
     by_load = {one.load: one for one in verdict.spent}
     for words, name in (("cost per M", "cost_per_million_tokens"), ("kWh per M", "kwh_per_million_tokens")):
@@ -76,11 +80,15 @@ def _paid(verdict: Verdict, loads: list[Load]) -> Iterator[Column]:
             side: [getattr(getattr(by_load.get(load), side, None), name, None) for load in loads] for side in ("a", "b")
         }
         if any(value is not None for values in sides.values() for value in values):
-            yield Column.of(f"{words} A", [figure(value, NOT_MEASURED) for value in sides["a"]], right=True)
-            yield Column.of("B", [figure(value, NOT_MEASURED) for value in sides["b"]], right=True)
+            yield Column.from_cells(
+                f"{words} A", [format_figure_or_missing(value, NOT_MEASURED) for value in sides["a"]], right=True
+            )
+            yield Column.from_cells(
+                "B", [format_figure_or_missing(value, NOT_MEASURED) for value in sides["b"]], right=True
+            )
 
 
-def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
+def _format_repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
     found = by_load.get((load, "output_tok_s")) or by_load.get((load, "e2e_ms"))
     if found is None:
         return NOT_MEASURED
@@ -90,51 +98,54 @@ def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
     return f"{each} interleaved" if found.paired else each
 
 
-def _gain(one: Effect | None) -> Text:
+def _format_gain(one: Effect | None) -> Text:
     if one is None:
         return Text(NOT_MEASURED)
-    text = f"{signed(one.gain.value)} ({signed(one.gain.low)} … {signed(one.gain.high)})"
-    return Text(text, style=_style(one))
+    text = (
+        f"{format_signed_percent(one.gain.value)} ({format_signed_percent(one.gain.low)} … "
+        f"{format_signed_percent(one.gain.high)})"
+    )
+    return Text(text, style=_choose_style(one))
 
 
-def _style(one: Effect) -> str:
+def _choose_style(one: Effect) -> str:
     return "green" if one.gain.low > 1 else "red" if one.gain.high < 1 else ""
 
 
-def _page(verdict: Verdict) -> Table:
-    return page_of(_rows(verdict))
+def _make_page(verdict: Verdict) -> Table:
+    return make_fact_table(_list_rows(verdict))
 
 
-def _rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
+def _list_rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     lengths = dict.fromkeys(f"{one.load.prompt_tokens} + {one.load.output_tokens} tokens" for one in verdict.effects)
     yield "Workload", f"{verdict.model} · {', '.join(lengths)}", ""
-    yield "A", _name(verdict.a), "in service"
-    yield "B", _name(verdict.b), "challenger"
+    yield "A", _format_name(verdict.a), "in service"
+    yield "B", _format_name(verdict.b), "challenger"
     for one in verdict.on_target:
-        text = f"{load_words(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of requests meet the target"
+        text = f"{describe_load(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of requests meet the target"
         yield "Target", text, "measured"
     for side in (verdict.a, verdict.b):
-        yield "Quality", f"{_name(side)}: {_quality(side)}", "measured" if _checked(side) else ""
+        yield "Quality", f"{_format_name(side)}: {_describe_quality(side)}", "measured" if _is_checked(side) else ""
     for side in (verdict.a, verdict.b):
-        yield "Costs", f"{_name(side)}: {_costs(side)}", ""
+        yield "Costs", f"{_format_name(side)}: {_describe_costs(side)}", ""
     if verdict.a.engine != verdict.b.engine:
         yield "", f"migrating adds the versions and metrics of {verdict.b.engine} to operate", ""
     for difference in verdict.differences:
-        yield "Differs", difference_words(difference), ""
+        yield "Differs", describe_difference(difference), ""
     for left_out in verdict.left_out:
         yield "Left out", left_out, ""
 
 
-def _name(side: Side) -> str:
+def _format_name(side: ComparedEngine) -> str:
     parts = (side.engine, side.engine_version, side.quantization)
     return " ".join(part for part in parts if part)
 
 
-def _checked(side: Side) -> bool:
+def _is_checked(side: ComparedEngine) -> bool:
     return side.quality is not None and side.quality.verdict != "unchecked"
 
 
-def _quality(side: Side) -> str:
+def _describe_quality(side: ComparedEngine) -> str:
     quality = side.quality
     if quality is None or quality.verdict == "unchecked":
         return "not checked"
@@ -150,13 +161,13 @@ def _quality(side: Side) -> str:
     return " · ".join(parts)
 
 
-def _costs(side: Side) -> str:
+def _describe_costs(side: ComparedEngine) -> str:
     cost = side.cost
     parts = [
-        None if cost.install_bytes is None else f"{size(cost.install_bytes)} installed",
-        None if cost.start_s is None else f"starts in {seconds(cost.start_s)}",
-        None if cost.peak_memory_bytes is None else f"peak {memory(cost.peak_memory_bytes)}",
-        None if cost.peak_gpu_bytes is None else f"peak {memory(cost.peak_gpu_bytes)} on the GPU",
+        None if cost.install_bytes is None else f"{format_size(cost.install_bytes)} installed",
+        None if cost.start_s is None else f"starts in {format_seconds(cost.start_s)}",
+        None if cost.peak_memory_bytes is None else f"peak {format_memory(cost.peak_memory_bytes)}",
+        None if cost.peak_gpu_bytes is None else f"peak {format_memory(cost.peak_gpu_bytes)} on the GPU",
         None if cost.effort is None else f"operating effort {cost.effort} of 5",
         *cost.steps,
     ]

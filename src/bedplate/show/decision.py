@@ -9,16 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.decide.questions import Change, layout_words
+from bedplate.decide.questions import DecisionChange, describe_layout
 from bedplate.decide.rules import RULES_PAGE
-from bedplate.show.probe import one_line
+from bedplate.show.probe import describe_hardware
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Reason, Refusal, Workload
-from bedplate.values.units import figure, memory, seconds, size
+from bedplate.values.units import format_figure, format_memory, format_seconds, format_size
 
 ORIGINS = {"default": "default", "asked": "specified", "observed": "observed"}
 
 
-def page() -> Table:
+def make_page() -> Table:
     """Three columns: label, text, source."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
@@ -31,22 +31,24 @@ def render_serving(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
     """What `serve` prints first: hardware, model, workload, engine and reason."""
-    table = page()
-    table.add_row("Hardware", Text(one_line(hardware)), "")
-    table.add_row("Model", Text(model_line(model)), Text(model.origin or ""))
-    table.add_row("Workload", Text(workload_line(workload, decision)), ORIGINS[workload.origin])
+    table = make_page()
+    table.add_row("Hardware", Text(describe_hardware(hardware)), "")
+    table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
+    table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
     if decision.engine is not None:
         first = decision.reasons[0]
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
-        table.add_row("", Text(f"why: {first.text}"), Text(cite(first)))
+        table.add_row("", Text(f"why: {first.text}"), Text(cite_reason(first)))
     else:
-        table.add_row("Engine", Text(headline(decision, model, asked), style="bold red"), "")
+        table.add_row("Engine", Text(write_headline(decision, model, asked), style="bold red"), "")
     if decision.refused:
-        table.add_row("", Text.assemble(("refused  ", "bold"), refusals_line(decision), style="dim"), "bedplate plan")
+        table.add_row(
+            "", Text.assemble(("refused  ", "bold"), describe_refusals(decision), style="dim"), "bedplate plan"
+        )
     if decision.memory is not None:
-        table.add_row("Memory", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
+        table.add_row("Memory", Text(describe_fit(decision.memory)), Text(format_spread(decision.estimate.memory_gb)))
     if decision.fits:
-        table.add_row("Speed", *_speed_row(decision))
+        table.add_row("Speed", *_make_speed_row(decision))
     return table
 
 
@@ -54,19 +56,19 @@ def render_decision(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
     """The page of `plan`."""
-    head = Text(f" {headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
-    table = page()
-    table.add_row("Model", Text(model_line(model)), Text(model.origin or ""))
-    table.add_row("Hardware", Text(one_line(hardware)), "")
-    table.add_row("Workload", Text(workload_line(workload, decision)), ORIGINS[workload.origin])
+    head = Text(f" {write_headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
+    table = make_page()
+    table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
+    table.add_row("Hardware", Text(describe_hardware(hardware)), "")
+    table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
     for position, reason in enumerate(decision.reasons):
-        table.add_row("Why" if position == 0 else "", Text(reason.text), Text(cite(reason)))
+        table.add_row("Why" if position == 0 else "", Text(reason.text), Text(cite_reason(reason)))
     if decision.memory is not None:
-        table.add_row("Memory", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
+        table.add_row("Memory", Text(describe_fit(decision.memory)), Text(format_spread(decision.estimate.memory_gb)))
     if decision.fits:
         capacity = f"{decision.max_concurrency:,} concurrent requests of {workload.request_tokens:,} tokens"
         table.add_row("Capacity", Text(capacity), "estimate")
-        for label, value, basis in expect_rows(decision):
+        for label, value, basis in list_expected_rows(decision):
             table.add_row(label, Text(value), Text(basis))
     for position, refusal in enumerate(decision.refused):
         why = Text.assemble((f"{refusal.engine:<13}", "bold"), refusal.why)
@@ -85,7 +87,12 @@ def render_decision(
     if decision.reasons:
         parts.append(Text(f"\n The source of each rule: {RULES_PAGE}", style="dim"))
     if decision.launch is not None:
-        parts += [Text(""), *_preparations(decision), Text(" Launch", style="bold"), Text("  " + launch_text(decision))]
+        parts += [
+            Text(""),
+            *_render_preparations(decision),
+            Text(" Launch", style="bold"),
+            Text("  " + write_launch_command(decision)),
+        ]
     return Group(*parts)
 
 
@@ -93,7 +100,7 @@ def render_why_not(decision: Decision, engine: str) -> tuple[RenderableType, Ref
     """The answer of `--why-not` for one engine, and the value it comes from."""
     if decision.engine == engine:
         reason = decision.reasons[0]
-        return Text(f" {engine} is the choice: {reason.text}  ({cite(reason)})"), decision
+        return Text(f" {engine} is the choice: {reason.text}  ({cite_reason(reason)})"), decision
     for challenger in decision.challengers:
         if challenger.engine == engine:
             text = f" {engine} is worth measuring. It is justified by {challenger.evidence_needed}"
@@ -110,7 +117,7 @@ def render_why_not(decision: Decision, engine: str) -> tuple[RenderableType, Ref
     return Group(*lines), refusal
 
 
-def render_changes(asked: str, before: Decision, after: Decision, changes: Sequence[Change]) -> RenderableType:
+def render_changes(asked: str, before: Decision, after: Decision, changes: Sequence[DecisionChange]) -> RenderableType:
     """The page of `plan --what-if`."""
     if not changes:
         return Text(f" With {asked} nothing changes: {before.engine or 'no engine fits'}, {before.quantization or ''}")
@@ -121,12 +128,12 @@ def render_changes(asked: str, before: Decision, after: Decision, changes: Seque
     lines: list[RenderableType] = [Text(""), table]
     if after.reasons and (not before.reasons or before.reasons[0] != after.reasons[0]):
         first = after.reasons[0]
-        lines += [Text(""), Text(f" Why  {first.text}  ({cite(first)})")]
+        lines += [Text(""), Text(f" Why  {first.text}  ({cite_reason(first)})")]
     lines += [Text(f" Would fit  {hint}") for hint in after.hints]
     return Group(*lines)
 
 
-def expect_rows(decision: Decision) -> list[tuple[str, str, str]]:
+def list_expected_rows(decision: Decision) -> list[tuple[str, str, str]]:
     """Estimates with their ranges, the bottleneck, cost and energy."""
     expected = decision.estimate
     if expected.output_tok_s is None:
@@ -139,31 +146,35 @@ def expect_rows(decision: Decision) -> list[tuple[str, str, str]]:
         ("TPOT", expected.tpot_ms, " ms"),
         ("", expected.output_tok_s, " tok/s total"),
     )
-    text = "   ".join(f"{name} {ranged(figure, unit)}".strip() for name, figure, unit in speeds if figure is not None)
+    text = "   ".join(
+        f"{name} {format_range(figure, unit)}".strip() for name, figure, unit in speeds if figure is not None
+    )
     rows = [
         ("Expect", text, f"estimate: {expected.output_tok_s.source}" if expected.output_tok_s.source else "estimate")
     ]
     if decision.limit:
         rows.append(("Bottleneck", decision.limit, "largest share of the time per token"))
     if expected.cost_per_million_tokens is not None:
-        rows.append(("Cost", f"{ranged(expected.cost_per_million_tokens, '')} per million output tokens", "estimate"))
+        rows.append(
+            ("Cost", f"{format_range(expected.cost_per_million_tokens, '')} per million output tokens", "estimate")
+        )
     if expected.kwh_per_million_tokens is not None:
         rows.append(
-            ("Energy", f"{ranged(expected.kwh_per_million_tokens, ' kWh')} per million output tokens", "estimate")
+            ("Energy", f"{format_range(expected.kwh_per_million_tokens, ' kWh')} per million output tokens", "estimate")
         )
     return rows
 
 
-def ranged(figure: Figure, unit: str) -> str:
-    return f"{short(figure.value)}{unit} ({short(figure.low)} to {short(figure.high)})"
+def format_range(figure: Figure, unit: str) -> str:
+    return f"{format_short(figure.value)}{unit} ({format_short(figure.low)} to {format_short(figure.high)})"
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Three significant digits, enough for an estimate."""
-    return figure(value)
+    return format_figure(value)
 
 
-def _speed_row(decision: Decision) -> tuple[Text, Text]:
+def _make_speed_row(decision: Decision) -> tuple[Text, Text]:
     expected = decision.estimate
     if expected.tpot_ms is None:
         return Text("not measured on this machine yet", style="dim"), Text("")
@@ -173,10 +184,12 @@ def _speed_row(decision: Decision) -> tuple[Text, Text]:
         high=1000 / max(expected.tpot_ms.low, 1e-9),
         basis="estimate",
     )
-    return Text(f"about {ranged(one, ' tok/s')} for one stream"), Text("estimate, not measured on this machine yet")
+    return Text(f"about {format_range(one, ' tok/s')} for one stream"), Text(
+        "estimate, not measured on this machine yet"
+    )
 
 
-def _preparations(decision: Decision) -> list[RenderableType]:
+def _render_preparations(decision: Decision) -> list[RenderableType]:
     steps = decision.launch.prepare if decision.launch is not None else ()
     if not steps:
         return []
@@ -184,24 +197,24 @@ def _preparations(decision: Decision) -> list[RenderableType]:
     for step in steps:
         parts = [f"{step.kind} {step.what}"]
         if step.download_bytes:
-            parts.append(f"download {size(step.download_bytes)}")
+            parts.append(f"download {format_size(step.download_bytes)}")
         if step.disk_bytes:
-            parts.append(f"{size(step.disk_bytes)} on disk")
+            parts.append(f"{format_size(step.disk_bytes)} on disk")
         if step.seconds is not None:
-            parts.append(f"about {seconds(step.seconds.value)}")
+            parts.append(f"about {format_seconds(step.seconds.value)}")
         lines.append(Text(f"  {' · '.join(parts)}"))
         if step.argv:
             lines.append(Text(f"    {shlex.join(step.argv)}", style="dim"))
     return lines
 
 
-def headline(decision: Decision, model: Model, asked: str | None = None) -> str:
+def write_headline(decision: Decision, model: Model, asked: str | None = None) -> str:
     """The decision in one line. If no engine fits, the reason, of the requested engine if there is one."""
     if decision.engine is not None:
         version = f" {decision.engine_version}" if decision.engine_version else ""
         parts = [f"{decision.engine}{version}", decision.quantization or model.format]
-        if layout_words(decision) != "one device":
-            parts.append(layout_words(decision))
+        if describe_layout(decision) != "one device":
+            parts.append(describe_layout(decision))
         if decision.orchestrator is not None:
             parts.append(f"under {decision.orchestrator}")
         return ", ".join(parts)
@@ -214,39 +227,39 @@ def headline(decision: Decision, model: Model, asked: str | None = None) -> str:
     return f"No engine can run {model.name} here as requested"
 
 
-def model_line(model: Model) -> str:
-    parts = [model.name, f"{model.quantization or ''} {model.format.upper()}".strip(), size(model.weight_bytes)]
+def describe_model(model: Model) -> str:
+    parts = [model.name, f"{model.quantization or ''} {model.format.upper()}".strip(), format_size(model.weight_bytes)]
     if model.max_context:
         parts.append(f"context {model.max_context:,}")
     return " · ".join(parts)
 
 
-def workload_line(workload: Workload, decision: Decision) -> str:
+def describe_workload(workload: Workload, decision: Decision) -> str:
     settings, replicas = decision.settings, decision.parallelism.data
     output = "" if workload.usual_tokens == workload.prompt_tokens else f" + {workload.output_tokens:,}"
-    line = f"{arrivals(workload) or users(workload)} · {workload.prompt_tokens:,}{output} tokens"
+    line = f"{describe_arrivals(workload) or describe_users(workload)} · {workload.prompt_tokens:,}{output} tokens"
     if settings is not None:
         each = f" on each of {replicas} replicas" if replicas > 1 else ""
         line += f" → at most {settings.slots} concurrent requests{each}, up to {settings.context_tokens:,} tokens each"
     return line
 
 
-def users(workload: Workload) -> str:
+def describe_users(workload: Workload) -> str:
     return f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
 
 
-def arrivals(workload: Workload) -> str | None:
+def describe_arrivals(workload: Workload) -> str | None:
     """The arrival pattern, if it is specified and the concurrency is not."""
     if workload.concurrency is not None:
         return None
     if workload.requests_per_s is not None:
         return f"{workload.requests_per_s:g} requests/s"
     if workload.think_time_s is not None:
-        return f"{users(workload)}, think time {workload.think_time_s:g} s"
+        return f"{describe_users(workload)}, think time {workload.think_time_s:g} s"
     return None
 
 
-def fit_line(found: Fit) -> str:
+def describe_fit(found: Fit) -> str:
     """Memory needed on each kind of device."""
     lines = []
     for need in found.devices:
@@ -254,13 +267,14 @@ def fit_line(found: Fit) -> str:
         where = f"on {need.count} × {need.device}" if need.count > 1 else f"on {need.device}"
         where = "RAM" if need.device == "host" else where
         lines.append(
-            f"{memory(need.total_bytes)} of {memory(need.usable_bytes or 0)} {where}: "
-            f"weights {memory(need.weights_bytes)} · KV cache {memory(need.kv_bytes)} · overhead {memory(overhead)}"
+            f"{format_memory(need.total_bytes)} of {format_memory(need.usable_bytes or 0)} {where}: "
+            f"weights {format_memory(need.weights_bytes)} · KV cache {format_memory(need.kv_bytes)} · overhead "
+            f"{format_memory(overhead)}"
         )
     return "\n".join(lines)
 
 
-def refusals_line(decision: Decision) -> str:
+def describe_refusals(decision: Decision) -> str:
     """All refused engines in one line, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for refusal in decision.refused:
@@ -268,18 +282,18 @@ def refusals_line(decision: Decision) -> str:
     return "   ".join(f"{', '.join(engines)}: {why}" for why, engines in by_reason.items())
 
 
-def band(figure: Figure | None) -> str:
+def format_spread(figure: Figure | None) -> str:
     if figure is None or not figure.value:
         return ""
     return f"{figure.basis} ± {(figure.high - figure.value) / figure.value:.0%}"
 
 
-def cite(reason: Reason) -> str:
+def cite_reason(reason: Reason) -> str:
     """The rule, and its source unless docs/rules.md has it."""
     return reason.rule if reason.source.startswith(RULES_PAGE) else f"{reason.rule} · {reason.source}"
 
 
-def launch_text(decision: Decision) -> str:
+def write_launch_command(decision: Decision) -> str:
     """The launch command, quoted for a shell, with one option per line."""
     if decision.launch is None:
         return ""

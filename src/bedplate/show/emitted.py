@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.decide.questions import layout_words
-from bedplate.deploy.kubernetes import needed
+from bedplate.decide.questions import describe_layout
+from bedplate.deploy.kubernetes import find_requirements
 from bedplate.values import Decision
 
 
@@ -20,7 +20,9 @@ def render_headline(decision: Decision) -> RenderableType:
         return Text("")
     first = decision.reasons[0] if decision.reasons else None
     lines: list[RenderableType] = [
-        Text(f" {decision.model}: {decision.engine}, {decision.quantization}, {layout_words(decision)}", style="bold")
+        Text(
+            f" {decision.model}: {decision.engine}, {decision.quantization}, {describe_layout(decision)}", style="bold"
+        )
     ]
     if first is not None:
         lines.append(Text(f" {first.text} ({first.rule})", style="dim"))
@@ -38,7 +40,7 @@ def render_files(target: str, folder: Path, files: Mapping[str, str]) -> Rendera
         return Group(*lines)
     if any("/Dockerfile" in name for name in files):
         lines.append(Text(" Build and push images/ first", style="yellow"))
-    if needs := needed(dict(files)):
+    if needs := find_requirements(dict(files)):
         lines.append(Text(f" The cluster needs {', '.join(needs)}", style="dim"))
     lines.append(Text(f" kubectl apply -k {folder}"))
     return Group(*lines)

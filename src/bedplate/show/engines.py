@@ -8,16 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.decide.engine_map import Here, Row, Situation
+from bedplate.decide.engine_map import EngineRow, EngineSupport, Situation
 from bedplate.engines.base import VENDOR_NAMES
-from bedplate.run.environments import Environment
-from bedplate.show.columns import Column, Columns
-from bedplate.show.decision import short
-from bedplate.show.page import page_of
-from bedplate.show.probe import SYSTEMS, one_line
+from bedplate.run.environments import EngineEnvironment
+from bedplate.show.columns import Column, SplitTable
+from bedplate.show.decision import format_short
+from bedplate.show.page import make_fact_table
+from bedplate.show.probe import SYSTEMS, describe_hardware
 from bedplate.values import Hardware
 from bedplate.values.result import Result
-from bedplate.values.units import memory, size
+from bedplate.values.units import format_memory, format_size
 
 PROVERB = "Feature checklists are maps, not proof."
 DEVICE_WORDS = {
@@ -42,32 +42,32 @@ TBD = Text("TBD", style="dim")
 
 
 def render_map(
-    hardware: Hardware, sheet: Sequence[Situation], rows: Sequence[Row], installed: Sequence[Environment]
+    hardware: Hardware, sheet: Sequence[Situation], rows: Sequence[EngineRow], installed: Sequence[EngineEnvironment]
 ) -> RenderableType:
     """The page of `engines`."""
-    names = Column.of("engine", [Text(row.engine, style="bold") for row in rows])
+    names = Column.from_cells("engine", [Text(row.engine, style="bold") for row in rows])
     return Group(
         Text("\n Recommended by hardware", style="bold"),
-        _cheat_sheet(sheet),
+        _make_cheat_sheet(sheet),
         Text("\n Features", style="bold"),
-        Columns(names, tuple(_feature(rows, field, title) for field, title in FEATURES)),
+        SplitTable(names, tuple(_make_feature_column(rows, field, title) for field, title in FEATURES)),
         Text(f"\n {PROVERB}", style="italic"),
-        Text.assemble(("\n This machine", "bold"), (f"  {one_line(hardware)}", "dim")),
-        Columns(
+        Text.assemble(("\n This machine", "bold"), (f"  {describe_hardware(hardware)}", "dim")),
+        SplitTable(
             names,
             (
-                Column.of("version", [row.version or "" for row in rows]),
-                Column.of("installed", [_state(row, installed) for row in rows]),
-                Column.of("supported", [_here(row.here) for row in rows], comfortable=30),
-                *_measurements(rows),
+                Column.from_cells("version", [row.version or "" for row in rows]),
+                Column.from_cells("installed", [_describe_state(row, installed) for row in rows]),
+                Column.from_cells("supported", [_describe_support(row.here) for row in rows], comfortable=30),
+                *_make_measurement_columns(rows),
             ),
         ),
-        _measured_on(rows),
+        _describe_measurements(rows),
         Text("\n One engine: bedplate engines show ID   Models that run here: bedplate models", style="dim"),
     )
 
 
-def _cheat_sheet(sheet: Sequence[Situation]) -> Table:
+def _make_cheat_sheet(sheet: Sequence[Situation]) -> Table:
     """Each situation with its recommended engines; situations that match this machine are marked."""
     table = Table.grid(padding=(0, 1), pad_edge=True, collapse_padding=False)
     table.add_column(overflow="fold")
@@ -79,24 +79,24 @@ def _cheat_sheet(sheet: Sequence[Situation]) -> Table:
     return table
 
 
-def _feature(rows: Sequence[Row], field: str, title: str) -> Column:
-    return Column.of(title, [getattr(row.features, field) if row.features is not None else TBD for row in rows])
+def _make_feature_column(rows: Sequence[EngineRow], field: str, title: str) -> Column:
+    return Column.from_cells(title, [getattr(row.features, field) if row.features is not None else TBD for row in rows])
 
 
-def _state(row: Row, installed: Sequence[Environment]) -> Text:
+def _describe_state(row: EngineRow, installed: Sequence[EngineEnvironment]) -> Text:
     there = [environment for environment in installed if environment.engine == row.engine]
     if not there:
-        can = f"no; {size(row.download_bytes or 0)} to download" if row.packages else "plan only"
+        can = f"no; {format_size(row.download_bytes or 0)} to download" if row.packages else "plan only"
         return Text(can, style="" if row.packages else "dim")
     built = any(environment.built for environment in there)
     others = sorted({environment.version for environment in there if not environment.built} - {row.version or ""})
     pinned = any(environment.version == row.version for environment in there)
     words = "yes" if pinned else f"another version: {', '.join(others)}" if others else ""
     words = " and ".join(filter(None, [words, "built here" if built else ""]))
-    return Text(f"{words}, {size(sum(environment.disk_bytes for environment in there))}", style="green")
+    return Text(f"{words}, {format_size(sum(environment.disk_bytes for environment in there))}", style="green")
 
 
-def _here(here: Here) -> Text:
+def _describe_support(here: EngineSupport) -> Text:
     if not here.runs:
         return Text(f"no: {here.why}", style="dim")
     where = f"yes, on {DEVICE_WORDS.get(here.device or '', here.device or 'it')}"
@@ -108,44 +108,44 @@ def _here(here: Here) -> Text:
     return Text(where)
 
 
-def _measurements(rows: Sequence[Row]) -> tuple[Column, ...]:
+def _make_measurement_columns(rows: Sequence[EngineRow]) -> tuple[Column, ...]:
     found = [row.measured for row in rows]
     return (
-        Column.of("TTFT ms", [_cell(one, one.ttft_ms if one else None) for one in found], right=True),
-        Column.of("tok/s", [_cell(one, one.output_tok_s if one else None) for one in found], right=True),
-        Column.of("peak", [_peak(one) for one in found], right=True),
-        Column.of("quality", [_quality(one) for one in found], right=True),
+        Column.from_cells("TTFT ms", [_format_cell(one, one.ttft_ms if one else None) for one in found], right=True),
+        Column.from_cells("tok/s", [_format_cell(one, one.output_tok_s if one else None) for one in found], right=True),
+        Column.from_cells("peak", [_format_peak(one) for one in found], right=True),
+        Column.from_cells("quality", [_format_quality(one) for one in found], right=True),
     )
 
 
-def _cell(result: Result | None, value: float | None) -> Text:
-    return TBD if result is None or value is None else Text(short(value))
+def _format_cell(result: Result | None, value: float | None) -> Text:
+    return TBD if result is None or value is None else Text(format_short(value))
 
 
-def _peak(result: Result | None) -> Text:
-    return TBD if result is None or result.peak_memory_bytes is None else Text(memory(result.peak_memory_bytes))
+def _format_peak(result: Result | None) -> Text:
+    return TBD if result is None or result.peak_memory_bytes is None else Text(format_memory(result.peak_memory_bytes))
 
 
-def _quality(result: Result | None) -> Text:
+def _format_quality(result: Result | None) -> Text:
     return TBD if result is None or result.quality is None else Text(f"{result.quality:.2f}")
 
 
-def _measured_on(rows: Sequence[Row]) -> Text:
+def _describe_measurements(rows: Sequence[EngineRow]) -> Text:
     found = [row.measured for row in rows if row.measured is not None]
     if not found:
         return Text(
             " TTFT, tok/s, peak memory and quality are TBD until they are measured on this machine", style="dim"
         )
-    return Text(f" Measured here: {workload_words(found[0])}", style="dim")
+    return Text(f" Measured here: {describe_measured_workload(found[0])}", style="dim")
 
 
-def workload_words(result: Result) -> str:
+def describe_measured_workload(result: Result) -> str:
     weights = f" {result.quantization}" if result.quantization else ""
     lengths = f"{result.prompt_tokens:,} + {result.output_tokens:,} tokens"
     return f"{result.model}{weights}, {result.concurrency} in flight, {lengths}"
 
 
-def render_engine(hardware: Hardware, row: Row, installed: Sequence[Environment]) -> RenderableType:
+def render_engine(hardware: Hardware, row: EngineRow, installed: Sequence[EngineEnvironment]) -> RenderableType:
     """The page of `engines show`."""
     lines: list[tuple[str, str, str]] = [("Best for", row.strength, "")]
     if row.features is None:
@@ -158,50 +158,50 @@ def render_engine(hardware: Hardware, row: Row, installed: Sequence[Environment]
         ]
     lines += [
         ("Hardware", row.features.hardware if row.features is not None else "not described yet", ""),
-        ("", _machines(row), ""),
-        ("Weights", f"loads {', '.join(row.formats)}{_converted_from(row)}", ""),
+        ("", _list_machines(row), ""),
+        ("Weights", f"loads {', '.join(row.formats)}{_describe_conversions(row)}", ""),
         ("Parallelism", ", ".join(row.ways) if row.ways else "none: one device", ""),
         ("Tasks", ", ".join(row.tasks), ""),
     ]
-    lines += _installation(row, installed)
-    lines += [("Machine", one_line(hardware), ""), *_support(row.here)]
-    lines += _figures(row.measured)
+    lines += _list_installations(row, installed)
+    lines += [("Machine", describe_hardware(hardware), ""), *_list_support(row.here)]
+    lines += _list_figures(row.measured)
     if row.features is not None:
         lines.append(("Source", row.features.source, ""))
     return Group(
         Text(f"\n {row.name} {row.version or ''}".rstrip(), style="bold green"),
         Text(""),
-        page_of(lines),
+        make_fact_table(lines),
         Text("\n Rules that name this engine", style="bold"),
-        _rules(row),
+        _make_rules_table(row),
         Text(f"\n {PROVERB}", style="italic"),
     )
 
 
-def _machines(row: Row) -> str:
+def _list_machines(row: EngineRow) -> str:
     vendors = [VENDOR_NAMES.get(vendor, vendor) for vendor in row.vendors]
     chips = [*(f"{vendor} GPUs" for vendor in vendors), *(["CPUs"] if row.cpu else [])]
     systems = ", ".join(SYSTEMS.get(system, system) for system in row.systems)
     return f"supports {', '.join(chips) or 'no hardware yet'} on {systems}"
 
 
-def _converted_from(row: Row) -> str:
+def _describe_conversions(row: EngineRow) -> str:
     converted = [name for name in row.converts if name not in row.formats]
     return f"; converted from {', '.join(converted)}" if converted else ""
 
 
-def _installation(row: Row, installed: Sequence[Environment]) -> list[tuple[str, str, str]]:
-    lines = [("Installed", _state(row, installed).plain, "")]
+def _list_installations(row: EngineRow, installed: Sequence[EngineEnvironment]) -> list[tuple[str, str, str]]:
+    lines = [("Installed", _describe_state(row, installed).plain, "")]
     if row.packages:
-        sizes = f"download {size(row.download_bytes or 0)}, {size(row.disk_bytes or 0)} on disk"
+        sizes = f"download {format_size(row.download_bytes or 0)}, {format_size(row.disk_bytes or 0)} on disk"
         lines.append(("Recipe", f"{', '.join(row.packages)} · {sizes}", ""))
     for environment in (one for one in installed if one.engine == row.engine):
-        lines.append(("", environment.theirs or environment.path, ""))
+        lines.append(("", environment.adopted_path or environment.path, ""))
         lines += [("", f"  {note}", "") for note in environment.notes]
     return lines
 
 
-def _support(here: Here) -> list[tuple[str, str, str]]:
+def _list_support(here: EngineSupport) -> list[tuple[str, str, str]]:
     if not here.runs:
         return [("Supported", f"no: {here.why}", "")]
     where = DEVICE_WORDS.get(here.device or "", here.device or "it")
@@ -213,21 +213,21 @@ def _support(here: Here) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _figures(result: Result | None) -> list[tuple[str, str, str]]:
+def _list_figures(result: Result | None) -> list[tuple[str, str, str]]:
     if result is None:
         return [("Measured", "TTFT TBD   tok/s TBD   peak memory TBD   quality TBD", "")]
     figures = (
-        f"TTFT {_cell(result, result.ttft_ms)} ms   {_cell(result, result.output_tok_s)} tok/s   "
-        f"peak memory {_peak(result)}   quality {_quality(result)}"
+        f"TTFT {_format_cell(result, result.ttft_ms)} ms   {_format_cell(result, result.output_tok_s)} tok/s   "
+        f"peak memory {_format_peak(result)}   quality {_format_quality(result)}"
     )
-    return [("Measured", figures, ""), ("", f"{workload_words(result)}, {result.at}", "")]
+    return [("Measured", figures, ""), ("", f"{describe_measured_workload(result)}, {result.at}", "")]
 
 
-def _rules(row: Row) -> Columns:
-    return Columns(
-        Column.of("rule", [Text(line.rule, style="bold") for line in row.rules]),
+def _make_rules_table(row: EngineRow) -> SplitTable:
+    return SplitTable(
+        Column.from_cells("rule", [Text(line.rule, style="bold") for line in row.rules]),
         (
-            Column.of("", [line.kind for line in row.rules]),
-            Column.of("description", [line.text for line in row.rules], comfortable=36),
+            Column.from_cells("", [line.kind for line in row.rules]),
+            Column.from_cells("description", [line.text for line in row.rules], comfortable=36),
         ),
     )

@@ -11,12 +11,12 @@ NOT_MEASURED = "not measured"
 """An unknown figure anywhere else."""
 
 
-def figure(value: float | None, missing: str = TBD) -> str:
-    return missing if value is None else units.figure(value)
+def format_figure_or_missing(value: float | None, missing: str = TBD) -> str:
+    return missing if value is None else units.format_figure(value)
 
 
-def slowest(found: Percentiles | None) -> str:
+def format_slowest(found: Percentiles | None) -> str:
     """The 99th percentile; with fewer than 100 requests its upper bound, the maximum."""
     if found is None:
         return TBD
-    return figure(found.p99) if found.p99 is not None else f"<{figure(found.max)}"
+    return format_figure_or_missing(found.p99) if found.p99 is not None else f"<{format_figure_or_missing(found.max)}"

@@ -18,13 +18,13 @@ class LivePage(NamedTuple):
 
 
 @functools.cache
-def live_page() -> LivePage:
+def load_live_page() -> LivePage:
     """The page holds no data; its script requests the data with the user's key."""
     body = TEMPLATE.read_bytes()
     return LivePage(
         body,
         {
-            "Content-Security-Policy": policy(body.decode()),
+            "Content-Security-Policy": write_policy(body.decode()),
             "Cache-Control": "no-cache",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
@@ -32,9 +32,11 @@ def live_page() -> LivePage:
     )
 
 
-def policy(html: str) -> str:
+def write_policy(html: str) -> str:
     """Allow only this script and style and requests to this endpoint; forbid turning text into markup."""
-    scripts, styles = (" ".join(map(_hash, re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))) for tag in _INLINE)
+    scripts, styles = (
+        " ".join(map(_hash_source, re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))) for tag in _INLINE
+    )
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -44,5 +46,5 @@ def policy(html: str) -> str:
 _INLINE = ("script", "style")
 
 
-def _hash(text: str) -> str:
+def _hash_source(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

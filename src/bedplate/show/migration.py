@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from bedplate.show.columns import Column, Columns
-from bedplate.show.figures import figure
-from bedplate.show.page import page_of
-from bedplate.values.migration import Migration, Party
-from bedplate.values.units import seconds
+from bedplate.show.columns import Column, SplitTable
+from bedplate.show.figures import format_figure_or_missing
+from bedplate.show.page import make_fact_table
+from bedplate.values.migration import Migration, MigrationEngine
+from bedplate.values.units import format_seconds
 
 
 def render_migration(done: Migration) -> RenderableType:
@@ -30,43 +30,51 @@ def render_migration(done: Migration) -> RenderableType:
         )
     parts: list[RenderableType] = [Text(""), Padding(head, (0, 1)), Text("")]
     if done.steps:
-        parts += [_steps(done), Text("")]
-    return Group(*parts, page_of(_rows(done)))
+        parts += [_render_steps(done), Text("")]
+    return Group(*parts, make_fact_table(_list_rows(done)))
 
 
-def _steps(done: Migration) -> RenderableType:
+def _render_steps(done: Migration) -> RenderableType:
     """The figures of the challenger and the incumbent at each step."""
     steps = done.steps
-    return Columns(
-        Column.of("traffic", [f"{step.percent:g} %" for step in steps], right=True),
+    return SplitTable(
+        Column.from_cells("traffic", [f"{step.percent:g} %" for step in steps], right=True),
         (
-            Column.of("for", [seconds(step.seconds) for step in steps], right=True),
-            Column.of("requests", [str(step.challenger.requests) for step in steps], right=True),
-            Column.of("failed", [str(step.challenger.failed) for step in steps], right=True),
-            Column.of("TTFT ms", [figure(step.challenger.ttft_ms) for step in steps], right=True),
-            Column.of("incumbent", [figure(step.beside.ttft_ms) for step in steps], right=True),
-            Column.of("TPOT ms", [figure(step.challenger.tpot_ms) for step in steps], right=True),
-            Column.of("incumbent", [figure(step.beside.tpot_ms) for step in steps], right=True),
+            Column.from_cells("for", [format_seconds(step.seconds) for step in steps], right=True),
+            Column.from_cells("requests", [str(step.challenger.requests) for step in steps], right=True),
+            Column.from_cells("failed", [str(step.challenger.failed) for step in steps], right=True),
+            Column.from_cells(
+                "TTFT ms", [format_figure_or_missing(step.challenger.ttft_ms) for step in steps], right=True
+            ),
+            Column.from_cells(
+                "incumbent", [format_figure_or_missing(step.beside.ttft_ms) for step in steps], right=True
+            ),
+            Column.from_cells(
+                "TPOT ms", [format_figure_or_missing(step.challenger.tpot_ms) for step in steps], right=True
+            ),
+            Column.from_cells(
+                "incumbent", [format_figure_or_missing(step.beside.tpot_ms) for step in steps], right=True
+            ),
         ),
     )
 
 
-def _rows(done: Migration) -> Iterator[tuple[str, str, str]]:
-    yield "Incumbent", _name(done.a), ""
-    yield "Challenger", _name(done.b), ""
+def _list_rows(done: Migration) -> Iterator[tuple[str, str, str]]:
+    yield "Incumbent", _format_name(done.a), ""
+    yield "Challenger", _format_name(done.b), ""
     for one in done.checks:
         yield "Answers", f"{one.stage}, compared with {one.against}: {one.why}", "measured" if one.answered else ""
     if done.side_by_side:
         yield "Method", "side by side: both engines loaded", ""
     else:
-        yield "Method", f"one after the other: up to {done.held_most} requests waited {seconds(done.held_s)}", ""
-    yield "Duration", seconds(done.took_s), ""
+        yield "Method", f"one after the other: up to {done.held_most} requests waited {format_seconds(done.held_s)}", ""
+    yield "Duration", format_seconds(done.took_s), ""
     if done.cut:
         yield "Aborted", f"{done.cut} responses did not finish in the time allowed", ""
     for note in done.notes:
         yield "Note", note, ""
 
 
-def _name(one: Party) -> str:
+def _format_name(one: MigrationEngine) -> str:
     many = f"{one.replicas} × " if one.replicas > 1 else ""
     return f"{many}{one.engine} {one.engine_version} {one.quantization or ''}".rstrip()

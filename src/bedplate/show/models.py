@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.candidates import READING_TOK_S
-from bedplate.decide.catalogue import PACES, Catalogue, Entry, Pace
-from bedplate.show.decision import arrivals, short
-from bedplate.show.probe import one_line
+from bedplate.decide.catalogue import PACES, Catalogue, CatalogueEntry, Pace
+from bedplate.show.decision import describe_arrivals, format_short
+from bedplate.show.probe import describe_hardware
 from bedplate.values import Figure, Hardware, Workload
-from bedplate.values.units import memory
+from bedplate.values.units import format_memory
 
 UNKNOWN = "–"
 NAME_WIDTH = 24
@@ -29,40 +29,40 @@ def render_models(
     hardware: Hardware, workload: Workload, found: Catalogue, *, limit: int | None, least_tok_s: float | None, plan: str
 ) -> RenderableType:
     """The page of `models`. `plan` is the command that plans one of them for the same workload."""
-    parts: list[RenderableType] = [Text(""), *_head(hardware, workload, found)]
+    parts: list[RenderableType] = [Text(""), *_render_head(hardware, workload, found)]
     fitting = [entry for entry in found.models if entry.fits]
     shown = fitting[:limit]
     for pace in PACES:
         group = [entry for entry in shown if entry.pace == pace]
         if group:
             parts += [
-                Text(f"\n {_title(pace, least_tok_s)}", style="bold"),
-                *_advice(hardware, group),
-                Listing(tuple(group)),
+                Text(f"\n {_write_title(pace, least_tok_s)}", style="bold"),
+                *_render_advice(hardware, group),
+                ModelTable(tuple(group)),
             ]
     if len(fitting) > len(shown):
         parts.append(Text(f" … and {len(fitting) - len(shown)} more: --limit {len(fitting)}, or --search", style="dim"))
     refused = [entry for entry in found.models if not entry.fits]
     if refused:
-        parts += [Text("\n Does not run here", style="bold"), Refused(tuple(refused[:limit]))]
+        parts += [Text("\n Does not run here", style="bold"), UnfitModelTable(tuple(refused[:limit]))]
         if limit is not None and len(refused) > limit:
             parts.append(Text(f" … and {len(refused) - limit} more: --limit {len(refused)}", style="dim"))
     if fitting:
-        parts += _foot(shown, plan)
+        parts += _render_foot(shown, plan)
     return Group(*parts)
 
 
-def _head(hardware: Hardware, workload: Workload, found: Catalogue) -> list[RenderableType]:
+def _render_head(hardware: Hardware, workload: Workload, found: Catalogue) -> list[RenderableType]:
     style = "bold green" if found.fitting else "bold red"
-    workload_words = f"{_requests(workload)}, {workload.request_tokens:,} tokens each"
+    workload_words = f"{_describe_requests(workload)}, {workload.request_tokens:,} tokens each"
     return [
-        Text(f" {_answer(found)}", style=style),
-        Text(f" {one_line(hardware)}"),
+        Text(f" {_write_answer(found)}", style=style),
+        Text(f" {describe_hardware(hardware)}"),
         Text(f" {workload_words}", style="dim"),
     ]
 
 
-def _answer(found: Catalogue) -> str:
+def _write_answer(found: Catalogue) -> str:
     if not found.known:
         return "No known model for this task matches the search"
     if not found.fitting:
@@ -70,13 +70,15 @@ def _answer(found: Catalogue) -> str:
     return f"{found.fitting} of {found.known} known models run here"
 
 
-def _requests(workload: Workload) -> str:
-    in_flight = workload.in_flight()
-    return arrivals(workload) or ("one request at a time" if in_flight == 1 else f"{in_flight:,} concurrent requests")
+def _describe_requests(workload: Workload) -> str:
+    in_flight = workload.compute_in_flight()
+    return describe_arrivals(workload) or (
+        "one request at a time" if in_flight == 1 else f"{in_flight:,} concurrent requests"
+    )
 
 
-def _title(pace: Pace, least_tok_s: float | None) -> str:
-    comfort = short(least_tok_s or READING_TOK_S)
+def _write_title(pace: Pace, least_tok_s: float | None) -> str:
+    comfort = format_short(least_tok_s or READING_TOK_S)
     return {
         "comfortable": f"Comfortable: {comfort} tok/s or more for one stream",
         "not predicted": "Fits; speed not predicted",
@@ -85,7 +87,7 @@ def _title(pace: Pace, least_tok_s: float | None) -> str:
     }[pace]
 
 
-def _advice(hardware: Hardware, group: Sequence[Entry]) -> list[RenderableType]:
+def _render_advice(hardware: Hardware, group: Sequence[CatalogueEntry]) -> list[RenderableType]:
     """How to make the speed predictable, if it is not."""
     unknown = any(entry.pace == "not predicted" and entry.task == "generate" for entry in group)
     if not unknown or hardware.accelerators or hardware.memory.bandwidth_bytes_s is not None:
@@ -93,10 +95,10 @@ def _advice(hardware: Hardware, group: Sequence[Entry]) -> list[RenderableType]:
     return [Text(" to predict speeds, measure the memory bandwidth once: bedplate probe --measure", style="yellow")]
 
 
-class Listing:
+class ModelTable:
     """The table of one group; wide terminals get more columns."""
 
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, entries: tuple[CatalogueEntry, ...]) -> None:
         self.entries = entries
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -107,22 +109,22 @@ class Listing:
             right = name not in ("weights", "engine", "range")
             table.add_column(name, no_wrap=True, justify="right" if right else "left")
         for entry in self.entries:
-            table.add_row(*_cells(entry, width))
+            table.add_row(*_make_cells(entry, width))
         yield table
 
 
-def _cells(entry: Entry, width: int) -> list[Text]:
+def _make_cells(entry: CatalogueEntry, width: int) -> list[Text]:
     name = entry.name if width >= WITH_OWNERS else entry.name.rpartition("/")[2]
     name = name if width >= WIDE else wrap_name(name)
     return [
         Text.assemble(name, (" here", "bold green") if entry.here else ""),
-        Text(parameters(entry)),
-        Text(_weights(entry)),
+        Text(format_parameters(entry)),
+        Text(_format_weights(entry)),
         Text(entry.engine or ""),
-        Text(short(entry.tok_s.value) if entry.tok_s is not None else UNKNOWN),
-        *([Text(band(entry.tok_s), style="dim")] if width >= WIDE else []),
-        Text(_memory(entry)),
-        Text(context(entry, whole=width >= WIDE)),
+        Text(format_short(entry.tok_s.value) if entry.tok_s is not None else UNKNOWN),
+        *([Text(format_speed_range(entry.tok_s), style="dim")] if width >= WIDE else []),
+        Text(_format_memory(entry)),
+        Text(format_context(entry, whole=width >= WIDE)),
     ]
 
 
@@ -136,49 +138,49 @@ def wrap_name(name: str) -> str:
     return "\n".join(lines)
 
 
-def _memory(entry: Entry) -> str:
+def _format_memory(entry: CatalogueEntry) -> str:
     each = f"{entry.devices} × " if entry.devices > 1 else ""
-    return f"{each}{memory(entry.memory_bytes)}" if entry.memory_bytes is not None else UNKNOWN
+    return f"{each}{format_memory(entry.memory_bytes)}" if entry.memory_bytes is not None else UNKNOWN
 
 
-def _weights(entry: Entry) -> str:
+def _format_weights(entry: CatalogueEntry) -> str:
     return f"{entry.quantization}{' +RAM' if entry.offload is not None else ''}"
 
 
-def parameters(entry: Entry) -> str:
+def format_parameters(entry: CatalogueEntry) -> str:
     """Such as 30.5B; for mixture-of-experts models with the active parameters: 30.5B-A3.3B."""
-    total = _billions(entry.parameters)
+    total = _format_billions(entry.parameters)
     active = entry.active_parameters
-    return total if active is None or active > 0.7 * entry.parameters else f"{total}-A{_billions(active)}"
+    return total if active is None or active > 0.7 * entry.parameters else f"{total}-A{_format_billions(active)}"
 
 
-def _billions(count: float) -> str:
+def _format_billions(count: float) -> str:
     return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
-def band(figure: Figure | None) -> str:
-    return f"{short(figure.low)}–{short(figure.high)}" if figure is not None else ""
+def format_speed_range(figure: Figure | None) -> str:
+    return f"{format_short(figure.low)}–{format_short(figure.high)}" if figure is not None else ""
 
 
-def context(entry: Entry, *, whole: bool = True) -> str:
+def format_context(entry: CatalogueEntry, *, whole: bool = True) -> str:
     """The longest context that fits, of the longest that the model supports, in units of 1,024 tokens."""
     if entry.longest_context is None:
         return UNKNOWN
     if not whole or entry.longest_context == entry.max_context or entry.max_context is None:
-        return _thousands(entry.longest_context)
-    return f"{_thousands(entry.longest_context)} of {_thousands(entry.max_context)}"
+        return _format_thousands(entry.longest_context)
+    return f"{_format_thousands(entry.longest_context)} of {_format_thousands(entry.max_context)}"
 
 
-def _thousands(tokens: int) -> str:
+def _format_thousands(tokens: int) -> str:
     if tokens < 1024:
         return str(tokens)
     return f"{tokens / 1024:.3g}k" if tokens < 1 << 20 else f"{tokens / (1 << 20):.3g}M"
 
 
-class Refused:
+class UnfitModelTable:
     """The models that do not fit, with the reason."""
 
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, entries: tuple[CatalogueEntry, ...]) -> None:
         self.entries = entries
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -188,11 +190,11 @@ class Refused:
         table.add_column(overflow="fold", style="dim")
         for entry in self.entries:
             name = entry.name if options.max_width >= WIDE else wrap_name(entry.name.rpartition("/")[2])
-            table.add_row(Text(name), Text(parameters(entry)), Text(entry.why or ""))
+            table.add_row(Text(name), Text(format_parameters(entry)), Text(entry.why or ""))
         yield table
 
 
-def _foot(shown: Sequence[Entry], plan: str) -> list[RenderableType]:
+def _render_foot(shown: Sequence[CatalogueEntry], plan: str) -> list[RenderableType]:
     lines = ["speeds are estimates; sorted by size, active parameters and year, not by measured quality"]
     if any(entry.offload is not None for entry in shown):
         lines.append("+RAM: part of the weights stays in host memory")

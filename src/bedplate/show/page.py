@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-def page_of(rows: Iterable[tuple[str, str, str]]) -> Table:
+def make_fact_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     """One line per row; a repeated label is shown once."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)

@@ -30,7 +30,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Series:
+class PlotSeries:
     name: str
     points: tuple[Point, ...]
     number: int = 0
@@ -60,11 +60,11 @@ class Scale:
             low, high, at = math.log10(low), math.log10(high), math.log10(at)
         return self.start + (self.end - self.start) * ((at - low) / (high - low) if high > low else 0.5)
 
-    def ticks(self) -> list[float]:
-        return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
+    def choose_ticks(self) -> list[float]:
+        return _choose_log_ticks(self.low, self.high) if self.log else _choose_ticks(self.low, self.high)
 
 
-def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+def _choose_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round values, about `wanted` of them."""
     step = (high - low) / wanted or 1.0
     power = 10.0 ** math.floor(math.log10(step))
@@ -73,13 +73,13 @@ def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _choose_log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1,) if len(powers) > 5 else (1, 2, 5) if len(powers) > 2 else (1, 2, 3, 5, 7)
     return [found for power in powers for one in factors if low * 0.999 <= (found := one * 10.0**power) <= high * 1.001]
 
 
-def scale_for(
+def make_scale(
     values: Iterable[float], start: float, end: float, *, zero: bool = False, log: bool | None = None
 ) -> Scale:
     """A scale that covers all values with a margin; logarithmic for wide ranges unless `log` is given."""
@@ -97,7 +97,7 @@ def scale_for(
     return Scale(max(0.0, low - margin), high + margin, start, end)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A short label for an axis, such as 12k."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit * 0.9999:
@@ -122,7 +122,7 @@ class Chart:
     def add(self, *parts: str) -> None:
         self.parts.extend(parts)
 
-    def label(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
+    def add_label(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         """Add a label; it moves down until it overlaps no other label."""
         width = LETTER * len(text)
         begin = x - width if anchor == "end" else x
@@ -131,24 +131,26 @@ class Chart:
         self.taken.append((begin, begin + width, y))
         self.add(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{style}">{escape(text)}</text>')
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         return (
             f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(self.title)}" class="plot">'
-            f"<title>{escape(self.title)}</title>{self._axes()}{''.join(self.parts)}</svg>"
+            f"<title>{escape(self.title)}</title>{self._draw_axes()}{''.join(self.parts)}</svg>"
         )
 
-    def _axes(self) -> str:
+    def _draw_axes(self) -> str:
         bottom, parts = self.height - BOTTOM, []
-        for tick in self.x.ticks():
+        for tick in self.x.choose_ticks():
             at = self.x(tick)
             parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}" class="grid"/>')
             parts.append(
-                f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle" class="tick">{number(tick)}</text>'
+                f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle" class="tick">{format_number(tick)}</text>'
             )
         y = self.y
-        for tick, at in [(tick, y(tick)) for tick in y.ticks()] if y is not None else ():
+        for tick, at in [(tick, y(tick)) for tick in y.choose_ticks()] if y is not None else ():
             parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" class="grid"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" class="tick">{number(tick)}</text>')
+            parts.append(
+                f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" class="tick">{format_number(tick)}</text>'
+            )
         middle = (TOP + bottom) / 2
         parts.append(
             f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{self.height - 8}" text-anchor="middle" class="axis">'
@@ -159,7 +161,7 @@ class Chart:
         return "".join(parts)
 
 
-def _mark(kind: str, x: float, y: float, style: str, point: Point) -> str:
+def _draw_mark(kind: str, x: float, y: float, style: str, point: Point) -> str:
     size = 4.5
     look = f'class="mark {style}{" hollow" if point.hollow else ""}"'
     title = f"<title>{escape(point.title)}</title>" if point.title else ""
@@ -175,31 +177,31 @@ def _mark(kind: str, x: float, y: float, style: str, point: Point) -> str:
     return f'{ring}<polygon points="{points}" {look}>{title}</polygon>'
 
 
-def lines(title: str, series: Sequence[Series], x_name: str, y_name: str) -> str:
+def draw_lines(title: str, series: Sequence[PlotSeries], x_name: str, y_name: str) -> str:
     """Each series as markers joined by a line, with its name at the end."""
     every = [point for one in series for point in one.points]
-    x = scale_for((point.x for point in every), LEFT, WIDTH - RIGHT - 70)
-    y = scale_for((point.y for point in every), HEIGHT - BOTTOM, TOP, log=None)
+    x = make_scale((point.x for point in every), LEFT, WIDTH - RIGHT - 70)
+    y = make_scale((point.y for point in every), HEIGHT - BOTTOM, TOP, log=None)
     chart = Chart(title, x, y, x_name, y_name)
     for one in series:
         path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in one.points)
         chart.add(f'<polyline points="{path}" class="line {one.style}"/>')
     for one in series:
         for point in one.points:
-            chart.add(_mark(one.mark, x(point.x), y(point.y), one.style, point))
+            chart.add(_draw_mark(one.mark, x(point.x), y(point.y), one.style, point))
             if point.label:
                 chart.add(
                     f'<text x="{x(point.x):.1f}" y="{y(point.y) - 9:.1f}" text-anchor="middle" class="tick">'
                     f"{escape(point.label)}</text>"
                 )
         last = one.points[-1]
-        chart.label(x(last.x) + 11, y(last.y) + 4, one.name, f"name {one.style}")
-    return chart.svg()
+        chart.add_label(x(last.x) + 11, y(last.y) + 4, one.name, f"name {one.style}")
+    return chart.to_svg()
 
 
-def shares(title: str, samples: Sequence[tuple[str, int, Sequence[float]]], x_name: str) -> str:
+def draw_distributions(title: str, samples: Sequence[tuple[str, int, Sequence[float]]], x_name: str) -> str:
     """Cumulative distribution of (name, series number, values)."""
-    x = scale_for((value for _, _, values in samples for value in values), LEFT, WIDTH - RIGHT)
+    x = make_scale((value for _, _, values in samples for value in values), LEFT, WIDTH - RIGHT)
     y = Scale(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     chart = Chart(title, x, y, x_name, "cumulative share of requests")
     for name, order, values in samples:
@@ -212,12 +214,12 @@ def shares(title: str, samples: Sequence[tuple[str, int, Sequence[float]]], x_na
             path.append(f"H{x(value):.1f}V{y(rank / len(ordered)):.1f}")
         chart.add(f'<path d="{"".join(path)}" class="line {style}"><title>{escape(name)}</title></path>')
         middle = ordered[(len(ordered) - 1) // 2]
-        chart.label(x(middle) + 6, y(0.5), name, f"name {style}")
-    return chart.svg()
+        chart.add_label(x(middle) + 6, y(0.5), name, f"name {style}")
+    return chart.to_svg()
 
 
-def roofline(
-    title: str, points: Sequence[Series], bytes_s: float | None, operations_s: float | None, basis: str = ""
+def draw_roofline(
+    title: str, points: Sequence[PlotSeries], bytes_s: float | None, operations_s: float | None, basis: str = ""
 ) -> str:
     """Operations per second over operations per byte; the roof is the upper bound."""
     every = [point for one in points for point in one.points]
@@ -226,10 +228,10 @@ def roofline(
     if bytes_s and operations_s:
         xs += [operations_s / bytes_s * 2, min(xs) / 2]
         ys += [operations_s]
-    x = scale_for(xs, LEFT, WIDTH - RIGHT, log=True)
+    x = make_scale(xs, LEFT, WIDTH - RIGHT, log=True)
     if bytes_s:
         ys += [bytes_s * x.low, min(operations_s or math.inf, bytes_s * x.high)]
-    y = scale_for(ys, HEIGHT - BOTTOM, TOP, log=True)
+    y = make_scale(ys, HEIGHT - BOTTOM, TOP, log=True)
     chart = Chart(title, x, y, "operations per byte read", "operations per second")
     if bytes_s:
         knee = min(operations_s / bytes_s, x.high) if operations_s else x.high
@@ -237,15 +239,17 @@ def roofline(
         roof += [(x.high, operations_s)] if operations_s and knee < x.high else []
         path = " ".join(f"{x(at):.1f},{y(high):.1f}" for at, high in roof)
         chart.add(f'<polyline points="{path}" class="roof"/>')
-        chart.label(x(roof[0][0]) + 8, y(roof[0][1]) - 10, f"{number(bytes_s)}B/s {basis}".strip(), "tick")
+        chart.add_label(x(roof[0][0]) + 8, y(roof[0][1]) - 10, f"{format_number(bytes_s)}B/s {basis}".strip(), "tick")
         if operations_s and knee < x.high:
-            chart.label(x(x.high) - 4, y(operations_s) + 14, f"{number(operations_s)}op/s {basis}", "tick", "end")
+            chart.add_label(
+                x(x.high) - 4, y(operations_s) + 14, f"{format_number(operations_s)}op/s {basis}", "tick", "end"
+            )
     for one in points:
         for point in one.points:
-            chart.add(_mark(one.mark, x(point.x), y(point.y), one.style, point))
+            chart.add(_draw_mark(one.mark, x(point.x), y(point.y), one.style, point))
         last = one.points[-1]
-        chart.label(x(last.x) + 9, y(last.y) + 4, one.name, f"name {one.style}")
-    return chart.svg()
+        chart.add_label(x(last.x) + 9, y(last.y) + 4, one.name, f"name {one.style}")
+    return chart.to_svg()
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Bar:
     """(kind, amount), from left to right; the kinds are the style sheet's k0, k1, … in the order they first occur."""
 
 
-def stacked(title: str, bars: Sequence[Bar], x_name: str) -> str:
+def draw_stacked_bars(title: str, bars: Sequence[Bar], x_name: str) -> str:
     """Horizontal stacked bars."""
     kinds = list(dict.fromkeys(kind for bar in bars for kind, _ in bar.parts))
     height = TOP + 30 * len(bars) + 24 + BOTTOM
@@ -268,13 +272,13 @@ def stacked(title: str, bars: Sequence[Bar], x_name: str) -> str:
         chart.add(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end" class="name">{escape(bar.name)}</text>')
         for kind, amount in bar.parts:
             begin, end = x(at), x(at + amount)
-            words = escape(f"{bar.name}, {kind}: {number(amount)}")
+            words = escape(f"{bar.name}, {kind}: {format_number(amount)}")
             chart.add(
                 f'<rect x="{begin:.1f}" y="{top}" width="{max(0.0, end - begin):.1f}" height="20" '
                 f'class="k{kinds.index(kind)}"><title>{words}</title></rect>'
             )
             at += amount
-        chart.add(f'<text x="{x(at) + 6:.1f}" y="{top + 14}" class="tick">{number(at)}</text>')
+        chart.add(f'<text x="{x(at) + 6:.1f}" y="{top + 14}" class="tick">{format_number(at)}</text>')
     at = float(left)
     for order, kind in enumerate(kinds):
         chart.add(
@@ -282,4 +286,4 @@ def stacked(title: str, bars: Sequence[Bar], x_name: str) -> str:
             f'<text x="{at + 14:.1f}" y="{TOP + 5}" class="tick">{escape(kind)}</text>'
         )
         at += 26 + 7 * len(kind)
-    return chart.svg()
+    return chart.to_svg()

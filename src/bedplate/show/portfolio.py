@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.decide.questions import layout_words
+from bedplate.decide.questions import describe_layout
 from bedplate.decide.wording import join_alternatives
-from bedplate.show.decision import short
+from bedplate.show.decision import format_short
 from bedplate.values.portfolio import Portfolio
 
 
@@ -26,8 +26,8 @@ def render_portfolio(found: Portfolio) -> RenderableType:
             str(placement.accelerators),
             decision.engine or "",
             Text(decision.quantization or ""),
-            layout_words(decision) if decision.fits else "",
-            short(rate.value) if rate is not None else "unknown",
+            describe_layout(decision) if decision.fits else "",
+            format_short(rate.value) if rate is not None else "unknown",
             f"{decision.max_concurrency:,}",
         )
     lines: list[RenderableType] = [Text(""), head, Text(f" {found.text}"), Text(""), table, Text("")]

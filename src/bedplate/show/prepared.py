@@ -8,38 +8,38 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bedplate.run.kept import Kept
-from bedplate.show.columns import Column, Columns
-from bedplate.values.units import size
+from bedplate.run.kept import PreparedWeights
+from bedplate.show.columns import Column, SplitTable
+from bedplate.values.units import format_size
 
 ID_LETTERS = 8
 DAY_S = 86_400.0
 
 
-def render_prepared(kept: Sequence[Kept]) -> RenderableType:
+def render_prepared(kept: Sequence[PreparedWeights]) -> RenderableType:
     if not kept:
         return Text(" no prepared weights: no engine on this machine has needed a conversion yet", style="dim")
     now = dt.datetime.now(dt.UTC)
-    table = Columns(
-        Column.of("id", [Text(one.id[:ID_LETTERS], style="bold") for one in kept]),
+    table = SplitTable(
+        Column.from_cells("id", [Text(one.id[:ID_LETTERS], style="bold") for one in kept]),
         (
-            Column.of("weights", [one.what for one in kept], comfortable=46),
-            Column.of("engine", [one.engine for one in kept]),
-            Column.of("size", [size(one.disk_bytes) for one in kept], right=True),
-            Column.of("last used", [ago(one.used_at, now) for one in kept]),
-            Column.of("", [_state(one) for one in kept], comfortable=24),
+            Column.from_cells("weights", [one.what for one in kept], comfortable=46),
+            Column.from_cells("engine", [one.engine for one in kept]),
+            Column.from_cells("size", [format_size(one.disk_bytes) for one in kept], right=True),
+            Column.from_cells("last used", [describe_age(one.used_at, now) for one in kept]),
+            Column.from_cells("", [_describe_state(one) for one in kept], comfortable=24),
         ),
     )
     stale = [one for one in kept if one.stale and not one.in_use]
     lines: list[RenderableType] = [Text(), table, Text()]
-    lines.append(Text(f" {len(kept)} in total, {size(sum(one.disk_bytes for one in kept))}", style="dim"))
+    lines.append(Text(f" {len(kept)} in total, {format_size(sum(one.disk_bytes for one in kept))}", style="dim"))
     if stale:
-        freed = size(sum(one.disk_bytes for one in stale))
+        freed = format_size(sum(one.disk_bytes for one in stale))
         lines.append(Text(f" bedplate prepared remove --stale frees {freed}", style="dim"))
     return Group(*lines)
 
 
-def ago(at: str | None, now: dt.datetime) -> str:
+def describe_age(at: str | None, now: dt.datetime) -> str:
     if at is None:
         return "never"
     passed = (now - dt.datetime.fromisoformat(at)).total_seconds()
@@ -50,7 +50,7 @@ def ago(at: str | None, now: dt.datetime) -> str:
     return f"{passed / 3600:.0f} h ago" if passed < 2 * DAY_S else f"{passed / DAY_S:.0f} days ago"
 
 
-def _state(one: Kept) -> Text:
+def _describe_state(one: PreparedWeights) -> Text:
     if one.in_use:
         return Text("in use", style="green")
     return Text("stale", style="yellow") if one.stale else Text("")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 
-from bedplate.facts.cpu import summarise
-from bedplate.show.page import page_of
+from bedplate.facts.cpu import summarize_instruction_sets
+from bedplate.show.page import make_fact_table
 from bedplate.values import Accelerator, Cache, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import UNNAMED_CPU, PciePath
-from bedplate.values.units import memory, size
+from bedplate.values.units import format_memory, format_size
 
 Row = tuple[str, str, str]
 SYSTEMS = {"linux": "Linux", "macos": "macOS", "windows": "Windows"}
@@ -34,72 +34,80 @@ PATHS: dict[PciePath, str] = {
 }
 
 
-def one_line(hardware: Hardware) -> str:
+def describe_hardware(hardware: Hardware) -> str:
     """Such as "Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU"."""
     cpu = hardware.cpu
-    name = "" if cpu.name == UNNAMED_CPU else short_name(cpu.name)
-    parts = [name, cores(cpu), summarise(cpu.instruction_sets)]
-    ram = f"{memory(hardware.memory.available_bytes)} RAM free"
-    return " · ".join((", ".join(filter(None, parts)), ram, gpus(hardware)))
+    name = "" if cpu.name == UNNAMED_CPU else shorten_name(cpu.name)
+    parts = [name, describe_cores(cpu), summarize_instruction_sets(cpu.instruction_sets)]
+    ram = f"{format_memory(hardware.memory.available_bytes)} RAM free"
+    return " · ".join((", ".join(filter(None, parts)), ram, describe_gpus(hardware)))
 
 
 def render_hardware(hardware: Hardware) -> RenderableType:
     """One page: each part, its size, the source of the figure, and the speed limit that follows."""
-    return page_of(_rows(hardware))
+    return make_fact_table(_list_rows(hardware))
 
 
-def _rows(hardware: Hardware) -> Iterator[Row]:
+def _list_rows(hardware: Hardware) -> Iterator[Row]:
     disk = hardware.disk
     system = [hardware.os_version or SYSTEMS[hardware.os], f"in {hardware.container}" if hardware.container else ""]
     yield "System", " · ".join(filter(None, system)), "reported"
-    yield from _cpu_rows(hardware.cpu)
-    yield from _memory_rows(hardware.memory)
-    yield from _card_rows(hardware.accelerators)
-    for text, basis in link_lines(hardware.links):
+    yield from _list_cpu_rows(hardware.cpu)
+    yield from _list_memory_rows(hardware.memory)
+    yield from _list_card_rows(hardware.accelerators)
+    for text, basis in describe_links(hardware.links):
         yield "Links", text, basis
     if disk is not None:
-        yield "Disk", f"{size(disk.free_bytes)} free of {size(disk.total_bytes)} · {disk.path}", disk.basis
+        yield (
+            "Disk",
+            f"{format_size(disk.free_bytes)} free of {format_size(disk.total_bytes)} · {disk.path}",
+            disk.basis,
+        )
     for note in hardware.notes:
         yield "Notes", note, ""
 
 
-def _cpu_rows(cpu: Cpu) -> Iterator[Row]:
-    yield "CPU", f"{short_name(cpu.name)} · {cpu.arch}", cpu.basis
-    yield "CPU", _core_counts(cpu), ""
+def _list_cpu_rows(cpu: Cpu) -> Iterator[Row]:
+    yield "CPU", f"{shorten_name(cpu.name)} · {cpu.arch}", cpu.basis
+    yield "CPU", _describe_core_counts(cpu), ""
     yield "CPU", " ".join(cpu.instruction_sets) or "instruction sets unknown", ""
     if cpu.caches:
-        yield "CPU", " · ".join(map(_cache, (cache for cache in cpu.caches if cache.kind != "instruction"))), ""
+        yield (
+            "CPU",
+            " · ".join(map(_describe_cache, (cache for cache in cpu.caches if cache.kind != "instruction"))),
+            "",
+        )
     if len(cpu.numa) > 1:
         for node in cpu.numa:
-            size_words = memory(node.memory_bytes) if node.memory_bytes is not None else "memory unknown"
+            size_words = format_memory(node.memory_bytes) if node.memory_bytes is not None else "memory unknown"
             yield "CPU", f"NUMA node {node.index}: {size_words}, CPUs {node.cpus or 'none'}", ""
 
 
-def _memory_rows(ram: Memory) -> Iterator[Row]:
-    limit = f" · limited to {memory(ram.limit_bytes)} by the container" if ram.limit_bytes is not None else ""
-    yield "Memory", f"{memory(ram.available_bytes)} free of {memory(ram.total_bytes)}{limit}", ram.basis
-    yield "Memory", f"bandwidth {_bandwidth(ram.bandwidth_bytes_s)}", _basis(ram.bandwidth_bytes_s)
-    if implication := speed_limit(ram.bandwidth_bytes_s, ram.available_bytes):
+def _list_memory_rows(ram: Memory) -> Iterator[Row]:
+    limit = f" · limited to {format_memory(ram.limit_bytes)} by the container" if ram.limit_bytes is not None else ""
+    yield "Memory", f"{format_memory(ram.available_bytes)} free of {format_memory(ram.total_bytes)}{limit}", ram.basis
+    yield "Memory", f"bandwidth {_format_bandwidth(ram.bandwidth_bytes_s)}", _describe_basis(ram.bandwidth_bytes_s)
+    if implication := describe_speed_limit(ram.bandwidth_bytes_s, ram.available_bytes):
         yield "Memory", implication, "estimate"
 
 
-def _card_rows(cards: Sequence[Accelerator]) -> Iterator[Row]:
+def _list_card_rows(cards: Sequence[Accelerator]) -> Iterator[Row]:
     if not cards:
         yield "GPU", "none found", ""
     shown: list[Row] = []
     for card in cards:
         slice_of = f" · a slice of GPU {card.parent}" if card.parent is not None else ""
-        yield "GPU", f"{card.index}  {card.name} · {_card(card)}{slice_of}", card.basis
-        details = [("GPU", f"   {text}", basis) for text, basis in _card_details(card)]
+        yield "GPU", f"{card.index}  {card.name} · {_describe_card(card)}{slice_of}", card.basis
+        details = [("GPU", f"   {text}", basis) for text, basis in _list_card_details(card)]
         if details != shown:  # identical cards are described once
             yield from details
         shown = details
         for process in card.processes:
-            held = memory(process.bytes) if process.bytes is not None else "an unknown amount"
+            held = format_memory(process.bytes) if process.bytes is not None else "an unknown amount"
             yield "GPU", f"   {process.name or 'another process'} (pid {process.pid}) holds {held}", "reported"
 
 
-def _card_details(card: Accelerator) -> Iterator[tuple[str, str]]:
+def _list_card_details(card: Accelerator) -> Iterator[tuple[str, str]]:
     words = [
         card.architecture or "",
         f"{card.compute_units} {UNITS[card.vendor]}" if card.compute_units else "",
@@ -109,23 +117,23 @@ def _card_details(card: Accelerator) -> Iterator[tuple[str, str]]:
     if any(words):
         yield " · ".join(filter(None, words)), ""
     words = [
-        _of("clock", card.sm_clock_mhz, card.max_sm_clock_mhz, "MHz"),
-        _of("memory clock", card.memory_clock_mhz, card.max_memory_clock_mhz, "MHz"),
-        _of("power limit", card.power_limit_w, card.max_power_limit_w, "W"),
-        _slot(card),
+        _format_current_and_maximum("clock", card.sm_clock_mhz, card.max_sm_clock_mhz, "MHz"),
+        _format_current_and_maximum("memory clock", card.memory_clock_mhz, card.max_memory_clock_mhz, "MHz"),
+        _format_current_and_maximum("power limit", card.power_limit_w, card.max_power_limit_w, "W"),
+        _describe_slot(card),
         f"{card.nvlinks} NVLinks" if card.nvlinks else "",
     ]
     if any(words):
         yield " · ".join(filter(None, words)), "reported"
     if (limit := card.wired_limit_bytes) is not None:
-        band = f" ({memory(limit.low)} to {memory(limit.high)})" if limit.low < limit.high else ""
-        yield f"the GPU can use {memory(limit.value)} of it{band}", limit.basis
-    yield f"bandwidth {_bandwidth(card.bandwidth_bytes_s)}", _basis(card.bandwidth_bytes_s)
-    if implication := speed_limit(card.bandwidth_bytes_s, card.free_bytes or card.memory_bytes):
+        band = f" ({format_memory(limit.low)} to {format_memory(limit.high)})" if limit.low < limit.high else ""
+        yield f"the GPU can use {format_memory(limit.value)} of it{band}", limit.basis
+    yield f"bandwidth {_format_bandwidth(card.bandwidth_bytes_s)}", _describe_basis(card.bandwidth_bytes_s)
+    if implication := describe_speed_limit(card.bandwidth_bytes_s, card.free_bytes or card.memory_bytes):
         yield implication, "estimate"
 
 
-def speed_limit(bandwidth: Figure | None, free_bytes: int | None) -> str | None:
+def describe_speed_limit(bandwidth: Figure | None, free_bytes: int | None) -> str | None:
     """The upper bound that a bandwidth sets: each token needs all of its weights to be read once."""
     if bandwidth is None or bandwidth.value <= 0:
         return None
@@ -133,11 +141,11 @@ def speed_limit(bandwidth: Figure | None, free_bytes: int | None) -> str | None:
     if free_bytes:
         rate = bandwidth.value / free_bytes
         most = f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.1f}"
-        text += f"; with {size(free_bytes)} of weights, at most {most} tokens/s per stream"
+        text += f"; with {format_size(free_bytes)} of weights, at most {most} tokens/s per stream"
     return text
 
 
-def link_lines(links: Sequence[Link]) -> Iterator[tuple[str, str]]:
+def describe_links(links: Sequence[Link]) -> Iterator[tuple[str, str]]:
     """Identical links on one line: eight cards behind a switch give one line, not 28."""
     groups: dict[tuple[object, ...], list[Link]] = {}
     for link in links:
@@ -147,25 +155,25 @@ def link_lines(links: Sequence[Link]) -> Iterator[tuple[str, str]]:
     for group in groups.values():
         one = group[0]
         words = [
-            f"{one.kind} {_ends(group)}",
+            f"{one.kind} {_describe_ends(group)}",
             f"{one.count} link{'s' if one.count > 1 else ''}" if one.count else "",
             PATHS[one.path] if one.path else "",
             f"{one.hops} hop{'s' if one.hops > 1 else ''}" if one.hops else "",
-            f"{_bandwidth(one.bandwidth_bytes_s)} each way" if one.bandwidth_bytes_s else "bandwidth unknown",
+            f"{_format_bandwidth(one.bandwidth_bytes_s)} each way" if one.bandwidth_bytes_s else "bandwidth unknown",
         ]
-        yield " · ".join(filter(None, words)), _basis(one.bandwidth_bytes_s)
+        yield " · ".join(filter(None, words)), _describe_basis(one.bandwidth_bytes_s)
 
 
-def _ends(links: Sequence[Link]) -> str:
+def _describe_ends(links: Sequence[Link]) -> str:
     if "host" in (links[0].a, links[0].b):
-        return f"GPU {_ranges(int(link.a) for link in links if link.a.isdigit())} – host"
+        return f"GPU {_format_ranges(int(link.a) for link in links if link.a.isdigit())} – host"
     cards = sorted({int(end) for link in links for end in (link.a, link.b) if end.isdigit()})
     if len(cards) > 2 and len(links) == len(cards) * (len(cards) - 1) // 2:
-        return f"between all of GPU {_ranges(cards)}"
+        return f"between all of GPU {_format_ranges(cards)}"
     return "GPU " + ", ".join(f"{link.a} – {link.b}" for link in links)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def _format_ranges(numbers: Iterable[int]) -> str:
     """`0-3, 6`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -176,14 +184,14 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _cache(cache: Cache) -> str:
+def _describe_cache(cache: Cache) -> str:
     name = f"L{cache.level}" + {"data": "d", "instruction": "i", "unified": ""}[cache.kind]
     shared = f" for {cache.shared_by} CPUs" if cache.count > 1 and cache.shared_by > 1 else ""
     each = f"{cache.count} × " if cache.count > 1 else ""
-    return f"{name} {each}{memory(cache.bytes)}{shared}"
+    return f"{name} {each}{format_memory(cache.bytes)}{shared}"
 
 
-def _slot(card: Accelerator) -> str:
+def _describe_slot(card: Accelerator) -> str:
     """The PCIe link, and its maximum if it runs below: idle cards reduce it, and some slots are too narrow."""
     slot = card.pcie
     if slot is None:
@@ -194,7 +202,7 @@ def _slot(card: Accelerator) -> str:
     return f"{text} (of {most[0] or '?'} x{most[1] or '?'})" if less else text
 
 
-def _of(what: str, now: float | None, most: float | None, unit: str) -> str:
+def _format_current_and_maximum(what: str, now: float | None, most: float | None, unit: str) -> str:
     if now is None and most is None:
         return ""
     if now is None or most is None or now == most:
@@ -202,14 +210,14 @@ def _of(what: str, now: float | None, most: float | None, unit: str) -> str:
     return f"{what} {now:g} of {most:g} {unit}"
 
 
-def short_name(name: str) -> str:
+def shorten_name(name: str) -> str:
     """A CPU's name without filler words: "Intel(R) Xeon(R) Processor" becomes "Intel Xeon"."""
     short = re.sub(r"\((R|TM|C|r|tm)\)|®|™", " ", name)
     short = re.sub(r"\b(CPU|Processor)\b|\b\w+-Core\b|@ ?[0-9.]+ ?GHz|\b[0-9]+th Gen\b|\bwith Radeon.*$", " ", short)
     return " ".join(short.split()) or name
 
 
-def cores(cpu: Cpu) -> str:
+def describe_cores(cpu: Cpu) -> str:
     """The cores that this process may use, of all cores."""
     # With a quota below one core, "1 core" would overstate it.
     share = cpu.allowed_cores < 1
@@ -218,22 +226,22 @@ def cores(cpu: Cpu) -> str:
     return f"{allowed} {noun} allowed (of {cpu.physical_cores or cpu.logical_cores})"
 
 
-def gpus(hardware: Hardware) -> str:
+def describe_gpus(hardware: Hardware) -> str:
     """The accelerators by name: "4 × NVIDIA H100 80GB HBM3, 79.1 GiB free each"."""
     counts = Counter(card.name for card in hardware.accelerators)
     parts = []
     for name, count in counts.items():
         cards = [card for card in hardware.accelerators if card.name == name]
         known = [card.free_bytes for card in cards if card.free_bytes is not None]
-        free = f", {memory(min(known))} free" if known else ""
+        free = f", {format_memory(min(known))} free" if known else ""
         if cards[0].unified_memory:
             free = " GPU, unified memory"
         parts.append(f"{count} × {name}{free} each" if count > 1 else f"{name}{free}")
     return " + ".join(parts) or "no GPU"
 
 
-def _core_counts(cpu: Cpu) -> str:
-    counts = [cores(cpu), f"{cpu.logical_cores} logical"]
+def _describe_core_counts(cpu: Cpu) -> str:
+    counts = [describe_cores(cpu), f"{cpu.logical_cores} logical"]
     if cpu.performance_cores and cpu.efficiency_cores:
         counts.append(f"{cpu.performance_cores} performance and {cpu.efficiency_cores} efficiency")
     if cpu.sockets:
@@ -245,12 +253,12 @@ def _core_counts(cpu: Cpu) -> str:
     return " · ".join(counts)
 
 
-def _card(card: Accelerator) -> str:
+def _describe_card(card: Accelerator) -> str:
     words = []
     if card.free_bytes is not None and card.memory_bytes is not None:
-        words.append(f"{memory(card.free_bytes)} free of {memory(card.memory_bytes)}")
+        words.append(f"{format_memory(card.free_bytes)} free of {format_memory(card.memory_bytes)}")
     else:
-        words.append(memory(card.memory_bytes) if card.memory_bytes is not None else "memory unknown")
+        words.append(format_memory(card.memory_bytes) if card.memory_bytes is not None else "memory unknown")
     if card.unified_memory:
         words.append("shared with the CPU")
     if card.compute_capability:
@@ -258,9 +266,9 @@ def _card(card: Accelerator) -> str:
     return " · ".join(words)
 
 
-def _bandwidth(figure: Figure | None) -> str:
-    return "not measured (bedplate probe --measure)" if figure is None else f"{size(figure.value)}/s"
+def _format_bandwidth(figure: Figure | None) -> str:
+    return "not measured (bedplate probe --measure)" if figure is None else f"{format_size(figure.value)}/s"
 
 
-def _basis(figure: Figure | None) -> str:
+def _describe_basis(figure: Figure | None) -> str:
     return "" if figure is None else figure.basis

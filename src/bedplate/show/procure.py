@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.decide.questions import Offer, layout_words
-from bedplate.show.decision import short
+from bedplate.decide.questions import Offer, describe_layout
+from bedplate.show.decision import format_short
 from bedplate.values import Figure, Model, Workload
 
 PAID = {"cost_per_million_tokens": "cost per M", "kwh_per_million_tokens": "kWh per M"}
@@ -24,7 +24,7 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
         table.add_column(name, justify="left" if name in ("chip", "engine", "weights", "layout") else "right")
     for name in paid:
         table.add_column(PAID[name], justify="right")
-    for offer in sorted(offers, key=_order):
+    for offer in sorted(offers, key=_order_by_cards_and_speed):
         decision, expected = offer.decision, offer.decision.estimate
         figures = (expected.ttft_ms, expected.tpot_ms, expected.output_tok_s)
         spent = (getattr(expected, name) for name in paid)
@@ -33,22 +33,22 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
             Text(offer.accelerator),
             decision.engine or "",
             Text(decision.quantization or ""),
-            layout_words(decision),
-            *(_cell(figure) for figure in figures),
+            describe_layout(decision),
+            *(_format_cell(figure) for figure in figures),
             f"{decision.max_concurrency:,}",
             f"{offer.watts:,.0f}" if offer.watts is not None else "",
-            *(_cell(figure) for figure in spent),
+            *(_format_cell(figure) for figure in spent),
         )
-    requests = f"{workload.in_flight():,} concurrent requests"
+    requests = f"{workload.compute_in_flight():,} concurrent requests"
     head = f" {len(offers)} of {asked} known chips serve {model.name}, {requests}; all figures are estimates"
     return Group(Text(""), Text(head, style="bold"), Text(""), table)
 
 
-def _cell(figure: Figure | None) -> str:
-    return short(figure.value) if figure is not None else "unknown"
+def _format_cell(figure: Figure | None) -> str:
+    return format_short(figure.value) if figure is not None else "unknown"
 
 
-def _order(offer: Offer) -> tuple[int, float]:
+def _order_by_cards_and_speed(offer: Offer) -> tuple[int, float]:
     """By number of cards, then by speed."""
     rate = offer.decision.estimate.output_tok_s
     return offer.count, -(rate.value if rate is not None else 0.0)

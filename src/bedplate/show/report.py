@@ -7,11 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bedplate._version import __version__
-from bedplate.decide.estimate.physics import attention_ops, kv_read_bytes, linear_ops, shape_of, weights_read_bytes
-from bedplate.judge.argument import Candidate, argument, bottleneck_of, candidates, on_target, summaries
-from bedplate.measure.summary import spent, why_invalid
+from bedplate.decide.estimate.physics import (
+    count_attention_ops,
+    count_kv_bytes,
+    count_linear_ops,
+    count_weight_bytes,
+    get_shape,
+)
+from bedplate.judge.argument import (
+    MeasuredEngine,
+    compute_met_share,
+    find_bottleneck,
+    group_by_engine,
+    recommend_engine,
+    summarize_cells,
+)
+from bedplate.measure.summary import compute_spent, list_invalid_reasons
 from bedplate.show import plots
-from bedplate.show.figures import TBD, figure, slowest
+from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
 from bedplate.values import LatencyTarget, Model
 from bedplate.values.cost import Price
 from bedplate.values.diagnosis import Diagnosis
@@ -23,13 +36,13 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Column:
+class ReportColumn:
     name: str
     text: bool = False
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     cells: tuple[str, ...]
     first: bool
     """Whether it is the first row of its engine."""
@@ -43,7 +56,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """All text and charts of the report; the template adds only layout."""
 
     title: str
@@ -52,8 +65,8 @@ class Page:
     because: tuple[str, ...]
     verdict: Verdict | None
     change: str | None
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: tuple[ReportColumn, ...]
+    rows: tuple[ReportRow, ...]
     flags: tuple[str, ...]
     plots: tuple[Plot, ...]
     not_measured: tuple[str, ...]
@@ -64,68 +77,70 @@ class Page:
 
 
 COLUMNS = (
-    Column("engine", text=True), Column("version", text=True), Column("weights", text=True), Column("in flight"),
-    Column("TTFT ms"), Column("p99"), Column("TPOT ms"), Column("p99"), Column("tok/s"), Column("±"),
-    Column("peak GB"), Column("quality"), Column("bottleneck", text=True),
+    ReportColumn("engine", text=True), ReportColumn("version", text=True), ReportColumn("weights", text=True),
+    ReportColumn("in flight"),
+    ReportColumn("TTFT ms"), ReportColumn("p99"), ReportColumn("TPOT ms"), ReportColumn("p99"),
+    ReportColumn("tok/s"), ReportColumn("±"),
+    ReportColumn("peak GB"), ReportColumn("quality"), ReportColumn("bottleneck", text=True),
 )  # fmt: skip
-PAID = {"cost_per_million_tokens": Column("cost per M"), "kwh_per_million_tokens": Column("kWh per M")}
+PAID = {"cost_per_million_tokens": ReportColumn("cost per M"), "kwh_per_million_tokens": ReportColumn("kWh per M")}
 """Per million output tokens; a column is shown if any row has a value."""
 LAST = 2
 """Number of columns after those: quality, bottleneck."""
 
 
-def page_of(
+def make_report(
     runs: Sequence[Run],
     models: Mapping[tuple[str, str | None], Model] | None = None,
     diagnosis: Diagnosis | None = None,
     verdict: Verdict | None = None,
     target: LatencyTarget | None = None,
-) -> Page:
+) -> ReportPage:
     """The page for these runs. `models` holds the facts of the measured models, by name and quantization."""
     cells = [cell for run in runs for cell in run.cells if cell.repeats]
-    found = argument(runs, diagnosis, target)
-    shown = candidates(cells)
+    found = recommend_engine(runs, diagnosis, target)
+    shown = group_by_engine(cells)
     first = runs[0]
     names = sorted({cell.subject.model for cell in cells}) or ["no model measured"]
-    bottleneck = bottleneck_of(found.choice, diagnosis) if found.choice is not None else None
+    bottleneck = find_bottleneck(found.choice, diagnosis) if found.choice is not None else None
     hardware = dict.fromkeys(run.environment.hardware for run in runs)
-    paid = Paid({run.id: run.environment.price for run in runs}, cells)
-    return Page(
+    paid = CostColumns({run.id: run.environment.price for run in runs}, cells)
+    return ReportPage(
         title=f"{', '.join(names)} on {first.environment.hardware}",
         headline=found.headline,
-        subtitle=f"{', '.join(names)} · {' and '.join(hardware)} · {first.at[:10]}{_lengths(cells)}",
+        subtitle=f"{', '.join(names)} · {' and '.join(hardware)} · {first.at[:10]}{_describe_lengths(cells)}",
         because=found.because,
         verdict=verdict,
         change=bottleneck.changes[0].text if bottleneck is not None and bottleneck.changes else None,
         columns=(*COLUMNS[:-LAST], *(PAID[name] for name in paid.names), *COLUMNS[-LAST:]),
-        rows=_rows(runs, shown, found.choice, diagnosis, paid),
-        flags=_flags(shown),
-        plots=_plots(runs, shown, found.choice, models or {}, target),
+        rows=_make_rows(runs, shown, found.choice, diagnosis, paid),
+        flags=_list_flags(shown),
+        plots=_draw_plots(runs, shown, found.choice, models or {}, target),
         not_measured=found.not_measured,
-        environment=_environment(runs, shown),
+        environment=_list_environment(runs, shown),
         commands=tuple(shlex.join(run.environment.command) for run in runs if run.environment.command),
         footer=f"Generated by bedplate {__version__}. Times are medians over requests, measured by the client; tokens "
         "are counted by the engine; ± is a 95 % confidence interval; < marks the maximum of fewer than 100 requests.",
     )
 
 
-def html(page: Page) -> str:
+def to_html(page: ReportPage) -> str:
     from jinja2 import Environment, PackageLoader
 
     loader = PackageLoader("bedplate.show", "templates")
     return Environment(loader=loader, autoescape=True).get_template("report.html.jinja").render(page=page)
 
 
-def markdown(page: Page) -> str:
+def to_markdown(page: ReportPage) -> str:
     lines = [f"# {page.headline}", "", page.subtitle, "", *(f"- {line}" for line in page.because)]
     if page.verdict is not None:
         lines += ["", f"**{page.verdict.answer}**: {page.verdict.text}"]
     if page.change:
         lines += ["", f"First change to try: {page.change}"]
     lines += ["", "## Measured", ""]
-    lines += [_md_row([column.name for column in page.columns])]
-    lines += [_md_row(["---" if column.text else "---:" for column in page.columns])]
-    lines += [_md_row(row.cells) for row in page.rows]
+    lines += [_format_markdown_row([column.name for column in page.columns])]
+    lines += [_format_markdown_row(["---" if column.text else "---:" for column in page.columns])]
+    lines += [_format_markdown_row(row.cells) for row in page.rows]
     lines += ["", *(f"- {flag}" for flag in page.flags)] if page.flags else []
     lines += [
         "",
@@ -139,54 +154,54 @@ def markdown(page: Page) -> str:
     return "\n".join([*lines, "", page.footer, ""])
 
 
-def _md_row(cells: Sequence[str]) -> str:
+def _format_markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 # the table
 
 
-def _rows(
+def _make_rows(
     runs: Sequence[Run],
-    shown: Sequence[Candidate],
-    choice: Candidate | None,
+    shown: Sequence[MeasuredEngine],
+    choice: MeasuredEngine | None,
     diagnosis: Diagnosis | None,
-    paid: Paid,
-) -> tuple[Row, ...]:
-    rows: list[Row] = []
+    paid: CostColumns,
+) -> tuple[ReportRow, ...]:
+    rows: list[ReportRow] = []
     for one in shown:
-        bottleneck = bottleneck_of(one, diagnosis)
+        bottleneck = find_bottleneck(one, diagnosis)
         limits = {at.cell: at.limit for at in (bottleneck.loads if bottleneck is not None else ())}
         chosen = choice is not None and one.name == choice.name
-        ordered = sorted(summaries(one), key=lambda pair: (pair[0].load.concurrency or 0, pair[0].at))
+        ordered = sorted(summarize_cells(one), key=lambda pair: (pair[0].load.concurrency or 0, pair[0].at))
         for number, (cell, summary) in enumerate(ordered):
-            values = _cells(one, cell, summary, limits.get(cell.id), number == 0)
-            values = (*values[:-LAST], *paid.words(cell, summary), *values[-LAST:])
-            rows.append(Row(values, number == 0, chosen))
+            values = _make_cells(one, cell, summary, limits.get(cell.id), number == 0)
+            values = (*values[:-LAST], *paid.format_costs(cell, summary), *values[-LAST:])
+            rows.append(ReportRow(values, number == 0, chosen))
     measured = {one.engine for one in shown}
     for run in runs:
         for engine in run.matrix.engines if run.matrix is not None else ():
             if engine not in measured:
                 measured.add(engine)
                 others = len(COLUMNS) - 1 + len(paid.names)
-                rows.append(Row((engine, *[TBD] * others), first=True, chosen=False))
+                rows.append(ReportRow((engine, *[TBD] * others), first=True, chosen=False))
     return tuple(rows)
 
 
-class Paid:
+class CostColumns:
     """What a million tokens cost in each cell, by the prices of the runs."""
 
     def __init__(self, prices: Mapping[str, Price | None], cells: Sequence[Cell]) -> None:
         self._prices = prices
-        each = [spent(cell, prices.get(cell.run)) for cell in cells]
+        each = [compute_spent(cell, prices.get(cell.run)) for cell in cells]
         self.names = tuple(name for name in PAID if any(getattr(one, name) is not None for one in each))
 
-    def words(self, cell: Cell, summary: Summary) -> tuple[str, ...]:
-        each = spent(cell, self._prices.get(cell.run), summary)
-        return tuple(figure(getattr(each, name)) for name in self.names)
+    def format_costs(self, cell: Cell, summary: Summary) -> tuple[str, ...]:
+        each = compute_spent(cell, self._prices.get(cell.run), summary)
+        return tuple(format_figure_or_missing(getattr(each, name)) for name in self.names)
 
 
-def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, first: bool) -> tuple[str, ...]:
+def _make_cells(one: MeasuredEngine, cell: Cell, summary: Summary, limit: str | None, first: bool) -> tuple[str, ...]:
     load, quality = cell.load, cell.quality
     offered = f"{load.requests_per_s:g}/s" if load.requests_per_s else load.arrivals
     ttft, tpot, spread = summary.ttft_ms, summary.tpot_ms, summary.interval
@@ -197,11 +212,11 @@ def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, firs
         (cell.subject.engine_version or "") if first else "",
         (one.quantization or "") if first else "",
         str(load.concurrency) if load.concurrency is not None else offered,
-        figure(ttft.p50 if ttft else None),
-        slowest(ttft),
-        figure(tpot.p50 if tpot else None),
-        slowest(tpot),
-        figure(rate),
+        format_figure_or_missing(ttft.p50 if ttft else None),
+        format_slowest(ttft),
+        format_figure_or_missing(tpot.p50 if tpot else None),
+        format_slowest(tpot),
+        format_figure_or_missing(rate),
         f"{(spread.high - spread.low) / 2 / rate:.1%}" if spread is not None and rate else TBD,
         f"{peak / GB:.2f}" if peak else TBD,
         f"{quality.agreement:.3f}" if quality is not None and quality.agreement is not None else TBD,
@@ -209,13 +224,13 @@ def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, firs
     )
 
 
-def _flags(shown: Sequence[Candidate]) -> tuple[str, ...]:
+def _list_flags(shown: Sequence[MeasuredEngine]) -> tuple[str, ...]:
     """What reduces the validity of a row, each text once with all its loads."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in shown:
         for cell in one.cells:
             at = str(cell.load.concurrency or cell.load.requests_per_s or cell.load.arrivals)
-            for text in dict.fromkeys((*why_invalid(cell), *(flag.text for flag in cell.flags))):
+            for text in dict.fromkeys((*list_invalid_reasons(cell), *(flag.text for flag in cell.flags))):
                 found.setdefault((one.name, text), []).append(at)
     return tuple(f"{name} at {', '.join(at)}: {text}" for (name, text), at in found.items())
 
@@ -223,49 +238,49 @@ def _flags(shown: Sequence[Candidate]) -> tuple[str, ...]:
 # the charts
 
 
-def _plots(
+def _draw_plots(
     runs: Sequence[Run],
-    shown: Sequence[Candidate],
-    choice: Candidate | None,
+    shown: Sequence[MeasuredEngine],
+    choice: MeasuredEngine | None,
     models: Mapping[tuple[str, str | None], Model],
     target: LatencyTarget | None,
 ) -> tuple[Plot, ...]:
     if not shown:
         return ()
-    drawn = [_tradeoff(shown, target), *_distributions(shown)]
-    drawn += [_roofline(runs, shown, models), _memory(shown, models)]
+    drawn = [_draw_tradeoff(shown, target), *_draw_distributions(shown)]
+    drawn += [_draw_roofline(runs, shown, models), _draw_memory(shown, models)]
     return tuple(plot for plot in drawn if plot is not None)
 
 
-def _tradeoff(shown: Sequence[Candidate], target: LatencyTarget | None) -> Plot | None:
+def _draw_tradeoff(shown: Sequence[MeasuredEngine], target: LatencyTarget | None) -> Plot | None:
     """Throughput over latency; the ring marks the knee, after which more load mostly adds waiting time."""
     series = []
     for number, one in enumerate(shown):
         points = []
-        for cell, summary in sorted(summaries(one), key=lambda pair: pair[0].load.concurrency or 0):
+        for cell, summary in sorted(summarize_cells(one), key=lambda pair: pair[0].load.concurrency or 0):
             if summary.output_tok_s is None or summary.e2e_ms is None:
                 continue
-            late = target is not None and on_target(cell, target) < 1
+            late = target is not None and compute_met_share(cell, target) < 1
             title = f"{one.name}, {cell.load.concurrency} in flight: {summary.output_tok_s:,.0f} tok/s"
             label = str(cell.load.concurrency or "")
             points.append(plots.Point(summary.e2e_ms.p50 / 1000, summary.output_tok_s, label, title, hollow=late))
         if points:
-            series.append(plots.Series(one.name, _mark_knee(points), number))
+            series.append(plots.PlotSeries(one.name, _mark_knee(points), number))
     if not series:
         return None
-    svg = plots.lines("Throughput over latency", series, "median request latency, s", "output tokens per second")
+    svg = plots.draw_lines("Throughput over latency", series, "median request latency, s", "output tokens per second")
     return Plot(svg, "Each point is a load, labelled with its requests in flight; the dashed ring marks the knee.")
 
 
 def _mark_knee(points: Sequence[plots.Point]) -> tuple[plots.Point, ...]:
-    at = knee([(point.x, point.y) for point in points])
+    at = find_knee([(point.x, point.y) for point in points])
     return tuple(
         plots.Point(one.x, one.y, one.label, one.title, one.hollow, ring=number == at)
         for number, one in enumerate(points)
     )
 
 
-def knee(points: Sequence[tuple[float, float]]) -> int | None:
+def find_knee(points: Sequence[tuple[float, float]]) -> int | None:
     """Index of the point with the highest throughput per second of latency; `None` for fewer than three points."""
     if len(points) < 3:
         return None
@@ -273,7 +288,7 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
     return power.index(max(power))
 
 
-def _distributions(shown: Sequence[Candidate]) -> list[Plot | None]:
+def _draw_distributions(shown: Sequence[MeasuredEngine]) -> list[Plot | None]:
     """TTFT and TPOT at the highest load of each engine; a median does not show the slowest requests."""
     ttft: list[tuple[str, int, Sequence[float]]] = []
     tpot: list[tuple[str, int, Sequence[float]]] = []
@@ -284,7 +299,7 @@ def _distributions(shown: Sequence[Candidate]) -> list[Plot | None]:
         ttft.append((name, number, [sample.ttft_ms for sample in good if sample.ttft_ms is not None]))
         tpot.append((name, number, [found for sample in good if (found := sample.tpot_ms) is not None]))
     return [
-        Plot(plots.shares(title, values, unit), caption) if any(found for _, _, found in values) else None
+        Plot(plots.draw_distributions(title, values, unit), caption) if any(found for _, _, found in values) else None
         for title, values, unit, caption in (
             ("Time to first token", ttft, "ms", "Time to first token at the highest load of each engine."),
             ("Time per output token", tpot, "ms", "Time per output token at the same loads."),
@@ -292,25 +307,27 @@ def _distributions(shown: Sequence[Candidate]) -> list[Plot | None]:
     ]
 
 
-def _roofline(
-    runs: Sequence[Run], shown: Sequence[Candidate], models: Mapping[tuple[str, str | None], Model]
+def _draw_roofline(
+    runs: Sequence[Run], shown: Sequence[MeasuredEngine], models: Mapping[tuple[str, str | None], Model]
 ) -> Plot | None:
     series = []
     for number, one in enumerate(shown):
         points = []
-        for cell, summary in summaries(one):
+        for cell, summary in summarize_cells(one):
             model = models.get((cell.subject.model, cell.subject.quantization))
             if model is None or summary.tpot_ms is None or cell.load.concurrency is None:
                 continue
-            per_byte, rate = _intensity(cell, summary.tpot_ms.p50, model)
-            title = f"{one.name}, {cell.load.concurrency} in flight: {plots.number(rate)}op/s"
+            per_byte, rate = _compute_intensity(cell, summary.tpot_ms.p50, model)
+            title = f"{one.name}, {cell.load.concurrency} in flight: {plots.format_number(rate)}op/s"
             points.append(plots.Point(per_byte, rate, title=title))
         if points:
-            series.append(plots.Series(one.name, tuple(points), number))
+            series.append(plots.PlotSeries(one.name, tuple(points), number))
     if not series:
         return None
     environment = runs[0].environment
-    svg = plots.roofline("Roofline", series, environment.bandwidth_bytes_s, environment.operations_s, "measured here")
+    svg = plots.draw_roofline(
+        "Roofline", series, environment.bandwidth_bytes_s, environment.operations_s, "measured here"
+    )
     if environment.bandwidth_bytes_s is None:
         return Plot(
             svg, "Operations over bytes; no roof, because this machine is not measured: bedplate probe --measure."
@@ -318,33 +335,33 @@ def _roofline(
     return Plot(svg, "Decode: under the slope the bottleneck is memory bandwidth, under the flat part it is compute.")
 
 
-def _intensity(cell: Cell, step_ms: float, model: Model) -> tuple[float, float]:
+def _compute_intensity(cell: Cell, step_ms: float, model: Model) -> tuple[float, float]:
     """Operations per byte and operations per second of a decode step, which makes one token for each request."""
-    shape = shape_of(model)
+    shape = get_shape(model)
     slots = cell.subject.settings.slots if cell.subject.settings is not None else None
     batch = float(min(cell.load.concurrency or 1, slots or cell.load.concurrency or 1))
     context = cell.load.prompt_tokens + cell.load.output_tokens / 2
-    moved = weights_read_bytes(shape, batch) + batch * kv_read_bytes(shape, context)
-    operations = linear_ops(shape, batch) + batch * attention_ops(shape, 1, context)
+    moved = count_weight_bytes(shape, batch) + batch * count_kv_bytes(shape, context)
+    operations = count_linear_ops(shape, batch) + batch * count_attention_ops(shape, 1, context)
     return operations / moved, operations / (step_ms / 1000)
 
 
-def _memory(shown: Sequence[Candidate], models: Mapping[tuple[str, str | None], Model]) -> Plot | None:
+def _draw_memory(shown: Sequence[MeasuredEngine], models: Mapping[tuple[str, str | None], Model]) -> Plot | None:
     bars = []
     for one in shown:
-        cell, summary = max(summaries(one), key=lambda pair: pair[0].load.concurrency or 0)
+        cell, summary = max(summarize_cells(one), key=lambda pair: pair[0].load.concurrency or 0)
         peak = summary.peak_gpu_bytes or summary.peak_memory_bytes
         if not peak:
             continue
         model = models.get((cell.subject.model, cell.subject.quantization))
-        bars.append(plots.Bar(one.name, _parts(cell, peak, model)))
+        bars.append(plots.Bar(one.name, _split_memory(cell, peak, model)))
     if not bars:
         return None
     caption = "Peak memory while serving; KV cache is what these requests need, not what the engine has reserved."
-    return Plot(plots.stacked("Memory", bars, "GB"), caption)
+    return Plot(plots.draw_stacked_bars("Memory", bars, "GB"), caption)
 
 
-def _parts(cell: Cell, peak: int, model: Model | None) -> tuple[tuple[str, float], ...]:
+def _split_memory(cell: Cell, peak: int, model: Model | None) -> tuple[tuple[str, float], ...]:
     if model is None:
         return (("total", peak / GB),)
     weights = min(model.weight_bytes, peak)
@@ -356,7 +373,7 @@ def _parts(cell: Cell, peak: int, model: Model | None) -> tuple[tuple[str, float
 # how to reproduce it
 
 
-def _environment(runs: Sequence[Run], shown: Sequence[Candidate]) -> tuple[tuple[str, str], ...]:
+def _list_environment(runs: Sequence[Run], shown: Sequence[MeasuredEngine]) -> tuple[tuple[str, str], ...]:
     found: list[tuple[str, str]] = []
     for run in runs:
         environment = run.environment
@@ -377,7 +394,7 @@ def _environment(runs: Sequence[Run], shown: Sequence[Candidate]) -> tuple[tuple
     return tuple(dict.fromkeys(found))
 
 
-def _lengths(cells: Sequence[Cell]) -> str:
+def _describe_lengths(cells: Sequence[Cell]) -> str:
     lengths = {(cell.load.prompt_tokens, cell.load.output_tokens) for cell in cells}
     if len(lengths) != 1:
         return ""

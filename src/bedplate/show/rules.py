@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bedplate.decide.explain import REASONS
-from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Rule
+from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, DecisionRule
 
 HEAD = """# The rules behind a decision
 
@@ -44,30 +44,33 @@ The texts of these articles are not part of this repository.
 """
 
 
-def rules_page() -> str:
+def write_rules_page() -> str:
     parts = [HEAD]
-    parts += ["## Above the rules\n", _table(("rule", "what it says", "source"), _fixed_rows())]
-    parts += ["## Which engine\n", _table(("rule", "what it says", "source"), _rule_rows(PICKS))]
+    parts += ["## Above the rules\n", _format_table(("rule", "what it says", "source"), _list_fixed_rows())]
+    parts += ["## Which engine\n", _format_table(("rule", "what it says", "source"), _list_rule_rows(PICKS))]
     parts += [
         "## Not suitable\n",
         "An engine that can run here and was not chosen is `unsuitable` if one of these rules matches; the first match is shown.\n",
-        _table(("rule", "engine", "when", "source"), _rule_rows(DOUBTS, engine=True)),
+        _format_table(("rule", "engine", "when", "source"), _list_rule_rows(DOUBTS, engine=True)),
     ]
     parts += [
         "## Worth measuring\n",
         "A suitable engine that was not chosen is a challenger if one of these rules matches; otherwise it is `outranked`.\n",
-        _table(("rule", "engine", "when", "source"), _rule_rows(CHALLENGES, engine=True)),
+        _format_table(("rule", "engine", "when", "source"), _list_rule_rows(CHALLENGES, engine=True)),
     ]
-    parts += ["## Above the engine\n", _table(("rule", "what it says", "source"), _rule_rows(ORCHESTRATION))]
+    parts += [
+        "## Above the engine\n",
+        _format_table(("rule", "what it says", "source"), _list_rule_rows(ORCHESTRATION)),
+    ]
     parts += [
         "## Reasons for the settings\n",
         "These rules give the figures behind the choice: fit, weights and layout.\n",
-        _table(("rule", "what it says", "source"), _rule_rows(REASONS)),
+        _format_table(("rule", "what it says", "source"), _list_rule_rows(REASONS)),
     ]
     return "\n".join(parts)
 
 
-def _fixed_rows() -> list[tuple[str, ...]]:
+def _list_fixed_rows() -> list[tuple[str, ...]]:
     return [
         (
             f"`{ASKED[0]}`",
@@ -82,7 +85,7 @@ def _fixed_rows() -> list[tuple[str, ...]]:
     ]
 
 
-def _rule_rows(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[str, ...]]:
+def _list_rule_rows(rules: Iterable[DecisionRule[..., Any]], engine: bool = False) -> list[tuple[str, ...]]:
     found = []
     for rule in rules:
         cells = (
@@ -95,6 +98,6 @@ def _rule_rows(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tu
     return found
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -8,17 +8,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.show.columns import Column, Columns
+from bedplate.show.columns import Column, SplitTable
 from bedplate.show.decision import ORIGINS
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, ServiceRecord
-from bedplate.values.units import memory
+from bedplate.values.units import format_memory
 from bedplate.values.workload import Workload
 
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "yellow", "loading": "yellow", "starting": "yellow"}
 SHOWN_NOTES = 5
 
 
-def lasting(duration_s: float) -> str:
+def format_duration(duration_s: float) -> str:
     """A duration in its two largest units."""
     minutes, hours, days = duration_s / 60, duration_s / 3600, duration_s / 86400
     if minutes < 1:
@@ -31,43 +31,43 @@ def lasting(duration_s: float) -> str:
 
 
 def render_list(services: Sequence[tuple[ServiceRecord, HostStatus | None]]) -> RenderableType:
-    rows = [_row(record, status) for record, status in services]
+    rows = [_make_row(record, status) for record, status in services]
     names = ("name", "state", "url", "models", "engines", "in flight", "memory", "up", "process")
     right = {"in flight", "memory", "up", "process"}
     columns = [
-        Column.of(name, [row[index] for row in rows], right=name in right, comfortable=48)
+        Column.from_cells(name, [row[index] for row in rows], right=name in right, comfortable=48)
         for index, name in enumerate(names)
     ]
-    return Columns(columns[0], tuple(columns[1:]))
+    return SplitTable(columns[0], tuple(columns[1:]))
 
 
-def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
+def _make_row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
     state = status.state if status is not None else record.state
     if status is None:
         models = ", ".join(record.models) or "–"
-        return [record.name, _state(state), record.url or "–", models, "–", "–", "–", "–", str(record.pid)]
+        return [record.name, _format_state(state), record.url or "–", models, "–", "–", "–", "–", str(record.pid)]
     engines = [engine for model in status.models for engine in model.engines]
     return [
         status.name,
-        Text.assemble(_state(state), *(f", {one}" for one in _activities(status.models))),
+        Text.assemble(_format_state(state), *(f", {one}" for one in _list_activities(status.models))),
         status.url or "–",
         ", ".join(model.model for model in status.models),
         ", ".join(dict.fromkeys(engine.engine for engine in engines)) or "none loaded",
         str(status.in_flight),
-        memory(status.memory_bytes) if status.memory_bytes is not None else "–",
-        lasting(status.uptime_s),
+        format_memory(status.memory_bytes) if status.memory_bytes is not None else "–",
+        format_duration(status.uptime_s),
         str(status.pid),
     ]
 
 
-def _activities(models: Sequence[ModelStatus]) -> list[str]:
+def _list_activities(models: Sequence[ModelStatus]) -> list[str]:
     """Current activities without their progress, which `status` shows."""
     return list(
         dict.fromkeys(model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state)
     )
 
 
-def _state(state: str) -> Text:
+def _format_state(state: str) -> Text:
     return Text(state, style=STYLES.get(state, ""))
 
 
@@ -75,18 +75,18 @@ def render_status(status: HostStatus) -> RenderableType:
     where = "in the background" if status.detached else "in the foreground"
     key = " · requires an API key" if status.needs_key else ""
     head = Text.assemble(
-        (f"\n {status.name}  ", "bold"), _state(status.state),
-        f"  up {lasting(status.uptime_s)}, {where}, process {status.pid}, bedplate {status.version}\n",
+        (f"\n {status.name}  ", "bold"), _format_state(status.state),
+        f"  up {format_duration(status.uptime_s)}, {where}, process {status.pid}, bedplate {status.version}\n",
         (f" {status.url or 'no endpoint yet'}", "bold"), key, "\n",
     )  # fmt: skip
     parts: list[RenderableType] = [head]
     for model in status.models:
-        parts += [_model(model), Text("")]
-    parts.append(_foot(status))
+        parts += [_render_model(model), Text("")]
+    parts.append(_render_foot(status))
     return Group(*parts)
 
 
-def _model(model: ModelStatus) -> RenderableType:
+def _render_model(model: ModelStatus) -> RenderableType:
     grid = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -94,11 +94,11 @@ def _model(model: ModelStatus) -> RenderableType:
     if model.replicas > 1:
         about.append(f"{model.replicas} replicas")
     if model.ttl_s is not None:
-        about.append(f"unloaded after {lasting(model.ttl_s)} without a request")
+        about.append(f"unloaded after {format_duration(model.ttl_s)} without a request")
     if model.idle_s is not None:
-        about.append(f"idle for {lasting(model.idle_s)}")
+        about.append(f"idle for {format_duration(model.idle_s)}")
     words = " · ".join(part for part in about if part)
-    grid.add_row("Model", Text.assemble((model.model, "bold"), "  ", _state(model.state), f"  {words}"))
+    grid.add_row("Model", Text.assemble((model.model, "bold"), "  ", _format_state(model.state), f"  {words}"))
     if model.busy is not None and model.busy != model.state:
         grid.add_row("", Text(model.busy, style="yellow"))
     if model.reason is not None:
@@ -106,49 +106,51 @@ def _model(model: ModelStatus) -> RenderableType:
     if model.on is not None:
         grid.add_row("Hardware", Text(model.on.text, style="" if model.on.real else "yellow"))
     for number, engine in enumerate(model.engines):
-        grid.add_row("" if number else "Engine", _engine(engine))
+        grid.add_row("" if number else "Engine", _describe_engine(engine))
     if not model.engines:
-        grid.add_row("Engine", Text(f"not loaded; up to {memory(model.planned_bytes)} when loaded", style="dim"))
+        grid.add_row("Engine", Text(f"not loaded; up to {format_memory(model.planned_bytes)} when loaded", style="dim"))
     if model.why:
         grid.add_row("Why", model.why[0])
-    grid.add_row("Workload", _workload(model.workload))
+    grid.add_row("Workload", _describe_workload(model.workload))
     if model.drift is not None:
         grid.add_row("", Text(model.drift, style="yellow"))
     return grid
 
 
-def _engine(engine: EngineStatus) -> Text:
-    size = memory(engine.memory_bytes) if engine.memory_bytes is not None else "memory unknown"
+def _describe_engine(engine: EngineStatus) -> Text:
+    size = format_memory(engine.memory_bytes) if engine.memory_bytes is not None else "memory unknown"
     parts = [
         f"{engine.in_flight} in flight",
-        f"{size} (planned: up to {memory(engine.planned_bytes)})",
+        f"{size} (planned: up to {format_memory(engine.planned_bytes)})",
         f"{engine.restarts} restarts" if engine.restarts != 1 else "1 restart",
     ]
     if engine.uptime_s is not None:
-        parts.append(f"up {lasting(engine.uptime_s)}")
+        parts.append(f"up {format_duration(engine.uptime_s)}")
     if engine.share == 0:
         parts.append("receives no new requests")
     if engine.part is not None:
         parts.insert(0, engine.part)
     on = f"{engine.device}, {engine.threads} threads" if engine.threads and engine.device == "cpu" else engine.device
-    line = Text.assemble((engine.id, "bold"), f" {engine.version}  ", _state(engine.state), f"  {' · '.join(parts)}")
+    line = Text.assemble(
+        (engine.id, "bold"), f" {engine.version}  ", _format_state(engine.state), f"  {' · '.join(parts)}"
+    )
     line.append(f" · {on} · {engine.slots} slots", "dim")
     if engine.reason is not None and engine.state != "ready":
         line.append(f"\n{engine.reason}", "yellow")
     return line
 
 
-def _workload(workload: Workload) -> str:
+def _describe_workload(workload: Workload) -> str:
     users = f"{workload.users:,} user{'s' if workload.users != 1 else ''}"
     in_flight = f", {workload.concurrency:,} in flight" if workload.concurrency is not None else ""
     lengths = f"{workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
     return f"planned for {users}{in_flight}, {lengths} ({ORIGINS[workload.origin]})"
 
 
-def _foot(status: HostStatus) -> RenderableType:
-    budget = f" of a budget of {memory(status.budget_bytes)}" if status.budget_bytes is not None else ""
+def _render_foot(status: HostStatus) -> RenderableType:
+    budget = f" of a budget of {format_memory(status.budget_bytes)}" if status.budget_bytes is not None else ""
     planned = sum(engine.planned_bytes for model in status.models for engine in model.engines)
-    size = memory(status.memory_bytes) if status.memory_bytes is not None else "unknown"
-    lines = [f" Memory  {size} now, planned up to {memory(planned)}{budget}", f" Log     {status.log}"]
+    size = format_memory(status.memory_bytes) if status.memory_bytes is not None else "unknown"
+    lines = [f" Memory  {size} now, planned up to {format_memory(planned)}{budget}", f" Log     {status.log}"]
     lines += [f"         {note}" for note in status.notes[-SHOWN_NOTES:]]
     return Text("\n".join(lines) + "\n", style="dim")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from bedplate.run.gateway.pages import curl
+from bedplate.run.gateway.pages import write_curl_command
 from bedplate.values import Endpoint
 from bedplate.values.agreement import Agreement
 
@@ -14,7 +14,7 @@ SHOWN_DISAGREEMENTS = 3
 
 def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> RenderableType:
     several = len(endpoint.models) > 1
-    command = curl(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
+    command = write_curl_command(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
     if several:
         command = command.replace("-d '{", f'-d \'{{"model":"{endpoint.model}",')
     on = Text(f"        {endpoint.on.text}\n", style="" if endpoint.on.real else "yellow") if endpoint.on else Text()

@@ -9,39 +9,39 @@ from rich.padding import Padding
 from rich.text import Text
 
 from bedplate.show.compare import HEADS, render_verdict
-from bedplate.show.page import page_of
-from bedplate.values.shadow import Shadowed
-from bedplate.values.units import seconds
-from bedplate.values.watch import Watched
+from bedplate.show.page import make_fact_table
+from bedplate.values.shadow import ShadowResult
+from bedplate.values.units import format_seconds
+from bedplate.values.watch import WatchEvaluation
 
 METHODS = {"live": "a sample of the live requests", "replay": "recorded request shapes, interleaved, while idle"}
 
 
-def render_shadow(done: Shadowed) -> RenderableType:
-    return Group(render_verdict(done.verdict), page_of(_method_rows(done)))
+def render_shadow(done: ShadowResult) -> RenderableType:
+    return Group(render_verdict(done.verdict), make_fact_table(_list_method_rows(done)))
 
 
-def _method_rows(done: Shadowed) -> Iterator[tuple[str, str, str]]:
-    paused = f", interrupted {_counted(done.pauses, 'time')}" if done.pauses else ""
-    requests = f"{_counted(done.requests, 'request')} in {_counted(done.turns, 'round')}"
+def _list_method_rows(done: ShadowResult) -> Iterator[tuple[str, str, str]]:
+    paused = f", interrupted {_format_count(done.pauses, 'time')}" if done.pauses else ""
+    requests = f"{_format_count(done.requests, 'request')} in {_format_count(done.turns, 'round')}"
     yield "Method", f"{METHODS[done.how]}: {requests}{paused}", "measured"
-    yield "Duration", f"{seconds(done.took_s)}; stored as run {done.run}", ""
+    yield "Duration", f"{format_seconds(done.took_s)}; stored as run {done.run}", ""
     for note in done.notes:
         yield "Note", note, ""
 
 
-def _counted(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def render_watched(done: Watched) -> RenderableType:
+def render_watched(done: WatchEvaluation) -> RenderableType:
     word, style = HEADS[done.answer]
     to = {"stay": f" with {done.engine}", "migrate": f" to {done.challenger}"}.get(done.answer, "")
     head = Text.assemble((f"{word}{to}.", style), f"  {done.text}")
-    return Group(Text(""), Padding(head, (0, 1)), Text(""), page_of(_rows(done)))
+    return Group(Text(""), Padding(head, (0, 1)), Text(""), make_fact_table(_list_rows(done)))
 
 
-def _rows(done: Watched) -> Iterator[tuple[str, str, str]]:
+def _list_rows(done: WatchEvaluation) -> Iterator[tuple[str, str, str]]:
     yield "Service", f"{done.service}: {done.model} on {done.engine} {done.engine_version}", done.at
     for trigger in done.triggers:
         yield "Trigger", trigger.text, trigger.kind
@@ -60,4 +60,4 @@ def _rows(done: Watched) -> Iterator[tuple[str, str, str]]:
         yield "Report", done.report, ""
     for note in done.notes:
         yield "Note", note, ""
-    yield "Duration", seconds(done.took_s), ""
+    yield "Duration", format_seconds(done.took_s), ""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from bedplate.measure.agreement import Comparison, Pairs, ask, floor_for, quick_ones, verdict_of
+from bedplate.measure.agreement import (
+    Pairs,
+    TokenComparison,
+    ask,
+    choose_floor,
+    choose_quick_prefixes,
+    judge_comparison,
+)
 from bedplate.measure.agreement import compare as compare_answers
-from bedplate.measure.answers import basis_of
+from bedplate.measure.answers import collect_basis
 from bedplate.measure.load import run as run_loop
-from bedplate.measure.reference import reference_for
+from bedplate.measure.reference import find_reference
 from bedplate.tuning.budget import Budget
 from bedplate.tuning.engines import Engines
-from bedplate.tuning.points import words_at
+from bedplate.tuning.points import describe_point
 from bedplate.tuning.search import Point
 from bedplate.tuning.state import TuningState
 from bedplate.values.run import Quality
@@ -21,7 +28,7 @@ CHECK_SHARE, LEAST_ASKED = 0.2, 12
 LAST_LINES = 3
 
 
-class Answers:
+class AnswerChecker:
     def __init__(self, state: TuningState, budget: Budget, engines: Engines) -> None:
         self.state, self.budget, self.engines = state, budget, engines
         self.pairs: Pairs = ()
@@ -31,24 +38,24 @@ class Answers:
     def check(self, point: Point) -> Quality:
         """Compare greedy next tokens with the reference, or with the plan's answers if there is no reference."""
         alive, began = self.engines.get(point), self.state.clock()
-        self.state.say(f"comparing the answers of {words_at(point)}")
+        self.state.say(f"comparing the answers of {describe_point(point)}")
         plan = self.state.plan
         if not self.pairs:
-            reference = reference_for(plan.source or plan.model)
+            reference = find_reference(plan.source or plan.model)
             if reference is not None:
-                self.pairs = self.affordable(reference.known())
+                self.pairs = self.select_affordable(reference.list_known())
             else:
-                self.pairs = run_loop(basis_of(plan, plan, alive.where, most=ASKED)).pairs
+                self.pairs = run_loop(collect_basis(plan, plan, alive.where, most=ASKED)).pairs
                 self.state.note("there is no reference for these weights: answers are compared with those of the plan")
         answers = run_loop(
             ask(alive.where.url, self.pairs, model=alive.where.name, key=alive.where.key, in_flight=ASK_AT_ONCE)
         )
         found = compare_answers(self.pairs, answers)
-        floor = floor_for(plan)
+        floor = choose_floor(plan)
         if self.state.kept.lossy:
-            floor = min(floor, floor_for(alive.started.start.plan))
-        verdict, note = verdict_of(found, floor)
-        self.evidence = evidence_words(found)
+            floor = min(floor, choose_floor(alive.started.start.plan))
+        verdict, note = judge_comparison(found, floor)
+        self.evidence = describe_evidence(found)
         quality = Quality(
             asked=found.asked,
             agreement=found.agreed / found.answered if found.answered else None,
@@ -59,9 +66,9 @@ class Answers:
         self.budget.check_s = max(self.budget.check_s, self.state.clock() - began)
         return quality
 
-    def affordable(self, known: Pairs) -> Pairs:
+    def select_affordable(self, known: Pairs) -> Pairs:
         """Select as many as fit into a share of the budget, and at least a few."""
-        wanted, seen = quick_ones(known, ASKED), self.state.trials.get(())
+        wanted, seen = choose_quick_prefixes(known, ASKED), self.state.trials.get(())
         first = seen.best.ttft_ms if seen is not None and seen.best is not None else None
         if not first or not wanted:
             return wanted
@@ -70,10 +77,10 @@ class Answers:
         tokens_s = load.prompt_tokens * ((load.concurrency or 1) + 1) / 2 / (first / 1000)
         each_s = sum(one.tokens for _, one in wanted) / len(wanted) / tokens_s
         count = int(CHECK_SHARE * self.state.kept.budget_s / each_s)
-        return wanted if count >= ASKED else quick_ones(known, max(LEAST_ASKED, count))
+        return wanted if count >= ASKED else choose_quick_prefixes(known, max(LEAST_ASKED, count))
 
 
-def evidence_words(found: Comparison) -> tuple[str, ...]:
+def describe_evidence(found: TokenComparison) -> tuple[str, ...]:
     return tuple(
         f"after …{one.prefix[-40:]!r}: got {one.got!r}, expected {one.expected!r}"
         for one in found.evidence[:LAST_LINES]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bedplate.engines.knobs import choice_of
+from bedplate.engines.knobs import find_choice
 from bedplate.facts.hardware import probe
 from bedplate.tuning.points import OWN, OWN_KNOB
-from bedplate.tuning.pool import Pool
-from bedplate.tuning.rounds import Times, reserve_s
+from bedplate.tuning.pool import TuningPool
+from bedplate.tuning.rounds import SideTimes, compute_reserve_s
 from bedplate.tuning.search import Point
 from bedplate.tuning.state import TuningState
 from bedplate.values import Settings
@@ -33,7 +33,7 @@ PROOF_MEMORY_SHARE = 0.85
 class Budget:
     """Time and memory, based on the measurements so far."""
 
-    def __init__(self, state: TuningState, pool: Pool) -> None:
+    def __init__(self, state: TuningState, pool: TuningPool) -> None:
         self.state, self.pool = state, pool
         self.start_s: dict[Point, float] = {}
         self.convert_s: dict[str, float] = {}
@@ -43,91 +43,101 @@ class Budget:
 
     # time
 
-    def wave_s(self, point: Point) -> float | None:
+    def get_burst_s(self, point: Point) -> float | None:
         trial = self.state.trials.get(point)
         return trial.best.seconds if trial is not None and trial.best is not None else None
 
     @property
-    def is_hasty(self) -> bool:
+    def is_short(self) -> bool:
         """Whether there is time for only a few bursts."""
-        wave_s = self.wave_s(())
+        wave_s = self.get_burst_s(())
         return wave_s is not None and self.state.kept.budget_s < MANY_WAVES * wave_s
 
     def has_time_for(self, point: Point) -> bool:
         """Whether a point can be measured once more before the proof must start."""
-        return self.state.left_s - self.expected_s(point) >= self.reserve_s()
+        return self.state.left_s - self.estimate_measurement_s(point) >= self.estimate_reserve_s()
 
-    def limit_s(self, bar: float | None) -> float:
+    def get_limit_s(self, bar: float | None) -> float:
         """Return the time limit of one burst; `bar` is the score to beat."""
-        usual = self.wave_s(self.state.best)
+        usual = self.get_burst_s(self.state.best)
         if usual is not None and bar is not None:
             return usual * MOST_WAITED.get(self.state.kept.objective, WAITED_ELSE) + 0.5
         longest = min(REQUEST_LIMIT_S, max(self.state.left_s, LEAST_LIMIT_S))
         return longest if usual is None else min(longest, max(SLOW * usual, LEAST_LIMIT_S))
 
-    def own_limit_s(self, rounds: int, most_s: float) -> float:
+    def get_defaults_limit_s(self, rounds: int, most_s: float) -> float:
         """Return the time limit of the engine defaults if they are measured only in the proof."""
-        if OWN in self.state.trials or (usual := self.wave_s(())) is None or not self.is_hasty:
+        if OWN in self.state.trials or (usual := self.get_burst_s(())) is None or not self.is_short:
             return most_s
         return min(most_s, max(HASTY_SLOW * rounds * usual, LEAST_LIMIT_S))
 
-    def expected_s(self, point: Point) -> float:
+    def estimate_measurement_s(self, point: Point) -> float:
         """Estimate one measurement of a point: conversion and start if it is not loaded, and a burst."""
-        burst_s = self.wave_s(point) or self.wave_s(self.state.best) or 0.0
-        return burst_s if point in self.pool.running else burst_s + self.conversion_s(point) + self.starting_s(point)
+        burst_s = self.get_burst_s(point) or self.get_burst_s(self.state.best) or 0.0
+        return (
+            burst_s
+            if point in self.pool.running
+            else burst_s + self.estimate_conversion_s(point) + self.estimate_start_s(point)
+        )
 
-    def starting_s(self, point: Point) -> float:
+    def estimate_start_s(self, point: Point) -> float:
         """Return the measured start-up time, or the plan's plus what each changed setting adds."""
         if point in self.start_s:
             return self.start_s[point]
         if point == OWN:
             return max(self.start_s.values(), default=0.0)
-        return self.start_s.get((), 0.0) + math.fsum(self._added_s(knob, value) for knob, value in point)
+        return self.start_s.get((), 0.0) + math.fsum(self._estimate_added_s(knob, value) for knob, value in point)
 
-    def _added_s(self, name: str, value: str) -> float:
-        knob, usual = self.state.knob(name), self.start_s.get((), 0.0)
-        planned_s = choice_of(knob, value).start_s
+    def _estimate_added_s(self, name: str, value: str) -> float:
+        knob, usual = self.state.get_setting(name), self.start_s.get((), 0.0)
+        planned_s = find_choice(knob, value).start_s
         seen = [took_s for point, took_s in self.start_s.items() if (name, value) in point]
         if not seen and planned_s and value == knob.own_choice and OWN in self.start_s:
             seen = [self.start_s[OWN]]
         return max(0.0, min(seen) - usual) if seen else planned_s
 
-    def conversion_s(self, point: Point) -> float:
-        plan, base = self.state.plan_at(point), self.state.plan_at(())
+    def estimate_conversion_s(self, point: Point) -> float:
+        plan, base = self.state.make_plan_at(point), self.state.make_plan_at(())
         if plan.weights == base.weights or plan.weights.label in self.convert_s:
             return 0.0
-        steps = [step for step in self.state.conversions(plan) if step.kind == "convert" and step.seconds is not None]
+        steps = [
+            step for step in self.state.list_conversions(plan) if step.kind == "convert" and step.seconds is not None
+        ]
         planned_s = math.fsum(step.seconds.value for step in steps if step.seconds is not None)
         return max(planned_s, max(self.convert_s.values(), default=0.0))
 
-    def reserve_s(self) -> float:
+    def estimate_reserve_s(self) -> float:
         """Estimate the duration of the proof from the bursts."""
         checked = self.check_s if self.state.best not in self.state.qualities else 0.0
-        sides, against = self.proof_sides(), [one for one in (OWN, ()) if one != self.state.best]
-        starts = math.fsum(self.starting_s(one) for one in sides if one not in self.pool.running)
+        sides, against = self.list_proof_sides(), [one for one in (OWN, ()) if one != self.state.best]
+        starts = math.fsum(self.estimate_start_s(one) for one in sides if one not in self.pool.running)
         # One more comparison of answers: the last winner may need it.
         other_s = checked + self.check_s + starts
         budget_s = self.state.kept.budget_s
-        return reserve_s(self.proof_times(), self.state.best, against, budget_s=budget_s, other_s=other_s)
+        return compute_reserve_s(
+            self.estimate_proof_times(), self.state.best, against, budget_s=budget_s, other_s=other_s
+        )
 
-    def proof_times(self) -> Times:
+    def estimate_proof_times(self) -> SideTimes:
         """Return the durations of the proof's sides; sides that cannot stay loaded start before each measurement."""
-        sides = self.proof_sides()
-        waves = {one: found for one in sides if (found := self.wave_s(one)) is not None}
+        sides = self.list_proof_sides()
+        waves = {one: found for one in sides if (found := self.get_burst_s(one)) is not None}
         if OWN in sides and OWN not in self.state.trials and () in waves:
             waves[OWN] = waves[()]  # until it is measured
-        alone = self.engines_in_proof(sides) < len(sides)
-        return Times(waves, {one: self.starting_s(one) for one in sides if alone or self.state.is_restless(one)})
+        alone = self.count_proof_engines(sides) < len(sides)
+        return SideTimes(
+            waves, {one: self.estimate_start_s(one) for one in sides if alone or self.state.is_restless(one)}
+        )
 
-    def proof_sides(self) -> list[Point]:
+    def list_proof_sides(self) -> list[Point]:
         """Return the sides of the proof in their order."""
         failed = any(one.turn.knob == OWN_KNOB for one in self.state.kept.refused)
-        known = {*self.state.trials, *([OWN] if self.is_hasty and not failed else [])}
+        known = {*self.state.trials, *([OWN] if self.is_short and not failed else [])}
         return [one for one in dict.fromkeys((OWN, self.state.best, ())) if one in known]
 
     # memory
 
-    def engines_at_once(self, trial: Trial | None) -> int:
+    def count_loaded_engines(self, trial: Trial | None) -> int:
         """Return how many engines may be loaded at once; an engine that reserves GPU memory in advance runs alone."""
         settings: Settings = self.state.chosen.plan.settings
         if settings.memory_share is not None or settings.device not in ("cpu", "cuda"):
@@ -136,10 +146,10 @@ class Budget:
         each = trial.best.peak_memory_bytes if trial is not None and trial.best is not None else None
         if each is None:
             return least
-        free = self._free_bytes() + each * len(self.pool.running)
+        free = self._get_free_bytes() + each * len(self.pool.running)
         return max(least, min(MOST_ALIVE, int(MEMORY_SHARE * free / (1.5 * each))))
 
-    def engines_in_proof(self, sides: Sequence[Point]) -> int:
+    def count_proof_engines(self, sides: Sequence[Point]) -> int:
         """Return how many engines may be loaded during the proof: all sides if their memory is known to fit."""
         if self.pool.most in (1, MOST_ALIVE):
             return self.pool.most
@@ -147,11 +157,11 @@ class Budget:
         needed = [peaks.get(side) for side in sides]
         if None in needed:
             return self.pool.most
-        free = self._free_bytes() + sum(peaks.get(one) or 0 for one in self.pool.running)
+        free = self._get_free_bytes() + sum(peaks.get(one) or 0 for one in self.pool.running)
         fits = sum(one or 0 for one in needed) <= PROOF_MEMORY_SHARE * free
         return max(self.pool.most, len(sides)) if fits else self.pool.most
 
-    def _free_bytes(self) -> int:
+    def _get_free_bytes(self) -> int:
         """Return free host memory or, on GPUs, the least free memory of any GPU."""
         if self.state.chosen.plan.settings.device == "cpu":
             import psutil

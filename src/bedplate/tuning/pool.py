@@ -6,38 +6,38 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from bedplate.measure.answers import Where
-from bedplate.measure.load import Target
-from bedplate.measure.watch import Meters, meters_of
-from bedplate.progress import Silent
-from bedplate.run.starting import EngineStart, Started, running
+from bedplate.measure.answers import EngineAddress
+from bedplate.measure.load import LoadTarget
+from bedplate.measure.watch import EngineMeters, make_meters
+from bedplate.progress import SilentProgress
+from bedplate.run.starting import EngineStart, RunningEngine, run_engine
 from bedplate.tuning.search import Point
 
 
 @dataclass
-class Alive:
+class TrialEngine:
     """A running engine with its load target and meters."""
 
-    started: Started
-    target: Target
-    meters: Meters
+    started: RunningEngine
+    target: LoadTarget
+    meters: EngineMeters
     stack: ExitStack
 
     @property
-    def where(self) -> Where:
-        return Where(self.started.url, self.started.key, self.started.start.plan.model.served_name)
+    def where(self) -> EngineAddress:
+        return EngineAddress(self.started.url, self.started.key, self.started.start.plan.model.served_name)
 
 
 @dataclass
-class Pool:
+class TuningPool:
     """Engines that stay loaded between measurements; the least recently used one is stopped first."""
 
     most: int
-    running: dict[Point, Alive] = field(default_factory=dict)
+    running: dict[Point, TrialEngine] = field(default_factory=dict)
 
-    def get(self, point: Point, make: Callable[[], EngineStart]) -> Alive:
+    def get(self, point: Point, make: Callable[[], EngineStart]) -> TrialEngine:
         if (one := self.running.pop(point, None)) is not None:
-            if not one.started.died:
+            if not one.started.has_died:
                 self.running[point] = one  # now the most recently used
                 return one
             one.stack.close()
@@ -45,9 +45,9 @@ class Pool:
             self.end(next(iter(self.running)))
         start = make()
         stack = ExitStack()
-        started = stack.enter_context(running(start, Silent()))
-        target = Target.of(started.url, key=started.key, model=start.plan.model.served_name)
-        self.running[point] = Alive(started, target, meters_of(started), stack)
+        started = stack.enter_context(run_engine(start, SilentProgress()))
+        target = LoadTarget.from_url(started.url, key=started.key, model=start.plan.model.served_name)
+        self.running[point] = TrialEngine(started, target, make_meters(started), stack)
         return self.running[point]
 
     def end(self, point: Point) -> None:

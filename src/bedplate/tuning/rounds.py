@@ -32,7 +32,7 @@ SURELY = 0.01
 sooner or later."""
 
 
-class Shape(NamedTuple):
+class RoundShape(NamedTuple):
     """One round of a proof."""
 
     sides: tuple[Point, ...]
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     """Expected duration of a round."""
 
 
-class Proven(NamedTuple):
+class ProofOutcome(NamedTuple):
     """How the proof ended."""
 
     turns: int
@@ -51,7 +51,7 @@ class Proven(NamedTuple):
     """Whether the time was up before the result was settled."""
 
 
-class Times(NamedTuple):
+class SideTimes(NamedTuple):
     """Known durations of each side, in seconds."""
 
     waves: Mapping[Point, float]
@@ -59,14 +59,14 @@ class Times(NamedTuple):
     starts: Mapping[Point, float] = {}
     """Start-up time before each measurement, for sides that cannot stay loaded."""
 
-    def work_s(self, side: Point, rounds: int) -> float:
+    def estimate_work_s(self, side: Point, rounds: int) -> float:
         return SPARE * (rounds * self.waves[side] + self.starts.get(side, 0.0))
 
-    def turn_s(self, sides: Iterable[Point], rounds: int) -> float:
-        return math.fsum(self.work_s(side, rounds) for side in sides)
+    def estimate_round_s(self, sides: Iterable[Point], rounds: int) -> float:
+        return math.fsum(self.estimate_work_s(side, rounds) for side in sides)
 
 
-def shaped(times: Times, tuned: Point, against: Sequence[Point], seconds: float) -> Shape:
+def choose_shape(times: SideTimes, tuned: Point, against: Sequence[Point], seconds: float) -> RoundShape:
     """Choose the best proof that there is time for: against all sides or one, with as many requests as fit.
 
     If there is time for only one of two, it is the plan, which comes last: settings that are not better than the plan
@@ -74,68 +74,70 @@ def shaped(times: Times, tuned: Point, against: Sequence[Point], seconds: float)
     """
     known = [one for one in against if one in times.waves]
     single = [[one] for one in reversed(known)] if len(known) > 1 else []
-    fields = [_ordered(tuned, field) for field in [known, *single]]
+    fields = [_order_sides(tuned, field) for field in [known, *single]]
     for sides in fields:
         shortest = min(times.waves[one] for one in sides)
         rounds = min(MOST_ROUNDS, max(2, math.ceil(LEAST_WORK_S / max(shortest, 1e-3))))
-        while rounds > 1 and WANTED_TURNS * times.turn_s(sides, rounds) > seconds:
+        while rounds > 1 and WANTED_TURNS * times.estimate_round_s(sides, rounds) > seconds:
             rounds //= 2
-        if LEAST_TURNS * times.turn_s(sides, rounds) <= seconds:
-            return Shape(sides, rounds, times.turn_s(sides, rounds))
-    least = min(fields, key=lambda sides: times.turn_s(sides, 1))
-    return Shape(least, 1, times.turn_s(least, 1))
+        if LEAST_TURNS * times.estimate_round_s(sides, rounds) <= seconds:
+            return RoundShape(sides, rounds, times.estimate_round_s(sides, rounds))
+    least = min(fields, key=lambda sides: times.estimate_round_s(sides, 1))
+    return RoundShape(least, 1, times.estimate_round_s(least, 1))
 
 
-def _ordered(tuned: Point, against: Sequence[Point]) -> tuple[Point, ...]:
+def _order_sides(tuned: Point, against: Sequence[Point]) -> tuple[Point, ...]:
     return (*against[:1], tuned, *against[1:])
 
 
-def reserve_s(times: Times, tuned: Point, against: Sequence[Point], *, budget_s: float, other_s: float = 0.0) -> float:
+def compute_reserve_s(
+    times: SideTimes, tuned: Point, against: Sequence[Point], *, budget_s: float, other_s: float = 0.0
+) -> float:
     """Return the time that the search must leave: the proof, engine starts and the check of answers."""
     most_s = PROOF_SHARE * budget_s
     if tuned not in times.waves:
         return most_s
-    found = shaped(times, tuned, against, most_s - other_s)
+    found = choose_shape(times, tuned, against, most_s - other_s)
     all_sides = [tuned, *(one for one in against if one in times.waves)]
-    whole_s = LEAST_TURNS * times.turn_s(all_sides, 1) + other_s
+    whole_s = LEAST_TURNS * times.estimate_round_s(all_sides, 1) + other_s
     if len(found.sides) < len(all_sides) and whole_s <= WHOLE_SHARE * budget_s:
         return whole_s
     return min(LEFT_TURNS * found.seconds + other_s, most_s)
 
 
-def take_turns(
-    shape: Shape,
+def run_rounds(
+    shape: RoundShape,
     tuned: Point,
-    times: Times,
+    times: SideTimes,
     measure: Callable[[Point, int], float | None],
     settled: Callable[[], Collection[Point]],
     left_s: Callable[[], float],
     late_s: float,
-) -> Proven:
+) -> ProofOutcome:
     """Measure until the result is settled or the time is up.
 
     `measure` measures one side in one round and returns its duration; `None` means that it failed, and the proof
     continues against the other side. `settled` returns the sides whose result is settled; they are not measured again.
     `late_s` is how far a measurement may overrun.
     """
-    expected = {side: times.work_s(side, shape.rounds) for side in shape.sides}
+    expected = {side: times.estimate_work_s(side, shape.rounds) for side in shape.sides}
     sides = list(shape.sides)
     for turn in range(MOST_TURNS):
         if math.fsum(expected[side] for side in sides) > left_s() + late_s:
-            return Proven(turn, cut=True)
+            return ProofOutcome(turn, cut=True)
         for side in sides if turn % 2 == 0 else sides[::-1]:
             if expected[side] > left_s() + late_s:
-                return Proven(turn, cut=True)
+                return ProofOutcome(turn, cut=True)
             took_s = measure(side, turn)
             if took_s is None:
                 sides = [one for one in sides if one != side]
                 if side == tuned or sides == [tuned]:
-                    return Proven(turn, cut=True)
+                    return ProofOutcome(turn, cut=True)
                 continue
             expected[side] = max(took_s, (expected[side] + took_s) / 2)
         if turn + 1 >= LEAST_TURNS:
             done = settled()
             sides = [side for side in sides if side not in done]
             if not [side for side in sides if side != tuned]:
-                return Proven(turn + 1, cut=False)
-    return Proven(MOST_TURNS, cut=False)
+                return ProofOutcome(turn + 1, cut=False)
+    return ProofOutcome(MOST_TURNS, cut=False)

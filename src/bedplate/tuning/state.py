@@ -9,18 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bedplate import store
-from bedplate.engines.knobs import choice_of, is_native, turned_plan, with_own_defaults
-from bedplate.errors import OutsideFailed
-from bedplate.measure.moments import now_text
+from bedplate.engines.knobs import apply_values, find_choice, is_native, with_engine_defaults
+from bedplate.errors import ExternalFailure
+from bedplate.measure.moments import format_now
 from bedplate.progress import Progress
-from bedplate.run.environments import Environment
-from bedplate.run.native import usable_build
-from bedplate.run.ready import Decided, Readied
-from bedplate.tuning.points import OWN, OWN_KNOB, point_of, turns_of, words_at
-from bedplate.tuning.search import Move, Point, Teller, front_of
-from bedplate.values import Hardware, Model, Plan, Preparation, replaced
+from bedplate.run.environments import EngineEnvironment
+from bedplate.run.native import find_usable_build
+from bedplate.run.ready import ModelDecision, PreparedModel
+from bedplate.tuning.points import OWN, OWN_KNOB, describe_point, make_changes, make_point
+from bedplate.tuning.search import Move, Point, TuningListener, find_front
+from bedplate.values import Hardware, Model, Plan, Preparation, replace_fields
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
-from bedplate.values.tuning import Knob, Refused, RefusedKind, Trial, Tuned, Turn, words_of
+from bedplate.values.tuning import (
+    RefusedKind,
+    RefusedSetting,
+    SettingChange,
+    Trial,
+    TunableSetting,
+    TuningRun,
+    describe_changes,
+)
 
 
 class TuningState:
@@ -30,19 +38,19 @@ class TuningState:
         self,
         hardware: Hardware,
         facts: Model,
-        chosen: Decided,
-        knobs: tuple[Knob, ...],
-        kept: Tuned,
+        chosen: ModelDecision,
+        knobs: tuple[TunableSetting, ...],
+        kept: TuningRun,
         progress: Progress,
-        teller: Teller,
+        teller: TuningListener,
         path: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hardware, self.facts, self.chosen, self.knobs = hardware, facts, chosen, knobs
         self.kept, self.progress, self.teller, self.path, self.clock = kept, progress, teller, path, clock
-        self.ready: Readied | None = None
+        self.ready: PreparedModel | None = None
         self.best: Point = ()
-        self.trials: dict[Point, Trial] = {point_of(one): one for one in kept.trials}
+        self.trials: dict[Point, Trial] = {make_point(one): one for one in kept.trials}
         self.qualities: dict[Point, Quality] = {}
         self._spent_before = kept.spent_s
         self._began = clock()
@@ -64,7 +72,7 @@ class TuningState:
     # records
 
     def change(self, **changes: object) -> None:
-        self.kept = replaced(self.kept, **changes)
+        self.kept = replace_fields(self.kept, **changes)
 
     def note(self, *texts: str) -> None:
         self.change(notes=(*self.kept.notes, *texts))
@@ -74,8 +82,8 @@ class TuningState:
         count = sum(len(one.taken) for one in trials)
         wrong = {one.turned for one in self.kept.refused}
         sound = [one for one in trials if one.own_defaults or not one.turned or one.turned not in wrong]
-        front = front_of(sound, lambda one: "own defaults" if one.own_defaults else words_of(one.turned))
-        self.kept = replaced(
+        front = find_front(sound, lambda one: "own defaults" if one.own_defaults else describe_changes(one.turned))
+        self.kept = replace_fields(
             self.kept, trials=trials, measurements=count, spent_s=round(self.spent_s, 1), front=front, **changes
         )
         store.add_tuning(self.kept, self.path)
@@ -85,8 +93,8 @@ class TuningState:
         ahead = ""
         if own is not None and best is not None and own.best is not None and best.best is not None:
             ahead = f"best so far {math.exp(best.best.score - own.best.score):.2f} × the engine defaults"
-            ahead += f" ({words_at(self.best)})"
-        self.teller.doing(what, ahead, max(0.0, self.left_s))
+            ahead += f" ({describe_point(self.best)})"
+        self.teller.report_activity(what, ahead, max(0.0, self.left_s))
 
     # plans
 
@@ -94,65 +102,69 @@ class TuningState:
     def plan(self) -> Plan:
         return self.ready.plan if self.ready is not None else self.chosen.plan
 
-    def plan_at(self, point: Point) -> Plan:
+    def make_plan_at(self, point: Point) -> Plan:
         if point == OWN:
-            return with_own_defaults(self.plan)
-        found = turned_plan(self.plan, self.knobs, dict(point))
-        return replaced(found, engine_version=self.built.version) if is_native(found.settings) else found
+            return with_engine_defaults(self.plan)
+        found = apply_values(self.plan, self.knobs, dict(point))
+        return (
+            replace_fields(found, engine_version=self.native_environment.version)
+            if is_native(found.settings)
+            else found
+        )
 
     @functools.cached_property
-    def built(self) -> Environment:
+    def native_environment(self) -> EngineEnvironment:
         """The environment of the native build."""
-        there = usable_build(self.chosen.engine, self.hardware, self.chosen.plan.settings.device)
+        there = find_usable_build(self.chosen.engine, self.hardware, self.chosen.plan.settings.device)
         if there is None:
-            raise OutsideFailed(f"the native build of {self.chosen.engine.name} no longer exists")
+            raise ExternalFailure(f"the native build of {self.chosen.engine.name} no longer exists")
         return there
 
-    def conversions(self, plan: Plan) -> tuple[Preparation, ...]:
+    def list_conversions(self, plan: Plan) -> tuple[Preparation, ...]:
         """List a plan's preparation steps, after those of the decision, such as dequantizing the requested file."""
         engine, decided = self.chosen.engine, self.chosen.decision.launch
         planned = engine.launch(self.chosen.plan, 0).prepare
         first = [step for step in (decided.prepare if decided is not None else ()) if step not in planned]
         made = {("download", step.where) for step in first}
-        left_out = engine.by_hand(plan)
+        left_out = engine.list_build_steps(plan)
         steps = engine.launch(plan, 0).prepare
         return (*first, *(one for one in steps if one not in left_out and (one.kind, one.where) not in made))
 
-    def knob(self, name: str) -> Knob:
+    def get_setting(self, name: str) -> TunableSetting:
         return next(one for one in self.knobs if one.name == name)
 
     def is_restless(self, point: Point) -> bool:
-        return point != OWN and any(choice_of(self.knob(name), value).restless for name, value in point)
+        return point != OWN and any(find_choice(self.get_setting(name), value).restless for name, value in point)
 
     # refused settings, which are not tried again
 
     def refuse(
         self, point: Point, kind: RefusedKind, why: str, evidence: tuple[str, ...], move: Move | None = None
     ) -> None:
-        turned = turns_of(point)
+        turned = make_changes(point)
         changed = [one for one in turned if (one.knob, one.value) not in self.best]
         turn = (
-            Turn(knob=move.lever.name, value=move.value)
+            SettingChange(knob=move.lever.name, value=move.value)
             if move is not None
-            else (changed or list(turned)[-1:] or [Turn(knob="plan", value="as planned")])[0]
+            else (changed or list(turned)[-1:] or [SettingChange(knob="plan", value="as planned")])[0]
         )
         if point == OWN:
-            turn = Turn(knob=OWN_KNOB, value="on")
-        found = Refused(
-            at=now_text(milliseconds=True),
+            turn = SettingChange(knob=OWN_KNOB, value="on")
+        found = RefusedSetting(
+            at=format_now(milliseconds=True),
             machine=self.kept.machine, engine=self.kept.engine, engine_version=self.kept.engine_version,
             model=self.kept.model, turn=turn, turned=turned, kind=kind, why=why, evidence=evidence,
         )  # fmt: skip
-        self.kept = replaced(self.kept, refused=(*self.kept.refused, found))
+        self.kept = replace_fields(self.kept, refused=(*self.kept.refused, found))
         if point not in ((), OWN):
             store.add_refused(found, self.path)
-        self.teller.refused(found)
+        self.teller.report_refusal(found)
 
-    def last_refusal(self) -> str | None:
+    def get_last_refusal(self) -> str | None:
         return self.kept.refused[-1].why if self.kept.refused else None
 
-    def cell(self, point: Point, load: Load, repeats: tuple[Repeat, ...], name: str) -> Cell:
-        plan = self.plan_at(point)
+    def make_cell(self, point: Point, load: Load, repeats: tuple[Repeat, ...], name: str) -> Cell:
+        plan = self.make_plan_at(point)
         subject = Subject(
             engine=plan.engine, engine_version=plan.engine_version, model=self.facts.name,
             quantization=plan.weights.label, weights_id=self.kept.weights_id, device=plan.settings.device,
@@ -162,7 +174,7 @@ class TuningState:
         )  # fmt: skip
         return Cell(
             id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id,
-            at=repeats[0].at or now_text(milliseconds=True),
+            at=repeats[0].at or format_now(milliseconds=True),
             machine=self.kept.machine, subject=subject, load=load, repeats=repeats,
             # Each engine has answered at least one small request before.
             warmup=1, exact_output=all(one.exact_output for one in repeats),

@@ -5,32 +5,32 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from bedplate.errors import AnswerIsNo, BedplateError, OutsideFailed
-from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.measure.bench import environment_of
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible
+from bedplate.judge.diagnose import build_roofline, diagnose_subject
+from bedplate.measure.bench import describe_environment
 from bedplate.measure.flags import BUSY, SWAPPED_BYTES
 from bedplate.measure.load import run as run_loop
-from bedplate.measure.moments import now_text
-from bedplate.measure.summary import meets, output_tok_s, tpots, ttfts
+from bedplate.measure.moments import format_now
+from bedplate.measure.summary import compute_output_tok_s, list_tpots, list_ttfts, meets
 from bedplate.measure.watch import Watcher
-from bedplate.measure.wave import wave
+from bedplate.measure.wave import send_burst
 from bedplate.tuning.budget import REQUEST_LIMIT_S, Budget
-from bedplate.tuning.comparison import LOST, SPEED_KEPT, middle
+from bedplate.tuning.comparison import LOST, SPEED_KEPT, compute_median
 from bedplate.tuning.engines import Engines
-from bedplate.tuning.points import OWN, turns_of, words_at
-from bedplate.tuning.pool import Alive
-from bedplate.tuning.search import Point, score_of
+from bedplate.tuning.points import OWN, describe_point, make_changes
+from bedplate.tuning.pool import TrialEngine
+from bedplate.tuning.search import Point, compute_score
 from bedplate.tuning.state import TuningState
-from bedplate.values import replaced
+from bedplate.values import replace_fields
 from bedplate.values.run import Load, Repeat
-from bedplate.values.tuning import RefusedKind, Taken, Trial
+from bedplate.values.tuning import RefusedKind, Trial, TrialMeasurement
 
 LEAST_SEEN, FEW_TOKENS = 3, 16
 """Requests that a diagnosis needs per load, and output tokens of a single request."""
 
 
 @dataclass(frozen=True)
-class Used:
+class TrialUse:
     memory_bytes: int | None
     energy_j: float | None
     """Energy per output token."""
@@ -52,13 +52,13 @@ class Trials:
             return replay.pop(0).score
         try:
             alive = self.engines.get(point)
-            self.state.say(words_at(point))
-            limit_s = self.budget.limit_s(bar)
-            self.engines.rest(point)
+            self.state.say(describe_point(point))
+            limit_s = self.budget.get_limit_s(bar)
+            self.engines.wait_until_idle(point)
             repeat, used = self.watch(alive, self.state.kept.load, limit_s)
-        except (OutsideFailed, AnswerIsNo) as error:
+        except (ExternalFailure, NotPossible) as error:
             self.engines.drop(point)
-            self.state.refuse(point, "start", error.summary, cause_and_hint(error))
+            self.state.refuse(point, "start", error.summary, list_cause_and_hint(error))
             return None
         except OSError as error:
             kind: RefusedKind = "died" if self.engines.drop(point) else "errors"
@@ -68,7 +68,7 @@ class Trials:
             words = f"the system swapped out {used.swapped_bytes / 1e6:.0f} MB during the measurement"
             self.state.refuse(point, "swapped", words, ())
             return None
-        taken = self._taken(repeat, used, limit_s, bar)
+        taken = self._summarize(repeat, used, limit_s, bar)
         if taken is not None and bar is None and taken.cut:
             # A slow setting is not refused: it lost this time, and may be tried again in another tuning.
             self._add(point, alive, taken)
@@ -83,21 +83,21 @@ class Trials:
         self._add(point, alive, taken)
         return taken.score
 
-    def _add(self, point: Point, alive: Alive, taken: Taken) -> None:
+    def _add(self, point: Point, alive: TrialEngine, taken: TrialMeasurement) -> None:
         before = self.state.trials.get(point) or Trial(
-            turned=turns_of(point), own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
+            turned=make_changes(point), own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
         )
-        self.state.trials[point] = replaced(before, taken=(*before.taken, taken))
+        self.state.trials[point] = replace_fields(before, taken=(*before.taken, taken))
         self.state.keep()
-        self.state.teller.taken(turns_of(point), taken, self.state.kept)
+        self.state.teller.report_measurement(make_changes(point), taken, self.state.kept)
 
-    def watch(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, Used]:
+    def watch(self, alive: TrialEngine, load: Load, limit_s: float) -> tuple[Repeat | None, TrialUse]:
         with Watcher(alive.meters) as watcher:
             watcher.mark("begin")
             self._number += 1
-            repeat = run_loop(wave(alive.target, load, self.engines.known(alive), self._number, limit_s))
+            repeat = run_loop(send_burst(alive.target, load, self.engines.prepare_target(alive), self._number, limit_s))
             watcher.mark("end")
-        use, engine = watcher.seen()
+        use, engine = watcher.summarize_readings()
         if use.other_cpu_share is not None and use.other_cpu_share > BUSY and not self._busy_told:
             self._busy_told = True
             share = f"{use.other_cpu_share:.0%}"
@@ -107,35 +107,40 @@ class Trials:
         energy = use.energy_j
         made = sum(one.output_tokens or 0 for one in repeat.samples) if repeat is not None else 0
         peak = use.peak_gpu_bytes if alive.meters.on_card and use.peak_gpu_bytes else use.peak_memory_bytes
-        used = Used(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
-        return (replaced(repeat, use=use, engine=engine) if repeat is not None else None), used
+        used = TrialUse(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
+        return (replace_fields(repeat, use=use, engine=engine) if repeat is not None else None), used
 
-    def _taken(self, repeat: Repeat | None, used: Used, limit_s: float, bar: float | None) -> Taken | None:
+    def _summarize(
+        self, repeat: Repeat | None, used: TrialUse, limit_s: float, bar: float | None
+    ) -> TrialMeasurement | None:
         tuned = self.state.kept
         if repeat is None:
             # It was stopped because it is slower than the bar; its exact score does not matter.
-            return Taken(
-                at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=LOST if bar is None else bar, cut=True
+            return TrialMeasurement(
+                at=format_now(milliseconds=True),
+                seconds=round(limit_s, 3),
+                score=LOST if bar is None else bar,
+                cut=True,
             )
         if any(one.outcome != "ok" for one in repeat.samples):
             return None
-        speed = output_tok_s(repeat, tuned.load)
-        first, each = middle(ttfts(repeat.samples)), middle(tpots(repeat.samples))
+        speed = compute_output_tok_s(repeat, tuned.load)
+        first, each = compute_median(list_ttfts(repeat.samples)), compute_median(list_tpots(repeat.samples))
         share = None
         if tuned.target is not None:
             share = statistics.fmean(meets(one, tuned.target) for one in repeat.samples)
         plan = self.state.trials.get(())
         floor = plan.best.output_tok_s if plan is not None and plan.best is not None else None
-        score = score_of(
+        score = compute_score(
             tuned.objective, output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=used.memory_bytes,
             energy_j_per_token=used.energy_j, on_target=share, floor_tok_s=SPEED_KEPT * floor if floor else None,
         )  # fmt: skip
         if score is None:
             if tuned.objective == "energy":
-                raise AnswerIsNo("this machine does not report energy use", hint="NVIDIA GPUs and Intel RAPL do")
+                raise NotPossible("this machine does not report energy use", hint="NVIDIA GPUs and Intel RAPL do")
             return None
-        return Taken(
-            at=repeat.at or now_text(milliseconds=True),
+        return TrialMeasurement(
+            at=repeat.at or format_now(milliseconds=True),
             seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
             tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
         )  # fmt: skip
@@ -145,9 +150,9 @@ class Trials:
         if self.state.kept.diagnosis is not None:
             return
         load = self.state.kept.load
-        alone = replaced(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
+        alone = replace_fields(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
         cells = []
-        for one in [alone, load] if load.concurrency != 1 and not self.budget.is_hasty else [load]:
+        for one in [alone, load] if load.concurrency != 1 and not self.budget.is_short else [load]:
             self.state.say(f"the plan with concurrency {one.concurrency}, to find the bottleneck")
             repeats = [self._planned] if one is load and self._planned is not None else []
             while sum(len(repeat.samples) for repeat in repeats) < LEAST_SEEN:
@@ -155,13 +160,13 @@ class Trials:
                 if repeat is None:
                     return
                 repeats.append(repeat)
-            cells.append(self.state.cell((), one, tuple(repeats), "plan"))
+            cells.append(self.state.make_cell((), one, tuple(repeats), "plan"))
         hardware = self.state.hardware
-        ground = ground_for(cells[-1].subject, self.state.facts, hardware, environment_of(hardware))
-        found = bottleneck(cells, ground)
+        ground = build_roofline(cells[-1].subject, self.state.facts, hardware, describe_environment(hardware))
+        found = diagnose_subject(cells, ground)
         self.state.change(limit=found.limit, diagnosis=found.text)
-        self.state.teller.diagnosed(found)
+        self.state.teller.report_bottleneck(found)
 
 
-def cause_and_hint(error: BedplateError) -> tuple[str, ...]:
+def list_cause_and_hint(error: BedplateError) -> tuple[str, ...]:
     return tuple(part for part in (error.cause, error.hint) if part)

@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING
 
 from bedplate import store
 from bedplate._version import __version__
-from bedplate.engines import all_engines
-from bedplate.engines.knobs import build_knob, draft_knob
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.engines import load_engines
+from bedplate.engines.knobs import make_build_knob, make_draft_knob
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
-from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, hardware_words, stoppable
-from bedplate.measure.moments import new_run_id, now_text
-from bedplate.progress import Progress, Silent
-from bedplate.run.environments import find_adopted, registered_versions
-from bedplate.run.native import usable_build
-from bedplate.run.prepare import content_id
-from bedplate.run.ready import Decided, fetch_facts, plan_engine, readied
-from bedplate.store import fingerprint
-from bedplate.tuning.answers import Answers
+from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, describe_hardware, handle_sigterm
+from bedplate.measure.moments import format_now, make_run_id
+from bedplate.progress import Progress, SilentProgress
+from bedplate.run.environments import find_adopted, read_registered_versions
+from bedplate.run.native import find_usable_build
+from bedplate.run.prepare import hash_model_content
+from bedplate.run.ready import ModelDecision, fetch_facts, plan_engine, prepare_model
+from bedplate.store import compute_fingerprint
+from bedplate.tuning.answers import AnswerChecker
 from bedplate.tuning.budget import Budget
 from bedplate.tuning.engines import Engines
 from bedplate.tuning.points import OWN
-from bedplate.tuning.pool import Pool
+from bedplate.tuning.pool import TuningPool
 from bedplate.tuning.proof import Prover
-from bedplate.tuning.search import NOISE, Climbed, Move, Point, Teller, climb, levers_of
+from bedplate.tuning.search import NOISE, Move, Point, SearchResult, TuningListener, climb, order_settings
 from bedplate.tuning.state import TuningState
 from bedplate.tuning.trials import Trials
-from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.values import Hardware, Model, Workload, replace_fields
 from bedplate.values.run import Load
-from bedplate.values.service import Wanted
-from bedplate.values.tuning import Knob, Objective, Tuned
+from bedplate.values.service import ModelOrder
+from bedplate.values.tuning import Objective, TunableSetting, TuningRun
 from bedplate.values.workload import LatencyTarget
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 BUDGET_S = 600.0
 
 
-class Stopped(KeyboardInterrupt):
+class TuningStopped(KeyboardInterrupt):
     """The user stopped the tuning; `tuned` has the measurements so far."""
 
-    def __init__(self, tuned: Tuned) -> None:
+    def __init__(self, tuned: TuningRun) -> None:
         super().__init__(f"stopped; continue with: bedplate tune --resume {tuned.id}")
         self.tuned = tuned
 
@@ -63,7 +63,7 @@ def tune(
     target: LatencyTarget | None = None,
     budget_s: float | None = None,
     knobs: Sequence[str] = (),
-    more_knobs: Sequence[Knob] = (),
+    more_knobs: Sequence[TunableSetting] = (),
     lossy: bool = False,
     draft: str | None = None,
     native: bool = False,
@@ -71,39 +71,39 @@ def tune(
     workload: Workload | None = None,
     resume: str | None = None,
     progress: Progress | None = None,
-    teller: Teller | None = None,
+    teller: TuningListener | None = None,
     path: Path | None = None,
-) -> Tuned:
+) -> TuningRun:
     """Measure until the best settings are proven or the budget is used up, and store the result.
 
     `knobs` restricts the settings to change; `more_knobs` adds settings, and so does `draft`, a draft model for
     speculative decoding. `lossy` allows weights with lower accuracy than the plan's, within what their bits explain.
     `resume` continues an interrupted tuning by its id; "" is the newest.
     """
-    progress, teller = progress or Silent(), teller or Teller()
+    progress, teller = progress or SilentProgress(), teller or TuningListener()
     hardware = probe()
-    before = _unfinished(resume, hardware, path) if resume is not None else None
+    before = _find_unfinished(resume, hardware, path) if resume is not None else None
     if before is not None:
         model, engine, load, objective = before.asked_model, before.engine, before.load, before.objective
         target, knobs, lossy, native = before.target, before.knobs, before.lossy, before.build == "native"
         price_per_hour, workload, draft = before.price_per_hour, before.workload, before.draft
     load = load or Load(concurrency=4)
     facts = fetch_facts(model, hardware, progress)
-    chosen = chosen_plan(engine, hardware, facts, load, workload, native=native, path=path)
-    found = (*all_knobs(chosen), *more_knobs, *_drafting(chosen, draft))
-    checked_knobs(found, knobs, chosen)
-    kept = before or Tuned(
-        id=new_run_id(),
-        at=now_text(milliseconds=True),
-        machine=fingerprint(hardware),
-        hardware=hardware_words(hardware),
+    chosen = choose_plan(engine, hardware, facts, load, workload, native=native, path=path)
+    found = (*list_settings(chosen), *more_knobs, *_make_draft_settings(chosen, draft))
+    check_settings(found, knobs, chosen)
+    kept = before or TuningRun(
+        id=make_run_id(),
+        at=format_now(milliseconds=True),
+        machine=compute_fingerprint(hardware),
+        hardware=describe_hardware(hardware),
         bedplate=__version__,
         engine=chosen.engine.id,
         engine_version=chosen.plan.engine_version,
         build="native" if native else "wheel",
         model=facts.name,
         asked_model=model,
-        weights_id=content_id(facts)[:12] if facts.files else None,
+        weights_id=hash_model_content(facts)[:12] if facts.files else None,
         load=load,
         workload=chosen.plan.workload,
         parallelism=chosen.plan.parallelism,
@@ -116,11 +116,11 @@ def tune(
         budget_s=budget_s or BUDGET_S,
     )
     if before is not None and budget_s is not None:
-        kept = replaced(kept, budget_s=kept.spent_s + budget_s)
+        kept = replace_fields(kept, budget_s=kept.spent_s + budget_s)
     return Tuner(TuningState(hardware, facts, chosen, found, kept, progress, teller, path)).run()
 
 
-def chosen_plan(
+def choose_plan(
     engine: str | None,
     hardware: Hardware,
     facts: Model,
@@ -129,13 +129,13 @@ def chosen_plan(
     *,
     native: bool = False,
     path: Path | None = None,
-) -> Decided:
+) -> ModelDecision:
     """Plan what `serve` would start for this load without tuning, with the requested or the decided engine."""
     from bedplate.decide import decide
 
     longest = load.prompt_tokens + load.output_tokens
     context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
-    work = replaced(
+    work = replace_fields(
         workload or Workload(),
         concurrency=load.concurrency,
         prompt_tokens=load.prompt_tokens,
@@ -144,62 +144,62 @@ def chosen_plan(
         context_tokens=min(context, facts.max_context or context),
     )
     if engine is None:
-        engine = decide(hardware, facts, work, installable=True, versions=registered_versions()).engine
+        engine = decide(hardware, facts, work, installable=True, versions=read_registered_versions()).engine
         if engine is None:
-            raise AnswerIsNo(f"{facts.name} cannot be served on this machine", hint="bedplate plan gives the reasons")
-    wanted = Wanted(model=facts.name, workload=work, engine=engine, untuned=True)
-    return plan_engine(wanted, facts, hardware, Silent(), build="native" if native else "packages", path=path)
+            raise NotPossible(f"{facts.name} cannot be served on this machine", hint="bedplate plan gives the reasons")
+    wanted = ModelOrder(model=facts.name, workload=work, engine=engine, untuned=True)
+    return plan_engine(wanted, facts, hardware, SilentProgress(), build="native" if native else "packages", path=path)
 
 
-def all_knobs(chosen: Decided) -> tuple[Knob, ...]:
+def list_settings(chosen: ModelDecision) -> tuple[TunableSetting, ...]:
     """List the tunable settings of the engine, and the choice of the native build if there is one."""
     found = chosen.engine.knobs(chosen.hardware, chosen.plan)
     if not found or chosen.build == "native" or find_adopted(chosen.engine) is not None:
         return found
-    native = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
-    return (build_knob(), *found) if native is not None else found
+    native = find_usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
+    return (make_build_knob(), *found) if native is not None else found
 
 
-def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
+def _make_draft_settings(chosen: ModelDecision, draft: str | None) -> tuple[TunableSetting, ...]:
     if draft is None:
         return ()
     path = Path(draft).expanduser().absolute()
-    options = chosen.engine.drafting(str(path))
+    options = chosen.engine.get_draft_options(str(path))
     if not options:
-        drafts = [one.id for one in all_engines().values() if one.drafting(str(path))]
-        raise BadQuestion(
+        drafts = [one.id for one in load_engines().values() if one.get_draft_options(str(path))]
+        raise UsageError(
             f"{chosen.engine.name} does not support a draft model here",
             hint=f"engines that do: {', '.join(drafts)}",
         )
     if not path.exists():
-        raise BadQuestion(f"{draft} does not exist", hint="--draft names a file or a folder on this machine")
-    return (draft_knob(options, str(path)),)
+        raise UsageError(f"{draft} does not exist", hint="--draft names a file or a folder on this machine")
+    return (make_draft_knob(options, str(path)),)
 
 
-def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Decided) -> None:
+def check_settings(found: Sequence[TunableSetting], asked: Sequence[str], chosen: ModelDecision) -> None:
     if not found:
-        raise AnswerIsNo(
+        raise NotPossible(
             f"bedplate knows no tunable settings of {chosen.engine.name}",
             hint="bedplate plan lists the engines that fit",
         )
     known = [knob.name for knob in found]
     for name in asked:
         if name not in known:
-            raise BadQuestion(
+            raise UsageError(
                 f"{chosen.engine.name} has no tunable setting {name!r} here", hint=f"choose from {', '.join(known)}"
             )
 
 
-def _unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuned:
-    kept = store.tunings(fingerprint(hardware), path=path)
+def _find_unfinished(resume: str, hardware: Hardware, path: Path | None) -> TuningRun:
+    kept = store.read_tunings(compute_fingerprint(hardware), path=path)
     found = [one for one in kept if (one.id.startswith(resume) if resume else not one.finished) and one.source is None]
     if not found:
-        raise BadQuestion(
+        raise UsageError(
             f"there is no tuning {resume}" if resume else "there is no unfinished tuning",
             hint=f"stored tunings: {', '.join(one.id for one in kept[:5])}" if kept else "bedplate tune starts one",
         )
     if found[0].finished:
-        raise BadQuestion(f"tuning {found[0].id} is already finished", hint="bedplate tune starts a new one")
+        raise UsageError(f"tuning {found[0].id} is already finished", hint="bedplate tune starts a new one")
     return found[0]
 
 
@@ -208,28 +208,28 @@ class Tuner:
 
     def __init__(self, state: TuningState) -> None:
         self.state = state
-        self.pool = Pool(1)
+        self.pool = TuningPool(1)
         self.budget = Budget(state, self.pool)
         self.engines = Engines(state, self.budget, self.pool)
-        self.answers = Answers(state, self.budget, self.engines)
+        self.answers = AnswerChecker(state, self.budget, self.engines)
         self.trials = Trials(state, self.budget, self.engines)
         self.prover = Prover(state, self.budget, self.engines, self.answers)
 
-    def run(self) -> Tuned:
+    def run(self) -> TuningRun:
         chosen = self.state.chosen
-        self.state.ready = readied(chosen, self.state.progress, examiner=_examiner(chosen), to_measure=True)
+        self.state.ready = prepare_model(chosen, self.state.progress, examiner=_make_examiner(chosen), to_measure=True)
         self.state.change(engine_version=self.state.ready.plan.engine_version, build=self.state.ready.build)
-        self.pool.most = self.budget.engines_at_once(None)
-        self.state.teller.begun(self.state.kept, self.state.knobs)
+        self.pool.most = self.budget.count_loaded_engines(None)
+        self.state.teller.report_start(self.state.kept, self.state.knobs)
         self.state.start_clock()
-        with stoppable():
+        with handle_sigterm():
             try:
                 found = self.search()
                 self.prover.prove(found)
                 self.state.keep(finished=True)
             except KeyboardInterrupt:
                 self.state.keep()
-                raise Stopped(self.state.kept) from None
+                raise TuningStopped(self.state.kept) from None
             except BedplateError:
                 self.state.keep()
                 raise
@@ -237,24 +237,24 @@ class Tuner:
                 self.pool.close()
         return self.state.kept
 
-    def search(self) -> Climbed:
-        start_score = self._first_look()
-        levers = levers_of(
-            self.state.knobs, self.state.kept.limit, self.state.kept.knobs, hints=self._hints(),
-            as_own=self._own_is_better(), lossy=self.state.kept.lossy,
+    def search(self) -> SearchResult:
+        start_score = self._measure_baselines()
+        levers = order_settings(
+            self.state.knobs, self.state.kept.limit, self.state.kept.knobs, hints=self._find_hints(),
+            as_own=self._are_defaults_better(), lossy=self.state.kept.lossy,
         )  # fmt: skip
         return climb(
             levers,
             self.trials.measure,
             accept=self._accept,
             has_time=self.budget.has_time_for,
-            refused=self._refused_before(),
+            refused=self._find_refused(),
             start_score=start_score,
-            short_budget=self.budget.is_hasty,
+            short_budget=self.budget.is_short,
             width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
         )
 
-    def _first_look(self) -> float:
+    def _measure_baselines(self) -> float:
         """Measure the plan and the engine defaults, to compare with, and find the bottleneck.
 
         With a short budget, the engine defaults are measured only in the proof.
@@ -262,32 +262,32 @@ class Tuner:
         self.state.change(steps=(), proofs=(), sides=())
         planned = self.trials.measure((), None)
         if planned is None:
-            raise OutsideFailed(
+            raise ExternalFailure(
                 f"{self.state.chosen.engine.name} could not be measured with the plan's settings",
-                cause=self.state.last_refusal(),
+                cause=self.state.get_last_refusal(),
                 hint=f"run bedplate bench --engines {self.state.chosen.engine.id}",
             )
-        self.pool.most = self.budget.engines_at_once(self.state.trials[()])
+        self.pool.most = self.budget.count_loaded_engines(self.state.trials[()])
         plan_quality = self.answers.check(())
         if plan_quality.verdict == "broken":
-            raise AnswerIsNo(
+            raise NotPossible(
                 f"{self.state.chosen.engine.name} gives wrong answers with the plan's settings",
                 cause=plan_quality.note,
                 hint="choose another engine; bedplate plan --why-not gives the reasons",
             )
         self.trials.diagnose()
-        if not self.budget.is_hasty:
+        if not self.budget.is_short:
             self.trials.measure(OWN, None)
         return planned
 
-    def _own_is_better(self) -> bool:
+    def _are_defaults_better(self) -> bool:
         """Whether the engine defaults are better than the plan."""
         own, plan = (one.best if (one := self.state.trials.get(point)) is not None else None for point in (OWN, ()))
         return own is not None and plan is not None and own.score - plan.score > NOISE
 
     def _accept(self, point: Point, move: Move) -> bool:
         """Keep a winner; if its settings can change answers, only if it answers like the plan."""
-        if "answers" in self.state.knob(move.lever.name).risk:
+        if "answers" in self.state.get_setting(move.lever.name).risk:
             found = self.answers.check(point)
             if found.verdict != "ok":
                 words = found.note or "the answers could not be checked"
@@ -296,24 +296,24 @@ class Tuner:
         self.state.best = point
         return True
 
-    def _refused_before(self) -> set[tuple[str, str]]:
+    def _find_refused(self) -> set[tuple[str, str]]:
         kept = self.state.kept
-        known = store.refused_settings(kept.machine, kept.engine, path=self.state.path)
+        known = store.read_refused_settings(kept.machine, kept.engine, path=self.state.path)
         same = [one for one in known if (one.engine_version, one.model) == (kept.engine_version, kept.model)]
         # Weights that were refused for their accuracy are allowed with --lossy.
         same = [one for one in same if one.kind != "answers" or not kept.lossy]
         self.state.change(refused=tuple(dict.fromkeys((*kept.refused, *same))))
         return {(one.turn.knob, one.turn.value) for one in same}
 
-    def _hints(self) -> set[str]:
+    def _find_hints(self) -> set[str]:
         """Return the settings that helped the same engine with this model in other tunings."""
         kept = self.state.kept
-        others = store.tunings(None, path=self.state.path)
+        others = store.read_tunings(None, path=self.state.path)
         found = [one for one in others if one.engine == kept.engine and one.model == kept.model]
         return {step.turn.knob for one in found if one.id != kept.id for step in one.steps}
 
 
-def _examiner(chosen: Decided) -> BuildExaminer | None:
+def _make_examiner(chosen: ModelDecision) -> BuildExaminer | None:
     if chosen.build != "native":
         return None
     from bedplate.measure.builds import BuildExaminer

@@ -30,14 +30,51 @@ from bedplate.values.hardware import (
     Pcie,
 )
 from bedplate.values.measurements import Measurements
-from bedplate.values.model import LayerGroup, Model, Part, Quantization, TensorGroup
-from bedplate.values.record import Basis, Figure, Record, estimate, from_json, replaced, to_json
+from bedplate.values.model import LayerGroup, Model, ModelPart, Quantization, TensorGroup
+from bedplate.values.record import Basis, Figure, Record, from_json, make_estimate, replace_fields, to_json
 from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
-    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "DeviceNeed", "Disk", "Endpoint",
-    "Estimate", "Figure", "Fit", "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link",
-    "Measurements", "Memory", "Model", "NumaNode", "Offload", "Parallelism", "Part", "Pcie", "Plan",
-    "Preparation", "Quantization", "Reason", "Record", "Refusal", "Remedy", "Settings", "Shortage",
-    "TensorGroup", "Weights", "Workload", "estimate", "from_json", "replaced", "to_json",
+    "Accelerator",
+    "Basis",
+    "Cache",
+    "Challenger",
+    "Cpu",
+    "Decision",
+    "DeviceNeed",
+    "Disk",
+    "Endpoint",
+    "Estimate",
+    "Figure",
+    "Fit",
+    "GpuProcess",
+    "Hardware",
+    "LatencyTarget",
+    "Launch",
+    "LayerGroup",
+    "Link",
+    "Measurements",
+    "Memory",
+    "Model",
+    "ModelPart",
+    "NumaNode",
+    "Offload",
+    "Parallelism",
+    "Pcie",
+    "Plan",
+    "Preparation",
+    "Quantization",
+    "Reason",
+    "Record",
+    "Refusal",
+    "Remedy",
+    "Settings",
+    "Shortage",
+    "TensorGroup",
+    "Weights",
+    "Workload",
+    "from_json",
+    "make_estimate",
+    "replace_fields",
+    "to_json",
 ]  # fmt: skip

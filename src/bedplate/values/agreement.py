@@ -23,7 +23,7 @@ class Agreement(Record, frozen=True, kw_only=True):
     at: str
     """When the check ran: ISO 8601, UTC."""
     machine: str
-    """`fingerprint` of the hardware."""
+    """`compute_fingerprint` of the hardware."""
     engine: str
     engine_version: str
     model: str
@@ -48,7 +48,7 @@ class Agreement(Record, frozen=True, kw_only=True):
     def agreement(self) -> float | None:
         return self.agreed / self.answered if self.answered else None
 
-    def same_setting(self, engine: str, version: str, weights: str, settings: Settings) -> bool:
+    def has_same_setting(self, engine: str, version: str, weights: str, settings: Settings) -> bool:
         """Whether this check used the same engine version, weights, device and KV cache type."""
         own = self.settings
         return (self.engine, self.engine_version, self.weights) == (engine, version, weights) and (

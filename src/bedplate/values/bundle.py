@@ -8,7 +8,7 @@ from typing import Literal
 from bedplate.values.decision import Plan
 from bedplate.values.hardware import Hardware
 from bedplate.values.record import Record
-from bedplate.values.service import Wanted
+from bedplate.values.service import ModelOrder
 
 MANIFEST = "bedplate-bundle.json"
 TOP = "bedplate-bundle"
@@ -24,7 +24,7 @@ class BundledFile(Record, frozen=True, kw_only=True):
     """Target of a symbolic link; `None`: a file with content."""
 
     @property
-    def inside(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether the path and the link target are within the bundle."""
         path = PurePosixPath(self.path)
         if path.is_absolute() or ".." in path.parts or not path.parts:
@@ -39,7 +39,7 @@ class BundledFile(Record, frozen=True, kw_only=True):
         return True
 
 
-class Site(Record, frozen=True, kw_only=True):
+class SiteRequirements(Record, frozen=True, kw_only=True):
     """Requirements of the wheels in a bundle on the machine where they are installed."""
 
     python: str
@@ -57,8 +57,8 @@ class Bundle(Record, frozen=True, kw_only=True):
     bedplate: str
     """Version of bedplate that made the bundle."""
     made_at: str
-    site: Site
-    wanted: Wanted
+    site: SiteRequirements
+    wanted: ModelOrder
     """The service as the user requested it. Its model is in the bundle."""
     hardware: Hardware
     """The hardware that the plan is for."""
@@ -81,7 +81,7 @@ class Bundle(Record, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
-class Packed(Record, frozen=True, kw_only=True):
+class PackedBundle(Record, frozen=True, kw_only=True):
     """What `bedplate bundle --json` prints."""
 
     schema: Literal["packed/1"] = "packed/1"

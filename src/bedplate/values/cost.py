@@ -21,11 +21,11 @@ class Price(Record, frozen=True, kw_only=True):
     """Price of one kWh, in the currency of `price_per_hour`."""
 
     @property
-    def said(self) -> bool:
+    def is_given(self) -> bool:
         return self.price_per_hour is not None or self.electricity_price is not None or self.watts is not None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         parts = [
             None if self.price_per_hour is None else f"{self.price_per_hour:g} an hour",
             None if self.watts is None else f"{self.watts:g} W",
@@ -34,16 +34,16 @@ class Price(Record, frozen=True, kw_only=True):
         return " and ".join(part for part in parts if part)
 
 
-class PerMillion(Record, frozen=True, kw_only=True):
+class CostPerMillion(Record, frozen=True, kw_only=True):
     """Cost and energy of a million output tokens. If one part of the cost is unknown, the cost is `None`."""
 
     cost_per_million_tokens: float | None = None
     kwh_per_million_tokens: float | None = None
 
 
-def per_million(
+def compute_cost_per_million(
     price: Price | None, cards: int, output_tok_s: float | None, energy_j_per_token: float | None = None
-) -> PerMillion:
+) -> CostPerMillion:
     """Cost and energy at this throughput on `cards` cards. Uses the measured energy, else the stated watts."""
     price = price or Price()
     hours = MILLION / output_tok_s / HOUR_S if output_tok_s else None
@@ -52,10 +52,10 @@ def per_million(
         kwh = energy_j_per_token * MILLION / JOULES_PER_KWH
     elif price.watts is not None and hours is not None:
         kwh = price.watts * cards / 1000 * hours
-    return PerMillion(cost_per_million_tokens=_cost(price, cards, hours, kwh), kwh_per_million_tokens=kwh)
+    return CostPerMillion(cost_per_million_tokens=_compute_cost(price, cards, hours, kwh), kwh_per_million_tokens=kwh)
 
 
-def _cost(price: Price, cards: int, hours: float | None, kwh: float | None) -> float | None:
+def _compute_cost(price: Price, cards: int, hours: float | None, kwh: float | None) -> float | None:
     cost = 0.0
     if price.price_per_hour is not None:
         if hours is None:

@@ -91,7 +91,7 @@ class Estimate(Record, frozen=True, kw_only=True):
     kwh_per_million_tokens: Figure | None = None
 
 
-class Turned(Record, frozen=True, kw_only=True):
+class TunedSettings(Record, frozen=True, kw_only=True):
     """Engine-specific settings that tuning found, beyond the settings that all engines share."""
 
     knobs: tuple[tuple[str, str], ...] = ()
@@ -128,7 +128,7 @@ class Settings(Record, frozen=True, kw_only=True):
     """Share of each accelerator's memory that the engine may use; `None`: as much as it needs."""
     compute_capability: str | None = None
     """CUDA compute capability, if it decides which package of the engine is installed."""
-    turned: Turned | None = None
+    turned: TunedSettings | None = None
     """The settings that `bedplate tune` found on this machine; `None`: none."""
 
 

@@ -20,7 +20,7 @@ EvidenceKind = Literal[
 ]
 
 
-class Spent(Record, frozen=True, kw_only=True):
+class TimeShare(Record, frozen=True, kw_only=True):
     """A part of a request's mean time, and where it goes."""
 
     limit: Limit
@@ -32,7 +32,7 @@ class Spent(Record, frozen=True, kw_only=True):
     """Share of the whole request time."""
 
 
-class AtLoad(Record, frozen=True, kw_only=True):
+class LoadDiagnosis(Record, frozen=True, kw_only=True):
     """One cell: where the time of its requests went."""
 
     cell: str
@@ -42,7 +42,7 @@ class AtLoad(Record, frozen=True, kw_only=True):
     clear: bool = False
     """Whether the largest part is well ahead of the second."""
     request_ms: float | None = None
-    spent: tuple[Spent, ...] = ()
+    spent: tuple[TimeShare, ...] = ()
     """The parts, largest first. They add up to `request_ms`."""
     step_ms: float | None = None
     """Time between two tokens of one stream while no prefill runs."""
@@ -58,7 +58,7 @@ class AtLoad(Record, frozen=True, kw_only=True):
     """Why the bottleneck cannot be determined."""
 
 
-class Evidence(Record, frozen=True, kw_only=True):
+class Observation(Record, frozen=True, kw_only=True):
     """One observation, and the limit that it supports. `limit` is `None` if it supports none or contradicts one."""
 
     kind: EvidenceKind | None = None
@@ -66,14 +66,14 @@ class Evidence(Record, frozen=True, kw_only=True):
     limit: Limit | None = None
 
 
-class Change(Record, frozen=True, kw_only=True):
+class SuggestedChange(Record, frozen=True, kw_only=True):
     kind: ChangeKind
     text: str
     flag: str | None = None
     """The option of this engine, if it has one and it is known."""
 
 
-class Prediction(Record, frozen=True, kw_only=True):
+class GainPrediction(Record, frozen=True, kw_only=True):
     """The predicted gain from removing the bottleneck."""
 
     change: str
@@ -92,10 +92,10 @@ class Bottleneck(Record, frozen=True, kw_only=True):
     limit: Limit | None
     """The bottleneck under the heaviest load."""
     text: str
-    loads: tuple[AtLoad, ...]
-    evidence: tuple[Evidence, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-    changes: tuple[Change, ...] = ()
+    loads: tuple[LoadDiagnosis, ...]
+    evidence: tuple[Observation, ...] = ()
+    predictions: tuple[GainPrediction, ...] = ()
+    changes: tuple[SuggestedChange, ...] = ()
     """What to change, most important first."""
     unknown: tuple[str, ...] = ()
     """What could not be determined, and how to measure it."""

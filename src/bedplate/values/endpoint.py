@@ -10,7 +10,7 @@ Orchestrator = Literal["dynamo", "ray"]
 """Orchestrators that bedplate can run on this machine."""
 
 
-class Above(Record, frozen=True, kw_only=True):
+class EndpointOrchestrator(Record, frozen=True, kw_only=True):
     """The orchestrator between the endpoint and the engines, and the workers that it runs."""
 
     orchestrator: Orchestrator
@@ -39,5 +39,5 @@ class Endpoint(Record, frozen=True, kw_only=True):
     """Name of the service in `ps`, `status`, `logs` and `stop`."""
     models: tuple[str, ...] = ()
     """All models served there, including `model`."""
-    on: Above | None = None
+    on: EndpointOrchestrator | None = None
     """The orchestrator that runs the engines; `None`: bedplate runs them itself."""

@@ -168,7 +168,7 @@ class Hardware(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """What could not be read, and why."""
 
-    def has(self, vendor: str) -> bool:
+    def has_vendor(self, vendor: str) -> bool:
         return any(accelerator.vendor == vendor for accelerator in self.accelerators)
 
     @property

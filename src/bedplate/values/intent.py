@@ -109,7 +109,7 @@ class Operations(Record, frozen=True, kw_only=True):
         return Price(price_per_hour=self.price_per_hour, watts=self.watts, electricity_price=self.electricity_price)
 
 
-class Pool(Record, frozen=True, kw_only=True):
+class NodePool(Record, frozen=True, kw_only=True):
     """Nodes of one kind."""
 
     name: Name
@@ -168,7 +168,7 @@ class Service(Record, frozen=True, kw_only=True):
     """With `ttl`: load the model at the start all the same."""
 
 
-class Tenant(Record, frozen=True, kw_only=True):
+class PlatformTenant(Record, frozen=True, kw_only=True):
     """A tenant of the platform."""
 
     name: Name
@@ -183,7 +183,7 @@ class Tenant(Record, frozen=True, kw_only=True):
     """Concurrent requests."""
 
 
-class Deploy(Record, frozen=True, kw_only=True):
+class DeployTarget(Record, frozen=True, kw_only=True):
     """The platform that `plan --emit` writes files for."""
 
     namespace: Name | None = None
@@ -215,13 +215,13 @@ class Intent(Record, frozen=True, kw_only=True):
     """What the model is asked for."""
     operations: Operations = Operations()
     """How the service is operated."""
-    deploy: Deploy = Deploy()
+    deploy: DeployTarget = DeployTarget()
     """The platform that `plan --emit` writes files for."""
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[NodePool, ...] = ()
     """The nodes of a platform, instead of `hardware`."""
     services: tuple[Service, ...] = ()
     """The models of a platform, instead of `model` and `workload`."""
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[PlatformTenant, ...] = ()
     """The tenants of the platform."""
     notes: tuple[str, ...] = ()
     """Remarks that bedplate adds about unusual values; not for people to write."""

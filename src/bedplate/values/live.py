@@ -17,14 +17,14 @@ Eyes = Literal["all", "own"]
 """What the viewer may see: everything, or only the viewer's own use."""
 
 
-class Times(Record, frozen=True, kw_only=True):
+class RecentLatency(Record, frozen=True, kw_only=True):
     """Over the answers that ended in the last minute; `None`: there were none."""
 
     p50_ms: float | None = None
     p95_ms: float | None = None
 
 
-class Binding(Record, frozen=True, kw_only=True):
+class LiveBottleneck(Record, frozen=True, kw_only=True):
     """The bottleneck of a model now, judged by the answers of the last minute."""
 
     limit: Limit | None = None
@@ -85,13 +85,13 @@ class LiveModel(Record, frozen=True, kw_only=True):
     waiting: int | None = None
     slots: int | None = None
     planned_bytes: int | None = None
-    ttft: Times = Times()
-    tpot: Times = Times()
+    ttft: RecentLatency = RecentLatency()
+    tpot: RecentLatency = RecentLatency()
     output_tok_s: float | None = None
     """Output tokens of the answers that ended in the last minute, per second. The fields below use the same minute."""
     ended: int | None = None
     failed: int | None = None
-    binding: Binding | None = None
+    binding: LiveBottleneck | None = None
 
 
 class TenantUse(Record, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class LastVerdict(Record, frozen=True, kw_only=True):
     challenger: str
 
 
-class Series(Record, frozen=True, kw_only=True):
+class LiveSeries(Record, frozen=True, kw_only=True):
     """One model or one tenant, second by second. Each tuple is as long as the history's `at_s`."""
 
     in_flight: tuple[int, ...] = ()
@@ -151,8 +151,8 @@ class Series(Record, frozen=True, kw_only=True):
 class History(Record, frozen=True, kw_only=True):
     at_s: tuple[int, ...] = ()
     """Seconds since 1970, oldest first."""
-    models: dict[str, Series] = msgspec.field(default_factory=dict)
-    own: Series | None = None
+    models: dict[str, LiveSeries] = msgspec.field(default_factory=dict)
+    own: LiveSeries | None = None
     """The viewer's own series, if the viewer may see nothing else."""
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from bedplate.values.record import Figure, Record
 
 
-class Machine(Record, frozen=True, kw_only=True):
+class MeasuredMachine(Record, frozen=True, kw_only=True):
     """What must be unchanged for an old measurement to stay valid."""
 
     os: str
@@ -86,7 +86,7 @@ class Measurements(Record, frozen=True, kw_only=True):
     when: str
     """Local time with its UTC offset, ISO 8601."""
     took_s: float
-    machine: Machine
+    machine: MeasuredMachine
     instruction_sets: tuple[InstructionSetCheck, ...] = ()
     ram_all_cores: RamBandwidth | None = None
     ram_one_core: RamBandwidth | None = None

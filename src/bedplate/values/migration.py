@@ -10,7 +10,7 @@ from bedplate.values.workload import NotNegative
 Stage = Literal["start", "warm-up", "answers", "traffic", "answers under load"]
 
 
-class Party(Record, frozen=True, kw_only=True):
+class MigrationEngine(Record, frozen=True, kw_only=True):
     """An engine with its weights, on one side of a migration."""
 
     engine: str
@@ -19,7 +19,7 @@ class Party(Record, frozen=True, kw_only=True):
     replicas: int = 1
 
 
-class Checked(Record, frozen=True, kw_only=True):
+class AnswerCheck(Record, frozen=True, kw_only=True):
     """The challenger's answers compared with others: one greedy next token after each of some fixed prefixes."""
 
     against: Literal["the reference", "the engine in service"]
@@ -36,7 +36,7 @@ class Checked(Record, frozen=True, kw_only=True):
     why: str
 
 
-class Latency(Record, frozen=True, kw_only=True):
+class LatencySummary(Record, frozen=True, kw_only=True):
     """Requests and median latencies of one side, from the moment the engine received each request."""
 
     requests: int
@@ -46,13 +46,13 @@ class Latency(Record, frozen=True, kw_only=True):
     tpot_ms: float | None = None
 
 
-class Step(Record, frozen=True, kw_only=True):
+class MigrationStep(Record, frozen=True, kw_only=True):
     """A period with a part of the traffic on the challenger."""
 
     percent: NotNegative
     seconds: float
-    challenger: Latency
-    beside: Latency
+    challenger: LatencySummary
+    beside: LatencySummary
     """The engine in service in the same period; once it gets no traffic, its latency before the migration."""
 
 
@@ -61,9 +61,9 @@ class Migration(Record, frozen=True, kw_only=True):
     at: str
     """When it began: ISO 8601, UTC."""
     model: str
-    a: Party
+    a: MigrationEngine
     """The engine that was in service."""
-    b: Party
+    b: MigrationEngine
     """The challenger."""
     outcome: Literal["migrated", "rolled back"]
     stage: Stage | None = None
@@ -73,8 +73,8 @@ class Migration(Record, frozen=True, kw_only=True):
     side_by_side: bool
     """Whether both engines ran at once. If not, requests were held during the switch."""
     took_s: float
-    checks: tuple[Checked, ...] = ()
-    steps: tuple[Step, ...] = ()
+    checks: tuple[AnswerCheck, ...] = ()
+    steps: tuple[MigrationStep, ...] = ()
     held_most: int = 0
     """The most requests that waited at once while no engine was running."""
     held_s: float = 0.0

@@ -34,7 +34,7 @@ class TensorGroup(Record, frozen=True, kw_only=True):
     bytes: int
 
 
-class Part(Record, frozen=True, kw_only=True):
+class ModelPart(Record, frozen=True, kw_only=True):
     """The weights of one purpose: embedding, attention, experts …"""
 
     name: str
@@ -118,7 +118,7 @@ class Model(Record, frozen=True, kw_only=True):
     chat_template: str | None = None
     """The default chat template, unless it is too long to include."""
     basis: Basis = "reported"
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ModelPart, ...] = ()
     """The weights by purpose; empty if only their sum is known."""
     layers: tuple[LayerGroup, ...] = ()
     """The cache of each kind of layer; empty if only the sums are known."""
@@ -162,7 +162,7 @@ class Model(Record, frozen=True, kw_only=True):
         return not self.files and (self.origin or "").startswith(UNPACKED)
 
     @property
-    def unpacked_from(self) -> str | None:
+    def source_quantization(self) -> str | None:
         """The quantization type of the weights in that GGUF file."""
         return (self.origin or "").removeprefix(UNPACKED).split()[0] if self.is_unpacked else None
 
@@ -183,7 +183,7 @@ class Model(Record, frozen=True, kw_only=True):
             if part.parameters and part.name not in ("embedding", "vision", "mtp")
         )
 
-    def kv_bytes(self, context_tokens: int, bits: int = 16) -> int:
+    def compute_kv_bytes(self, context_tokens: int, bits: int = 16) -> int:
         """KV cache bytes of one sequence of `context_tokens`, with keys and values of `bits` bits.
 
         States keep their size.

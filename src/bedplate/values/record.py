@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 
 Basis = Literal["measured", "reported", "spec", "estimate"]
 """Where a figure comes from.
@@ -31,7 +31,7 @@ class Figure(Record, frozen=True, kw_only=True):
     source: str | None = None
 
 
-def estimate(value: float, spread: float, source: str | None = None) -> Figure:
+def make_estimate(value: float, spread: float, source: str | None = None) -> Figure:
     """An estimate with a range of ± `spread` (0.1 is 10 %)."""
     return Figure(value=value, low=value * (1 - spread), high=value * (1 + spread), basis="estimate", source=source)
 
@@ -45,10 +45,10 @@ def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadQuestion(
+        raise UsageError(
             f"{origin} is not a valid {kind.__name__} for this version of bedplate", cause=str(error)
         ) from error
 
 
-def replaced(record: R, **changes: Any) -> R:
+def replace_fields(record: R, **changes: Any) -> R:
     return msgspec.structs.replace(record, **changes)

@@ -13,7 +13,7 @@ class Result(Record, frozen=True, kw_only=True):
     at: str
     """When it was measured: ISO 8601, UTC."""
     machine: str
-    """`fingerprint` of the hardware."""
+    """`compute_fingerprint` of the hardware."""
     engine: str
     engine_version: str | None = None
     model: str
@@ -38,18 +38,18 @@ class Result(Record, frozen=True, kw_only=True):
     quality: float | None = None
     """Share of agreement with the reference, 0 to 1; `None`: not checked."""
 
-    def comparable(self, other: Result) -> bool:
+    def is_comparable_to(self, other: Result) -> bool:
         """Whether machine, model, weights and workload are the same, so that only engine and layout differ."""
         return (
             self.machine == other.machine
             and self.model == other.model
-            and self._same_weights(other)
+            and self._has_same_weights(other)
             and self.concurrency == other.concurrency
             and self.prompt_tokens == other.prompt_tokens
             and self.output_tokens == other.output_tokens
         )
 
-    def _same_weights(self, other: Result) -> bool:
+    def _has_same_weights(self, other: Result) -> bool:
         """Compare the weights by their source if it is recorded for both, else by label."""
         if self.weights_id is not None and other.weights_id is not None:
             return self.weights_id == other.weights_id

@@ -77,7 +77,7 @@ class Sample(Record, frozen=True, kw_only=True, omit_defaults=True):
         return (self.duration_ms - self.ttft_ms) / (self.output_tokens - 1)
 
 
-class Client(Record, frozen=True, kw_only=True):
+class ClientAccuracy(Record, frozen=True, kw_only=True):
     """Accuracy and load of the load generator itself."""
 
     error_p50_ms: float | None = None
@@ -108,7 +108,7 @@ class EngineSeries(Record, frozen=True, kw_only=True):
     cache_hit_share: float | None = None
 
 
-class Use(Record, frozen=True, kw_only=True):
+class ResourceUse(Record, frozen=True, kw_only=True):
     """Resources used. `None`: not measured, for example at a remote endpoint."""
 
     peak_memory_bytes: int | None = None
@@ -185,7 +185,7 @@ class Cell(Record, frozen=True, kw_only=True):
     at: str
     """When it began: ISO 8601, UTC."""
     machine: str
-    """`fingerprint` of the client's hardware."""
+    """`compute_fingerprint` of the client's hardware."""
     subject: Subject
     load: Load
     repeats: tuple[Repeat, ...] = ()
@@ -219,12 +219,12 @@ class Repeat(Record, frozen=True, kw_only=True):
     reopened: int = 0
     """Connections that the endpoint closed and the client reopened."""
     notes: tuple[str, ...] = ()
-    client: Client = Client()
+    client: ClientAccuracy = ClientAccuracy()
     engine: EngineSeries = EngineSeries()
-    use: Use = Use()
+    use: ResourceUse = ResourceUse()
 
 
-class Environment(Record, frozen=True, kw_only=True):
+class RunEnvironment(Record, frozen=True, kw_only=True):
     """What is needed to reproduce the run."""
 
     bedplate: str
@@ -242,7 +242,7 @@ class Environment(Record, frozen=True, kw_only=True):
     """As the user stated it."""
 
 
-class Matrix(Record, frozen=True, kw_only=True):
+class BenchMatrix(Record, frozen=True, kw_only=True):
     """The engines and loads that a run was asked for. It contains all that is needed to resume the run."""
 
     model: str | None = None
@@ -272,10 +272,10 @@ class Run(Record, frozen=True, kw_only=True):
     schema: Literal["run/1"] = "run/1"
     id: Annotated[str, msgspec.Meta(min_length=1)]
     at: str
-    environment: Environment
+    environment: RunEnvironment
     cells: tuple[Cell, ...] = ()
     finished: bool = False
-    matrix: Matrix | None = None
+    matrix: BenchMatrix | None = None
     """What was asked for; `None` for imported measurements."""
     left_out: tuple[Refusal, ...] = ()
     """Requested engines that could not be measured."""

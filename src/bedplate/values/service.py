@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 
 from bedplate.values.decision import Device
-from bedplate.values.endpoint import Above, Orchestrator
+from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator
 from bedplate.values.intent import Name, Operations
 from bedplate.values.record import Record
-from bedplate.values.tenant import Declared
+from bedplate.values.tenant import DeclaredTenant
 from bedplate.values.workload import Count, Positive, Workload
 
 Build = Literal["packages", "native"]
@@ -18,7 +18,7 @@ Build = Literal["packages", "native"]
 EngineCondition = Literal["loading", "ready", "restarting", "failed", "stopped"]
 
 
-class Wanted(Record, frozen=True, kw_only=True):
+class ModelOrder(Record, frozen=True, kw_only=True):
     """One model to serve."""
 
     model: str | None = None
@@ -38,7 +38,7 @@ class Wanted(Record, frozen=True, kw_only=True):
     """Tenants that may use it, besides the operator; empty: everybody."""
 
     @property
-    def on_demand(self) -> bool:
+    def is_on_demand(self) -> bool:
         return self.ttl_s is not None
 
 
@@ -46,7 +46,7 @@ class Order(Record, frozen=True, kw_only=True):
     """What one host is asked to serve: one endpoint and the models behind it."""
 
     schema: Literal["order/1"] = "order/1"
-    services: tuple[Wanted, ...] = (Wanted(),)
+    services: tuple[ModelOrder, ...] = (ModelOrder(),)
     name: Name | None = None
     """Name for `ps` and `stop`; `None`: derived from the model."""
     host: str = "127.0.0.1"
@@ -60,7 +60,7 @@ class Order(Record, frozen=True, kw_only=True):
     """Folder that stores requests and answers; `None`: no content is stored."""
     memory_budget_bytes: Count | None = None
     """Memory limit of all engines together; `None`: the free memory."""
-    tenants: tuple[Declared, ...] = ()
+    tenants: tuple[DeclaredTenant, ...] = ()
     """Tenants of the endpoint; empty: everyone with a key."""
     bundle: str | None = None
     """The folder or archive that everything comes from. If set, bedplate does not access the network."""
@@ -138,7 +138,7 @@ class ModelStatus(Record, frozen=True, kw_only=True):
     drift: str | None = None
     """How the observed workload differs from the plan's, and what that implies."""
     engines: tuple[EngineStatus, ...] = ()
-    on: Above | None = None
+    on: EndpointOrchestrator | None = None
     """The orchestrator of its engines."""
 
 

@@ -8,7 +8,7 @@ from bedplate.values.record import Record
 from bedplate.values.verdict import Verdict
 
 
-class Shadowed(Record, frozen=True, kw_only=True):
+class ShadowResult(Record, frozen=True, kw_only=True):
     schema: Literal["shadow/1"] = "shadow/1"
     at: str
     model: str

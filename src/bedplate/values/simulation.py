@@ -12,7 +12,7 @@ LayoutName = Literal["aggregated", "disaggregated"]
 RouterName = Literal["random", "least-loaded", "prefix"]
 
 
-class Times(Record, frozen=True, kw_only=True):
+class LatencyDistribution(Record, frozen=True, kw_only=True):
     """Distribution of a latency over the requests, in milliseconds."""
 
     mean: float
@@ -64,9 +64,9 @@ class Outcome(Record, frozen=True, kw_only=True):
     goodput_requests_s: float | None
     goodput_tok_s: float | None
     """Output tokens of those requests."""
-    ttft_ms: Times | None
-    tpot_ms: Times | None
-    e2e_ms: Times | None
+    ttft_ms: LatencyDistribution | None
+    tpot_ms: LatencyDistribution | None
+    e2e_ms: LatencyDistribution | None
     kv_use_mean: Share
     """Mean KV cache utilization by running requests, over all replicas and the whole time."""
     kv_use_peak: Share
@@ -84,7 +84,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     basis: Basis = "estimate"
 
 
-class Engine(Record, frozen=True, kw_only=True):
+class ReplicaDescription(Record, frozen=True, kw_only=True):
     """One replica."""
 
     engine: str
@@ -107,7 +107,7 @@ class Engine(Record, frozen=True, kw_only=True):
 
 class Simulation(Record, frozen=True, kw_only=True):
     schema: Literal["simulation/1"] = "simulation/1"
-    replica: Engine
+    replica: ReplicaDescription
     traffic: Traffic
     target: LatencyTarget | None = None
     met_share: Share

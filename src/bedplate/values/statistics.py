@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
+def compute_quantile(ordered: Sequence[float], share: float) -> float:
     """Of sorted values, interpolated linearly between the two nearest."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)

@@ -58,7 +58,7 @@ class Summary(Record, frozen=True, kw_only=True):
     energy_j_per_token: float | None
 
 
-class Row(Record, frozen=True, kw_only=True):
+class BenchRow(Record, frozen=True, kw_only=True):
     """One line of a table or CSV file: the columns that the source articles require, then qualifying columns."""
 
     engine: str

@@ -54,7 +54,7 @@ class NewKey(Record, frozen=True, kw_only=True):
     tenant: Tenant
 
 
-class Declared(Record, frozen=True, kw_only=True):
+class DeclaredTenant(Record, frozen=True, kw_only=True):
     """A tenant as declared when an endpoint starts; `None`: keep the stored value."""
 
     name: Name
@@ -68,10 +68,10 @@ LIMITS = ("weight", "requests_per_minute", "tokens_per_minute", "in_flight")
 """The fields that limit a tenant."""
 
 
-def is_name(text: str) -> bool:
+def is_tenant_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", text) is not None
 
 
-def key_digest(key: bytes, salt: bytes) -> bytes:
+def digest_key(key: bytes, salt: bytes) -> bytes:
     """The stored hash of a key. Keys are 256 random bits, so a slow hash would add no protection."""
     return hashlib.blake2b(key, key=salt, digest_size=32).digest()

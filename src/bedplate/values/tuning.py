@@ -23,7 +23,7 @@ USUAL_IN_FLIGHT = 4
 """Concurrency to assume if none is specified: one client and a retry or two."""
 
 
-class Choice(Record, frozen=True, kw_only=True):
+class SettingChoice(Record, frozen=True, kw_only=True):
     """One value of a tunable setting, and its effect on the launch."""
 
     value: str
@@ -48,10 +48,10 @@ class Choice(Record, frozen=True, kw_only=True):
     """Whether the engine keeps the CPU busy while idle, so that no other engine can be measured at the same time."""
 
 
-class Knob(Record, frozen=True, kw_only=True):
+class TunableSetting(Record, frozen=True, kw_only=True):
     name: str
     meaning: str
-    choices: tuple[Choice, ...]
+    choices: tuple[SettingChoice, ...]
     now: str
     """Its value in the plan."""
     own: str
@@ -73,12 +73,12 @@ class Knob(Record, frozen=True, kw_only=True):
     """Where these facts come from."""
 
 
-class Turn(Record, frozen=True, kw_only=True):
+class SettingChange(Record, frozen=True, kw_only=True):
     knob: str
     value: str
 
 
-class Taken(Record, frozen=True, kw_only=True):
+class TrialMeasurement(Record, frozen=True, kw_only=True):
     """One short measurement: all requests in flight at once, from the first byte sent to the last byte received."""
 
     at: str
@@ -97,20 +97,20 @@ class Taken(Record, frozen=True, kw_only=True):
 class Trial(Record, frozen=True, kw_only=True):
     """One combination of settings with all of its measurements."""
 
-    turned: tuple[Turn, ...] = ()
+    turned: tuple[SettingChange, ...] = ()
     """Differences from the plan."""
     own_defaults: bool = False
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[TrialMeasurement, ...] = ()
     start_s: float | None = None
 
     @property
-    def best(self) -> Taken | None:
+    def best(self) -> TrialMeasurement | None:
         """The median of the completed measurements."""
         whole = sorted((one for one in self.taken if not one.cut), key=lambda one: one.score)
         return whole[len(whole) // 2] if whole else None
 
 
-class Refused(Record, frozen=True, kw_only=True):
+class RefusedSetting(Record, frozen=True, kw_only=True):
     """A setting that is never proposed again for this engine version on this machine, with the evidence."""
 
     schema: Literal["refused-setting/1"] = "refused-setting/1"
@@ -119,29 +119,29 @@ class Refused(Record, frozen=True, kw_only=True):
     engine: str
     engine_version: str
     model: str
-    turn: Turn
+    turn: SettingChange
     """The change that caused it."""
-    turned: tuple[Turn, ...]
+    turned: tuple[SettingChange, ...]
     """All differences from the plan."""
     kind: RefusedKind
     why: str
     evidence: tuple[str, ...] = ()
 
 
-class Step(Record, frozen=True, kw_only=True):
+class TuningStep(Record, frozen=True, kw_only=True):
     """One change that was kept, and its gain at that time."""
 
-    turn: Turn
+    turn: SettingChange
     before: str
     gain: Figure
     """Factor of improvement of the objective."""
 
 
-class Side(Record, frozen=True, kw_only=True):
+class ComparedSettings(Record, frozen=True, kw_only=True):
     """One of the settings compared at the end, in interleaved rounds."""
 
     name: SideName
-    turned: tuple[Turn, ...] = ()
+    turned: tuple[SettingChange, ...] = ()
     settings: Settings
     weights: Weights
     argv: tuple[str, ...]
@@ -153,7 +153,7 @@ class Side(Record, frozen=True, kw_only=True):
     energy_j_per_token: float | None = None
     quality: Quality | None = None
     cell: str | None = None
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[TrialMeasurement, ...] = ()
     """One measurement per round."""
 
 
@@ -169,17 +169,17 @@ class Proof(Record, frozen=True, kw_only=True):
     """Factor of improvement: 2 is half the time."""
 
 
-class OnFront(Record, frozen=True, kw_only=True):
+class ParetoPoint(Record, frozen=True, kw_only=True):
     """A setting on the Pareto front: no other is better in every respect."""
 
     name: str
-    turned: tuple[Turn, ...] = ()
+    turned: tuple[SettingChange, ...] = ()
     output_tok_s: float
     ttft_ms: float
     peak_memory_bytes: int | None = None
 
 
-class Tuned(Record, frozen=True, kw_only=True):
+class TuningRun(Record, frozen=True, kw_only=True):
     """One run of `bedplate tune`, stored after each measurement."""
 
     schema: Literal["tuning/1"] = "tuning/1"
@@ -215,46 +215,46 @@ class Tuned(Record, frozen=True, kw_only=True):
     limit: Limit | None = None
     diagnosis: str | None = None
     """The bottleneck of the plan's own run."""
-    sides: tuple[Side, ...] = ()
+    sides: tuple[ComparedSettings, ...] = ()
     proofs: tuple[Proof, ...] = ()
-    steps: tuple[Step, ...] = ()
-    front: tuple[OnFront, ...] = ()
+    steps: tuple[TuningStep, ...] = ()
+    front: tuple[ParetoPoint, ...] = ()
     trials: tuple[Trial, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedSetting, ...] = ()
     notes: tuple[str, ...] = ()
     source: str | None = None
     """Imported tunings: the file that it was read from."""
 
-    def side(self, name: str) -> Side | None:
+    def find_side(self, name: str) -> ComparedSettings | None:
         return next((one for one in self.sides if one.name == name), None)
 
-    def proof(self, against: str) -> Proof | None:
+    def find_proof(self, against: str) -> Proof | None:
         return next((one for one in self.proofs if one.against == against), None)
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the tuned settings are proven better than the plan's."""
-        found = self.proof("plan")
+        found = self.find_proof("plan")
         return self.finished and found is not None and found.answer == "migrate"
 
     def covers(self, workload: Workload) -> bool:
         """Whether it applies to this class of workload."""
         stated = workload.concurrency is not None or workload.users > 1
-        in_flight = workload.in_flight() if stated else USUAL_IN_FLIGHT
+        in_flight = workload.compute_in_flight() if stated else USUAL_IN_FLIGHT
         shared = workload.shared_prefix_tokens, self.load.shared_prefix_tokens
         return (
             workload.task == "generate"
-            and _near(in_flight, self.load.concurrency or 1)
-            and _near(workload.prompt_tokens, self.load.prompt_tokens)
-            and _near(workload.output_tokens, self.load.output_tokens)
+            and _are_near(in_flight, self.load.concurrency or 1)
+            and _are_near(workload.prompt_tokens, self.load.prompt_tokens)
+            and _are_near(workload.output_tokens, self.load.output_tokens)
             and (shared[0] > 0) == (shared[1] > 0)
         )
 
 
-def _near(one: float, other: float) -> bool:
+def _are_near(one: float, other: float) -> bool:
     return max(one, other) <= NEAR * min(one, other)
 
 
-def words_of(turned: tuple[Turn, ...]) -> str:
+def describe_changes(turned: tuple[SettingChange, ...]) -> str:
     """Such as "weights Q8_0, ubatch 256"; without changes it names the plan."""
     return ", ".join(f"{one.knob} {one.value}" for one in turned) or "as planned"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 YEAR_S = 366 * 86400.0
 _STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def figure(value: float, digits: int = 3) -> str:
+def format_figure(value: float, digits: int = 3) -> str:
     """A figure with its significant digits and thousands separators, never with an exponent."""
     if abs(value) >= 10**digits - 0.5:
         return f"{value:,.0f}"
@@ -20,17 +20,17 @@ def figure(value: float, digits: int = 3) -> str:
     return short if "e" not in short else f"{value:.9f}".rstrip("0").rstrip(".")
 
 
-def size(num_bytes: float) -> str:
+def format_size(num_bytes: float) -> str:
     """Decimal units for files and weights (98 MB), as on download pages and data sheets."""
-    return _scaled(num_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB"))
+    return _format_scaled(num_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB"))
 
 
-def memory(num_bytes: float) -> str:
+def format_memory(num_bytes: float) -> str:
     """Binary units for RAM (23.4 GiB), as operating systems report it."""
-    return _scaled(num_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _format_scaled(num_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def seconds(duration_s: float) -> str:
+def format_seconds(duration_s: float) -> str:
     if duration_s < 1:
         return f"{duration_s * 1000:.0f} ms"
     if duration_s < 90:
@@ -42,7 +42,7 @@ def seconds(duration_s: float) -> str:
     return f"{hours} h {minutes:02d} min" if minutes else f"{hours} h"
 
 
-def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
+def _format_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= step * 0.9995 and power < len(units) - 1:
         value /= step
@@ -51,7 +51,7 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
     return f"{digits} {units[power]}"
 
 
-def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, most_s: float = math.inf) -> float:
+def parse_duration(text: str, field: str = "a time", *, positive: bool = False, most_s: float = math.inf) -> float:
     """Parse a duration in seconds: `90`, `10m`, `1h30m`, `1.5 h`. `positive`: 0 is refused."""
     given = text.strip().lower()
     hint = "for example 90s, 10m or 1h30m"
@@ -61,18 +61,18 @@ def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, 
         parts = re.findall(r"(\d+(\.\d+)?)\s*(ms|s|min|m|h|d)", given)
         found = sum(float(number) * _SECONDS[unit] for number, _, unit in parts)
     else:
-        raise BadQuestion(f"{field}: {text!r} is not a duration", hint=hint)
+        raise UsageError(f"{field}: {text!r} is not a duration", hint=hint)
     if positive and found <= 0:
-        raise BadQuestion(f"{field}: must be more than 0", hint=hint)
+        raise UsageError(f"{field}: must be more than 0", hint=hint)
     if found > most_s:
-        raise BadQuestion(f"{field}: {text!r} is longer than {most_s / _SECONDS['d']:g} days", hint=hint)
+        raise UsageError(f"{field}: {text!r} is longer than {most_s / _SECONDS['d']:g} days", hint=hint)
     return found
 
 
-def parsed_bytes(text: str, field: str = "a size") -> int:
+def parse_size(text: str, field: str = "a size") -> int:
     """Parse a size in bytes: `8GiB`, `8G`, `8 GB`. Only a unit with B and without i is decimal."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     if found is None:
-        raise BadQuestion(f"{field}: {text!r} is not a memory size", hint="for example 8GiB or 900MB")
+        raise UsageError(f"{field}: {text!r} is not a memory size", hint="for example 8GiB or 900MB")
     step: float = 1000 if found[3] == "b" else 1024
     return round(float(found[1]) * float(step ** _STEPS[found[2]]))

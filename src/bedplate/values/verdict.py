@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bedplate.values.cost import PerMillion
+from bedplate.values.cost import CostPerMillion
 from bedplate.values.record import Figure, Record
 from bedplate.values.run import Load, Quality
 
@@ -52,15 +52,15 @@ class Effect(Record, frozen=True, kw_only=True):
     """Standard deviation of the logarithm of the gain between repeats."""
 
 
-class Spent(Record, frozen=True, kw_only=True):
+class CostComparison(Record, frozen=True, kw_only=True):
     """Cost of a million output tokens on both sides under one load, at the given prices."""
 
     load: Load
-    a: PerMillion
-    b: PerMillion
+    a: CostPerMillion
+    b: CostPerMillion
 
 
-class OnTarget(Record, frozen=True, kw_only=True):
+class TargetShare(Record, frozen=True, kw_only=True):
     """Share of requests that met the latency target under one load, with 95 % intervals."""
 
     load: Load
@@ -68,7 +68,7 @@ class OnTarget(Record, frozen=True, kw_only=True):
     b: Figure
 
 
-class Cost(Record, frozen=True, kw_only=True):
+class OperatingCost(Record, frozen=True, kw_only=True):
     """Cost of operating one side besides its speed; `None`: unknown."""
 
     engine: str
@@ -82,14 +82,14 @@ class Cost(Record, frozen=True, kw_only=True):
     """What must be compiled or converted before it can start."""
 
 
-class Side(Record, frozen=True, kw_only=True):
+class ComparedEngine(Record, frozen=True, kw_only=True):
     engine: str
     engine_version: str | None = None
     quantization: str | None = None
     cells: tuple[str, ...]
     runs: tuple[str, ...]
     quality: Quality | None = None
-    cost: Cost
+    cost: OperatingCost
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -102,12 +102,12 @@ class Verdict(Record, frozen=True, kw_only=True):
     """What must be measured for another answer."""
     model: str
     machine: str
-    a: Side
+    a: ComparedEngine
     """The engine in service, or the first one named."""
-    b: Side
+    b: ComparedEngine
     effects: tuple[Effect, ...]
-    on_target: tuple[OnTarget, ...] = ()
-    spent: tuple[Spent, ...] = ()
+    on_target: tuple[TargetShare, ...] = ()
+    spent: tuple[CostComparison, ...] = ()
     """Empty if no price was given and no energy was measured."""
     least_gain: float
     """The smallest gain that is worth a migration."""

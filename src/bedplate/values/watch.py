@@ -9,7 +9,7 @@ import msgspec
 from bedplate.values.decision import Decision
 from bedplate.values.migration import Migration
 from bedplate.values.record import Record
-from bedplate.values.shadow import Shadowed
+from bedplate.values.shadow import ShadowResult
 from bedplate.values.verdict import EXIT_CODES, Answer
 from bedplate.values.workload import LatencyTarget, Workload
 
@@ -44,14 +44,14 @@ class Trigger(Record, frozen=True, kw_only=True):
     text: str
 
 
-class Untried(Record, frozen=True, kw_only=True):
+class UntriedChallenger(Record, frozen=True, kw_only=True):
     """A challenger that was not measured."""
 
     engine: str
     why: str
 
 
-class Watched(Record, frozen=True, kw_only=True):
+class WatchEvaluation(Record, frozen=True, kw_only=True):
     """One evaluation."""
 
     schema: Literal["watch/1"] = "watch/1"
@@ -67,8 +67,8 @@ class Watched(Record, frozen=True, kw_only=True):
     """The challenger that the answer is about."""
     planned: str | None = None
     """The engine that `plan` would choose today."""
-    shadows: tuple[Shadowed, ...] = ()
-    untried: tuple[Untried, ...] = ()
+    shadows: tuple[ShadowResult, ...] = ()
+    untried: tuple[UntriedChallenger, ...] = ()
     report: str | None = None
     """Path of the report page."""
     migration: Migration | None = None
@@ -80,7 +80,7 @@ class Watched(Record, frozen=True, kw_only=True):
         return EXIT_CODES[self.answer]
 
 
-class Seen(Record, frozen=True, kw_only=True):
+class WatchState(Record, frozen=True, kw_only=True):
     """The state that `watch` keeps between evaluations."""
 
     schema: Literal["watch-state/1"] = "watch-state/1"

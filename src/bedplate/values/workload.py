@@ -19,12 +19,12 @@ TraceFormat = Literal["azure", "mooncake", "sharegpt", "bedplate"]
 DEFAULT_THINK_TIME_S = 30.0
 
 
-def in_flight_by_littles_law(requests_per_s: float, request_s: float) -> float:
+def apply_littles_law(requests_per_s: float, request_s: float) -> float:
     """Mean requests in flight: arrival rate times request time."""
     return requests_per_s * request_s
 
 
-def rate_by_littles_law(concurrency: float, request_s: float) -> float:
+def invert_littles_law(concurrency: float, request_s: float) -> float:
     """Little's law inverted: the request rate that this concurrency sustains."""
     return concurrency / request_s
 
@@ -37,7 +37,7 @@ class LatencyTarget(Record, frozen=True, kw_only=True):
     tpot_ms: Positive | None = None
     """Time per output token after the first, in milliseconds."""
 
-    def overrun(self, ttft_ms: float | None, tpot_ms: float | None) -> float:
+    def compute_overrun(self, ttft_ms: float | None, tpot_ms: float | None) -> float:
         """The larger ratio of latency to target; at most 1 if both targets are met.
 
         Infinite if a latency with a target is unknown.
@@ -91,7 +91,7 @@ class Workload(Record, frozen=True, kw_only=True):
         """Usual length of a request when it ends. Embedding and classification generate no tokens."""
         return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
 
-    def in_flight(self, request_s: float | None = None) -> int:
+    def compute_in_flight(self, request_s: float | None = None) -> int:
         """Requests in flight: as specified, else by Little's law from the arrival rate or from users with think time.
 
         Without a known request time all users count as active at once. This is an upper bound.
@@ -101,15 +101,15 @@ class Workload(Record, frozen=True, kw_only=True):
         if request_s is None:
             return self.users
         # Round first: the division may leave an error, and 50 requests must stay 50.
-        return max(1, math.ceil(round(in_flight_by_littles_law(self.arrivals_per_s(request_s), request_s), 6)))
+        return max(1, math.ceil(round(apply_littles_law(self.compute_arrivals_per_s(request_s), request_s), 6)))
 
-    def arrivals_per_s(self, request_s: float) -> float:
+    def compute_arrivals_per_s(self, request_s: float) -> float:
         """Requests per second: as specified, else what the concurrency sustains, or what users with think time send."""
         if self.requests_per_s is not None:
             return self.requests_per_s
         if self.concurrency is not None:
-            return rate_by_littles_law(self.concurrency, request_s)
-        return rate_by_littles_law(self.users, request_s + (self.think_time_s or DEFAULT_THINK_TIME_S))
+            return invert_littles_law(self.concurrency, request_s)
+        return invert_littles_law(self.users, request_s + (self.think_time_s or DEFAULT_THINK_TIME_S))
 
 
 class RequestShape(Record, frozen=True, kw_only=True, omit_defaults=True, tag_field="schema", tag="request/1"):
@@ -148,7 +148,7 @@ class LengthBin(Record, frozen=True, kw_only=True):
     requests: int
 
 
-class Lengths(Record, frozen=True, kw_only=True):
+class LengthDistribution(Record, frozen=True, kw_only=True):
     """Exact token counts per request as the trace states them. `basis` says how reliable they are."""
 
     spread: Spread
@@ -226,9 +226,9 @@ class TraceSummary(Record, frozen=True, kw_only=True):
     """Failed requests by outcome, if the log states outcomes."""
     tenants: int | None = None
     models: tuple[str, ...] = ()
-    prompt: Lengths
-    output: Lengths
-    total: Lengths
+    prompt: LengthDistribution
+    output: LengthDistribution
+    total: LengthDistribution
     """Prompt and output of one request together: the cache that it needs at its end."""
     arrivals: Arrivals | None = None
     in_flight: InFlight | None = None

@@ -11,17 +11,17 @@ from bedplate.engines import (
     DynamoWorker,
     Engine,
     EngineState,
+    EnvironmentRecipe,
     Features,
     MemoryUse,
     MetricNames,
     NotedOptions,
     RayWorker,
-    Recipe,
 )
-from bedplate.engines.knobs import landed, slots_knob, worth_turning
+from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_slots_knob
 from bedplate.values import Hardware, Launch, Plan
 from bedplate.values.decision import Device
-from bedplate.values.tuning import Knob
+from bedplate.values.tuning import TunableSetting
 
 
 class Warp(Engine):
@@ -29,7 +29,7 @@ class Warp(Engine):
     name = "Warp"
     spellings = ("warpengine", "warpserve")
     version = "1.2.3"
-    recipe = Recipe(
+    recipe = EnvironmentRecipe(
         packages=("warp-engine==1.2.3",), download_bytes=4_000, disk_bytes=40_000_000, check="import warp_engine"
     )
     formats = ("safetensors", "gguf")
@@ -59,10 +59,12 @@ class Warp(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = ["warp-serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--name", plan.model.served_name, "--lanes", str(plan.settings.slots)]
-        return landed(Launch(argv=tuple(argv), prepare=self.installation(), health_path="/health"), plan.settings)
+        return apply_tuned_options(
+            Launch(argv=tuple(argv), prepare=self.installation(), health_path="/health"), plan.settings
+        )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        return worth_turning([slots_knob(plan, (1, 2, 4), own=2, source="warp-serve --help")])
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+        return keep_tunable([make_slots_knob(plan, (1, 2, 4), own=2, source="warp-serve --help")])
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         return ContainerImage(name=f"registry.example/warp:{self.version}", python=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.facts.measured.cache import machine_of
+from bedplate.facts.measured.cache import identify_machine
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.measurements import (
     DiskRead,
@@ -40,7 +40,7 @@ def make_figure(value: float) -> Figure:
 MEASURED = Measurements(
     when="2026-11-15T04:20:00+00:00",
     took_s=4.2,
-    machine=machine_of(HARDWARE),
+    machine=identify_machine(HARDWARE),
     instruction_sets=(
         InstructionSetCheck(name="avx2", result="runs"),
         InstructionSetCheck(name="avx512f", result="not tried", why="no executable memory"),

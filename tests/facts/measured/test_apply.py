@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from bedplate.facts.measured import apply
-from bedplate.show.measured import operations, rate, render_measured
-from bedplate.values import Accelerator, Figure, Hardware, Measurements, estimate, from_json, replaced, to_json
+from bedplate.facts.measured import apply_measurements
+from bedplate.show.measured import format_operations, format_rate, render_measured
+from bedplate.values import (
+    Accelerator,
+    Figure,
+    Hardware,
+    Measurements,
+    from_json,
+    make_estimate,
+    replace_fields,
+    to_json,
+)
 
 from .samples import HARDWARE, MEASURED, make_figure
 
 
 def test_the_read_bandwidth_is_used() -> None:
-    found = apply(HARDWARE, MEASURED)
+    found = apply_measurements(HARDWARE, MEASURED)
     assert found.memory.bandwidth_bytes_s == make_figure(20e9)
     assert [card.bandwidth_bytes_s for card in found.accelerators] == [make_figure(4.4e12), make_figure(4.1e12)]
 
 
 def test_measurements_take_precedence_over_data_sheets() -> None:
-    cards = tuple(replaced(card, bandwidth_bytes_s=estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
-    found = apply(replaced(HARDWARE, accelerators=cards), MEASURED)
+    cards = tuple(replace_fields(card, bandwidth_bytes_s=make_estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
+    found = apply_measurements(replace_fields(HARDWARE, accelerators=cards), MEASURED)
     assert all(card.bandwidth_bytes_s and card.bandwidth_bytes_s.basis == "measured" for card in found.accelerators)
 
 
 def test_unmeasured_figures_stay_unchanged() -> None:
     nothing = Measurements(when="2026-11-15T04:20:00+00:00", took_s=1.0, machine=MEASURED.machine)
-    assert replaced(apply(HARDWARE, nothing), measured=None) == HARDWARE
+    assert replace_fields(apply_measurements(HARDWARE, nothing), measured=None) == HARDWARE
 
 
 def test_broken_instruction_sets_are_removed() -> None:
-    found = apply(HARDWARE, MEASURED)
+    found = apply_measurements(HARDWARE, MEASURED)
     assert found.cpu.instruction_sets == ("avx2", "avx512f"), "what was not tried is left as advertised"
     assert found.notes == ("amx_tile is advertised but does not run here: SIGILL at tileloadd",)
 
 
 def test_the_slower_direction_is_the_bandwidth_of_the_nvlink() -> None:
-    pcie, nvlink, host = apply(HARDWARE, MEASURED).links
+    pcie, nvlink, host = apply_measurements(HARDWARE, MEASURED).links
     assert (pcie.kind, pcie.bandwidth_bytes_s) == ("pcie", None)
     assert (nvlink.kind, nvlink.count, nvlink.bandwidth_bytes_s) == ("nvlink", 18, make_figure(380e9))
     assert (host.kind, host.a, host.b, host.bandwidth_bytes_s) == ("pcie", "0", "host", make_figure(55e9))
@@ -43,12 +52,12 @@ def test_the_slower_direction_is_the_bandwidth_of_the_nvlink() -> None:
 
 def test_a_card_of_another_vendor_is_not_changed() -> None:
     cards = (Accelerator(name="Radeon", vendor="amd", index=0),)
-    (card,) = apply(replaced(HARDWARE, accelerators=cards), MEASURED).accelerators
+    (card,) = apply_measurements(replace_fields(HARDWARE, accelerators=cards), MEASURED).accelerators
     assert card.bandwidth_bytes_s is None
 
 
 def test_a_machine_with_measurements_survives_json() -> None:
-    found = apply(HARDWARE, MEASURED)
+    found = apply_measurements(HARDWARE, MEASURED)
     assert from_json(Hardware, to_json(found)) == found
 
 
@@ -87,5 +96,5 @@ def test_an_empty_measurement_can_be_shown() -> None:
 
 def test_a_small_spread_is_not_shown() -> None:
     sure = Figure(value=20e9, low=19.95e9, high=20.05e9, basis="measured")
-    assert rate(sure) == "20 GB/s" and operations(sure, "fp32") == "20 GFLOP/s"
-    assert rate(Figure(value=0, low=0, high=0, basis="measured")) == "0 B/s"
+    assert format_rate(sure) == "20 GB/s" and format_operations(sure, "fp32") == "20 GFLOP/s"
+    assert format_rate(Figure(value=0, low=0, high=0, basis="measured")) == "0 B/s"

@@ -13,12 +13,12 @@ import pytest
 from bedplate.facts.measured import disk
 from bedplate.facts.measured.disk import (
     DiskRequest,
-    file_system_of,
-    largest,
+    disable_cache,
+    find_largest,
     measure_disk,
-    opened,
+    open_large_file,
+    parse_file_system,
     read_blocks,
-    uncached,
 )
 
 CAPTURES = Path(__file__).parents[2] / "captures"
@@ -60,13 +60,13 @@ def test_a_model_file_is_read_if_there_is_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_largest_readable_file_is_chosen(tmp_path: Path) -> None:
-    assert largest(tmp_path) is None
+    assert find_largest(tmp_path) is None
     (tmp_path / "small").write_bytes(bytes(MIB))
-    assert largest(tmp_path) is None
+    assert find_largest(tmp_path) is None
     (tmp_path / "large").write_bytes(bytes(9 * MIB))
     (tmp_path / "larger").write_bytes(bytes(10 * MIB))
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert largest(tmp_path) == tmp_path / "larger"
+    assert find_largest(tmp_path) == tmp_path / "larger"
 
 
 def test_a_full_disk_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_disk_that_fails_while_reading_is_a_note(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(disk, "MEMORY_FILE_SYSTEMS", ())
-    monkeypatch.setattr(disk, "uncached", lambda descriptor: "O_DIRECT")
+    monkeypatch.setattr(disk, "disable_cache", lambda descriptor: "O_DIRECT")
     monkeypatch.setattr(os, "preadv", fails)
     found = run(tmp_path)
     assert found.disk is None and os.strerror(errno.EIO) in found.notes[0]
@@ -90,30 +90,30 @@ def test_a_disk_that_fails_while_reading_is_a_note(tmp_path: Path, monkeypatch: 
 
 
 def test_a_memory_file_system_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(disk, "find_file_system", lambda folder: "tmpfs")
     assert "is in memory (tmpfs)" in run(tmp_path).notes[0]
 
 
 @here_only
 def test_reading_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_S", 0.0)
-    with opened(tmp_path) as (descriptor, size, _):
+    with open_large_file(tmp_path) as (descriptor, size, _):
         assert read_blocks(descriptor, size, lambda share: None) == []
 
 
 @here_only
 def test_every_block_is_read_once(tmp_path: Path) -> None:
-    with opened(tmp_path) as (descriptor, size, _):
-        assert uncached(descriptor)
+    with open_large_file(tmp_path) as (descriptor, size, _):
+        assert disable_cache(descriptor)
         ends = read_blocks(descriptor, size, lambda share: None)
     assert [count for _, count in ends] == [disk.BLOCK_BYTES] * (size // disk.BLOCK_BYTES)
 
 
 def test_the_file_system_is_that_of_the_deepest_mount() -> None:
     text = (CAPTURES / "cgroup/v1-hybrid-vm.mountinfo").read_text()
-    assert file_system_of(text, "/home/somebody/.cache") == "ext4"
-    assert file_system_of(text, "/proc/self") == "proc"
+    assert parse_file_system(text, "/home/somebody/.cache") == "ext4"
+    assert parse_file_system(text, "/proc/self") == "proc"
     extra = "99 27 0:50 / /data/my\\040models rw - tmpfs tmpfs rw\n"
-    assert file_system_of(text + extra, "/data/my models/a") == "tmpfs"
-    assert file_system_of(text + extra, "/data/my modelsx") == "ext4"
-    assert file_system_of("garbage\n\n - \n", "/") is None
+    assert parse_file_system(text + extra, "/data/my models/a") == "tmpfs"
+    assert parse_file_system(text + extra, "/data/my modelsx") == "ext4"
+    assert parse_file_system("garbage\n\n - \n", "/") is None

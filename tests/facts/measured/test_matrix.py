@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from bedplate.facts.measured import matrix
-from bedplate.facts.measured.cuda import Card
+from bedplate.facts.measured.cuda import MeasuredCard
 from bedplate.facts.measured.matrix import (
     KINDS,
     MatrixRequest,
-    libraries,
-    major_version,
+    count_operations,
+    find_libraries,
+    make_noise,
     measure_matrix,
-    noise,
     open_first,
-    operations,
+    parse_major_version,
 )
 from bedplate.values import Accelerator
 
@@ -30,13 +30,13 @@ NO_CARDS = MatrixRequest(cards=(), threads=1, when="2026-11-15")
 
 
 def test_a_product_is_a_multiplication_and_an_addition_for_each_term() -> None:
-    assert operations(8192) == 1_099_511_627_776
+    assert count_operations(8192) == 1_099_511_627_776
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_data_is_random_finite_and_near_one(kind: matrix.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_is_random_finite_and_near_one(kind: matrix.ProductKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "NOISE_BYTES", 4096)
-    raw = noise(kind)
+    raw = make_noise(kind)
     assert len(raw) == 4096 and len(set(raw)) > 100
     if kind.name == "int8":
         return
@@ -73,7 +73,7 @@ def test_the_newest_supported_library_is_used(tmp_path: Path, monkeypatch: pytes
         return path
 
     monkeypatch.setattr("ctypes.CDLL", load)
-    monkeypatch.setattr(matrix, "typed", lambda library: library)
+    monkeypatch.setattr(matrix, "declare_types", lambda library: library)
     names = ("libcublas.so.11", "libcublas.so.12", "libcublas.so.13", "libcublasLt.so.11")
     for name in names:
         (tmp_path / name).write_bytes(b"")
@@ -88,7 +88,7 @@ def test_the_newest_supported_library_is_used(tmp_path: Path, monkeypatch: pytes
     [("libcublas.so.12", 12), ("libcublas.so.12.9.1.4", 12), ("cublas64_13.dll", 13), ("libcublas.so", None)],
 )
 def test_the_version_is_parsed_from_the_file_name(name: str, major: int | None) -> None:
-    assert major_version(Path(name)) == major
+    assert parse_major_version(Path(name)) == major
 
 
 def test_libraries_are_found_in_packages_of_this_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_libraries_are_found_in_packages_of_this_interpreter(tmp_path: Path, mon
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.setattr(sys, "platform", "linux")
     assert {folder / "nvidia/cublas/lib/libcublas.so.12", folder / "nvidia/cu13/lib/libcublas.so.13"} <= set(
-        libraries()
+        find_libraries()
     )
 
 
@@ -125,7 +125,7 @@ class FakeCublas:
         data_type = arguments[8]
         if data_type == self.refuse:
             return 15
-        self.driver.clock_s += operations(arguments[3]) / 1e14
+        self.driver.clock_s += count_operations(arguments[3]) / 1e14
         return 0
 
 
@@ -137,11 +137,11 @@ def run_on_gpu(
     library = FakeCublas(driver, refuse)
     monkeypatch.setitem(sys.modules, "numpy", None)
     monkeypatch.setattr(matrix, "NOISE_BYTES", 1 << 26)
-    monkeypatch.setattr(matrix, "noise", lambda kind: bytes(1 << 26))
-    monkeypatch.setattr(matrix, "load", lambda: driver)
+    monkeypatch.setattr(matrix, "make_noise", lambda kind: bytes(1 << 26))
+    monkeypatch.setattr(matrix, "load_driver", lambda: driver)
     monkeypatch.setattr(matrix, "open_first", lambda paths, major: (library, Path("libcublas.so.13")))
     asked = matrix.make_request((Accelerator(name="b", vendor="nvidia", index=2),), 1, "2026-11-15")
-    assert asked.cards == (Card(index=2, name="b"),)
+    assert asked.cards == (MeasuredCard(index=2, name="b"),)
     return measure_matrix(asked, lambda share: None), driver, library
 
 
@@ -163,8 +163,10 @@ def test_a_data_type_that_the_card_lacks_is_a_note(monkeypatch: pytest.MonkeyPat
 def test_too_little_memory_on_the_card_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeCuda()
     monkeypatch.setitem(sys.modules, "numpy", None)
-    monkeypatch.setattr(matrix, "load", lambda: driver)
+    monkeypatch.setattr(matrix, "load_driver", lambda: driver)
     monkeypatch.setattr(matrix, "open_first", lambda paths, major: (FakeCublas(driver), Path("libcublas.so.13")))
     driver.cards[0].free_bytes = 1 << 20
-    found = measure_matrix(MatrixRequest(cards=(Card(index=0, name="x"),), threads=1, when="x"), lambda share: None)
+    found = measure_matrix(
+        MatrixRequest(cards=(MeasuredCard(index=0, name="x"),), threads=1, when="x"), lambda share: None
+    )
     assert found.rates == () and sum("not enough free memory" in note for note in found.notes) == len(KINDS)

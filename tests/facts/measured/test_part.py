@@ -16,11 +16,11 @@ import psutil
 import pytest
 from tests.conftest import HANG_S, wait_for
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.facts.measured import cuda, disk, matrix, ram
-from bedplate.facts.measured.measuring import disturbances, measure
+from bedplate.facts.measured.measuring import find_disturbances, measure
 from bedplate.facts.measured.part import run_part
-from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replaced
+from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replace_fields
 from bedplate.values.measurements import GpuBandwidth
 
 from .samples import HARDWARE, make_figure
@@ -38,7 +38,7 @@ def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk
 def replace_command(*command: str) -> Iterator[None]:
     """Run another program instead of the worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bedplate.facts.measured.part._command", lambda _: command)
+        patch.setattr("bedplate.facts.measured.part._make_command", lambda _: command)
         yield
 
 
@@ -58,12 +58,12 @@ def test_progress_and_result_are_returned() -> None:
     ],
 )
 def test_a_part_that_ends_without_an_answer_says_why(code: str, said: str) -> None:
-    with pytest.raises(OutsideFailed, match=said):
+    with pytest.raises(ExternalFailure, match=said):
         run(code)
 
 
 def test_a_part_that_hangs_is_stopped() -> None:
-    with pytest.raises(OutsideFailed, match=r"stopped after 0\.5 s"):
+    with pytest.raises(ExternalFailure, match=r"stopped after 0\.5 s"):
         run("import time; time.sleep(600)", limit_s=0.5)
 
 
@@ -100,19 +100,19 @@ def test_an_invalid_answer_becomes_a_note(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_part_that_never_reads_its_request_is_handled() -> None:
     with (
         replace_command(sys.executable, "-c", "raise SystemExit(3)"),
-        pytest.raises(OutsideFailed, match="exit code 3"),
+        pytest.raises(ExternalFailure, match="exit code 3"),
     ):
         run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_missing_interpreter_is_reported() -> None:
-    with replace_command("/nowhere/python"), pytest.raises(OutsideFailed, match="could not start"):
+    with replace_command("/nowhere/python"), pytest.raises(ExternalFailure, match="could not start"):
         run_part("disk", ASKED, disk.DiskResult)
 
 
 def test_a_failed_part_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(name: str, *_: object, **__: object) -> None:
-        raise OutsideFailed(f"{name} failed: signal 9")
+        raise ExternalFailure(f"{name} failed: signal 9")
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", fails)
     (tmp_path / "home").write_text("a file where the folder should be")
@@ -124,11 +124,13 @@ def test_a_failed_part_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_other_processes_are_noted() -> None:
-    assert disturbances(HARDWARE, 0.05) == ()
-    assert "other processes used 60% of the CPU" in disturbances(HARDWARE, 0.6)[0]
+    assert find_disturbances(HARDWARE, 0.05) == ()
+    assert "other processes used 60% of the CPU" in find_disturbances(HARDWARE, 0.6)[0]
     first, second = HARDWARE.accelerators
-    busy = replaced(HARDWARE, accelerators=(first, replaced(second, processes=(GpuProcess(pid=1), GpuProcess(pid=2)))))
-    assert disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
+    busy = replace_fields(
+        HARDWARE, accelerators=(first, replace_fields(second, processes=(GpuProcess(pid=1), GpuProcess(pid=2))))
+    )
+    assert find_disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
 
 
 def test_the_data_sheet_figure_is_kept_with_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,10 +142,13 @@ def test_the_data_sheet_figure_is_kept_with_the_measured_one(monkeypatch: pytest
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     sheet = Figure(value=4.8e12, low=4.8e12, high=4.8e12, basis="spec", source="a sheet")
     first, second = HARDWARE.accelerators
-    cards = (replaced(first, bandwidth_bytes_s=sheet), replaced(second, bandwidth_bytes_s=make_figure(4e12)))
-    found = measure(replaced(HARDWARE, accelerators=cards))
+    cards = (
+        replace_fields(first, bandwidth_bytes_s=sheet),
+        replace_fields(second, bandwidth_bytes_s=make_figure(4e12)),
+    )
+    found = measure(replace_fields(HARDWARE, accelerators=cards))
     assert [gpu.spec_bytes_s for gpu in found.gpus] == [sheet, None]
-    amd = replaced(HARDWARE, accelerators=(Accelerator(name="Radeon", vendor="amd"),))
+    amd = replace_fields(HARDWARE, accelerators=(Accelerator(name="Radeon", vendor="amd"),))
     assert "GPUs of amd are not measured: bedplate can only measure NVIDIA GPUs" in measure(amd).notes
 
 

@@ -12,14 +12,14 @@ from tests.conftest import HANG_S
 
 from bedplate.facts.measured import ram
 from bedplate.facts.measured.ram import (
-    Crew,
+    BufferSlices,
     RamRequest,
-    Slices,
-    buffer_bytes,
-    doubts,
+    ThreadTeam,
+    choose_buffer_bytes,
+    list_physical_cpus,
     make_request,
     measure_ram,
-    physical_cpus,
+    note_doubts,
 )
 from bedplate.values import Cpu
 from bedplate.values.hardware import Cache
@@ -30,19 +30,19 @@ CPU = Cpu(name="x", arch="x86_64", logical_cores=8, allowed_cores=8.0, allowed_p
 
 
 def test_the_buffer_is_four_times_the_cache_and_at_least_256_mib() -> None:
-    assert buffer_bytes(300 * MIB, 23 * GIB) == 1200 * MIB
-    assert buffer_bytes(8 * MIB, 23 * GIB) == buffer_bytes(None, 23 * GIB) == 256 * MIB
+    assert choose_buffer_bytes(300 * MIB, 23 * GIB) == 1200 * MIB
+    assert choose_buffer_bytes(8 * MIB, 23 * GIB) == choose_buffer_bytes(None, 23 * GIB) == 256 * MIB
 
 
 @given(st.none() | st.integers(0, 1 << 40), st.integers(0, 1 << 50))
 def test_the_buffer_is_at_most_a_quarter_of_free_memory(cache: int | None, free: int) -> None:
-    assert 0 <= buffer_bytes(cache, free) <= min(free // 4, ram.MOST_BYTES)
+    assert 0 <= choose_buffer_bytes(cache, free) <= min(free // 4, ram.MOST_BYTES)
 
 
 def test_possible_cache_hits_are_noted() -> None:
-    assert doubts(1200 * MIB, 300 * MIB) == ()
-    assert "may include cache hits" in doubts(1199 * MIB, 300 * MIB)[0]
-    assert "is unknown" in doubts(1200 * MIB, None)[0]
+    assert note_doubts(1200 * MIB, 300 * MIB) == ()
+    assert "may include cache hits" in note_doubts(1199 * MIB, 300 * MIB)[0]
+    assert "is unknown" in note_doubts(1200 * MIB, None)[0]
 
 
 def test_the_cache_size_is_the_sum_of_the_last_level() -> None:
@@ -68,7 +68,7 @@ def test_a_small_run_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ram, "LEAST_BYTES", 32 * MIB)
     monkeypatch.setattr(ram, "BUDGET_S", 0.05)
     told: list[float] = []
-    threads = len(physical_cpus()) or 1
+    threads = len(list_physical_cpus()) or 1
     asked = RamRequest(threads=threads, available_bytes=GIB, cache_bytes=MIB, one_cache_bytes=MIB, when="today")
     found = measure_ram(asked, told.append)
     assert found.all_cores is not None and found.one_core is not None and found.notes == ()
@@ -81,7 +81,7 @@ def test_a_small_run_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_part_is_filled_read_and_copied_completely() -> None:
-    slices = Slices(8 * MIB, 3)
+    slices = BufferSlices(8 * MIB, 3)
     assert slices.total % (2 * 3) == 0 and slices.part * 3 == slices.total <= 8 * MIB
     for part in range(3):
         slices.fill(part)
@@ -94,7 +94,7 @@ def test_every_part_is_filled_read_and_copied_completely() -> None:
 
 
 def test_an_unexpected_byte_is_detected() -> None:
-    slices = Slices(MIB, 1)
+    slices = BufferSlices(MIB, 1)
     slices.fill(0)
     slices._buffer[4096] = ram.ABSENT
     with pytest.raises(RuntimeError):
@@ -104,8 +104,8 @@ def test_an_unexpected_byte_is_detected() -> None:
 def test_all_threads_of_a_crew_work_at_the_same_time() -> None:
     together = threading.Barrier(3)
     seen: list[int] = []
-    with Crew([None] * 3) as crew:
-        assert crew.round(lambda number: seen.append(together.wait(HANG_S)), loops=2) > 0
+    with ThreadTeam([None] * 3) as crew:
+        assert crew.run_round(lambda number: seen.append(together.wait(HANG_S)), loops=2) > 0
     assert sorted(seen) == [0, 0, 1, 1, 2, 2]
 
 
@@ -114,12 +114,12 @@ def test_a_failing_job_is_raised_and_the_crew_still_ends() -> None:
         if number == 1:
             raise ValueError("no")
 
-    with pytest.raises(ValueError), Crew([None, None]) as crew:
-        crew.round(job)
+    with pytest.raises(ValueError), ThreadTeam([None, None]) as crew:
+        crew.run_round(job)
 
 
 def test_one_cpu_of_each_allowed_core_is_used() -> None:
-    found = physical_cpus()
+    found = list_physical_cpus()
     if not hasattr(os, "sched_getaffinity"):
         assert found == []
         return
@@ -132,6 +132,6 @@ def test_pinning_affects_only_the_thread() -> None:
     before = os.sched_getaffinity(0)
     seen: dict[int, set[int]] = {}
     cpu = min(before)
-    with Crew([cpu]) as crew:
-        crew.round(lambda number: seen.update({number: os.sched_getaffinity(0)}))
+    with ThreadTeam([cpu]) as crew:
+        crew.run_round(lambda number: seen.update({number: os.sched_getaffinity(0)}))
     assert seen == {0: {cpu}} and os.sched_getaffinity(0) == before

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.gateway import Gateway, GatewayBackend
 from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.upstream import EngineConnection
 
@@ -326,7 +326,7 @@ class Client:
 class Setup:
     gateway: Gateway
     engine: Engine
-    backend: Backend
+    backend: GatewayBackend
     port: int
     clients: list[Client] = field(default_factory=list)
 
@@ -339,7 +339,7 @@ class Setup:
         return sum(link.pool.active for route in self.gateway.routes for link in route.links)
 
     def count_waiting(self) -> int:
-        return sum(self.gateway.waiting(model) for model in self.gateway.models)
+        return sum(self.gateway.count_waiting(model) for model in self.gateway.models)
 
     def read_metric(self, name: str, **labels: str) -> float | None:
         labels = {"model": self.backend.model, "engine": self.backend.engine, **labels}
@@ -352,8 +352,8 @@ class Setup:
         return self.count_active() == 0 and self.read_metric("requests_in_flight") == 0
 
 
-def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
-    backend = Backend(model, engine, "b1", aliases=("Small Model", "small.gguf"))
+def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> GatewayBackend:
+    backend = GatewayBackend(model, engine, "b1", aliases=("Small Model", "small.gguf"))
     backend.address = ("127.0.0.1", port)
     backend.state = "ready"
     for name, value in more.items():
@@ -362,7 +362,7 @@ def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **m
 
 
 @contextlib.asynccontextmanager
-async def start_gateway(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
+async def start_gateway(*others: GatewayBackend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
     """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
 
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.

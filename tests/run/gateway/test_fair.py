@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, SLOT_KEPT_S, FairQueue, Line
+from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, SLOT_KEPT_S, FairQueue, TenantQueue
 from bedplate.run.gateway.tenants import KeyDigest
-from bedplate.values.tenant import Tenant, key_digest
+from bedplate.values.tenant import Tenant, digest_key
 
 from .scripted import CHAT, Client, make_backend, make_chat_body, request, wait_until, wait_within
 from .slotted import SlottedEngine
@@ -37,16 +37,16 @@ def count_served_tokens(
     queue: FairQueue[Job] = FairQueue()
     for name, own in jobs.items():
         for job in own:
-            queue.join(queue.line(name, weights[name]), job, 0.0)
+            queue.add(queue.get_queue(name, weights[name]), job, 0.0)
     tokens: Counter[str] = Counter()
     for _ in range(turns):
         found = queue.take(None, None, 0.0)
         assert found is not None
         line, job = found
-        queue.seated(line, job.cost_tokens, 0.0)
-        queue.ended(line, job.cost_tokens, costs[job.tenant])
+        queue.charge_sent(line, job.cost_tokens, 0.0)
+        queue.settle_charge(line, job.cost_tokens, costs[job.tenant])
         tokens[job.tenant] += int(costs[job.tenant])
-        queue.join(line, Job(job.tenant, job.cost_tokens), 0.0)
+        queue.add(line, Job(job.tenant, job.cost_tokens), 0.0)
     return tokens
 
 
@@ -69,27 +69,27 @@ def test_shares_tokens_by_weight_whatever_the_expected_and_actual_costs(
 
 def test_requests_of_one_tenant_are_sent_in_order() -> None:
     queue: FairQueue[Job] = FairQueue()
-    line = queue.line("a", 1)
+    line = queue.get_queue("a", 1)
     jobs = [Job("a") for _ in range(5)]
     for job in jobs:
-        queue.join(line, job, 0.0)
+        queue.add(line, job, 0.0)
     assert [(queue.take(None, None, 0.0) or (None, None))[1] for _ in jobs] == jobs
     assert queue.take(None, None, 0.0) is None and not queue
 
 
 def test_returning_tenant_has_neither_debt_nor_credit() -> None:
     queue: FairQueue[Job] = FairQueue()
-    busy, late = queue.line("busy", 1), queue.line("late", 1)
+    busy, late = queue.get_queue("busy", 1), queue.get_queue("late", 1)
     for _ in range(100):
-        queue.seated(busy, 1000, 0.0)
-        queue.ended(busy, 1000, 1000)
-    queue.seated(busy, 1000, 0.0)  # one is running
+        queue.charge_sent(busy, 1000, 0.0)
+        queue.settle_charge(busy, 1000, 1000)
+    queue.charge_sent(busy, 1000, 0.0)  # one is running
     order = []
     for _ in range(4):
-        queue.join(busy, Job("busy", 1000), 0.0)
-        queue.join(late, Job("late", 1000), 0.0)
+        queue.add(busy, Job("busy", 1000), 0.0)
+        queue.add(late, Job("late", 1000), 0.0)
     while found := queue.take(None, None, 0.0):
-        queue.seated(found[0], 1000, 0.0)
+        queue.charge_sent(found[0], 1000, 0.0)
         order.append(found[1].tenant)
     assert order[:2].count("late") >= 1 and order[:6].count("busy") >= 2
     assert sorted(order) == ["busy"] * 4 + ["late"] * 4
@@ -97,16 +97,16 @@ def test_returning_tenant_has_neither_debt_nor_credit() -> None:
 
 def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     queue: FairQueue[Job] = FairQueue()
-    flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
+    flood, quiet = queue.get_queue("flood", 1), queue.get_queue("quiet", 1)
     for _ in range(2):
-        queue.seated(quiet, 100, 0.0)
+        queue.charge_sent(quiet, 100, 0.0)
     for _ in range(2):
-        queue.ended(quiet, 100, 100)
+        queue.settle_charge(quiet, 100, 100)
     for _ in range(20):
-        queue.join(flood, Job("flood"), 0.0)
+        queue.add(flood, Job("flood"), 0.0)
     taken = 0
     while queue.take(8 - taken, 8, 0.1):
-        queue.seated(flood, 100, 0.1)
+        queue.charge_sent(flood, 100, 0.1)
         taken += 1
     assert taken == 6  # two are reserved for the other tenant
     assert queue.may_pass(quiet, 2, 8, 0.2) and not queue.may_pass(flood, 2, 8, 0.2)
@@ -114,16 +114,16 @@ def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
 
 
-def create_flood(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
+def create_flood(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], TenantQueue[Job], TenantQueue[Job]]:
     """A tenant that floods with a long queue, and one with two running requests, both in prefill."""
     queue: FairQueue[Job] = FairQueue()
-    flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
+    flood, quiet = queue.get_queue("flood", 1), queue.get_queue("quiet", 1)
     for line in (flood, quiet):
         line.mean_cost = 100.0
     for _ in range(2):
-        queue.seated(quiet, 100, 0.0)
+        queue.charge_sent(quiet, 100, 0.0)
     for _ in range(20):
-        queue.join(flood, Job("flood"), 0.0)
+        queue.add(flood, Job("flood"), 0.0)
     quiet.prefilling = 2
     quiet.served += flood_tokens
     return queue, flood, quiet
@@ -136,7 +136,7 @@ def test_flood_waits_for_prefill_of_other_tenants() -> None:
     quiet.prefilling = 0
     found = queue.take(6, 8, 0.1)
     assert found is not None and found[0] is flood
-    queue.seated(flood, 100, 0.1)
+    queue.charge_sent(flood, 100, 0.1)
     flood.prefilling = 1
     assert queue.take(5, 8, 0.1) is None  # one of four slots prefills at a time
     flood.prefilling = 0
@@ -159,29 +159,29 @@ def test_tenant_that_falls_behind_does_not_wait_for_prefill(ahead: float, readin
 def test_floods_do_not_wait_for_each_others_prefill() -> None:
     queue, flood, quiet = create_flood()
     for _ in range(20):
-        queue.join(quiet, Job("quiet"), 0.1)
+        queue.add(quiet, Job("quiet"), 0.1)
     assert queue.take(6, 8, 0.1) is not None and flood.prefilling == 0
 
 
 def test_reservations_leave_at_least_one_slot() -> None:
     """Whatever the other tenant's weight, at least one slot is available."""
     queue: FairQueue[Job] = FairQueue()
-    heavy = queue.line("heavy", 1000)
+    heavy = queue.get_queue("heavy", 1000)
     for _ in range(8):
-        queue.seated(heavy, 1, 0.0)
+        queue.charge_sent(heavy, 1, 0.0)
     for _ in range(8):
-        queue.ended(heavy, 1, 1)
-    queue.join(queue.line("light", 1), Job("light"), 0.0)
+        queue.settle_charge(heavy, 1, 1)
+    queue.add(queue.get_queue("light", 1), Job("light"), 0.0)
     assert queue.take(8, 8, 0.1)
 
 
 def test_skips_queue_whose_client_disconnected() -> None:
     queue: FairQueue[Job] = FairQueue()
-    a, b = queue.line("a", 1), queue.line("b", 1)
+    a, b = queue.get_queue("a", 1), queue.get_queue("b", 1)
     gone, stays = Job("a"), Job("b")
-    queue.join(a, gone, 0.0)
-    queue.join(b, stays, 0.0)
-    assert queue.leave(a, gone) and not queue.leave(a, gone)
+    queue.add(a, gone, 0.0)
+    queue.add(b, stays, 0.0)
+    assert queue.withdraw(a, gone) and not queue.withdraw(a, gone)
     assert len(queue) == 1
     assert (queue.take(None, None, 0.0) or (None, None))[1] is stays
 
@@ -211,10 +211,10 @@ async def share_engine(
     gateway = Gateway([backend])
     gateway.tenants.replace(
         [Tenant(name=name, weight=weights.get(name, 1.0)) for name in KEYS],
-        [KeyDigest(key_digest(key, gateway.tenants.salt), name) for name, key in KEYS.items()],
+        [KeyDigest(digest_key(key, gateway.tenants.salt), name) for name, key in KEYS.items()],
     )
     port = await gateway.start("127.0.0.1", 0)
-    gateway.tick()
+    gateway.run_periodic_checks()
     try:
         yield engine, port
     finally:

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from bedplate.run.gateway import BackendState
-from bedplate.run.gateway.exchange import Exchange
-from bedplate.run.gateway.pages import Shown
+from bedplate.run.gateway.exchange import GatewayExchange
+from bedplate.run.gateway.pages import PageResponse
 
 from .scripted import (
     ANSWER,
@@ -339,7 +339,7 @@ async def test_connection_reset_does_not_end_a_body_without_length() -> None:
 
 
 def list_engine_connections(setup: Setup) -> list[Any]:
-    exchanges = [c._current for c in setup.gateway.connections if isinstance(c._current, Exchange)]
+    exchanges = [c._current for c in setup.gateway.connections if isinstance(c._current, GatewayExchange)]
     return [e._connection for e in exchanges if e._connection is not None]
 
 
@@ -412,7 +412,7 @@ async def test_internal_error_is_answered_and_reported(monkeypatch: pytest.Monke
             assert PROBLEMS == ["internal error while forwarding an answer: KeyError('a mistake')"]
         assert (await client.post(CHAT, make_chat_body())).status == 200
         with monkeypatch.context() as patch:
-            patch.setattr(setup.gateway, "route_for", fail)
+            patch.setattr(setup.gateway, "find_route", fail)
             answer = await client.post(CHAT, make_chat_body())
             assert (answer.status, answer.error["code"]) == (500, "internal_error")
             assert PROBLEMS[1:] == ["internal error while reading a request: KeyError('a mistake')"]
@@ -646,7 +646,7 @@ async def test_next_answer_waits_until_slow_reader_has_read_the_last() -> None:
 async def test_slow_reader_of_pages_gets_the_next_page() -> None:
     large = b"x" * 20_000_000
     async with start_gateway() as setup:
-        setup.gateway.handed["/large"] = lambda _: Shown(large, "text/plain")
+        setup.gateway.handed["/large"] = lambda _: PageResponse(large, "text/plain")
         client = await setup.connect()
         for _ in range(3):
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -92,4 +92,4 @@ async def test_keeps_model_name_otherwise() -> None:
     st.text(),
 )
 def test_setting_model_name_changes_nothing_else(body: dict[str, Any], name: str) -> None:
-    assert json.loads(sse.with_model(json.dumps(body).encode(), name)) == {**body, "model": name}
+    assert json.loads(sse.set_model(json.dumps(body).encode(), name)) == {**body, "model": name}

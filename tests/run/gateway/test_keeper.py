@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bedplate import store
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.run.gateway import keeper as keeper_module
-from bedplate.run.gateway.keeper import Keeper, Words
-from bedplate.run.gateway.shapes import MAX_BLOCKS, conversation_of, prefix_hashes
-from bedplate.run.gateway.sse import read_asked
+from bedplate.run.gateway.keeper import RequestContent, RequestRecorder
+from bedplate.run.gateway.shapes import MAX_BLOCKS, hash_conversation, hash_prefixes
+from bedplate.run.gateway.sse import read_request_fields
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
 
 from .scripted import (
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def read_rows(path: Path) -> list[ServedRequest]:
-    return list(store.requests(path=path))
+    return list(store.read_requests(path=path))
 
 
 async def post(setup: Setup, body: object, path: str = CHAT) -> None:
@@ -56,7 +56,7 @@ async def post(setup: Setup, body: object, path: str = CHAT) -> None:
 
 async def test_stores_the_shape_of_a_stream(path: Path) -> None:
     before = time.time()
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         setup.engine.answer(make_stream(make_delta("a"), make_delta("b"), FINISH, USAGE, DONE))
         await post(setup, make_chat_body(stream=True, max_tokens=64))
     (row,) = read_rows(path)
@@ -83,7 +83,7 @@ def test_stores_concurrent_requests_in_order(path: Path) -> None:
 
 
 async def test_stores_every_outcome(path: Path) -> None:
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         await post(setup, make_chat_body(user="ok"))
         setup.engine.answer(make_answer(b"{}", "400 Bad Request"))
         await post(setup, make_chat_body())
@@ -112,7 +112,7 @@ async def test_stores_every_outcome(path: Path) -> None:
 
 async def test_stores_cached_tokens(path: Path) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 5}}
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         setup.engine.answer(make_answer({"usage": usage}))
         await post(setup, make_chat_body())
     assert read_rows(path)[0].cached_tokens == 5
@@ -120,7 +120,7 @@ async def test_stores_cached_tokens(path: Path) -> None:
 
 async def test_writes_records_while_running(path: Path) -> None:
     assert keeper_module.WRITE_EVERY_S <= 1
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         await post(setup, make_chat_body())
         await wait_until(lambda: read_rows(path), "the record")
 
@@ -134,9 +134,9 @@ async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, m
 
     def full(batch: object, where: Path | None = None) -> None:
         tried.append(batch)
-        raise OutsideFailed("cannot use the store", cause="database or disk is full")
+        raise ExternalFailure("cannot use the store", cause="database or disk is full")
 
-    keeper = Keeper(path, note=notes.append)
+    keeper = RequestRecorder(path, note=notes.append)
     async with start_gateway(keeper=keeper) as setup:
         monkeypatch.setattr(store, "add_requests", full)
         for _ in range(5):
@@ -153,17 +153,17 @@ async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, m
 def test_serves_although_the_folder_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     notes: list[str] = []
-    keeper = Keeper(tmp_path / "file" / "store.sqlite", note=notes.append)
+    keeper = RequestRecorder(tmp_path / "file" / "store.sqlite", note=notes.append)
     assert len(keeper.salt) == store.SALT_BYTES and len(notes) == 1
 
 
 def test_waits_for_a_locked_store(path: Path) -> None:
-    store.salt(path)
+    store.get_salt(path)
     connection = sqlite3.connect(path)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("ROLLBACK")
     connection.close()
-    assert Keeper(path).salt == store.salt(path)
+    assert RequestRecorder(path).salt == store.get_salt(path)
 
 
 def make_row(at_s: float, **more: object) -> ServedRequest:
@@ -176,23 +176,23 @@ def test_old_requests_are_folded_into_daily_totals(path: Path) -> None:
     requests = [make_row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
     requests += [make_row(9 * day + 1, outcome="failed"), make_row(9 * day + 2, outcome="turned_away", engine=None)]
     store.add_requests(requests, path)
-    before = {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")}
+    before = {by: store.read_usage(by, path=path) for by in ("tenant", "model", "engine", "day")}
     assert store.fold_requests(3 * day, 100, path) == 3
     assert len(read_rows(path)) == 9
     assert store.fold_requests(0.0, 4, path) == 5
     assert len(read_rows(path)) == 4
-    assert {by: store.usage(by, path=path) for by in ("tenant", "model", "engine", "day")} == before
+    assert {by: store.read_usage(by, path=path) for by in ("tenant", "model", "engine", "day")} == before
     (used,) = before["tenant"]
     assert (used.requests, used.failed, used.turned_away, used.prompt_tokens) == (11, 1, 1, 100)
-    assert [one.key for one in store.usage("day", 8 * day, path=path)] == ["1970-01-09", "1970-01-10"]
+    assert [one.key for one in store.read_usage("day", 8 * day, path=path)] == ["1970-01-09", "1970-01-10"]
 
 
 def test_reads_all_pages_of_a_long_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAGE", 10)
     store.add_requests([make_row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
     assert [one.at_s for one in read_rows(path)] == [float(n) for n in range(35)]
-    assert [one.at_s for one in store.requests(30.0, path=path) if one.tenant == "b"] == [31.0, 33.0]
-    assert not list(store.requests(model="other", path=path))
+    assert [one.at_s for one in store.read_requests(30.0, path=path) if one.tenant == "b"] == [31.0, 33.0]
+    assert not list(store.read_requests(model="other", path=path))
 
 
 # content, on request
@@ -200,7 +200,7 @@ def test_reads_all_pages_of_a_long_log(path: Path, monkeypatch: pytest.MonkeyPat
 
 async def test_writes_contents_only_on_request_and_readable_only_by_owner(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "content"
-    async with start_gateway(keeper=Keeper(path, content=folder)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path, content=folder)) as setup:
         setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
         await post(setup, make_chat_body(stream=True))
         await post(setup, make_chat_body(user="x"))
@@ -213,7 +213,7 @@ async def test_writes_contents_only_on_request_and_readable_only_by_owner(path: 
 
 
 async def test_observer_gets_each_request_with_content_and_its_errors_are_isolated() -> None:
-    seen: list[tuple[ServedRequest, Words]] = []
+    seen: list[tuple[ServedRequest, RequestContent]] = []
     async with start_gateway() as setup:
         setup.gateway.seen = lambda row, words: seen.append((row, words))
         setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
@@ -224,7 +224,7 @@ async def test_observer_gets_each_request_with_content_and_its_errors_are_isolat
         assert json.loads(words.asked) == make_chat_body(stream=True) and words.target == CHAT.encode()
         assert second.api == "completions" and json.loads(other.answered) == ANSWER
 
-        def fail(row: ServedRequest, words: Words) -> None:
+        def fail(row: ServedRequest, words: RequestContent) -> None:
             raise KeyError("a mistake")
 
         setup.gateway.seen = fail
@@ -240,12 +240,12 @@ async def test_observer_gets_each_request_with_content_and_its_errors_are_isolat
 def test_prompts_with_equal_beginnings_share_hashes() -> None:
     salt = b"s" * 32
     shared = bytes(range(256)) * 8
-    one, other = prefix_hashes(shared + b"one" * 300, salt), prefix_hashes(shared + b"two" * 300, salt)
+    one, other = hash_prefixes(shared + b"one" * 300, salt), hash_prefixes(shared + b"two" * 300, salt)
     blocks = len(shared) // PREFIX_BLOCK_BYTES
     assert one[:blocks] == other[:blocks] and not set(one[blocks:]) & set(other[blocks:])
-    assert prefix_hashes(shared, b"t" * 32)[0] != one[0]
-    assert prefix_hashes(b"", salt) == ()
-    assert len(prefix_hashes(b"x" * 10_000_000, salt)) == MAX_BLOCKS
+    assert hash_prefixes(shared, b"t" * 32)[0] != one[0]
+    assert hash_prefixes(b"", salt) == ()
+    assert len(hash_prefixes(b"x" * 10_000_000, salt)) == MAX_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_prompts_with_equal_beginnings_share_hashes() -> None:
     ],
 )
 def test_conversations_are_identified_by_their_beginning(one: object, other: object, same: bool) -> None:
-    numbers = [conversation_of(read_asked(json.dumps(body).encode()), b"s") for body in (one, other)]
+    numbers = [hash_conversation(read_request_fields(json.dumps(body).encode()), b"s") for body in (one, other)]
     assert None not in numbers
     assert (numbers[0] == numbers[1]) == same
 
 
 def test_request_without_prompt_has_no_conversation() -> None:
-    assert conversation_of(read_asked(b"{}"), b"s") is None
+    assert hash_conversation(read_request_fields(b"{}"), b"s") is None

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run.gateway import Gateway, client, server
-from bedplate.run.gateway.server import bind_failure
+from bedplate.run.gateway.server import explain_bind_failure
 
 from .scripted import (
     ANSWER,
@@ -466,26 +466,26 @@ async def test_reader_that_catches_up_gets_the_normal_keep_alive() -> None:
 
 async def test_port_in_use_error_has_a_hint() -> None:
     async with start_gateway() as setup:
-        with pytest.raises(OutsideFailed, match=f"port {setup.port} on 127.0.0.1 is in use") as caught:
+        with pytest.raises(ExternalFailure, match=f"port {setup.port} on 127.0.0.1 is in use") as caught:
             await Gateway([setup.backend]).start("127.0.0.1", setup.port)
         assert caught.value.hint is not None and f"--port {setup.port + 1}" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no-such-host.invalid", "192.0.2.1", "a" * 70 + ".example", "::g"])
 async def test_address_of_another_machine_is_a_usage_error(host: str) -> None:
-    with pytest.raises(BadQuestion, match="cannot listen on"):
+    with pytest.raises(UsageError, match="cannot listen on"):
         await Gateway([make_backend(1)]).start(host, 0)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**6])
 async def test_invalid_port_is_a_usage_error(port: int) -> None:
-    with pytest.raises(BadQuestion, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port}"):
         await Gateway([make_backend(1)]).start("127.0.0.1", port)
 
 
 def test_privileged_port_error_has_a_hint() -> None:
-    failure = bind_failure(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "127.0.0.1", 80)
-    assert isinstance(failure, OutsideFailed)
+    failure = explain_bind_failure(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "127.0.0.1", 80)
+    assert isinstance(failure, ExternalFailure)
     assert failure.message == "no permission to listen on port 80"
     assert failure.hint is not None and "1023" in failure.hint
 

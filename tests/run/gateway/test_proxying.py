@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import BackendState, sse
-from bedplate.run.gateway.pages import Shown, Visit
-from bedplate.run.gateway.watch import Times
+from bedplate.run.gateway.pages import PageRequest, PageResponse
+from bedplate.run.gateway.watch import DurationHistogram
 
 from .scripted import (
     ANSWER,
@@ -668,11 +668,11 @@ async def test_head_request_gets_content_length_of_the_page() -> None:
 
 
 async def test_decodes_path_and_query_for_pages() -> None:
-    visits: list[Visit] = []
+    visits: list[PageRequest] = []
 
-    def page(visit: Visit) -> Shown:
+    def page(visit: PageRequest) -> PageResponse:
         visits.append(visit)
-        return Shown(b"x", "text/plain", {"X-Frame-Options": "DENY"})
+        return PageResponse(b"x", "text/plain", {"X-Frame-Options": "DENY"})
 
     async with start_gateway() as setup:
         setup.gateway.handed["/a b"] = page
@@ -687,9 +687,9 @@ async def test_decodes_path_and_query_for_pages() -> None:
 async def test_client_that_pipelines_pages_does_not_block_others() -> None:
     seen: list[int] = []
 
-    def page(visit: Visit) -> Shown:
+    def page(visit: PageRequest) -> PageResponse:
         seen.append(int(visit.query["client"]))
-        return Shown(b"x", "text/plain")
+        return PageResponse(b"x", "text/plain")
 
     async with start_gateway() as setup:
         setup.gateway.handed["/page"] = page
@@ -732,9 +732,9 @@ async def test_every_response_has_a_date_header() -> None:
 @given(st.lists(st.floats(0, 5000), max_size=50))
 def test_histogram_buckets_are_cumulative(times_s: list[float]) -> None:
     bounds = (0.01, 0.5, 2.5, 1800.0)
-    found = Times(bounds)
+    found = DurationHistogram(bounds)
     for took_s in times_s:
         found.observe(took_s)
     expected = [(str(bound), sum(one <= bound for one in times_s)) for bound in bounds]
-    assert found.buckets() == [*expected, ("+Inf", len(times_s))]
+    assert found.count_buckets() == [*expected, ("+Inf", len(times_s))]
     assert found.sum_s == pytest.approx(sum(times_s))

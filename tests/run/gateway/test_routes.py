@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bedplate.run.gateway import Backend
+from bedplate.run.gateway import GatewayBackend
 from bedplate.run.gateway import backend as backend_module
 from bedplate.run.gateway.backend import EJECT_AFTER, Health
 
@@ -38,7 +38,7 @@ STREAM = make_chat_body(stream=True)
 
 
 @contextlib.asynccontextmanager
-async def add_engine(setup: Setup, **more: Any) -> AsyncIterator[tuple[Engine, Backend]]:
+async def add_engine(setup: Setup, **more: Any) -> AsyncIterator[tuple[Engine, GatewayBackend]]:
     """One more engine for the same model."""
     engine = Engine()
     await engine.start()
@@ -212,12 +212,12 @@ async def test_ejects_failing_replica_and_sends_one_trial_request(monkeypatch: p
         setup.backend.health = Health()
         setup.engine.otherwise = (make_answer(b"{}", "500 Oops"),)
         client = await setup.connect()
-        while setup.backend.health.is_well:
+        while setup.backend.health.is_healthy:
             assert (await client.post(CHAT, make_chat_body())).status == 200
         assert len(setup.engine.seen) == EJECT_AFTER
         setup.engine.otherwise = (make_answer(ANSWER),)
-        await wait_until(lambda: setup.backend.health.may_try(monotonic()), "its rest to end")
-        while not setup.backend.health.is_well:
+        await wait_until(lambda: setup.backend.health.can_try(monotonic()), "its rest to end")
+        while not setup.backend.health.is_healthy:
             assert (await client.post(CHAT, make_chat_body())).status == 200
         assert len(setup.engine.seen) == EJECT_AFTER + 1
 
@@ -225,22 +225,22 @@ async def test_ejects_failing_replica_and_sends_one_trial_request(monkeypatch: p
 def test_each_failed_trial_doubles_the_pause_and_success_ends_it() -> None:
     health = Health()
     for _ in range(EJECT_AFTER - 1):
-        health.failed(0.0)
-    assert health.is_well and health.may_try(0.0)
-    health.failed(0.0)
-    assert not health.may_try(0.9) and health.may_try(1.0)
-    health.sent()
-    assert not health.may_try(1.0)  # one at a time
-    health.failed(1.0)
-    assert not health.may_try(2.9) and health.may_try(3.0)
-    health.sent()
-    health.ended_otherwise()
-    assert health.may_try(3.0)
+        health.record_failure(0.0)
+    assert health.is_healthy and health.can_try(0.0)
+    health.record_failure(0.0)
+    assert not health.can_try(0.9) and health.can_try(1.0)
+    health.record_sent()
+    assert not health.can_try(1.0)  # one at a time
+    health.record_failure(1.0)
+    assert not health.can_try(2.9) and health.can_try(3.0)
+    health.record_sent()
+    health.record_inconclusive()
+    assert health.can_try(3.0)
     for _ in range(20):
-        health.failed(3.0)
-    assert health.may_try(33.0)
-    health.succeeded()
-    assert health.is_well and health.may_try(0.0)
+        health.record_failure(3.0)
+    assert health.can_try(33.0)
+    health.record_success()
+    assert health.is_healthy and health.can_try(0.0)
 
 
 async def test_single_failing_backend_still_gets_requests() -> None:
@@ -346,7 +346,7 @@ async def test_request_held_for_too_long_gets_503() -> None:
         setup.gateway.hold("small", wait_s=0.0)
         waiting = asyncio.ensure_future(ask(setup))
         await wait_until(setup.count_waiting, "it to wait")
-        setup.gateway.tick()
+        setup.gateway.run_periodic_checks()
         answer = await wait_within(waiting)
         assert (answer.status, answer.error["code"]) == (503, "held_too_long")
         assert "retry-after" in answer.headers and not setup.engine.seen
@@ -374,7 +374,7 @@ async def test_first_request_starts_a_registered_model() -> None:
     async with start_gateway() as setup:
         wanted: list[str] = []
         setup.gateway.wanted = wanted.append
-        setup.gateway.known("Large", "unused")
+        setup.gateway.register_models("Large", "unused")
         listed = (await (await setup.connect()).get("/v1/models")).json["data"]
         assert [row["id"] for row in listed] == ["small", "Large", "unused"]
         asking = [asyncio.ensure_future(ask(setup, make_chat_body(model="large"))) for _ in range(3)]
@@ -397,7 +397,7 @@ async def test_first_request_starts_a_registered_model() -> None:
         answer = await wait_within(again)
         assert (answer.status, answer.error["message"]) == (503, "it does not fit beside small")
         await large.stop()
-        setup.gateway.unknown("Large")
+        setup.gateway.unregister_model("Large")
         assert (await ask(setup, make_chat_body(model="large"))).status == 404
 
 
@@ -405,7 +405,7 @@ async def test_finds_unloaded_model_by_all_of_its_names() -> None:
     async with start_gateway() as setup:
         wanted: list[str] = []
         setup.gateway.wanted = wanted.append
-        setup.gateway.known("large", aliases=("owner/Large", "large.gguf"))
+        setup.gateway.register_models("large", aliases=("owner/Large", "large.gguf"))
         for loaded in (False, True, False):
             large = Engine()
             await large.start()
@@ -428,7 +428,7 @@ async def test_finds_unloaded_model_by_all_of_its_names() -> None:
 async def test_limits_requests_that_wait_for_a_model_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedplate.run.gateway.routes.MOST_HELD", 2)
     async with start_gateway() as setup:
-        setup.gateway.known("large")
+        setup.gateway.register_models("large")
         asking = [asyncio.ensure_future(ask(setup, make_chat_body(model="large"))) for _ in range(2)]
         await wait_until(lambda: setup.count_waiting() == 2, "two to wait")
         assert (await ask(setup, make_chat_body(model="large"))).status == 503
@@ -442,7 +442,7 @@ async def test_requests_keep_waiting_when_an_engine_on_demand_fails() -> None:
     async with start_gateway(max_connections=1) as setup:
         wanted: list[str] = []
         setup.gateway.wanted = wanted.append
-        setup.gateway.known("small")
+        setup.gateway.register_models("small")
         gate = asyncio.Event()
         setup.engine.answer(gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup)) for _ in range(3)]
@@ -470,12 +470,14 @@ async def test_request_that_waits_for_another_backend_does_not_busy_loop() -> No
         await wait_until(setup.count_waiting, "it to wait for the other")
         turns = 0
 
-        def count(route: object = setup.gateway.routes[0], real: Any = setup.gateway.routes[0]._drain) -> None:
+        def count(
+            route: object = setup.gateway.routes[0], real: Any = setup.gateway.routes[0]._dispatch_waiting
+        ) -> None:
             nonlocal turns
             turns += 1
             real()
 
-        setup.gateway.routes[0]._drain = count  # type: ignore[method-assign]
+        setup.gateway.routes[0]._dispatch_waiting = count  # type: ignore[method-assign]
         for _ in range(50):
             await asyncio.sleep(0)
         assert turns < 5
@@ -486,10 +488,10 @@ async def test_request_that_waits_for_another_backend_does_not_busy_loop() -> No
 async def test_model_name_takes_precedence_over_aliases_of_others() -> None:
     other = make_backend(1, "small.gguf")
     async with start_gateway(other) as setup:
-        named, aliased = setup.gateway.route_for("SMALL.gguf"), setup.gateway.route_for("small")
+        named, aliased = setup.gateway.find_route("SMALL.gguf"), setup.gateway.find_route("small")
         assert named is not None and named.backends == [other]
         assert aliased is not None and aliased.backends == [setup.backend]
-        assert setup.gateway.route_for(None) is None
+        assert setup.gateway.find_route(None) is None
 
 
 # early rejection

@@ -43,14 +43,17 @@ JSON = st.recursive(
 
 def add_usage(body: bytes) -> dict[str, Any]:
     """The body that is sent to the engine, decoded by another parser than the gateway's."""
-    value: dict[str, Any] = json.loads(sse.with_usage_asked(body, sse.read_asked(body)))
+    value: dict[str, Any] = json.loads(sse.add_usage_option(body, sse.read_request_fields(body)))
     return value
 
 
 # requesting usage
 
 
-@given(st.dictionaries(st.text().filter(lambda k: k not in sse.Asked.__struct_fields__), JSON, max_size=4), st.data())
+@given(
+    st.dictionaries(st.text().filter(lambda k: k not in sse.RequestFields.__struct_fields__), JSON, max_size=4),
+    st.data(),
+)
 def test_requesting_usage_keeps_every_other_field(fields: dict[str, Any], data: st.DataObject) -> None:
     indent = data.draw(st.sampled_from([None, 0, 2]))
     ascii_only = data.draw(st.booleans())
@@ -92,15 +95,17 @@ def test_requests_usage_in_unusual_bodies(body: bytes) -> None:
 def test_requesting_usage_keeps_the_bytes_of_the_prompt() -> None:
     """Numbers and escapes reach the engine as they were written."""
     prompt = b'"prompt" : "\\u00e9\\/" , "temperature":0.70, "logit_bias":{ "1":1E2 }'
-    assert prompt in sse.with_usage_asked(b"{" + prompt + b"}", sse.Asked())
-    kept = sse.with_usage_asked(b'{"prompt":"\\u00e9\\/","n":0.70,"stream_options":{}}', sse.Asked(stream_options=None))
+    assert prompt in sse.add_usage_option(b"{" + prompt + b"}", sse.RequestFields())
+    kept = sse.add_usage_option(
+        b'{"prompt":"\\u00e9\\/","n":0.70,"stream_options":{}}', sse.RequestFields(stream_options=None)
+    )
     assert b'"\\u00e9\\/"' in kept and b"0.70" in kept
 
 
 @pytest.mark.parametrize("body", [b'{"messages":[{"content":"\xff"}]}', b'{"a":' + b"[" * 100_000, b"[]", b"", b"{"])
 def test_invalid_body_raises_an_error_that_callers_catch(body: bytes) -> None:
     with pytest.raises(sse.UNREADABLE):
-        sse.read_asked(body)
+        sse.read_request_fields(body)
 
 
 # complete events
@@ -122,7 +127,7 @@ def test_invalid_body_raises_an_error_that_callers_catch(body: bytes) -> None:
     ],
 )
 def test_forwards_only_complete_events(data: bytes, whole: int) -> None:
-    assert sse.whole_events(data) == whole
+    assert sse.measure_complete_events(data) == whole
 
 
 # usage
@@ -136,7 +141,7 @@ def test_ignores_text_that_looks_like_usage(text: str) -> None:
 def test_finds_usage_after_events_with_null_usage() -> None:
     """SGLang sends `"usage":null` in every event, and several events may arrive together."""
     null = b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n'
-    usage = sse.Usage()
+    usage = sse.TokenUsage()
     assert sse.may_have_usage(null + null + USAGE)
     assert sse.read_usage(null + USAGE + DONE, usage, drop=True) == null + DONE
     assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
@@ -144,7 +149,7 @@ def test_finds_usage_after_events_with_null_usage() -> None:
 
 def test_usage_in_an_event_with_a_choice_is_counted_and_kept() -> None:
     both = b'data: {"choices":[{"delta":{}}],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
-    usage = sse.Usage()
+    usage = sse.TokenUsage()
     assert sse.read_usage(both, usage, drop=True) == both
     assert (usage.prompt_tokens, usage.completion_tokens) == (5, 2)
 
@@ -161,7 +166,7 @@ def test_usage_in_an_event_with_a_choice_is_counted_and_kept() -> None:
     ],
 )
 def test_ignores_invalid_counts(event: bytes) -> None:
-    usage = sse.Usage()
+    usage = sse.TokenUsage()
     assert sse.may_have_usage(event)
     assert sse.read_usage(event, usage, drop=True) == event
     sse.read_body_usage(event[6:], usage)
@@ -169,7 +174,7 @@ def test_ignores_invalid_counts(event: bytes) -> None:
 
 
 def test_reads_counts_of_the_messages_api_from_two_events() -> None:
-    usage = sse.Usage()
+    usage = sse.TokenUsage()
     start = (
         b"event: message_start\r\n"
         b'data: {"type":"message_start","message":{"usage":{"input_tokens":9,"output_tokens":1}}}\r\n\r\n'
@@ -181,7 +186,7 @@ def test_reads_counts_of_the_messages_api_from_two_events() -> None:
 
 
 def test_reads_counts_of_the_responses_api_from_the_response() -> None:
-    usage = sse.Usage()
+    usage = sse.TokenUsage()
     event = b'data: {"type":"response.completed","response":{"usage":{"input_tokens":9,"output_tokens":4}}}\n\n'
     assert sse.read_usage(event, usage, drop=True) == event
     assert (usage.prompt_tokens, usage.completion_tokens) == (9, 4)
@@ -227,12 +232,12 @@ CUT: list[tuple[sse.Api, bytes]] = [
 
 @pytest.mark.parametrize(("api", "events"), WHOLE)
 def test_recognizes_complete_streams(api: sse.Api, events: bytes) -> None:
-    assert sse.is_whole(api, events)
+    assert sse.is_complete(api, events)
 
 
 @pytest.mark.parametrize(("api", "events"), CUT)
 def test_recognizes_truncated_streams(api: sse.Api, events: bytes) -> None:
-    assert not sse.is_whole(api, events)
+    assert not sse.is_complete(api, events)
 
 
 # errors
@@ -263,7 +268,7 @@ def test_recognizes_truncated_streams(api: sse.Api, events: bytes) -> None:
 def test_converts_any_error_body_to_an_openai_error(
     status: int, body: bytes, message: str, kind: str, code: str | None
 ) -> None:
-    error = json.loads(sse.as_openai_error(status, body))["error"]
+    error = json.loads(sse.convert_to_openai_error(status, body))["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["message"], error["type"], error["code"]) == (message, kind, code)
 
@@ -354,7 +359,7 @@ def test_forwards_arbitrary_bytes_unchanged(junk: bytes, places: list[int]) -> N
     if written.startswith(b"HTTP/1.1 200"):
         _, body, rest = decode_chunks(written)
         assert body.startswith(junk.rstrip(b"\r\n")) and rest == b""
-        assert b'"code":"engine_stopped"' in body or sse.is_whole("chat", junk)
+        assert b'"code":"engine_stopped"' in body or sse.is_complete("chat", junk)
     else:
         assert not junk.strip() and written.startswith(b"HTTP/1.1 502")
 
@@ -384,8 +389,8 @@ def test_writes_head_and_first_event_together() -> None:
 def test_uses_the_last_finish_reason(parts: list[bytes]) -> None:
     data = b"".join(parts)
     said = sse._FINISH.findall(data)
-    assert sse.finish_reason(data) == (said[-1].decode() if said else None)
-    assert sse.finish_reason(b'"finish_reason":"first"', data) == (said[-1].decode() if said else "first")
+    assert sse.find_finish_reason(data) == (said[-1].decode() if said else None)
+    assert sse.find_finish_reason(b'"finish_reason":"first"', data) == (said[-1].decode() if said else "first")
 
 
 # the prompt
@@ -396,4 +401,4 @@ def test_returns_beginning_and_length_of_the_prompt(words: list[str], tools: boo
     messages = [{"role": "user", "content": word} for word in words]
     body = json.dumps({"messages": messages, **({"tools": words} if tools else {})}).encode()
     whole = (json.dumps(words).encode() if tools else b"") + json.dumps(messages).encode()
-    assert sse.read_asked(body).text(most) == (whole[:most], len(whole))
+    assert sse.read_request_fields(body).get_prompt_text(most) == (whole[:most], len(whole))

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate import store
-from bedplate.errors import OutsideFailed
-from bedplate.hosting.tenants import add_key, change, revoke
+from bedplate.errors import ExternalFailure
+from bedplate.hosting.tenants import add_key, change_tenant, revoke
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.keeper import Keeper
-from bedplate.run.gateway.tenants import Bucket, KeyDigest, Member, Tenants
-from bedplate.values.tenant import Declared, Tenant, key_digest
+from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.run.gateway.tenants import KeyDigest, RateBucket, Tenants, TenantState
+from bedplate.values.tenant import DeclaredTenant, Tenant, digest_key
 
 from .scripted import (
     ANSWER,
@@ -41,7 +41,7 @@ KEY = "sk-of-alice"
 def allow(setup: Setup, *tenants: Tenant) -> None:
     """Gives each of these tenants a key that ends with its name."""
     own = setup.gateway.tenants
-    keys = [KeyDigest(key_digest(f"sk-of-{one.name}".encode(), own.salt), one.name) for one in tenants]
+    keys = [KeyDigest(digest_key(f"sk-of-{one.name}".encode(), own.salt), one.name) for one in tenants]
     own.replace(tenants, keys)
 
 
@@ -69,7 +69,7 @@ async def test_accepts_only_valid_keys_and_assigns_requests_to_their_tenants() -
 async def test_rejects_expired_key() -> None:
     async with start_gateway() as setup:
         own = setup.gateway.tenants
-        digest = key_digest(KEY.encode(), own.salt)
+        digest = digest_key(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
         assert (await ask(setup)).status == 200
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() - 1)])
@@ -97,7 +97,7 @@ async def test_checks_key_of_each_request_on_a_kept_connection() -> None:
 async def test_rejects_key_that_expires_on_a_kept_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     async with start_gateway() as setup:
         own = setup.gateway.tenants
-        digest = key_digest(KEY.encode(), own.salt)
+        digest = digest_key(KEY.encode(), own.salt)
         own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
         client = await setup.connect()
         assert (await client.post(CHAT, make_chat_body(), authorization=f"Bearer {KEY}")).status == 200
@@ -122,13 +122,13 @@ async def test_requests_on_one_connection_may_use_different_keys() -> None:
 
 def test_cached_key_is_valid_until_tenants_change() -> None:
     tenants = Tenants()
-    digest = key_digest(KEY.encode(), tenants.salt)
+    digest = digest_key(KEY.encode(), tenants.salt)
     tenants.replace([Tenant(name="alice")], [KeyDigest(digest, "alice")])
     found = tenants.find(KEY.encode())
-    assert found is not None and found.is_still(KEY.encode(), tenants.turn)
-    assert not found.is_still(KEY.encode()[:-1], tenants.turn)
+    assert found is not None and found.is_valid_for(KEY.encode(), tenants.turn)
+    assert not found.is_valid_for(KEY.encode()[:-1], tenants.turn)
     tenants.replace([Tenant(name="alice")], [])
-    assert not found.is_still(KEY.encode(), tenants.turn)
+    assert not found.is_valid_for(KEY.encode(), tenants.turn)
 
 
 # visibility
@@ -166,17 +166,17 @@ async def test_an_open_endpoint_shows_its_metrics_to_everybody() -> None:
 
 
 async def test_endpoint_with_declared_tenants_requires_keys(path: Path) -> None:
-    async with start_gateway(keeper=Keeper(path)) as setup:
-        setup.gateway.tenants.declare([Declared(name="alice", weight=1.5, in_flight=7)])
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
+        setup.gateway.tenants.declare([DeclaredTenant(name="alice", weight=1.5, in_flight=7)])
         assert setup.gateway.needs_key and (await ask(setup, "")).status == 401
         _, key = add_key("alice", {"weight": 3.0, "requests_per_minute": 5}, path=path)
         await wait_until(lambda: setup.gateway.tenants.find(key.encode()), "the key to be seen")
         answer = await ask(setup, key)
         assert answer.status == 200 and answer.headers["x-ratelimit-limit-requests"] == "5"
-        member = setup.gateway.tenants.member("alice")
+        member = setup.gateway.tenants.get_member("alice")
         # Declared limits take precedence; for others the store's values apply.
         assert member is not None and (member.weight, member.max_in_flight) == (1.5, 7)
-        change("alice", {"weight": 2.0, "requests_per_minute": 6}, path)
+        change_tenant("alice", {"weight": 2.0, "requests_per_minute": 6}, path)
         await wait_until(
             lambda: member.requests is not None and member.requests.per_minute == 6, "the change to be seen"
         )
@@ -284,18 +284,18 @@ async def test_disconnect_frees_the_tenants_slot() -> None:
     steps=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20_000)), max_size=40),
 )
 def test_bucket_limits_burst_and_long_term_rate(per_minute: int, steps: list[tuple[float, float]]) -> None:
-    bucket = Bucket(per_minute)
+    bucket = RateBucket(per_minute)
     began = now = time.monotonic()
     taken = 0.0
     for passed, amount in steps:
         now += passed
-        wait_s = bucket.wait_s(amount, now)
+        wait_s = bucket.compute_wait_s(amount, now)
         assert 0 <= wait_s <= 60.001 + 60 * taken / per_minute
         if wait_s == 0:
             bucket.take(amount, now)
             taken += amount
         else:
-            assert bucket.wait_s(amount, now + wait_s * 1.001 + 1e-6) == 0
+            assert bucket.compute_wait_s(amount, now + wait_s * 1.001 + 1e-6) == 0
             now = max(now, bucket._at)
         largest = max((a for _, a in steps), default=0.0)
         assert taken <= per_minute * (1 + (now - began) / 60) + largest + 1e-6
@@ -304,25 +304,25 @@ def test_bucket_limits_burst_and_long_term_rate(per_minute: int, steps: list[tup
 def test_changed_limit_applies_at_once_and_unchanged_limit_is_not_refilled() -> None:
     tenants = Tenants()
     tenants.replace([Tenant(name="a", requests_per_minute=2)], [])
-    member = next(m for m in tenants.members() if m.name == "a")
+    member = next(m for m in tenants.list_members() if m.name == "a")
     now = time.monotonic()
     member.admit(1, now)
     member.admit(1, now)
     tenants.replace([Tenant(name="a", requests_per_minute=2, weight=3)], [])
-    assert next(m for m in tenants.members() if m.name == "a") is member
-    assert member.weight == 3 and member.limited(1, now) is not None
+    assert next(m for m in tenants.list_members() if m.name == "a") is member
+    assert member.weight == 3 and member.check_limits(1, now) is not None
     tenants.replace([Tenant(name="a")], [])
-    assert member.limited(1, now) is None
+    assert member.check_limits(1, now) is None
 
 
 def test_expected_cost_follows_the_tenants_answers() -> None:
-    member = Member(Tenant(name="a"))
-    before = member.cost_tokens(400, None)
+    member = TenantState(Tenant(name="a"))
+    before = member.estimate_cost_tokens(400, None)
     for _ in range(100):
         member.in_flight += 1
-        member.ended(before, 110, 10, 0.0)
-    assert 110 <= member.cost_tokens(400, None) < 112
-    assert member.cost_tokens(400, 2) == 102
+        member.record_end(before, 110, 10, 0.0)
+    assert 110 <= member.estimate_cost_tokens(400, None) < 112
+    assert member.estimate_cost_tokens(400, 2) == 102
 
 
 # changes in the store while it runs
@@ -334,13 +334,13 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_running_endpoint_detects_added_removed_and_changed_keys(path: Path) -> None:
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         assert (await ask(setup, "")).status == 200
         _, key = add_key("alice", {"in_flight": 3}, path=path)
         await wait_until(lambda: setup.gateway.needs_key, "the key to be seen")
         assert (await ask(setup, "")).status == 401
         assert (await ask(setup, key)).status == 200
-        change("alice", {"requests_per_minute": 1}, path)
+        change_tenant("alice", {"requests_per_minute": 1}, path)
         found = setup.gateway.tenants.find(key.encode())
         assert found is not None
         await wait_until(lambda: found.member.requests is not None, "the limit to be seen")
@@ -353,7 +353,7 @@ async def test_running_endpoint_detects_added_removed_and_changed_keys(path: Pat
 async def test_several_tenants_limit_requests_to_the_engines_slots(path: Path) -> None:
     _, alice = add_key("alice", {}, path=path)
     add_key("bob", {}, path=path)
-    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
+    async with start_gateway(keeper=RequestRecorder(path), slots=2) as setup:
         gate = asyncio.Event()
         setup.engine.otherwise = (gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup, alice)) for _ in range(5)]
@@ -365,7 +365,7 @@ async def test_several_tenants_limit_requests_to_the_engines_slots(path: Path) -
 
 
 async def test_single_tenant_may_exceed_the_engines_slots(path: Path) -> None:
-    async with start_gateway(keeper=Keeper(path), slots=2) as setup:
+    async with start_gateway(keeper=RequestRecorder(path), slots=2) as setup:
         gate = asyncio.Event()
         setup.engine.otherwise = (gate, make_answer(ANSWER))
         asking = [asyncio.ensure_future(ask(setup, "")) for _ in range(5)]
@@ -377,8 +377,8 @@ async def test_single_tenant_may_exceed_the_engines_slots(path: Path) -> None:
 def test_unreadable_store_prevents_start(path: Path) -> None:
     """The valid keys would be unknown, and the endpoint must not be open."""
     path.write_bytes(b"this is no database" * 100)
-    with pytest.raises(OutsideFailed):
-        Keeper(path)
+    with pytest.raises(ExternalFailure):
+        RequestRecorder(path)
 
 
 def test_stores_only_hashes_of_keys(path: Path) -> None:
@@ -386,14 +386,14 @@ def test_stores_only_hashes_of_keys(path: Path) -> None:
     files = [one.read_bytes() for one in path.parent.iterdir()]
     assert files and not any(key.encode() in one or key[3:].encode() in one for one in files)
     assert path.stat().st_mode & 0o077 == 0
-    assert key_digest(key.encode(), store.salt(path)) in b"".join(files)
+    assert digest_key(key.encode(), store.get_salt(path)) in b"".join(files)
 
 
 async def test_keys_and_prompts_are_not_logged_or_stored(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     _, key = add_key("alice", {"requests_per_minute": 3}, path=path)
     secret = "the launch code is 0000"
-    async with start_gateway(keeper=Keeper(path)) as setup:
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
         for sent in (key, key, key, key, "wrong-key"):
             await ask(setup, sent, messages=[{"role": "user", "content": secret}])
         setup.engine.answer(make_answer(b"no", "500 Oops", "text/plain"))
@@ -405,5 +405,5 @@ async def test_keys_and_prompts_are_not_logged_or_stored(path: Path, caplog: pyt
 
 async def test_stored_tenants_apply_to_the_first_request(path: Path) -> None:
     _, key = add_key("alice", {}, path=path)
-    gateway = Gateway([], keeper=Keeper(path))
+    gateway = Gateway([], keeper=RequestRecorder(path))
     assert gateway.needs_key and gateway.tenants.find(key.encode()) is not None

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit
-from bedplate.decide.estimate.expectation import estimate_for, estimate_of, expectation_for, limit_of
+from bedplate.decide.estimate.expectation import compute_expectation, estimate_for, get_limit, to_estimate
 
-__all__ = ["Band", "Expectation", "Limit", "estimate_for", "estimate_of", "expectation_for", "limit_of"]
+__all__ = ["Band", "Expectation", "Limit", "compute_expectation", "estimate_for", "get_limit", "to_estimate"]

@@ -1,6 +1,6 @@
 """A model of continuous batching: requests share forward passes, and prompts run between the tokens of others.
 
-`Work` is what one rank has to do, counted by `physics`; `Efficiencies` are the shares of a chip's rates that an engine
+`PassWork` is what one rank has to do, counted by `physics`; `Efficiencies` are the shares of a chip's rates that an engine
 reaches. The functions that compute times from both use only arithmetic, so that a fit can pass whole columns of rows.
 """
 
@@ -10,9 +10,9 @@ import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from bedplate.decide.estimate.calibration import table
-from bedplate.decide.estimate.machine import Machine
-from bedplate.decide.estimate.physics import Shape, attention_ops, link_bytes_s
+from bedplate.decide.estimate.calibration import load_table
+from bedplate.decide.estimate.machine import MachineRates
+from bedplate.decide.estimate.physics import ModelShape, count_attention_ops, get_link_bytes_s
 
 WeightType = Literal["16-bit", "fp8", "nvfp4", "mxfp4", "int4"]
 
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         return self.ranks * self.pipeline * self.replicas
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What one rank has to do; seconds are at the data sheet's rates."""
 
     dense_s: float
@@ -232,16 +232,16 @@ class Efficiencies(NamedTuple):
     tuned_interactive: float
 
 
-def least(a: Any, b: Any) -> Any:
+def take_min(a: Any, b: Any) -> Any:
     """The smaller of two numbers, or element by element of two columns."""
     return (a + b - abs(a - b)) / 2
 
 
-def most(a: Any, b: Any) -> Any:
+def take_max(a: Any, b: Any) -> Any:
     return (a + b + abs(a - b)) / 2
 
 
-def weight_type(shape: Shape) -> WeightType:
+def classify_weights(shape: ModelShape) -> WeightType:
     label = shape.quantization.upper()
     if label.startswith("MXFP4"):
         return "mxfp4"
@@ -252,21 +252,21 @@ def weight_type(shape: Shape) -> WeightType:
     return "fp8" if shape.bits >= 6.5 else "int4"
 
 
-def layout_on(layout: Layout, shape: Shape) -> Layout:
+def limit_layout(layout: Layout, shape: ModelShape) -> Layout:
     """The layout with expert ranks limited to the ranks that exist."""
     return (
         layout._replace(expert=max(1, min(layout.expert, layout.ranks))) if shape.experts else layout._replace(expert=1)
     )
 
 
-def usual_kv_bits(shape: Shape) -> float:
+def choose_kv_bits(shape: ModelShape) -> float:
     """Engines and published recipes use an 8-bit cache if weights and activations have at most 8 bits."""
-    return 8.0 if weight_type(shape) in ("fp8", "nvfp4", "mxfp4") else 16.0
+    return 8.0 if classify_weights(shape) in ("fp8", "nvfp4", "mxfp4") else 16.0
 
 
-def work_of(
-    machine: Machine,
-    shape: Shape,
+def count_rank_work(
+    machine: MachineRates,
+    shape: ModelShape,
     layout: Layout,
     prompt: float,
     output: float,
@@ -274,17 +274,17 @@ def work_of(
     cached: float = 0.0,
     *,
     shared: bool = True,
-) -> Work:
+) -> RankWork:
     """The work of one request on each rank. `cached` prompt tokens are already in the cache: once for all requests if
     `shared`, else once for each."""
     tensor, groups, ranks, stages = layout.tensor, layout.attention_data, layout.ranks, layout.pipeline
     bandwidth = machine.bandwidth_bytes_s
     context = prompt + output / 2
     wide = machine.rate("bf16", "fp16", "fp32") or 1e12
-    dense_rate = _matrix_rate(machine, shape, shape.dense_bytes, shape.dense_params)
-    expert_rate = _matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
-    dense_unpacked = _unpacked(machine, shape, shape.dense_bytes, shape.dense_params)
-    experts_unpacked = _unpacked(machine, shape, shape.expert_bytes, shape.expert_params)
+    dense_rate = _get_matrix_rate(machine, shape, shape.dense_bytes, shape.dense_params)
+    expert_rate = _get_matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
+    dense_unpacked = _needs_dequantizing(machine, shape, shape.dense_bytes, shape.dense_params)
+    experts_unpacked = _needs_dequantizing(machine, shape, shape.expert_bytes, shape.expert_params)
     cache = held = complete = common = pair_ops = 0.0
     for group in shape.attention:
         split = 1 if group.latent else min(tensor, group.kv_heads)
@@ -299,15 +299,15 @@ def work_of(
         common += per_token * once
         pair_ops += group.pair_ops * seen / tensor
     new = max(1.0, prompt - cached)
-    unabsorbed = attention_ops(shape, new, min(cached, prompt), absorbed=False) / tensor
-    link = link_bytes_s(machine, ranks) or SLOW_LINK_BYTES_S
+    unabsorbed = count_attention_ops(shape, new, min(cached, prompt), absorbed=False) / tensor
+    link = get_link_bytes_s(machine, ranks) or SLOW_LINK_BYTES_S
     sent = 2.0 * shape.hidden * 1.5 * min(shape.experts_active, layout.expert) * (layout.expert - 1) / layout.expert
     exchanging = groups > 1 and shape.experts > 0
     reduces = 2.0 * shape.layers if tensor > 1 else 0.0
     exchanges = 2.0 * shape.moe_layers if exchanging else 0.0
     weights = (shape.total_bytes - shape.expert_bytes) / tensor + shape.expert_bytes / ranks
     memory = float(machine.memory_bytes or 0)
-    return Work(
+    return RankWork(
         dense_s=shape.dense_bytes / tensor / bandwidth,
         experts_s=shape.expert_bytes / ranks / bandwidth,
         dense_unpacked_s=shape.dense_bytes / tensor / bandwidth if dense_unpacked else 0.0,
@@ -329,11 +329,11 @@ def work_of(
         far=reduces + exchanges if ranks > machine.per_node else 0.0,
         layers=float(shape.layers),
         expert_layers=float(shape.moe_layers),
-        fused_layers=float(shape.moe_layers) if _fuses(machine, shape) else 0.0,
+        fused_layers=float(shape.moe_layers) if _has_fused_experts(machine, shape) else 0.0,
         latent_layers=float(sum(group.layers for group in shape.attention if group.latent)),
         state_layers=float(sum(group.layers for group in shape.attention if group.state_bytes)),
         sparse_layers=float(sum(group.layers for group in shape.attention if group.latent and group.window)),
-        quantizing=float(shape.layers + shape.moe_layers) if weight_type(shape) in ("fp8", "nvfp4") else 0.0,
+        quantizing=float(shape.layers + shape.moe_layers) if classify_weights(shape) in ("fp8", "nvfp4") else 0.0,
         groups=float(groups),
         uneven=1.0 if groups > 1 else 0.0,
         pipeline=float(stages),
@@ -345,10 +345,10 @@ def work_of(
     )
 
 
-def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> float:
+def _get_matrix_rate(machine: MachineRates, shape: ModelShape, size: float, params: float) -> float:
     """The rate of the units that multiply such weights; 4-bit units only if activations have 4 bits too."""
     bits = size * 8 / params if params else 16.0
-    kind = weight_type(shape)
+    kind = classify_weights(shape)
     types = ["bf16", "fp16", "fp32"]
     if bits < 12 and kind != "int4" and not (kind == "mxfp4" and bits < 6 and "fp4" not in machine.ops_s):
         types = ["fp8", "int8", *types]
@@ -357,26 +357,26 @@ def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> 
     return machine.rate(*types) or 1e12
 
 
-def _fuses(machine: Machine, shape: Shape) -> bool:
+def _has_fused_experts(machine: MachineRates, shape: ModelShape) -> bool:
     """Whether engines have a fused kernel for all experts of a layer: 8 and 4 bits on Blackwell."""
-    return machine.family == "blackwell-dc" and weight_type(shape) in ("fp8", "nvfp4", "mxfp4")
+    return machine.family == "blackwell-dc" and classify_weights(shape) in ("fp8", "nvfp4", "mxfp4")
 
 
-def _unpacked(machine: Machine, shape: Shape, size: float, params: float) -> bool:
+def _needs_dequantizing(machine: MachineRates, shape: ModelShape, size: float, params: float) -> bool:
     """Whether these are 4-bit weights that the chip can multiply only after dequantizing them."""
     if not params or size * 8 / params >= 6:
         return False
-    return weight_type(shape) == "int4" or "fp4" not in machine.ops_s
+    return classify_weights(shape) == "int4" or "fp4" not in machine.ops_s
 
 
 @lru_cache(maxsize=512)
-def efficiencies(engine: str, family: str, weights: WeightType) -> Efficiencies:
+def get_efficiencies(engine: str, family: str, weights: WeightType) -> Efficiencies:
     """The fitted efficiencies for this engine on this chip family; without measurements, the common ones."""
-    fitted = table("serving")["efficiencies"]
-    return Efficiencies(*(efficiency(fitted[name], engine, family, weights) for name in Efficiencies._fields))
+    fitted = load_table("serving")["efficiencies"]
+    return Efficiencies(*(compute_efficiency(fitted[name], engine, family, weights) for name in Efficiencies._fields))
 
 
-def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) -> float:
+def compute_efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) -> float:
     """Apply the fitted effects: to a share on a logistic scale, so that it stays below 1, to others on a log scale."""
     effect = sum(
         entry.get(axis, {}).get(key, 0.0)
@@ -393,7 +393,9 @@ def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) ->
     return base * math.exp(effect)
 
 
-def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
+def compute_pass_parts(
+    w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any
+) -> Any:
     """Seconds of one pass of `tokens` through each group of ranks: reading, computing, links and fixed costs."""
     reduce_rate, exchange_rate = link_rates
     everywhere = tokens * w.groups
@@ -432,50 +434,54 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
     return reading, computing, links, fixed
 
 
-def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
-    reading, computing, links, fixed = pass_parts(w, e, tokens, cache_s, attending_s, sequences, link_rates)
-    return overlapped(reading, computing) + links + fixed
+def compute_pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
+    reading, computing, links, fixed = compute_pass_parts(w, e, tokens, cache_s, attending_s, sequences, link_rates)
+    return overlap_times(reading, computing) + links + fixed
 
 
-def overlapped(one: Any, other: Any) -> Any:
+def overlap_times(one: Any, other: Any) -> Any:
     """The time of two activities that overlap."""
     return (one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP)
 
 
-def decode_parts(w: Any, e: Any, batch: Any) -> Any:
+def compute_decode_parts(w: Any, e: Any, batch: Any) -> Any:
     each = batch / w.pipeline
-    return pass_parts(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
+    return compute_pass_parts(
+        w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate)
+    )
 
 
-def decode_s(w: Any, e: Any, batch: Any) -> Any:
+def compute_decode_s(w: Any, e: Any, batch: Any) -> Any:
     """One token for each of `batch` sequences of a group; each pipeline stage processes a part of them."""
     each = batch / w.pipeline
-    return pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
+    return compute_pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
 
 
-def prefill_s(w: Any, e: Any) -> Any:
+def compute_prefill_s(w: Any, e: Any) -> Any:
     """The time of one prompt alone."""
-    return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, (e.reduce_rate_prompt, e.exchange_rate_prompt))
+    return compute_pass_s(
+        w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, (e.reduce_rate_prompt, e.exchange_rate_prompt)
+    )
 
 
-def prefill_each_s(w: Any, e: Any, count: Any) -> Any:
+def compute_prefill_each_s(w: Any, e: Any, count: Any) -> Any:
     """The time per prompt of `count` prompts that share a pass."""
     rates = (e.reduce_rate_prompt, e.exchange_rate_prompt)
-    return pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
+    return compute_pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
 
 
-def wave_each_s(w: Any, e: Any, together: Any, host_s: Any) -> Any:
+def compute_burst_each_s(w: Any, e: Any, together: Any, host_s: Any) -> Any:
     """The time per prompt of a burst in passes of `together`; the host launches each while the last one runs."""
-    return overlapped(together * prefill_each_s(w, e, together), e.host_shared * host_s) / together
+    return overlap_times(together * compute_prefill_each_s(w, e, together), e.host_shared * host_s) / together
 
 
-def resident(w: Any, e: Any, complete: Any) -> Any:
+def count_resident(w: Any, e: Any, complete: Any) -> Any:
     """The number of requests whose caches fit in a group; `complete` (1 or 0): the whole output is reserved."""
     held = complete * w.most_bytes + (1.0 - complete) * w.held_bytes * e.cache_held
-    return most(w.room_bytes / held, 1.0)
+    return take_max(w.room_bytes / held, 1.0)
 
 
-def first_host_s(w: Any, e: Any) -> Any:
+def compute_first_host_s(w: Any, e: Any) -> Any:
     """Host time to launch a request's first pass kernel by kernel; it hardly depends on chip or prompt."""
     return e.host * (
         w.layers * e.first_layer_s
@@ -485,109 +491,117 @@ def first_host_s(w: Any, e: Any) -> Any:
     )
 
 
-def guessed(e: Any, guessing: Any) -> tuple[Any, Any]:
+def compute_speculation(e: Any, guessing: Any) -> tuple[Any, Any]:
     """The relative time of a pass with `guessing` drafted tokens per sequence, and the tokens that it yields."""
     return 1.0 + e.guess * guessing, (1.0 - e.accepted ** (guessing + 1.0)) / (1.0 - e.accepted)
 
 
-def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS, guessing: Any = 0.0) -> Any:
+def compute_steady(
+    w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS, guessing: Any = 0.0
+) -> Any:
     """Time to first token, time per token and batch of a group with `streams` requests in flight at all times.
 
     Each token waits for its pass and for a share of the others' prompts; requests that do not fit in memory queue.
     """
-    slower, accepted = guessed(e, guessing)
+    slower, accepted = compute_speculation(e, guessing)
     own = streams / w.groups
-    own = most(own + w.uneven * e.unevenness * own**0.5, 1.0)
+    own = take_max(own + w.uneven * e.unevenness * own**0.5, 1.0)
     # With a very large limit, the smaller of the two would be lost to rounding.
-    held = most(least(own, most_resident), 1.0)
-    prompt_s = prefill_s(w, e)
+    held = take_max(take_min(own, most_resident), 1.0)
+    prompt_s = compute_prefill_s(w, e)
     batch = held
-    token_s = decode_s(w, e, batch)
+    token_s = compute_decode_s(w, e, batch)
     for _ in range(4):
-        token_s = decode_s(w, e, batch) * slower / accepted + batch / w.pipeline / w.output * prompt_s * e.prompt_share
+        token_s = (
+            compute_decode_s(w, e, batch) * slower / accepted
+            + batch / w.pipeline / w.output * prompt_s * e.prompt_share
+        )
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
-    busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
-    host_s = first_host_s(w, e)
-    most_together = most(waits.pass_tokens / w.prompt, 1.0)
-    together = most(least(most_together, held), 1.0)
+    busy = take_min(batch / w.output * prompt_s / token_s, BUSIEST)
+    host_s = compute_first_host_s(w, e)
+    most_together = take_max(waits.pass_tokens / w.prompt, 1.0)
+    together = take_max(take_min(most_together, held), 1.0)
     # Requests that arrive between two polls are computed together and finish with their pass.
     often = own * accepted / w.output
     arrived = 1.0 + often * (waits.polled + waits.gathered)
-    taken = least(arrived, most_together)
-    arrived_s = (arrived + taken) / 2.0 * prefill_each_s(w, e, taken)
+    taken = take_min(arrived, most_together)
+    arrived_s = (arrived + taken) / 2.0 * compute_prefill_each_s(w, e, taken)
     # The first collected request waits for the whole interval, later ones for less.
     gathered = waits.gathered * (1.0 - often * waits.gathered / (1.0 + often * waits.gathered) / 2.0)
-    wave_s = (held + waits.ahead * together) * wave_each_s(w, e, together, host_s)
+    wave_s = (held + waits.ahead * together) * compute_burst_each_s(w, e, together, host_s)
     # Groups wait at most until each of them has a request that finishes.
-    balanced = least(waits.balanced, 2.0 * w.output / own)
+    balanced = take_min(waits.balanced, 2.0 * w.output / own)
     first_s = (
         e.request_s
         + host_s
-        + e.steps_waited * decode_s(w, e, batch) * slower
+        + e.steps_waited * compute_decode_s(w, e, batch) * slower
         + (e.polled * waits.polled + e.gathered * gathered + e.balanced * balanced) * token_s * accepted
         + arrived_s
         + prompt_s * e.queue * busy / (1.0 - busy)
         + e.burst * wave_s
     )
-    queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
+    queued_s = take_max(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
     return first_s + queued_s, token_s, batch
 
 
-def saturated_tok_s(w: Any, e: Any, batch: Any) -> Any:
+def compute_saturated_tok_s(w: Any, e: Any, batch: Any) -> Any:
     """Tokens per second of one replica if every group always has `batch` requests."""
-    token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prefill_s(w, e) * e.prompt_share
+    token_s = compute_decode_s(w, e, batch) + batch / w.pipeline / w.output * compute_prefill_s(w, e) * e.prompt_share
     return batch * w.groups / token_s * e.saturation
 
 
-def streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
+def compute_streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
     """Tokens per second of one replica in a closed loop with `streams` requests."""
     return streams * w.output / (first_s + w.output * token_s)
 
 
-def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
+def compute_burst(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     """Like `steady`, for a benchmark that sends all its requests in one burst: prompts queue, then all decode."""
-    own = most(streams / w.groups, 1.0)
-    held = least(own, most_resident)
-    prompt_s = prefill_s(w, e) * e.wave_slower
-    token_s = decode_s(w, e, held) * e.wave_token
-    first_s = e.request_s + first_host_s(w, e) + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
-    queued_s = most(own / held - 1.0, 0.0) / 2.0 * (w.output * token_s + prompt_s * held)
+    own = take_max(streams / w.groups, 1.0)
+    held = take_min(own, most_resident)
+    prompt_s = compute_prefill_s(w, e) * e.wave_slower
+    token_s = compute_decode_s(w, e, held) * e.wave_token
+    first_s = e.request_s + compute_first_host_s(w, e) + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
+    queued_s = take_max(own / held - 1.0, 0.0) / 2.0 * (w.output * token_s + prompt_s * held)
     return first_s + queued_s, token_s, prompt_s * held
 
 
-def apart(q: Any, e: Any) -> Any:
+def compute_disaggregated(q: Any, e: Any) -> Any:
     """Time to first token, time per token and a worker's batch in a disaggregated deployment.
 
     If the number of workers and their layout are unknown, operators are assumed to add workers as load grows, and to
     choose the faster of tensor parallelism (`work`) and data parallelism (`spread`) for attention.
     """
-    known = least(q.decodes, 1.0)
+    known = take_min(q.decodes, 1.0)
     added = (1.0 + q.streams / (e.apart_streams * q.ranks)) ** e.apart_growth
     # Routers distribute requests without checking which worker has a free slot.
-    bins = most(known * q.decodes, 1.0)
+    bins = take_max(known * q.decodes, 1.0)
     over = (q.streams - q.slots) / bins
     spread = CHANCE * e.apart_uneven**2 * q.streams / bins * (1.0 - 1.0 / bins)
     held = q.streams - bins * (over + (over * over + spread + 1e-4) ** 0.5) / 2.0
-    share = most(held / (known * q.decodes + (1.0 - known) * added), 1.0)
-    divided_s, dealt_s = decode_s(q.work, e, share), decode_s(q.spread, e, most(share / q.ranks, 1.0))
+    share = take_max(held / (known * q.decodes + (1.0 - known) * added), 1.0)
+    divided_s, dealt_s = (
+        compute_decode_s(q.work, e, share),
+        compute_decode_s(q.spread, e, take_max(share / q.ranks, 1.0)),
+    )
     said_s = divided_s ** (1.0 - q.dealt) * dealt_s**q.dealt
-    pass_time_s = known * said_s + (1.0 - known) * least(divided_s, dealt_s)
-    slower, accepted = guessed(e, q.guessing)
+    pass_time_s = known * said_s + (1.0 - known) * take_min(divided_s, dealt_s)
+    slower, accepted = compute_speculation(e, q.guessing)
     token_s = pass_time_s * e.apart_token * slower / accepted
     answer_s = q.work.output * token_s
-    together = most(q.waits.pass_tokens / q.prompts.prompt, 1.0)
-    host_s = first_host_s(q.prompts, e) * most(q.prompts.prompt / q.waits.pass_tokens, 1.0)
-    one_s = q.streams * wave_each_s(q.prompts, e, together, host_s) / q.prompts.groups
+    together = take_max(q.waits.pass_tokens / q.prompts.prompt, 1.0)
+    host_s = compute_first_host_s(q.prompts, e) * take_max(q.prompts.prompt / q.waits.pass_tokens, 1.0)
+    one_s = q.streams * compute_burst_each_s(q.prompts, e, together, host_s) / q.prompts.groups
     prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
     backlog_s = one_s / prefills
-    for_a_place_s = most(q.streams / held - 1.0, 0.0) * answer_s
+    for_a_place_s = take_max(q.streams / held - 1.0, 0.0) * answer_s
     first_s = (
         e.request_s
         + host_s
         + e.apart_first_s
         + e.steps_waited * token_s
-        + prefill_s(q.prompts._replace(groups=least(q.prompts.groups, 1.0)), e)
+        + compute_prefill_s(q.prompts._replace(groups=take_min(q.prompts.groups, 1.0)), e)
         + e.burst * e.apart_burst * backlog_s
-        + most(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
+        + take_max(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
     )
     return first_s, token_s, share

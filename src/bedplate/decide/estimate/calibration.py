@@ -17,10 +17,10 @@ class Band(NamedTuple):
     low: float
     high: float
 
-    def around(self, value: float) -> tuple[float, float]:
+    def get_bounds(self, value: float) -> tuple[float, float]:
         return value * self.low, value * self.high
 
-    def inverse(self) -> Band:
+    def invert(self) -> Band:
         """The band of a time, if this is the band of a rate."""
         return Band(1 / self.high, 1 / self.low)
 
@@ -48,12 +48,12 @@ WIDE = Band(0.5, 2.0)
 """Used if there is no data to compute a band from."""
 
 
-def limit_of_parts(parts: dict[Limit, float]) -> Limit:
+def find_limit(parts: dict[Limit, float]) -> Limit:
     return max(parts, key=lambda name: parts[name])
 
 
 @lru_cache(maxsize=8)
-def table(name: str) -> dict[str, Any]:
+def load_table(name: str) -> dict[str, Any]:
     """A data file of this package: `local` or `serving`."""
     shipped = importlib.resources.files("bedplate.decide.estimate") / "data" / f"{name}.json"
     found: dict[str, Any] = msgspec.json.decode(shipped.read_bytes())

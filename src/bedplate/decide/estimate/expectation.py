@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts
-from bedplate.decide.estimate.engines import timed_as, traits_of
-from bedplate.decide.estimate.local import Host, Question
-from bedplate.decide.estimate.machine import Machine, host_machine, machine_of
-from bedplate.decide.estimate.physics import Shape, shape_of
+from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit
+from bedplate.decide.estimate.engines import get_timed_engine, get_traits
+from bedplate.decide.estimate.local import HostWeights, LocalEstimator
+from bedplate.decide.estimate.machine import MachineRates, get_host_rates, get_machine_rates
+from bedplate.decide.estimate.physics import ModelShape, get_shape
 from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Workload
 from bedplate.values.fit import Offload
 
@@ -32,28 +32,28 @@ def estimate_for(
     factor: float = 1.0,
 ) -> Estimate:
     """The estimate for one plan; figures that cannot be computed are absent."""
-    found = expectation_for(hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor)
-    return Estimate() if found is None else estimate_of(found)
+    found = compute_expectation(hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor)
+    return Estimate() if found is None else to_estimate(found)
 
 
-def estimate_of(expectation: Expectation) -> Estimate:
-    def figure(value: float, band: Band) -> Figure:
-        low, high = band.around(value)
+def to_estimate(expectation: Expectation) -> Estimate:
+    def make_figure(value: float, band: Band) -> Figure:
+        low, high = band.get_bounds(value)
         return Figure(value=value, low=low, high=high, basis="estimate", source=expectation.source)
 
     return Estimate(
-        ttft_ms=figure(expectation.ttft_s * 1000, expectation.ttft_band),
-        tpot_ms=figure(expectation.tpot_s * 1000, expectation.tpot_band),
-        output_tok_s=figure(expectation.output_tok_s, expectation.output_band),
+        ttft_ms=make_figure(expectation.ttft_s * 1000, expectation.ttft_band),
+        tpot_ms=make_figure(expectation.tpot_s * 1000, expectation.tpot_band),
+        output_tok_s=make_figure(expectation.output_tok_s, expectation.output_band),
     )
 
 
-def limit_of(expectation: Expectation) -> Limit:
+def get_limit(expectation: Expectation) -> Limit:
     """The bottleneck: where the largest part of the time between two tokens is spent."""
     return expectation.limit
 
 
-def expectation_for(
+def compute_expectation(
     hardware: Hardware,
     model: Model,
     engine: str,
@@ -68,72 +68,73 @@ def expectation_for(
 
     `factor` is the measured speed of this machine relative to the fitted efficiencies: 1.1 is 10% faster.
     """
-    engine = timed_as(engine)
-    machine = machine_of(hardware)
+    engine = get_timed_engine(engine)
+    machine = get_machine_rates(hardware)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate" or workload.task != "generate":
         return None
-    shape = shape_of(model)
+    shape = get_shape(model)
     replicas = max(1, layout.data)
-    in_flight = max(1, -(-workload.in_flight() // replicas))
-    if in_flight > 1 and traits_of(engine).kernels == "serving" and machine.kind != "cpu":
+    in_flight = max(1, -(-workload.compute_in_flight() // replicas))
+    if in_flight > 1 and get_traits(engine).kernels == "serving" and machine.kind != "cpu":
         from bedplate.decide.estimate import serving
 
         return serving.expect(
-            machine, shape, engine, layout, concurrency=workload.in_flight(), prompt_tokens=workload.prompt_tokens,
+            machine, shape, engine, layout, concurrency=workload.compute_in_flight(),
+            prompt_tokens=workload.prompt_tokens,
             output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
-            factor=factor, least_token_s=_one_stream_s(engine, machine, shape, layout, workload, in_flight),
+            factor=factor, least_token_s=_compute_one_stream_s(engine, machine, shape, layout, workload, in_flight),
         )  # fmt: skip
-    question = local.ask(
-        engine, backend_of(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
-        host=host_of(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
+    question = local.make_local_estimator(
+        engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
+        host=get_host_weights(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
     )  # fmt: skip
-    return _locally(question, workload, in_flight, max(1, slots), replicas, factor)
+    return _expect_locally(question, workload, in_flight, max(1, slots), replicas, factor)
 
 
-def _one_stream_s(
-    engine: str, machine: Machine, shape: Shape, layout: Parallelism, workload: Workload, in_flight: int
+def _compute_one_stream_s(
+    engine: str, machine: MachineRates, shape: ModelShape, layout: Parallelism, workload: Workload, in_flight: int
 ) -> float:
     """The time per token of a single request, as a lower bound: the efficiencies that were fitted on many requests in
     flight are 20% too optimistic for two or three."""
     if in_flight > FEW or layout.expert > 1:
         return 0.0
-    question = local.ask(
-        engine, backend_of(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline
+    question = local.make_local_estimator(
+        engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline
     )
     return question.step_s(1, workload.prompt_tokens + workload.output_tokens / 2)
 
 
-def _locally(
-    question: Question, workload: Workload, in_flight: int, slots: int, replicas: int, factor: float
+def _expect_locally(
+    question: LocalEstimator, workload: Workload, in_flight: int, slots: int, replicas: int, factor: float
 ) -> Expectation:
     resident = min(in_flight, slots)
     prompt, output = workload.prompt_tokens, workload.output_tokens
     cached = min(workload.shared_prefix_tokens, prompt - 1)
     step = question.step(resident, prompt + output / 2)
     step_s = question.step_s(resident, prompt + output / 2)
-    prefill_s = question.prefill_s(prompt - cached, 1, cached)
+    prefill_s = question.estimate_prefill_s(prompt - cached, 1, cached)
     # The other requests wait while a prompt is computed, so on average every prompt delays every token.
     tpot_s = step_s + prefill_s * (resident - 1) / output
     request_s = prefill_s + output * tpot_s
     waiting_s = max(0.0, in_flight / resident - 1) * request_s
     speed = 1 / factor
     made = "decode_tok_s_single" if resident == 1 else "output_tok_s_total"
-    parts = step.by_limit()
+    parts = step.split_by_limit()
     parts["compute"] += prefill_s * (resident - 1) / output
     return Expectation(
         ttft_s=(prefill_s + step_s + waiting_s) * speed,
         tpot_s=tpot_s * speed,
-        output_tok_s=min(replicas * resident, workload.in_flight()) * output / request_s * factor,
-        limit=limit_of_parts(parts),
+        output_tok_s=min(replicas * resident, workload.compute_in_flight()) * output / request_s * factor,
+        limit=find_limit(parts),
         parts_s={name: part * speed for name, part in parts.items()},
-        ttft_band=local.band_of("prefill_tok_s", question.key).inverse(),
-        tpot_band=local.band_of(made, question.key).inverse(),
-        output_band=local.band_of(made, question.key),
-        source=_source(question, factor),
+        ttft_band=local.get_band("prefill_tok_s", question.key).invert(),
+        tpot_band=local.get_band(made, question.key).invert(),
+        output_band=local.get_band(made, question.key),
+        source=_describe_source(question, factor),
     )
 
 
-def _source(question: Question, factor: float) -> str:
+def _describe_source(question: LocalEstimator, factor: float) -> str:
     engines = f"engines {question.key}" if question.key.startswith("like ") else question.key
     source = f"bytes and operations at the efficiencies of {engines}, fitted on published measurements"
     if question.host is not None and question.host.assumed:
@@ -141,22 +142,22 @@ def _source(question: Question, factor: float) -> str:
     return source if factor == 1.0 else f"{source}, times {factor:.2f} as measured on this machine"
 
 
-def backend_of(engine: str, machine: Machine) -> str:
+def get_backend(engine: str, machine: MachineRates) -> str:
     if machine.kind == "cpu":
         return "cpu"
-    graphics = traits_of(engine).graphics_backend
+    graphics = get_traits(engine).graphics_backend
     if graphics is not None and machine.family.startswith("rdna"):
         return graphics
     return BACKENDS.get(machine.vendor, "other")
 
 
-def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
-    cpu = host_machine(hardware)
+def get_host_weights(hardware: Hardware, shape: ModelShape, offload: Offload) -> HostWeights | None:
+    cpu = get_host_rates(hardware)
     # Two channels of DDR5-4800, the minimum of current machines.
     bandwidth = cpu.bandwidth_bytes_s or 76.8e9
-    share = shape.expert_share if shape.experts and offload.kind == "experts" else _read_share(shape)
+    share = shape.expert_share if shape.experts and offload.kind == "experts" else _compute_read_share(shape)
     read = offload.host_bytes * share
-    return Host(
+    return HostWeights(
         bytes=read,
         bandwidth_bytes_s=bandwidth * HOST_READ_SHARE,
         cores_ops_s=cpu.plain_ops_s * HOST_COMPUTE_SHARE,
@@ -165,7 +166,7 @@ def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
     )
 
 
-def _read_share(shape: Shape) -> float:
+def _compute_read_share(shape: ModelShape) -> float:
     """The share of all weights that one token reads."""
     if not shape.total_bytes:
         return 1.0

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
 from bedplate.decide.estimate.calibration import WIDE, Band, Limit
-from bedplate.decide.estimate.engines import traits_of
-from bedplate.decide.estimate.machine import HALF_SHARE, Machine
+from bedplate.decide.estimate.engines import get_traits
+from bedplate.decide.estimate.machine import HALF_SHARE, MachineRates
 from bedplate.decide.estimate.physics import (
-    Shape,
-    all_reduce_bytes,
-    attention_ops,
-    decode_floor_s,
-    experts_touched,
-    kv_read_bytes,
-    link_bytes_s,
-    prefill_floor_s,
+    ModelShape,
+    compute_decode_floor_s,
+    compute_prefill_floor_s,
+    count_all_reduce_bytes,
+    count_attention_ops,
+    count_kv_bytes,
+    count_used_experts,
+    get_link_bytes_s,
 )
 from bedplate.engines import EstimateTraits
 
@@ -112,7 +112,7 @@ class Pass(NamedTuple):
     def total_s(self) -> float:
         return self.weights_s + self.kv_s + self.compute_s + self.links_s + self.fixed_s + self.host_s
 
-    def by_limit(self) -> dict[Limit, float]:
+    def split_by_limit(self) -> dict[Limit, float]:
         return {
             "memory bandwidth": self.weights_s,
             "KV cache": self.kv_s,
@@ -123,7 +123,7 @@ class Pass(NamedTuple):
         }
 
 
-class Host(NamedTuple):
+class HostWeights(NamedTuple):
     """The weights that stay in the host's memory."""
 
     bytes: float
@@ -135,7 +135,7 @@ class Host(NamedTuple):
     """Whether the host's memory bandwidth is unknown, so that a default is used."""
 
 
-class Work(NamedTuple):
+class PassWork(NamedTuple):
     """What one forward pass does; nothing in it is fitted. A fit uses columns of many such passes."""
 
     tokens: float
@@ -188,7 +188,7 @@ class Work(NamedTuple):
     host_s: float
 
 
-def forward(profile: Profile, work: Work) -> Pass:
+def forward(profile: Profile, work: PassWork) -> Pass:
     """The time of a forward pass. The arithmetic works on columns as well as on numbers."""
     reading = (work.read_s + work.packed * work.four * work.expert_read_s * (profile.moe_4 - 1)) * (1 + profile.slack)
     packed = 1 + work.packed * work.four * (profile.moe_4 - 1)
@@ -197,14 +197,14 @@ def forward(profile: Profile, work: Work) -> Pass:
     vector = vector * (1 + profile.column * (work.tokens - 1))
     tuned = work.half * profile.gemm_16 + work.eight * profile.gemm_8
     tuned = tuned + work.four * (work.native * profile.gemm_fp4 + (1 - work.native))
-    matrix = (work.body_s * _hypot(work.tokens, profile.tile) + work.logits_s) / profile.gemm
+    matrix = (work.body_s * _compute_hypot(work.tokens, profile.tile) + work.logits_s) / profile.gemm
     share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half))
-    matrix = (matrix + work.expert_s * packed * _hypot(work.each, profile.tile) / share) / tuned
+    matrix = (matrix + work.expert_s * packed * _compute_hypot(work.each, profile.tile) / share) / tuned
     # Reading limits a product of few rows, computing one of many, and both limit those in between.
-    whole = _both(reading, matrix + work.moved_s * profile.activation)
+    whole = _overlap_times(reading, matrix + work.moved_s * profile.activation)
     tiled = (work.tokens > work.vectors) | ((work.tokens > 1) & (whole < vector))
-    weights = (1 - tiled) * vector + tiled * _least(reading, whole)
-    compute = tiled * (whole - _least(reading, whole))
+    weights = (1 - tiled) * vector + tiled * _take_min(reading, whole)
+    compute = tiled * (whole - _take_min(reading, whole))
     kv_s = work.kv_s / profile.kv_read + (1 - work.prompt) * work.pairs_hz * profile.pair
     kv_s = kv_s * (1 + (1 - work.prompt) * work.unfused * (profile.plain_kv - 1))
     compute = compute + work.prompt * work.pairs_s / profile.attend * (1 + work.unfused * (profile.plain - 1))
@@ -217,13 +217,13 @@ def forward(profile: Profile, work: Work) -> Pass:
     each_launch = work.half + work.eight * profile.launch_8 + work.four * profile.launch_4
     launched = work.launched * profile.launch_s * each_launch
     # The device waits for the host if launching kernels is slower; 0 for engines that do not launch them separately.
-    idle = _both(device, launched) - device
+    idle = _overlap_times(device, launched) - device
     return Pass(weights, kv_s, compute, links, fixed + idle, work.host_s)
 
 
-def counted(
-    machine: Machine,
-    shape: Shape,
+def count_pass_work(
+    machine: MachineRates,
+    shape: ModelShape,
     *,
     tokens: float,
     sequences: float = 1.0,
@@ -237,27 +237,27 @@ def counted(
     fused: bool = True,
     launched: bool = False,
     vectors: int = 1,
-    host: Host | None = None,
-) -> Work:
+    host: HostWeights | None = None,
+) -> PassWork:
     """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache."""
     bandwidth = machine.bandwidth_bytes_s * tensor
     per_hz = 1 / (machine.core_hz * tensor) if machine.core_hz else 0.0
     per_op = 1 / (matrix_ops_s * tensor)
-    touched = experts_touched(shape.experts, shape.experts_active, tokens) / shape.experts if shape.experts else 0.0
+    touched = count_used_experts(shape.experts, shape.experts_active, tokens) / shape.experts if shape.experts else 0.0
     rows = sequences if output_rows is None else output_rows
     expert_bytes, expert_params = shape.expert_bytes * touched, shape.expert_params * touched
     read_bytes = shape.dense_bytes + expert_bytes
     if host is not None:
         read_bytes -= min(read_bytes, host.bytes)
-    kind = _weight_class(shape)
+    kind = _classify_bits(shape)
     new_each = tokens / sequences
-    kv = kv_read_bytes(shape, depth + 1) * sequences * (_expansion(shape) if expand_kv else 1.0)
+    kv = count_kv_bytes(shape, depth + 1) * sequences * (_compute_expansion(shape) if expand_kv else 1.0)
     links_s = 0.0
     if tensor > 1:
-        rate_link = link_bytes_s(machine, tensor)
-        links_s = 2 * shape.layers * all_reduce_bytes(tokens, shape, tensor) / rate_link if rate_link else 0.0
+        rate_link = get_link_bytes_s(machine, tensor)
+        links_s = 2 * shape.layers * count_all_reduce_bytes(tokens, shape, tensor) / rate_link if rate_link else 0.0
     prompt = new_each > 1
-    return Work(
+    return PassWork(
         tokens=tokens,
         vectors=vectors,
         half=float(kind == 16),
@@ -275,10 +275,10 @@ def counted(
         expert_s=2 * expert_params * per_op,
         each=tokens * shape.experts_active / (shape.experts * touched) if shape.experts else 0.0,
         moved_s=ACTIVATION_COPIES * tokens * shape.layers * shape.hidden * 2 / bandwidth,
-        kv_s=kv / (machine.bandwidth_bytes_s * _kv_devices(shape, tensor)),
+        kv_s=kv / (machine.bandwidth_bytes_s * _count_kv_devices(shape, tensor)),
         prompt=float(prompt),
-        pairs_s=attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences * per_op if prompt else 0.0,
-        pairs_hz=0.0 if prompt else attention_ops(shape, 1, depth) * sequences * 1e-6 * per_hz,
+        pairs_s=count_attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences * per_op if prompt else 0.0,
+        pairs_hz=0.0 if prompt else count_attention_ops(shape, 1, depth) * sequences * 1e-6 * per_hz,
         unfused=float(not fused),
         layers=shape.layers,
         moe_layers=shape.moe_layers,
@@ -287,11 +287,13 @@ def counted(
         reduces=2 * shape.layers if tensor > 1 else 0,
         links_s=links_s,
         launched=shape.layers if launched else 0,
-        host_s=_host_s(host, machine, shape, tokens, touched),
+        host_s=_compute_host_s(host, machine, shape, tokens, touched),
     )
 
 
-def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, touched: float) -> float:
+def _compute_host_s(
+    host: HostWeights | None, machine: MachineRates, shape: ModelShape, tokens: float, touched: float
+) -> float:
     if host is None or not host.bytes:
         return 0.0
     # The products of one token are as fast as reading the weights: published results of CPUs follow their bandwidth.
@@ -305,34 +307,34 @@ def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, to
     return computed_s
 
 
-def _hypot(one: float, other: float) -> float:
+def _compute_hypot(one: float, other: float) -> float:
     found: float = (one * one + other * other) ** 0.5
     return found
 
 
-def _least(one: float, other: float) -> float:
+def _take_min(one: float, other: float) -> float:
     return (one + other - abs(one - other)) / 2
 
 
-def _both(one: float, other: float) -> float:
+def _overlap_times(one: float, other: float) -> float:
     """The time of two activities that overlap in part: more than the longer, less than the sum."""
     found: float = (one**4 + other**4) ** 0.25
     return found
 
 
-def _weight_class(shape: Shape) -> int:
+def _classify_bits(shape: ModelShape) -> int:
     """The class of the stored bits: 4, 8 or 16."""
     return 16 if shape.stored_bits > 12 else 8 if shape.stored_bits > 6.8 else 4
 
 
-def _expansion(shape: Shape) -> float:
+def _compute_expansion(shape: ModelShape) -> float:
     """Factor on cache reads of engines that copy the cache for each query head and for each append."""
     heads = max((group.pair_ops / max(1.0, group.layers) / 512 for group in shape.attention), default=1.0)
     kv_heads = max((group.kv_heads for group in shape.attention), default=1)
     return 2.0 + 3.0 * max(1.0, heads / max(1, kv_heads))
 
 
-def _kv_devices(shape: Shape, tensor: int) -> int:
+def _count_kv_devices(shape: ModelShape, tensor: int) -> int:
     """Devices that divide the reads of a cache: at most one per KV head; a latent cache has one head."""
     heads = max((group.kv_heads for group in shape.attention), default=1)
     return max(1, min(tensor, heads))
@@ -342,18 +344,18 @@ STACKED = frozenset({"hopper", "blackwell-dc", "ampere-dc", "volta", "cdna"})
 """Architectures whose chips have stacked memory (HBM)."""
 
 
-def effects_of(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[str, ...]:
+def list_effects(engine: str, backend: str, machine: MachineRates, current: bool = True) -> tuple[str, ...]:
     """The names of the fitted effects on an efficiency, from the most general to the most specific.
 
     Each effect is a factor on the ones before it; a name without an effect changes nothing.
     """
     driver, *builds = backend.split("-")
-    kind = traits_of(engine).kernels
+    kind = get_traits(engine).kernels
     if machine.kind == "cpu":
         # An engine's efficiency on GPUs says nothing about its CPU kernels.
         names = ["cpu", machine.family, *([f"like {kind}/cpu"] if kind else []), f"{engine}/cpu"]
         return tuple(names)
-    names = ["gpu", driver, memory_of(machine), f"chip {machine.family}"]
+    names = ["gpu", driver, classify_memory(machine), f"chip {machine.family}"]
     if kind is not None:
         names += [f"like {kind}", f"like {kind}/{driver}"]
     names += [engine, f"{engine}/{driver}"]
@@ -363,14 +365,14 @@ def effects_of(engine: str, backend: str, machine: Machine, current: bool = True
     return tuple(names)
 
 
-def memory_of(machine: Machine) -> str:
+def classify_memory(machine: MachineRates) -> str:
     """The kind of a device's memory: stacked, separate graphics memory, or shared with the host."""
     return "memory shared" if machine.unified else "memory stacked" if machine.family in STACKED else "memory graphics"
 
 
 @lru_cache(maxsize=512)
-def _profile(names: tuple[str, ...]) -> Profile:
-    effects = calibration.table("local")["effects"]
+def _load_profile(names: tuple[str, ...]) -> Profile:
+    effects = calibration.load_table("local")["effects"]
     values = dict(effects[names[0]]["values"])
     for name in names[1:]:
         for parameter, factor in effects.get(name, {}).get("values", {}).items():
@@ -378,20 +380,20 @@ def _profile(names: tuple[str, ...]) -> Profile:
     return Profile(**{name: float(values[name]) for name in Profile._fields})
 
 
-def profile_for(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[Profile, str]:
+def get_profile(engine: str, backend: str, machine: MachineRates, current: bool = True) -> tuple[Profile, str]:
     """The fitted efficiencies, and the most specific effect among them: of the engine here, or of similar engines."""
-    names = effects_of(engine, backend, machine, current)
-    effects = calibration.table("local")["effects"]
-    return _profile(names), next(name for name in reversed(names) if name in effects)
+    names = list_effects(engine, backend, machine, current)
+    effects = calibration.load_table("local")["effects"]
+    return _load_profile(names), next(name for name in reversed(names) if name in effects)
 
 
-def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
+def get_matrix_ops_s(engine: str, machine: MachineRates, shape: ModelShape) -> float:
     """The matrix rate that an engine can reach on one device with these weights."""
     rates = machine.ops_s
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
         return machine.plain_ops_s * (1.0 if shape.bits < 12 else HALF_SHARE)
-    traits = traits_of(engine)
+    traits = get_traits(engine)
     if traits.plain_products:
         return machine.plain_ops_s or half
     if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and traits.fp4_products:
@@ -401,22 +403,22 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
     return half
 
 
-class Part(NamedTuple):
+class PassPart(NamedTuple):
     """A pass, how often it runs, and the lower bound of the total time."""
 
-    work: Work
+    work: PassWork
     times: float
     floor_s: float
 
 
-class Question(NamedTuple):
+class LocalEstimator(NamedTuple):
     """The estimate of one engine with one model on one machine."""
 
     engine: str
     profile: Profile
     key: str
-    machine: Machine
-    shape: Shape
+    machine: MachineRates
+    shape: ModelShape
     tensor: int
     pipeline: int
     chunk: int
@@ -424,31 +426,31 @@ class Question(NamedTuple):
     ops_s: float
     """Matrix rate of one device."""
     vectors: int = VECTOR_TOKENS
-    host: Host | None = None
+    host: HostWeights | None = None
 
     @property
     def traits(self) -> EstimateTraits:
-        return traits_of(self.engine)
+        return get_traits(self.engine)
 
     def step(self, batch: float, context: float) -> Pass:
         """The time of one token for each of `batch` sequences with `context` tokens."""
-        return forward(self.profile, self.step_part(batch, context).work)
+        return forward(self.profile, self.make_step_part(batch, context).work)
 
     def step_s(self, batch: float, context: float) -> float:
-        return self.seconds(self.step_part(batch, context))
+        return self.compute_seconds(self.make_step_part(batch, context))
 
-    def step_part(self, batch: float, context: float) -> Part:
-        work = counted(
+    def make_step_part(self, batch: float, context: float) -> PassPart:
+        work = count_pass_work(
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
             pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
             launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
-        return Part(work, 1.0, decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
+        return PassPart(work, 1.0, compute_decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
 
-    def seconds(self, part: Part) -> float:
+    def compute_seconds(self, part: PassPart) -> float:
         return max(forward(self.profile, part.work).total_s * part.times, part.floor_s)
 
-    def prefill_part(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> Part:
+    def make_prefill_part(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> PassPart:
         """`sequences` prompts of `tokens` each, computed in chunks."""
         total = tokens * sequences
         chunk = max(1, min(total, self.chunk))
@@ -456,15 +458,15 @@ class Question(NamedTuple):
         # A chunk attends to the earlier chunks of its prompt; a chunk of several prompts has none before it.
         together = max(1.0, chunk / tokens)
         before = depth + max(0.0, (tokens - chunk) / 2)
-        work = counted(
+        work = count_pass_work(
             self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
             absorbed=self.traits.kernels == "gguf",
             launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
         devices = self.tensor * (self.pipeline if self.traits.overlaps_chunks else 1)
-        floor = prefill_floor_s(self.shape, self.machine, total, devices)
-        return Part(work, chunks * self._overlap(chunks), floor)
+        floor = compute_prefill_floor_s(self.shape, self.machine, total, devices)
+        return PassPart(work, chunks * self._overlap(chunks), floor)
 
     def _overlap(self, chunks: float) -> float:
         """The relative time if chunks follow each other through the devices of a pipeline."""
@@ -472,43 +474,43 @@ class Question(NamedTuple):
             return 1.0
         return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
 
-    def prefill_s(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> float:
-        return self.seconds(self.prefill_part(tokens, sequences, depth))
+    def estimate_prefill_s(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> float:
+        return self.compute_seconds(self.make_prefill_part(tokens, sequences, depth))
 
-    def request_parts(self, prompt: int, output: int) -> tuple[Part, Part]:
-        step = self.step_part(1, prompt + output / 2)
-        return self.prefill_part(max(1, prompt)), step._replace(times=float(output), floor_s=step.floor_s * output)
+    def make_request_parts(self, prompt: int, output: int) -> tuple[PassPart, PassPart]:
+        step = self.make_step_part(1, prompt + output / 2)
+        return self.make_prefill_part(max(1, prompt)), step._replace(times=float(output), floor_s=step.floor_s * output)
 
 
-def ask(
+def make_local_estimator(
     engine: str,
     backend: str,
-    machine: Machine,
-    shape: Shape,
+    machine: MachineRates,
+    shape: ModelShape,
     *,
     tensor: int = 1,
     pipeline: int = 1,
     chunk: int | None = None,
     fused: bool = True,
     current: bool = True,
-    host: Host | None = None,
-) -> Question:
-    profile, key = profile_for(engine, backend, machine, current)
-    return Question(
+    host: HostWeights | None = None,
+) -> LocalEstimator:
+    profile, key = get_profile(engine, backend, machine, current)
+    return LocalEstimator(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
-        chunk=chunk or traits_of(engine).chunk_tokens or MOST_CHUNK, fused=fused,
-        ops_s=matrix_ops_s(engine, machine, shape), vectors=_vectors(engine, backend, shape), host=host,
+        chunk=chunk or get_traits(engine).chunk_tokens or MOST_CHUNK, fused=fused,
+        ops_s=get_matrix_ops_s(engine, machine, shape), vectors=_count_vector_tokens(engine, backend, shape), host=host,
     )  # fmt: skip
 
 
-def _vectors(engine: str, backend: str, shape: Shape) -> int:
-    if traits_of(engine).kernels in ("serving", "eager"):
+def _count_vector_tokens(engine: str, backend: str, shape: ModelShape) -> int:
+    if get_traits(engine).kernels in ("serving", "eager"):
         return 0
     return 1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS
 
 
-def band_of(metric: str, key: str) -> Band:
+def get_band(metric: str, key: str) -> Band:
     """The band of eight of ten residuals: of this engine, or of all engines if it has too few."""
-    bands = calibration.table("local").get("bands", {})
+    bands = calibration.load_table("local").get("bands", {})
     found = bands.get(f"{metric}/{key}") or bands.get(metric)
     return Band(*found) if found else WIDE

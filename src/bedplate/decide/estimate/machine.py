@@ -8,8 +8,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from bedplate.errors import BadQuestion
-from bedplate.facts.chips import Chip, chips, find_chip
+from bedplate.errors import UsageError
+from bedplate.facts.chips import Chip, find_chip, load_chips
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
 
 # A streaming kernel reaches about this share of the data sheet's bandwidth. Fitted efficiencies refer to the data
@@ -70,7 +70,7 @@ GFX_FAMILIES = (
 )  # fmt: skip
 
 
-class Machine(NamedTuple):
+class MachineRates(NamedTuple):
     """One kind of device, the number of devices, and the links between them."""
 
     name: str
@@ -116,13 +116,13 @@ class _Memo:
 
     def __init__(self, most: int = 64) -> None:
         self.most = most
-        self.held: dict[int, tuple[object, Machine]] = {}
+        self.held: dict[int, tuple[object, MachineRates]] = {}
 
-    def get(self, owner: object) -> Machine | None:
+    def get(self, owner: object) -> MachineRates | None:
         found = self.held.get(id(owner))
         return found[1] if found is not None and found[0] is owner else None
 
-    def put(self, owner: object, value: Machine) -> Machine:
+    def put(self, owner: object, value: MachineRates) -> MachineRates:
         if len(self.held) >= self.most:
             self.held.clear()
         self.held[id(owner)] = (owner, value)
@@ -133,26 +133,26 @@ _machines = _Memo()
 _hosts = _Memo()
 
 
-def machine_of(hardware: Hardware) -> Machine:
+def get_machine_rates(hardware: Hardware) -> MachineRates:
     """The accelerators of a machine, or its CPU if it has none."""
-    return _machines.get(hardware) or _machines.put(hardware, _machine(hardware))
+    return _machines.get(hardware) or _machines.put(hardware, _compute_rates(hardware))
 
 
-def _machine(hardware: Hardware) -> Machine:
+def _compute_rates(hardware: Hardware) -> MachineRates:
     if not hardware.accelerators:
-        return cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+        return make_cpu_rates(hardware.cpu, hardware.memory.bandwidth_bytes_s)
     cards = hardware.accelerators
     card = cards[0]
-    chip = _chip_of(card)
+    chip = _find_card_chip(card)
     between = [link for link in hardware.links if "host" not in (link.a, link.b)]
     near = [link for link in between if link.kind != "network"]
-    fastest = max(near, key=lambda link: _value(link.bandwidth_bytes_s) or 0.0, default=None)
+    fastest = max(near, key=lambda link: _get_value(link.bandwidth_bytes_s) or 0.0, default=None)
     across = next((link for link in between if link.kind == "network"), None)
     to_host = next((link for link in hardware.links if "host" in (link.a, link.b)), None)
-    kind = family(chip) if chip else _family_by_driver(card)
-    bandwidth = _bandwidth(card.bandwidth_bytes_s, chip)
-    ops = _measured_ops(hardware, dict(_ops(chip)) if chip else {}) or dict(_usual_ops(kind, bandwidth))
-    return Machine(
+    kind = get_family(chip) if chip else _get_family_by_driver(card)
+    bandwidth = _get_bandwidth(card.bandwidth_bytes_s, chip)
+    ops = _add_measured_ops(hardware, dict(_get_ops(chip)) if chip else {}) or dict(_estimate_ops(kind, bandwidth))
+    return MachineRates(
         name=card.name,
         vendor=card.vendor,
         family=kind,
@@ -163,35 +163,37 @@ def _machine(hardware: Hardware) -> Machine:
         memory_bytes=card.memory_bytes,
         unified=card.unified_memory,
         consumer=chip is None or chip.kind not in ("datacenter", "accelerator"),
-        peer_bytes_s=_value(fastest.bandwidth_bytes_s) if fastest else None,
+        peer_bytes_s=_get_value(fastest.bandwidth_bytes_s) if fastest else None,
         peer_kind=fastest.kind if fastest else "none",
-        per_node=_per_node(len(cards), across is not None, near),
-        network_bytes_s=_value(across.bandwidth_bytes_s) if across else None,
-        host_bytes_s=_host_bandwidth(hardware),
-        host_link_bytes_s=_value(to_host.bandwidth_bytes_s) if to_host else None,
+        per_node=_count_per_node(len(cards), across is not None, near),
+        network_bytes_s=_get_value(across.bandwidth_bytes_s) if across else None,
+        host_bytes_s=_get_host_bandwidth(hardware),
+        host_link_bytes_s=_get_value(to_host.bandwidth_bytes_s) if to_host else None,
         cores=hardware.cpu.allowed_physical_cores,
-        core_hz=_core_hz(kind, chip) if chip else 0.0,
-        plain_ops_s=_plain_ops(kind, chip) if chip else ops.get("fp16", 0.0),
+        core_hz=_compute_core_hz(kind, chip) if chip else 0.0,
+        plain_ops_s=_compute_plain_ops(kind, chip) if chip else ops.get("fp16", 0.0),
     )
 
 
-def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = None) -> Machine:
+def make_chip_rates(chip: Chip, devices: int = 1, *, threads: int | None = None) -> MachineRates:
     """A machine with `devices` of these chips and the vendor's links between them."""
     if chip.kind == "cpu":
         cores = threads or chip.cores or 1
-        return _of_cpu(chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, _cpu_bandwidth(chip), chip)
+        return _build_cpu_rates(
+            chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, _get_cpu_bandwidth(chip), chip
+        )
     link = chip.link if chip.link is not None and not chip.link.optional else None
     peers = max(1, link.domain - 1) if link is not None and link.topology == "mesh" else 1
     peer = link.gb_s * 1e9 / peers if link is not None else chip.pcie_bytes_s
     switched = link is not None and link.topology != "bridge"
-    return Machine(
+    return MachineRates(
         name=chip.name,
         vendor=chip.vendor,
-        family=family(chip),
+        family=get_family(chip),
         kind="gpu",
         devices=devices,
         bandwidth_bytes_s=chip.bandwidth_bytes_s,
-        ops_s=_ops(chip),
+        ops_s=_get_ops(chip),
         memory_bytes=chip.memory_bytes,
         unified=chip.unified,
         consumer=chip.kind not in ("datacenter", "accelerator"),
@@ -202,23 +204,23 @@ def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = Non
         host_bytes_s=chip.bandwidth_bytes_s if chip.unified else None,
         host_link_bytes_s=chip.host_link_gb_s * 1e9 if chip.host_link_gb_s else chip.pcie_bytes_s,
         cores=chip.cores,
-        core_hz=_core_hz(family(chip), chip),
-        plain_ops_s=_plain_ops(family(chip), chip),
+        core_hz=_compute_core_hz(get_family(chip), chip),
+        plain_ops_s=_compute_plain_ops(get_family(chip), chip),
     )
 
 
-def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
+def make_cpu_rates(cpu: Cpu, bandwidth: Figure | None) -> MachineRates:
     """The CPU as the device that computes."""
-    chip = _named_chip(cpu.name, None)
+    chip = _look_up_chip(cpu.name, None)
     if chip is not None and chip.kind != "cpu":
         chip = None
     sockets = cpu.sockets or 1
-    sheet = _cpu_bandwidth(chip) * sockets if chip else None
+    sheet = _get_cpu_bandwidth(chip) * sockets if chip else None
     if bandwidth is not None and bandwidth.basis != "measured" and chip is not None and _shares_memory(chip):
         bandwidth = None
-    rate = _bandwidth_of(bandwidth, sheet)
+    rate = _choose_bandwidth(bandwidth, sheet)
     sets = cpu.instruction_sets or (chip.instruction_sets if chip else ())
-    return _of_cpu(cpu.name, cpu.arch, sets, cpu.allowed_physical_cores, rate, chip)
+    return _build_cpu_rates(cpu.name, cpu.arch, sets, cpu.allowed_physical_cores, rate, chip)
 
 
 def _shares_memory(chip: Chip) -> bool:
@@ -226,62 +228,62 @@ def _shares_memory(chip: Chip) -> bool:
     return (chip.memory_type or "").startswith("LPDDR") and (chip.memory_bits or 0) >= 256
 
 
-def _cpu_bandwidth(chip: Chip) -> float:
+def _get_cpu_bandwidth(chip: Chip) -> float:
     return chip.bandwidth_bytes_s * (SHARED_CPU_BANDWIDTH if _shares_memory(chip) else 1.0)
 
 
-def host_machine(hardware: Hardware) -> Machine:
+def get_host_rates(hardware: Hardware) -> MachineRates:
     """The CPU of a machine, with or without accelerators; it computes the layers that stay on the host."""
-    return _hosts.get(hardware) or _hosts.put(hardware, cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s))
+    return _hosts.get(hardware) or _hosts.put(hardware, make_cpu_rates(hardware.cpu, hardware.memory.bandwidth_bytes_s))
 
 
-def family(chip: Chip) -> str:
+def get_family(chip: Chip) -> str:
     if chip.kind == "cpu":
-        return _arch_family(chip.arch or "")
+        return _get_arch_family(chip.arch or "")
     if chip.vendor == "apple":
         return "apple"
     if chip.capability is not None:
         major, _, minor = chip.capability.partition(".")
-        return _nvidia_family((int(major), int(minor)))
+        return _get_nvidia_family((int(major), int(minor)))
     if chip.gfx is not None:
         return next((name for prefix, name in GFX_FAMILIES if chip.gfx.startswith(prefix)), "rdna2")
     return {"intel": "xe", "amd": "rdna3"}.get(chip.vendor, "other")
 
 
-def _nvidia_family(capability: tuple[int, int]) -> str:
+def _get_nvidia_family(capability: tuple[int, int]) -> str:
     return next((name for least, name in reversed(NVIDIA_FAMILIES) if capability >= least), "pascal")
 
 
-def _family_by_driver(card: Accelerator) -> str:
+def _get_family_by_driver(card: Accelerator) -> str:
     """The family of an unlisted card, from the architecture that its driver reports."""
     if card.vendor == "apple":
         return "apple"
     if card.compute_capability:
         major, _, minor = card.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit():
-            return _nvidia_family((int(major), int(minor)))
+            return _get_nvidia_family((int(major), int(minor)))
     gfx = card.architecture or ""
     return next((name for prefix, name in GFX_FAMILIES if gfx.startswith(prefix)), "other")
 
 
-def _arch_family(arch: str) -> str:
+def _get_arch_family(arch: str) -> str:
     if arch.startswith(("arm", "aarch")):
         return "arm"
     return "riscv" if arch.startswith("riscv") else "x86"
 
 
-def _of_cpu(
+def _build_cpu_rates(
     name: str, arch: str, sets: tuple[str, ...], cores: int, bandwidth_bytes_s: float, chip: Chip | None
-) -> Machine:
-    found = {word.replace(".", "_") for word in sets or USUAL_SETS.get(_arch_family(arch), ())}
+) -> MachineRates:
+    found = {word.replace(".", "_") for word in sets or USUAL_SETS.get(_get_arch_family(arch), ())}
     peak, reached = next((ops for word, *ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
     server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace", "Neoverse"))
     small = arch.startswith("riscv") or any(word in name for word in SMALL_CORES)
     kind = "server" if server else "small" if small else "desktop"
     clock = CORE_HZ[kind]
     ops = {"int8": cores * peak * clock, "fp32": cores * min(peak, 64.0) / 2 * clock}
-    return Machine(
-        name=name, vendor=chip.vendor if chip else "other", family=_arch_family(arch), kind="cpu", devices=1,
+    return MachineRates(
+        name=name, vendor=chip.vendor if chip else "other", family=_get_arch_family(arch), kind="cpu", devices=1,
         bandwidth_bytes_s=bandwidth_bytes_s, ops_s=MappingProxyType(ops), memory_bytes=None, unified=True,
         consumer=not server, peer_bytes_s=None, peer_kind="none", per_node=1, network_bytes_s=None,
         host_bytes_s=bandwidth_bytes_s, host_link_bytes_s=None, cores=cores, core_hz=cores * clock,
@@ -289,20 +291,20 @@ def _of_cpu(
     )  # fmt: skip
 
 
-def _ops(chip: Chip) -> Mapping[str, float]:
+def _get_ops(chip: Chip) -> Mapping[str, float]:
     """The data sheet's rates, or those of similar chips if the vendor states none."""
-    return _sheet_ops(chip) or _usual_ops(family(chip), chip.bandwidth_bytes_s)
+    return _read_sheet_ops(chip) or _estimate_ops(get_family(chip), chip.bandwidth_bytes_s)
 
 
-def _usual_ops(kind: str, bandwidth_bytes_s: float) -> Mapping[str, float]:
+def _estimate_ops(kind: str, bandwidth_bytes_s: float) -> Mapping[str, float]:
     """Rates from the median operations per byte of a chip family, or of all chips if the family is unknown."""
-    return MappingProxyType({name: ratio * bandwidth_bytes_s for name, ratio in _ops_per_byte(kind).items()})
+    return MappingProxyType({name: ratio * bandwidth_bytes_s for name, ratio in _compute_ops_per_byte(kind).items()})
 
 
 @lru_cache(maxsize=32)
-def _ops_per_byte(kind: str) -> dict[str, float]:
-    known = [(chip, rates) for chip in chips().values() if chip.kind != "cpu" and (rates := _sheet_ops(chip))]
-    alike = [one for one in known if family(one[0]) == kind] or known
+def _compute_ops_per_byte(kind: str) -> dict[str, float]:
+    known = [(chip, rates) for chip in load_chips().values() if chip.kind != "cpu" and (rates := _read_sheet_ops(chip))]
+    alike = [one for one in known if get_family(one[0]) == kind] or known
     found = {}
     for name in ("fp16", "fp32"):
         ratios = sorted(rates[name] / chip.bandwidth_bytes_s for chip, rates in alike if name in rates)
@@ -311,7 +313,7 @@ def _ops_per_byte(kind: str) -> dict[str, float]:
     return found
 
 
-def _sheet_ops(chip: Chip) -> Mapping[str, float]:
+def _read_sheet_ops(chip: Chip) -> Mapping[str, float]:
     """The data sheet's rates; a missing rate is derived from another one of the same units."""
     rates = {str(name): tera * 1e12 for name, tera in chip.dense_tera_ops.items()}
     if "fp16" not in rates:
@@ -323,30 +325,30 @@ def _sheet_ops(chip: Chip) -> Mapping[str, float]:
     return MappingProxyType(rates)
 
 
-def _core_hz(kind: str, chip: Chip) -> float:
+def _compute_core_hz(kind: str, chip: Chip) -> float:
     """Computed from the 32-bit rate, which is lanes times clock, or without it from the 16-bit rate."""
-    rates = _ops(chip)
+    rates = _get_ops(chip)
     rate = rates.get("fp32") or rates.get("fp16", 0.0) / 4
-    if kind == "apple" and _apple_generation(chip) >= 3:
+    if kind == "apple" and _parse_apple_generation(chip) >= 3:
         rate *= APPLE_SIDE_BY_SIDE
     return rate / (2 * LANES.get(kind, 128))
 
 
-def _apple_generation(chip: Chip) -> int:
+def _parse_apple_generation(chip: Chip) -> int:
     found = re.search(r"\bM(\d)", chip.name)
     return int(found[1]) if found else 1
 
 
-def _plain_ops(kind: str, chip: Chip) -> float:
-    rates = _ops(chip)
+def _compute_plain_ops(kind: str, chip: Chip) -> float:
+    rates = _get_ops(chip)
     sheet = rates.get("fp16") or rates.get("fp32", 0.0)
     per_cycle = PLAIN_OPS_PER_CYCLE_16.get(kind)
-    if kind == "apple" and _apple_generation(chip) >= 3:
+    if kind == "apple" and _parse_apple_generation(chip) >= 3:
         return sheet * APPLE_SIDE_BY_SIDE_MATRIX
     peak = sheet
     if per_cycle is not None:
         # GeForce cards accumulate in 16 bits at twice the data sheet's 32-bit rate; other cards do not.
-        peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
+        peak = min(per_cycle * _compute_core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
     if not peak or not chip.watts or kind not in OPS_PER_JOULE or (chip.unified and chip.vendor == "nvidia"):
         # The power limit of NVIDIA's GB10 does not reduce its clock.
         return peak
@@ -354,7 +356,7 @@ def _plain_ops(kind: str, chip: Chip) -> float:
     return float((peak**-2 + powered**-2) ** -0.5)
 
 
-def _measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:
+def _add_measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:
     """The data sheet's rates, completed by rates that were measured on this machine."""
     if hardware.measured is not None:
         for found in hardware.measured.matrix:
@@ -363,23 +365,23 @@ def _measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, floa
     return sheet
 
 
-def _chip_of(card: Accelerator) -> Chip | None:
-    return _named_chip(card.name, card.memory_bytes)
+def _find_card_chip(card: Accelerator) -> Chip | None:
+    return _look_up_chip(card.name, card.memory_bytes)
 
 
 @lru_cache(maxsize=256)
-def _named_chip(name: str, memory_bytes: int | None) -> Chip | None:
+def _look_up_chip(name: str, memory_bytes: int | None) -> Chip | None:
     try:
         return find_chip(name, guess=True, memory_bytes=memory_bytes).chip
-    except BadQuestion:
+    except UsageError:
         return None
 
 
-def _bandwidth(figure: Figure | None, chip: Chip | None) -> float:
-    return _bandwidth_of(figure, chip.bandwidth_bytes_s if chip else None)
+def _get_bandwidth(figure: Figure | None, chip: Chip | None) -> float:
+    return _choose_bandwidth(figure, chip.bandwidth_bytes_s if chip else None)
 
 
-def _bandwidth_of(figure: Figure | None, sheet: float | None) -> float:
+def _choose_bandwidth(figure: Figure | None, sheet: float | None) -> float:
     """The data sheet's bandwidth, unless a measurement shows that this machine differs."""
     if figure is not None and figure.basis == "measured":
         as_sheet = figure.value / MEASURED_SHARE
@@ -389,15 +391,15 @@ def _bandwidth_of(figure: Figure | None, sheet: float | None) -> float:
     return sheet or 0.0
 
 
-def _host_bandwidth(hardware: Hardware) -> float | None:
+def _get_host_bandwidth(hardware: Hardware) -> float | None:
     figure = hardware.memory.bandwidth_bytes_s
     if figure is not None:
         return figure.value
-    chip = _named_chip(hardware.cpu.name, None)
+    chip = _look_up_chip(hardware.cpu.name, None)
     return chip.bandwidth_bytes_s * (hardware.cpu.sockets or 1) if chip is not None and chip.kind == "cpu" else None
 
 
-def _per_node(cards: int, several_nodes: bool, near: list[Link]) -> int:
+def _count_per_node(cards: int, several_nodes: bool, near: list[Link]) -> int:
     if not several_nodes:
         return cards
     # Each node lists all pairs of its cards: k·(k-1)/2 pairs for k cards.
@@ -407,5 +409,5 @@ def _per_node(cards: int, several_nodes: bool, near: list[Link]) -> int:
     return min(8, cards)
 
 
-def _value(figure: Figure | None) -> float | None:
+def _get_value(figure: Figure | None) -> float | None:
     return None if figure is None else figure.value

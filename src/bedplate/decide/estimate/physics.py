@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from bedplate.decide.estimate.machine import Machine
+from bedplate.decide.estimate.machine import MachineRates
 from bedplate.values import Model
 
 READ_ROWS_ONLY = ("embedding", "vision", "mtp")
@@ -41,7 +41,7 @@ class Attention(NamedTuple):
     latent: bool
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """The dimensions of a model that determine the cost of a step."""
 
     name: str
@@ -81,21 +81,21 @@ class Shape(NamedTuple):
         return self.dense_params + self.expert_params * self.expert_share
 
 
-def shape_of(model: Model) -> Shape:
+def get_shape(model: Model) -> ModelShape:
     found = _shapes.get(id(model))
     if found is not None and found[0] is model:
         return found[1]
     if len(_shapes) > 512:
         _shapes.clear()
-    shape = _shape(model)
+    shape = _compute_shape(model)
     _shapes[id(model)] = (model, shape)
     return shape
 
 
-_shapes: dict[int, tuple[Model, Shape]] = {}
+_shapes: dict[int, tuple[Model, ModelShape]] = {}
 
 
-def _shape(model: Model) -> Shape:
+def _compute_shape(model: Model) -> ModelShape:
     dense_bytes = dense_params = expert_bytes = expert_params = output_bytes = output_params = 0.0
     for part in model.parts:
         if part.name in READ_ROWS_ONLY:
@@ -124,7 +124,7 @@ def _shape(model: Model) -> Shape:
         experts = active = 0
     details = model.quantization_details
     read = dense_params + expert_params
-    return Shape(
+    return ModelShape(
         name=model.name,
         layers=max(1, model.num_layers),
         hidden=model.hidden_size or round(math.sqrt(max(read, 1.0) / max(1, model.num_layers) / 12)),
@@ -137,17 +137,17 @@ def _shape(model: Model) -> Shape:
         experts=experts,
         experts_active=active,
         moe_layers=(model.num_moe_layers or model.num_layers) if experts else 0,
-        attention=_attention(model),
+        attention=_group_attention(model),
         quantization=model.quantization or "BF16",
         method=details.method if details is not None else ("gguf" if model.format == "gguf" else "none"),
         bits=(dense_bytes + expert_bytes) * 8 / read if read else 16.0,
         total_bytes=float(model.weight_bytes),
         total_params=float(model.parameters),
-        stored_bits=_stored_bits(model, (dense_bytes + expert_bytes) * 8 / read if read else 16.0),
+        stored_bits=_get_stored_bits(model, (dense_bytes + expert_bytes) * 8 / read if read else 16.0),
     )
 
 
-def _stored_bits(model: Model, mean_bits: float) -> float:
+def _get_stored_bits(model: Model, mean_bits: float) -> float:
     details = model.quantization_details
     if details is None or details.method == "gguf":
         # A GGUF label names a mixture of types, whose mean is more precise than the name.
@@ -155,7 +155,7 @@ def _stored_bits(model: Model, mean_bits: float) -> float:
     return min(details.bits, mean_bits)
 
 
-def _attention(model: Model) -> tuple[Attention, ...]:
+def _group_attention(model: Model) -> tuple[Attention, ...]:
     heads = model.num_heads or max(1, (model.hidden_size or 4096) // 128)
     groups = model.layers
     if not groups:
@@ -203,26 +203,26 @@ def _attention(model: Model) -> tuple[Attention, ...]:
     return tuple(found)
 
 
-def experts_touched(experts: int, active: int, tokens: float) -> float:
+def count_used_experts(experts: int, active: int, tokens: float) -> float:
     """The expected number of different experts that `tokens` choose, uniformly and independently."""
     if not experts or tokens <= 0:
         return 0.0
     return experts * float(1.0 - (1.0 - active / experts) ** tokens)
 
 
-def expert_read_bytes(shape: Shape, tokens: float) -> float:
+def count_expert_bytes(shape: ModelShape, tokens: float) -> float:
     """Bytes of routed experts that a step of `tokens` reads, all layers."""
     if not shape.experts:
         return 0.0
-    return shape.expert_bytes * experts_touched(shape.experts, shape.experts_active, tokens) / shape.experts
+    return shape.expert_bytes * count_used_experts(shape.experts, shape.experts_active, tokens) / shape.experts
 
 
-def weights_read_bytes(shape: Shape, tokens: float) -> float:
+def count_weight_bytes(shape: ModelShape, tokens: float) -> float:
     """Bytes of weights that a step of `tokens` reads on all devices together."""
-    return shape.dense_bytes + expert_read_bytes(shape, tokens)
+    return shape.dense_bytes + count_expert_bytes(shape, tokens)
 
 
-def kv_read_bytes(shape: Shape, context: float, kv_bits: float = 16.0) -> float:
+def count_kv_bytes(shape: ModelShape, context: float, kv_bits: float = 16.0) -> float:
     """Bytes of cache and state that one sequence reads for one token."""
     total = 0.0
     for group in shape.attention:
@@ -231,23 +231,23 @@ def kv_read_bytes(shape: Shape, context: float, kv_bits: float = 16.0) -> float:
     return total
 
 
-def linear_ops(shape: Shape, tokens: float, output_rows: float | None = None) -> float:
+def count_linear_ops(shape: ModelShape, tokens: float, output_rows: float | None = None) -> float:
     """Operations of all matrix products for `tokens`; logits for `output_rows` of them (default: all)."""
     body = shape.active_params - shape.output_params
     rows = tokens if output_rows is None else output_rows
     return 2.0 * (body * tokens + shape.output_params * rows)
 
 
-def attention_ops(shape: Shape, tokens: float, depth: float = 0.0, *, absorbed: bool = True) -> float:
+def count_attention_ops(shape: ModelShape, tokens: float, depth: float = 0.0, *, absorbed: bool = True) -> float:
     """Attention operations of `tokens` new tokens: among each other, causally, and with `depth` earlier tokens."""
     total = 0.0
     for group in shape.attention:
         each = group.pair_ops if absorbed else group.unabsorbed_pair_ops
-        total += each * _pairs(tokens, depth, group.window)
+        total += each * _count_pairs(tokens, depth, group.window)
     return total
 
 
-def _pairs(tokens: float, depth: float, window: int | None) -> float:
+def _count_pairs(tokens: float, depth: float, window: int | None) -> float:
     if window is None:
         return tokens * (depth + (tokens + 1) / 2)
     if depth >= window:
@@ -257,12 +257,12 @@ def _pairs(tokens: float, depth: float, window: int | None) -> float:
     return growing * (depth + (growing + 1) / 2) + (tokens - growing) * window
 
 
-def all_reduce_bytes(tokens: float, shape: Shape, ranks: int) -> float:
+def count_all_reduce_bytes(tokens: float, shape: ModelShape, ranks: int) -> float:
     """Bytes that each device sends in one ring all-reduce of the 16-bit hidden states."""
     return 2.0 * (ranks - 1) / ranks * tokens * shape.hidden * 2.0 if ranks > 1 else 0.0
 
 
-def link_bytes_s(machine: Machine, ranks: int) -> float | None:
+def get_link_bytes_s(machine: MachineRates, ranks: int) -> float | None:
     """Bandwidth of one device to its group: the links of a node, or the network if a group spans nodes."""
     if ranks > machine.per_node:
         return machine.network_bytes_s or machine.peer_bytes_s
@@ -276,24 +276,26 @@ HALF_BITS = 12
 """Mean bits from which on weights count as 16-bit: a few tensors may have 8 bits."""
 
 
-def decode_floor_s(shape: Shape, machine: Machine, batch: float, context: float, ranks: int, kv_bits: float) -> float:
+def compute_decode_floor_s(
+    shape: ModelShape, machine: MachineRates, batch: float, context: float, ranks: int, kv_bits: float
+) -> float:
     """The lower bound of a step: its bytes at the data sheet's bandwidth, or its operations at the highest rate."""
-    moved = weights_read_bytes(shape, batch) + batch * kv_read_bytes(shape, context, kv_bits)
-    computed = linear_ops(shape, batch) + attention_ops(shape, 1, context) * batch
-    best = _best_rate(shape, machine)
+    moved = count_weight_bytes(shape, batch) + batch * count_kv_bytes(shape, context, kv_bits)
+    computed = count_linear_ops(shape, batch) + count_attention_ops(shape, 1, context) * batch
+    best = _get_best_rate(shape, machine)
     bandwidth = machine.bandwidth_bytes_s * ranks
     return max(moved / bandwidth if bandwidth else 0.0, computed / (best * ranks) if best else 0.0)
 
 
-def prefill_floor_s(shape: Shape, machine: Machine, tokens: float, ranks: int) -> float:
+def compute_prefill_floor_s(shape: ModelShape, machine: MachineRates, tokens: float, ranks: int) -> float:
     """The lower bound of a prompt: its operations at the highest rate, or one read of the weights that it uses."""
-    best = _best_rate(shape, machine)
-    computed = linear_ops(shape, tokens, 1) / (best * ranks) if best else 0.0
+    best = _get_best_rate(shape, machine)
+    computed = count_linear_ops(shape, tokens, 1) / (best * ranks) if best else 0.0
     bandwidth = machine.bandwidth_bytes_s * ranks
-    return max(computed, weights_read_bytes(shape, tokens) / bandwidth if bandwidth else 0.0)
+    return max(computed, count_weight_bytes(shape, tokens) / bandwidth if bandwidth else 0.0)
 
 
-def _best_rate(shape: Shape, machine: Machine) -> float:
+def _get_best_rate(shape: ModelShape, machine: MachineRates) -> float:
     """The highest rate of the units that can multiply such weights: 8-bit and 4-bit units cannot multiply 16 bits.
 
     Desktop cards accumulate in 16 bits twice as fast as in 32 bits, which data sheets state; some engines use that.

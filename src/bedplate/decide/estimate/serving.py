@@ -9,27 +9,27 @@ from bedplate.decide.estimate.batching import (
     PASS_TOKENS,
     Efficiencies,
     Layout,
+    RankWork,
     Waits,
-    Work,
-    apart,
-    decode_parts,
-    efficiencies,
-    layout_on,
-    least,
-    one_wave,
-    prefill_s,
-    resident,
-    saturated_tok_s,
-    steady,
-    streamed_tok_s,
-    usual_kv_bits,
-    weight_type,
-    work_of,
+    choose_kv_bits,
+    classify_weights,
+    compute_burst,
+    compute_decode_parts,
+    compute_disaggregated,
+    compute_prefill_s,
+    compute_saturated_tok_s,
+    compute_steady,
+    compute_streamed_tok_s,
+    count_rank_work,
+    count_resident,
+    get_efficiencies,
+    limit_layout,
+    take_min,
 )
-from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts, table
-from bedplate.decide.estimate.engines import traits_of
-from bedplate.decide.estimate.machine import Machine
-from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s
+from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit, load_table
+from bedplate.decide.estimate.engines import get_traits
+from bedplate.decide.estimate.machine import MachineRates
+from bedplate.decide.estimate.physics import ModelShape, compute_decode_floor_s, compute_prefill_floor_s
 from bedplate.values import Parallelism
 
 Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "interactive"]
@@ -37,7 +37,7 @@ Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "inte
 NO_LIMIT = 1e6
 
 
-class Question(NamedTuple):
+class ServingLoad(NamedTuple):
     """A load as the input of the batching model; in a fit, each field is a column."""
 
     way: Way
@@ -64,7 +64,7 @@ class Question(NamedTuple):
     """Drafted tokens per sequence."""
 
 
-class Answer(NamedTuple):
+class ServingTimes(NamedTuple):
     first_s: Any
     token_s: Any
     tok_s: Any
@@ -73,39 +73,43 @@ class Answer(NamedTuple):
     """Sequences in one step of a replica, or of a decode worker."""
 
 
-def answer(question: Question, e: Any) -> Answer:
+def compute_times(question: ServingLoad, e: Any) -> ServingTimes:
     """Times and throughput of a load, or of columns of loads of the same way."""
     way, w, streams = question.way, question.work, question.streams
     if way == "apart":
-        first, token, batch = apart(question, e)
-        return Answer(first, token, streamed_tok_s(w, first, token, streams), batch)
-    room = least(resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
+        first, token, batch = compute_disaggregated(question, e)
+        return ServingTimes(first, token, compute_streamed_tok_s(w, first, token, streams), batch)
+    room = take_min(count_resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
     if way == "steady":
-        first, token, batch = steady(w, e, streams, room, question.waits, question.guessing)
-        return Answer(first, token, streamed_tok_s(w, first, token, streams), least(batch * w.groups, streams))
+        first, token, batch = compute_steady(w, e, streams, room, question.waits, question.guessing)
+        return ServingTimes(
+            first, token, compute_streamed_tok_s(w, first, token, streams), take_min(batch * w.groups, streams)
+        )
     if way == "wave":
-        first, token, prompts = one_wave(w, e, streams, room)
-        return Answer(first, token, streams * w.output / (prompts + w.output * token), least(streams, room * w.groups))
-    tok_s = saturated_tok_s(w, e, room)
+        first, token, prompts = compute_burst(w, e, streams, room)
+        return ServingTimes(
+            first, token, streams * w.output / (prompts + w.output * token), take_min(streams, room * w.groups)
+        )
+    tok_s = compute_saturated_tok_s(w, e, room)
     if way != "saturated":
         tok_s = tok_s * e.tuned
     if way == "server":
         tok_s = tok_s * e.tuned_server
     if way == "interactive":
         tok_s = tok_s * e.tuned_interactive
-    first, token, batch = steady(w, e, room * w.groups, room)
-    return Answer(first, token, tok_s, batch * w.groups)
+    first, token, batch = compute_steady(w, e, room * w.groups, room)
+    return ServingTimes(first, token, tok_s, batch * w.groups)
 
 
-def usual_waits(engine: str, family: str) -> Waits:
+def get_default_waits(engine: str, family: str) -> Waits:
     """The scheduler settings of the engine defaults."""
-    traits = traits_of(engine)
+    traits = get_traits(engine)
     return Waits(pass_tokens=traits.chip_pass_tokens.get(family, PASS_TOKENS), ahead=float(traits.prompts_first))
 
 
-def under_load(
-    machine: Machine,
-    shape: Shape,
+def estimate_under_load(
+    machine: MachineRates,
+    shape: ModelShape,
     engine: str,
     layout: Layout,
     *,
@@ -115,26 +119,27 @@ def under_load(
     slots: float = NO_LIMIT,
     cached_tokens: int = 0,
     kv_bits: float | None = None,
-) -> tuple[Answer, Work, Efficiencies]:
+) -> tuple[ServingTimes, RankWork, Efficiencies]:
     """Estimate a closed loop with `concurrency` requests over all replicas; requests that do not fit queue."""
-    bits = usual_kv_bits(shape) if kv_bits is None else kv_bits
-    layout = layout_on(layout, shape)
-    work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
-    e = efficiencies(engine, machine.family, weight_type(shape))
+    bits = choose_kv_bits(shape) if kv_bits is None else kv_bits
+    layout = limit_layout(layout, shape)
+    work = count_rank_work(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
+    e = get_efficiencies(engine, machine.family, classify_weights(shape))
     streams = max(1.0, concurrency / layout.replicas)
-    complete, waits = float(traits_of(engine).reserves_answer), usual_waits(engine, machine.family)
-    found = answer(Question("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
+    complete, waits = float(get_traits(engine).reserves_answer), get_default_waits(engine, machine.family)
+    found = compute_times(ServingLoad("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
     token_s = max(
-        found.token_s, token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
+        found.token_s,
+        compute_token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits),
     )
-    first_s = max(found.first_s, prefill_floor_s(shape, machine, work.prompt, layout.ranks * layout.pipeline))
-    tok_s = streamed_tok_s(work, first_s, token_s, streams) * min(layout.replicas, concurrency)
-    return Answer(first_s, token_s, tok_s, found.batch), work, e
+    first_s = max(found.first_s, compute_prefill_floor_s(shape, machine, work.prompt, layout.ranks * layout.pipeline))
+    tok_s = compute_streamed_tok_s(work, first_s, token_s, streams) * min(layout.replicas, concurrency)
+    return ServingTimes(first_s, token_s, tok_s, found.batch), work, e
 
 
 def expect(
-    machine: Machine,
-    shape: Shape,
+    machine: MachineRates,
+    shape: ModelShape,
     engine: str,
     layout: Parallelism,
     *,
@@ -148,8 +153,8 @@ def expect(
     least_token_s: float = 0.0,
 ) -> Expectation:
     """The expected times of a plan. `factor` is this machine's measured speed relative to the fitted one."""
-    divided = divided_as(layout)
-    found, work, e = under_load(
+    divided = convert_layout(layout)
+    found, work, e = estimate_under_load(
         machine, shape, engine, divided, concurrency=concurrency, prompt_tokens=prompt_tokens,
         output_tokens=output_tokens, slots=max(1, slots), cached_tokens=cached_tokens,
         kv_bits=kv_bits,
@@ -157,11 +162,11 @@ def expect(
     slower_s = max(0.0, least_token_s - found.token_s)
     token_s = found.token_s + slower_s
     streams = max(1.0, concurrency / divided.replicas)
-    tok_s = streamed_tok_s(work, found.first_s, token_s, streams) * min(divided.replicas, concurrency)
+    tok_s = compute_streamed_tok_s(work, found.first_s, token_s, streams) * min(divided.replicas, concurrency)
     batch = max(1.0, min(concurrency / divided.replicas, slots) / work.groups)
-    reading, computing, links, fixed = decode_parts(work, e, batch)
+    reading, computing, links, fixed = compute_decode_parts(work, e, batch)
     cache = batch / work.pipeline * work.cache_s / e.cache_read
-    prompts = batch / work.pipeline / work.output * prefill_s(work, e) * e.prompt_share
+    prompts = batch / work.pipeline / work.output * compute_prefill_s(work, e) * e.prompt_share
     parts: dict[Limit, float] = {
         "memory bandwidth": (reading - cache) / factor,
         "KV cache": cache / factor,
@@ -173,16 +178,16 @@ def expect(
         ttft_s=found.first_s / factor,
         tpot_s=token_s / factor,
         output_tok_s=tok_s * factor,
-        limit=limit_of_parts(parts),
+        limit=find_limit(parts),
         parts_s=parts,
-        ttft_band=band("steady", "ttft_ms"),
-        tpot_band=band("steady", "tpot_ms"),
-        output_band=band("steady", "output_tok_s_total"),
+        ttft_band=get_band("steady", "ttft_ms"),
+        tpot_band=get_band("steady", "tpot_ms"),
+        output_band=get_band("steady", "output_tok_s_total"),
         source="a model of continuous batching, fitted on published measurements",
     )
 
 
-def divided_as(layout: Parallelism) -> Layout:
+def convert_layout(layout: Parallelism) -> Layout:
     """Convert a plan's layout: attention groups divide the tensor ranks, or replace them if there are none."""
     groups = max(1, layout.attention_data)
     if groups > 1 and layout.tensor % groups == 0:
@@ -191,9 +196,9 @@ def divided_as(layout: Parallelism) -> Layout:
     return Layout(max(1, layout.tensor), groups, max(1, layout.expert), max(1, layout.pipeline), replicas)
 
 
-def band(way: Way, metric: str) -> Band:
+def get_band(way: Way, metric: str) -> Band:
     """The error band: eight of ten rows that were held out of the fit are within these factors."""
-    bands = table("serving")["bands"]
+    bands = load_table("serving")["bands"]
     timed = metric in ("ttft_ms", "tpot_ms", "latency_ms")
     if not timed and way in ("steady", "apart"):
         # In a closed loop, tokens per second are streams over time per token; few tables have both.
@@ -204,9 +209,9 @@ def band(way: Way, metric: str) -> Band:
     return Band(found[0], found[1])
 
 
-def token_floor_s(
-    machine: Machine, shape: Shape, layout: Layout, batch: float, context: float, kv_bits: float
+def compute_token_floor_s(
+    machine: MachineRates, shape: ModelShape, layout: Layout, batch: float, context: float, kv_bits: float
 ) -> float:
     """The lower bound of a step's time at the data sheet's rates; each pipeline stage processes a part of the batch."""
     # Stages process different requests; with fewer requests than stages, each still reads the weights for one.
-    return decode_floor_s(shape, machine, max(1.0, batch / layout.pipeline), context, layout.ranks, kv_bits)
+    return compute_decode_floor_s(shape, machine, max(1.0, batch / layout.pipeline), context, layout.ranks, kv_bits)

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from bedplate.decide.simulate.book import Book
-from bedplate.decide.simulate.deployment import Deployment, deployed
-from bedplate.decide.simulate.fleet import Fleet, Ran, Transfer, simulate
-from bedplate.decide.simulate.outcome import MET, Paid, outcome
-from bedplate.decide.simulate.replica import Limits, Replica, Steps
-from bedplate.decide.simulate.search import Question, cheapest, one_layout
-from bedplate.decide.simulate.times import Lengths, timed
-from bedplate.decide.simulate.traffic import Stream, from_shapes, synthetic
+from bedplate.decide.simulate.deployment import Deployment, make_deployment
+from bedplate.decide.simulate.fleet import Fleet, FleetRun, Transfer, simulate
+from bedplate.decide.simulate.outcome import MET, CardPrice, compute_outcome
+from bedplate.decide.simulate.replica import ReplicaLimits, SimulatedReplica, Steps
+from bedplate.decide.simulate.search import FleetSearch, find_cheapest, simulate_one_layout
+from bedplate.decide.simulate.times import MeanLengths, make_replica_times
+from bedplate.decide.simulate.traffic import RequestStream, from_shapes, make_synthetic
 
 __all__ = [
-    "MET", "Book", "Deployment", "Fleet", "Lengths", "Limits", "Paid", "Question", "Ran", "Replica", "Steps",
-    "Stream", "Transfer", "cheapest", "deployed", "from_shapes", "one_layout", "outcome", "simulate", "synthetic",
-    "timed",
+    "MET",
+    "Book",
+    "CardPrice",
+    "Deployment",
+    "Fleet",
+    "FleetRun",
+    "FleetSearch",
+    "MeanLengths",
+    "ReplicaLimits",
+    "RequestStream",
+    "SimulatedReplica",
+    "Steps",
+    "Transfer",
+    "compute_outcome",
+    "find_cheapest",
+    "from_shapes",
+    "make_deployment",
+    "make_replica_times",
+    "make_synthetic",
+    "simulate",
+    "simulate_one_layout",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ class PrefixCache:
         self._replica = replica
         self._holders = holders
 
-    def leading(self, hashes: Sequence[Hashable], most: int) -> tuple[int, int]:
+    def find_leading(self, hashes: Sequence[Hashable], most: int) -> tuple[int, int]:
         """How many of a prompt's first blocks are cached, and how many of these no request uses now."""
         used, idle = self._used, self._idle
         found = idling = 0

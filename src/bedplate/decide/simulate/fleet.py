@@ -8,8 +8,14 @@ from typing import NamedTuple
 
 from bedplate.decide.simulate.book import Book
 from bedplate.decide.simulate.cache import Holders
-from bedplate.decide.simulate.replica import Limits, Replica, Steps
-from bedplate.decide.simulate.routers import Loads, Router, by_chance, least_loaded, prefix_aware
+from bedplate.decide.simulate.replica import ReplicaLimits, SimulatedReplica, Steps
+from bedplate.decide.simulate.routers import (
+    Loads,
+    Router,
+    make_least_loaded_router,
+    make_prefix_router,
+    make_random_router,
+)
 from bedplate.values.simulation import LayoutName, RouterName
 
 TOLD_EVERY = 4096
@@ -27,7 +33,7 @@ class Fleet(NamedTuple):
     """The simulated fleet."""
 
     steps: Steps
-    limits: Limits
+    limits: ReplicaLimits
     replicas: int
     """All replicas, prefill and decode workers included."""
     router: RouterName = "least-loaded"
@@ -41,11 +47,11 @@ class Fleet(NamedTuple):
         return "disaggregated" if self.prefills else "aggregated"
 
 
-class Ran(NamedTuple):
+class FleetRun(NamedTuple):
     """The result of a simulation."""
 
     book: Book
-    replicas: tuple[Replica, ...]
+    replicas: tuple[SimulatedReplica, ...]
     end_s: float
     """From the first arrival to the last answer."""
 
@@ -57,7 +63,7 @@ def simulate(
     concurrency: int | None = None,
     apart_s: float = 0.0,
     told: Callable[[int], None] = lambda done: None,
-) -> Ran:
+) -> FleetRun:
     """Simulate all requests of the book. `concurrency`: a closed loop with this many requests in flight.
 
     In a closed loop, the book has at most the arrivals of the first requests, and `apart_s` is the time between two
@@ -71,27 +77,27 @@ def simulate(
     loads, behind = Loads(fronts), Loads(fleet.replicas - fronts)
     load = loads.load
     replicas = [
-        Replica(
+        SimulatedReplica(
             index, book, fleet.steps, fleet.limits, events, load, unit=unit, hands_over=prefills > 0, holders=holders
         )
         for index in range(fronts)
     ]  # fmt: skip
     replicas += [
-        Replica(
+        SimulatedReplica(
             fronts + place, book, fleet.steps, fleet.limits._replace(caches=False), events, behind.load, place=place
         )
         for place in range(fleet.replicas - fronts)
     ]
     total = len(book)
-    fit = _fitting(fleet, book)
+    fit = _make_fit_check(fleet, book)
     arrivals = list(book.arrival)
     if concurrency is not None:
         arrivals = arrivals[:concurrency] or [apart_s * number for number in range(min(concurrency, total))]
     elif len(arrivals) != total:
         raise ValueError("an open loop needs an arrival for each request")
     accept_s = fleet.steps.accept_s
-    route = _router(fleet, book, loads, holders)
-    wire = _Wire(fleet.transfer, book, events, behind, replicas[fronts:]) if prefills else None
+    route = _make_router(fleet, book, loads, holders)
+    wire = _TransferLink(fleet.transfer, book, events, behind, replicas[fronts:]) if prefills else None
     nxt, waiting_for, now = 0, len(arrivals), 0.0
     weight = book.weight
     while True:
@@ -108,7 +114,7 @@ def simulate(
                 continue
             to = route(rid)
             load[to] += weight[rid]
-            loads.changed(to)
+            loads.update_place(to)
             replicas[to].arrive(rid, now)
             continue
         if not events:
@@ -126,7 +132,7 @@ def simulate(
             if wire is not None:
                 wire.send(index, replica.handed, now)
             replica.handed.clear()
-            loads.changed(index)
+            loads.update_place(index)
         if replica.left:
             if concurrency is not None:
                 for number in range(min(len(replica.left), total - waiting_for)):
@@ -134,27 +140,27 @@ def simulate(
                     waiting_for += 1
             replica.left.clear()
             if index < fronts:
-                loads.changed(index)
+                loads.update_place(index)
             else:
-                behind.changed(index - fronts)
+                behind.update_place(index - fronts)
     book.arrival = arrivals
-    return Ran(book, tuple(replicas), now)
+    return FleetRun(book, tuple(replicas), now)
 
 
-def _fitting(fleet: Fleet, book: Book) -> Callable[[int], bool]:
+def _make_fit_check(fleet: Fleet, book: Book) -> Callable[[int], bool]:
     """A function that tells whether a request fits into an empty replica; engines refuse it otherwise."""
     room = min(fleet.limits.kv_blocks * fleet.limits.block_tokens, fleet.limits.longest)
     prompt, output = book.prompt, book.output
     return lambda rid: prompt[rid] + output[rid] <= room
 
 
-def _router(fleet: Fleet, book: Book, loads: Loads, holders: Holders | None) -> Router:
+def _make_router(fleet: Fleet, book: Book, loads: Loads, holders: Holders | None) -> Router:
     if fleet.router == "random":
-        return by_chance(len(loads.load), fleet.seed)
-    return least_loaded(loads) if holders is None else prefix_aware(book, loads, holders)
+        return make_random_router(len(loads.load), fleet.seed)
+    return make_least_loaded_router(loads) if holders is None else make_prefix_router(book, loads, holders)
 
 
-class _Wire:
+class _TransferLink:
     """The link between prefill and decode workers."""
 
     def __init__(
@@ -163,7 +169,7 @@ class _Wire:
         book: Book,
         events: list[tuple[float, int]],
         loads: Loads,
-        workers: list[Replica],
+        workers: list[SimulatedReplica],
     ) -> None:
         self._transfer, self._book, self._events = transfer, book, events
         self._loads, self._workers = loads, workers
@@ -178,8 +184,8 @@ class _Wire:
 
     def arrive(self, rid: int, now: float) -> None:
         """Give the request to the decode worker with the fewest requests."""
-        place = self._loads.least()
+        place = self._loads.find_least()
         self._loads.load[place] += 1
-        self._loads.changed(place)
+        self._loads.update_place(place)
         self._book.ready[rid] = 1
         self._workers[place].arrive(rid, now)

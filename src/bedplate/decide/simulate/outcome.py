@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bedplate.decide.simulate.fleet import Fleet, Ran
-from bedplate.values.cost import Price, per_million
-from bedplate.values.simulation import Outcome, Times
-from bedplate.values.statistics import quantile
+from bedplate.decide.simulate.fleet import Fleet, FleetRun
+from bedplate.values.cost import Price, compute_cost_per_million
+from bedplate.values.simulation import LatencyDistribution, Outcome
+from bedplate.values.statistics import compute_quantile
 from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
 """Share of the requests that must meet the latency targets; `bench` uses the same share to find the knee."""
 
 
-class Paid(NamedTuple):
+class CardPrice(NamedTuple):
     """Price and power of one card."""
 
     price_per_hour: float | None = None
@@ -22,15 +22,17 @@ class Paid(NamedTuple):
     electricity_price: float | None = None
 
 
-def times(seconds: list[float]) -> Times | None:
+def summarize_times(seconds: list[float]) -> LatencyDistribution | None:
     if not seconds:
         return None
     ordered = sorted(seconds)
-    p50, p95, p99 = (quantile(ordered, share) * 1000 for share in (0.5, 0.95, 0.99))
-    return Times(mean=sum(ordered) / len(ordered) * 1000, p50=p50, p95=p95, p99=p99)
+    p50, p95, p99 = (compute_quantile(ordered, share) * 1000 for share in (0.5, 0.95, 0.99))
+    return LatencyDistribution(mean=sum(ordered) / len(ordered) * 1000, p50=p50, p95=p95, p99=p99)
 
 
-def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | None, paid: Paid) -> Outcome:
+def compute_outcome(
+    fleet: Fleet, ran: FleetRun, cards_each: int, target: LatencyTarget | None, paid: CardPrice
+) -> Outcome:
     book, accept_s = ran.book, fleet.steps.accept_s
     first_s, token_s, whole_s = [], [], []
     ttft_s = target.ttft_ms / 1000 if target is not None and target.ttft_ms is not None else float("inf")
@@ -55,7 +57,7 @@ def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | Non
     on_target = good / len(book) if target is not None and len(book) else None
     prompts = sum(book.prompt)
     # All cards count for the whole time, idle or not.
-    spent = per_million(Price(**paid._asdict()), cards, tokens / seconds)
+    spent = compute_cost_per_million(Price(**paid._asdict()), cards, tokens / seconds)
     room_s = seconds * sum(one.capacity for one in ran.replicas)
     return Outcome(
         layout=fleet.layout,
@@ -71,9 +73,9 @@ def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | Non
         on_target=on_target,
         goodput_requests_s=good / seconds if target is not None else None,
         goodput_tok_s=good_tokens / seconds if target is not None else None,
-        ttft_ms=times(first_s),
-        tpot_ms=times(token_s),
-        e2e_ms=times(whole_s),
+        ttft_ms=summarize_times(first_s),
+        tpot_ms=summarize_times(token_s),
+        e2e_ms=summarize_times(whole_s),
         kv_use_mean=min(1.0, sum(one.kv_block_s for one in ran.replicas) / room_s),
         kv_use_peak=max(one.peak_blocks / one.capacity for one in ran.replicas),
         busy_share=min(1.0, sum(one.busy_s for one in ran.replicas) / (seconds * len(ran.replicas))),

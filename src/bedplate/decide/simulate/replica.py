@@ -45,7 +45,7 @@ class Steps(NamedTuple):
     """Time from a request's arrival to the scheduler and back; no pass waits for it."""
 
 
-class Limits(NamedTuple):
+class ReplicaLimits(NamedTuple):
     """The capacity of one replica."""
 
     slots: int
@@ -62,7 +62,7 @@ class Limits(NamedTuple):
     """Maximum tokens of one request, prompt and output together; longer ones are refused."""
 
 
-class Replica:
+class SimulatedReplica:
     """An engine's scheduler. It has at most one pending event: the end of one pass or of several."""
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Replica:
         index: int,
         book: Book,
         steps: Steps,
-        limits: Limits,
+        limits: ReplicaLimits,
         events: list[tuple[float, int]],
         load: list[int],
         *,
@@ -311,7 +311,7 @@ class Replica:
                 preempted = True
         tokens, pairs = 0, 0.0
         if self._partial != NOBODY:
-            tokens, pairs = self._go_on()
+            tokens, pairs = self._continue_prompt()
         if self._waiting and not preempted and self._partial == NOBODY:
             tokens, pairs = self._admit(tokens, pairs, now)
         count, steps = self._count, self._steps
@@ -336,7 +336,7 @@ class Replica:
             elif self._grows:
                 free = self.capacity - self._used
                 if count * (passes // self._block + 1) > free:
-                    passes = min(passes, self._passes_within(free))
+                    passes = min(passes, self._count_passes_within(free))
             each = steps.context_s[count]
             self._first_s = first_s = steps.decode_s[count] + each * self._context
             self._half_s = half_s = each * count * 0.5
@@ -351,7 +351,7 @@ class Replica:
         self.due = due = now + took
         heappush(self._events, (due, self._index))
 
-    def _passes_within(self, free: int) -> int:
+    def _count_passes_within(self, free: int) -> int:
         """Number of passes until the output needs more than `free` blocks."""
         block, phases = self._block, self._phases
         whole, rest = divmod(free, self._count)
@@ -362,7 +362,7 @@ class Replica:
             phase = (phase + 1) % block
         return passes
 
-    def _go_on(self) -> tuple[int, float]:
+    def _continue_prompt(self) -> tuple[int, float]:
         """Schedule the next chunk of the unfinished prompt."""
         rid, budget = self._partial, self._budget - self._count
         todo = self._todo
@@ -388,7 +388,7 @@ class Replica:
             hits = idling = 0
             if self.cache is not None and book.hashes is not None and not book.ready[rid]:
                 most = min(book.prompt[rid], length - 1) // book.hash_tokens
-                hits, idling = self.cache.leading(book.hashes[rid], most)
+                hits, idling = self.cache.find_leading(book.hashes[rid], most)
                 idling *= self.cache.blocks_each
             if grows or self._hands_over:
                 blocks = -(-length // block)

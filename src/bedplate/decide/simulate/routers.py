@@ -29,7 +29,7 @@ class Loads:
         self.load = [0] * replicas
         self._heap = list(range(replicas))
 
-    def changed(self, place: int) -> None:
+    def update_place(self, place: int) -> None:
         """Must be called after each change of a load."""
         heap, load = self._heap, self.load
         if len(heap) > STALE * len(load) + STALE:
@@ -38,7 +38,7 @@ class Loads:
         else:
             heappush(heap, (load[place] << PLACE_BITS) | place)
 
-    def least(self) -> int:
+    def find_least(self) -> int:
         heap, load = self._heap, self.load
         while True:
             top = heap[0]
@@ -48,19 +48,19 @@ class Loads:
             heappop(heap)
 
 
-def by_chance(replicas: int, seed: int) -> Router:
+def make_random_router(replicas: int, seed: int) -> Router:
     # Independent of the traffic's random numbers; otherwise prefix and replica of a request would be correlated.
     draw = random.Random(f"router {seed}").random  # noqa: S311
     return lambda rid: int(draw() * replicas)
 
 
-def least_loaded(loads: Loads) -> Router:
+def make_least_loaded_router(loads: Loads) -> Router:
     """Routes to the replica with the fewest requests in flight."""
-    least = loads.least
+    least = loads.find_least
     return lambda rid: least()
 
 
-def prefix_aware(book: Book, loads: Loads, holders: Holders) -> Router:
+def make_prefix_router(book: Book, loads: Loads, holders: Holders) -> Router:
     """Routes to the replica with the fewest tokens to compute: its requests in flight and the uncached new prompt.
 
     A request in flight counts with its uncached prompt tokens and an average output. Only the replicas that hold the
@@ -68,12 +68,12 @@ def prefix_aware(book: Book, loads: Loads, holders: Holders) -> Router:
     """
     hashes = book.hashes
     if hashes is None:
-        return least_loaded(loads)
+        return make_least_loaded_router(loads)
     each, prompt, load, weight = book.hash_tokens, book.prompt, loads.load, book.weight
     answer = max(1, round(sum(book.output) / max(1, len(book.output))))
 
     def choose(rid: int) -> int:
-        idlest = loads.least()
+        idlest = loads.find_least()
         best: set[int] | None = None
         known = 0
         for name in hashes[rid]:

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from bedplate.decide.simulate.book import Book
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values.simulation import Traffic
 from bedplate.values.workload import RequestShape, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class RequestStream:
     """Immutable requests that can be simulated several times, each time with a new `Book`."""
 
     prompt: list[int]
@@ -49,10 +49,10 @@ class Stream:
     def longest(self) -> int:
         return max(prompt + output for prompt, output in zip(self.prompt, self.output, strict=True))
 
-    def book(self) -> Book:
+    def make_book(self) -> Book:
         return Book(self.prompt, self.output, self.arrival, self.hashes, self.hash_tokens)
 
-    def first(self, count: int) -> Stream:
+    def take_first(self, count: int) -> RequestStream:
         """The first `count` requests, at the same rate."""
         if count >= len(self):
             return self
@@ -64,7 +64,7 @@ class Stream:
             hashes=self.hashes[:count] if self.hashes is not None else None,
         )
 
-    def summary(self) -> Traffic:
+    def summarize(self) -> Traffic:
         return Traffic(
             source=self.source,
             requests=len(self),
@@ -83,7 +83,7 @@ def from_shapes(
     rate: float | None = None,
     most: int | None = None,
     seed: int = 0,
-) -> Stream:
+) -> RequestStream:
     """A trace's requests in the order of arrival; `rate` scales the arrival times.
 
     A trace without times gets Poisson arrivals at that rate.
@@ -100,15 +100,15 @@ def from_shapes(
         hashes = shape.prefix_hashes if shape.prefix_block_tokens == block else ()
         rows.append((shape.started_s or 0.0, shape.prompt_tokens, shape.output_tokens, hashes))
     if not rows:
-        raise BadQuestion(f"{source} has no request with a prompt and an output length")
+        raise UsageError(f"{source} has no request with a prompt and an output length")
     notes = [f"{left_out:,} requests without a prompt or output length are left out"] if left_out else []
     drawn: int | None = None
     if untimed:
         if rate is None:
-            raise BadQuestion(
+            raise UsageError(
                 f"{source} has no arrival times", hint="--rate R generates Poisson arrivals at R requests/s"
             )
-        moments = poisson(len(rows), rate, random.Random(seed))  # noqa: S311
+        moments = draw_poisson(len(rows), rate, random.Random(seed))  # noqa: S311
         notes.append(f"the trace has no arrival times: Poisson arrivals at {rate:g} requests/s are used")
         drawn = seed
     else:
@@ -119,7 +119,7 @@ def from_shapes(
             scale = (len(rows) - 1) / rate / span
             moments = [moment * scale for moment in moments]
             notes.append(f"the trace's arrival times are scaled to {rate:g} requests/s")
-    found = Stream(
+    found = RequestStream(
         prompt=[row[1] for row in rows],
         output=[row[2] for row in rows],
         arrival=moments,
@@ -129,10 +129,10 @@ def from_shapes(
         seed=drawn,
         notes=tuple(notes),
     )
-    return found.first(most) if most is not None else found
+    return found.take_first(most) if most is not None else found
 
 
-def synthetic(
+def make_synthetic(
     workload: Workload,
     requests: int,
     rate: float,
@@ -140,25 +140,25 @@ def synthetic(
     seed: int = 0,
     spread: float = 0.0,
     prefixes: int = 1,
-) -> Stream:
+) -> RequestStream:
     """Requests of the workload's lengths with Poisson arrivals.
 
     `spread` is the coefficient of variation of the lengths (log-normal; 0: all the same); `prefixes` is the number of
     different shared prefixes.
     """
     draw = random.Random(seed)  # noqa: S311
-    prompt = _lengths(workload.prompt_tokens, spread, requests, draw)
-    output = _lengths(workload.output_tokens, spread, requests, draw)
+    prompt = _draw_lengths(workload.prompt_tokens, spread, requests, draw)
+    output = _draw_lengths(workload.output_tokens, spread, requests, draw)
     shared = workload.shared_prefix_tokens
     hashes: list[tuple[Hashable, ...]] | None = None
     if shared:
         names = [(number,) for number in range(prefixes)]
         hashes = [names[int(draw.random() * prefixes)] for _ in range(requests)]
         prompt = [max(one, shared + 1) for one in prompt]
-    return Stream(prompt, output, poisson(requests, rate, draw), hashes, shared, "synthetic", seed)
+    return RequestStream(prompt, output, draw_poisson(requests, rate, draw), hashes, shared, "synthetic", seed)
 
 
-def poisson(requests: int, rate: float, draw: random.Random) -> list[float]:
+def draw_poisson(requests: int, rate: float, draw: random.Random) -> list[float]:
     moments, now = [], 0.0
     for _ in range(requests):
         moments.append(now)
@@ -166,7 +166,7 @@ def poisson(requests: int, rate: float, draw: random.Random) -> list[float]:
     return moments
 
 
-def _lengths(mean: int, spread: float, count: int, draw: random.Random) -> list[int]:
+def _draw_lengths(mean: int, spread: float, count: int, draw: random.Random) -> list[int]:
     if spread <= 0:
         return [mean] * count
     sigma = math.sqrt(math.log(1 + spread * spread))

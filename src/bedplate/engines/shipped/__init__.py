@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import Engine, EngineState, Failure, known_failure
+from bedplate.engines.base import Engine, EngineState, KnownFailure, find_known_failure
 from bedplate.engines.traits import MetricNames, NotedOptions
 from bedplate.values import Plan
 
@@ -16,10 +16,10 @@ SERVER = tuple(
 """The server package as programs of a recipe: installed next to the backend that imports it."""
 SERVER_PACKAGES = ("uvicorn==0.54.0", "starlette==1.10.0")
 """Requirements of the server package, which none of these engines' packages depend on."""
-_FAILURES: tuple[tuple[str, Failure], ...] = (
+_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
         r"bedplate-engine: cannot listen on \S+: port is in use",
-        Failure(
+        KnownFailure(
             message="another program took the engine's private port during the start",
             hint="start again; bedplate then chooses another port",
             lasting=False,
@@ -28,14 +28,14 @@ _FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         # An environment adopted by an earlier version of bedplate, whose server did not need these packages.
         r"bedplate-engine: (?P<python>.+) lacks (?:uvicorn|starlette)$",
-        Failure(
+        KnownFailure(
             message="packages that bedplate's server needs are missing from {python}",
             hint=f"uv pip install --python {{python}} {' '.join(SERVER_PACKAGES)}",
         ),
     ),
     (
         r"\bMemoryError\b|std::bad_alloc|[Ff]ailed to allocate|[Cc]annot allocate memory|CUDA out of memory",
-        Failure(
+        KnownFailure(
             message="there is not enough memory for the model and its KV cache",
             hint="reduce the need: --context 4096, --concurrency 1, or a smaller quantization",
         ),
@@ -43,7 +43,7 @@ _FAILURES: tuple[tuple[str, Failure], ...] = (
 )
 
 
-class ServedByBedplate(Engine):
+class BedplateServedEngine(Engine):
     """An engine behind the server that bedplate ships."""
 
     key_variable = "BEDPLATE_ENGINE_KEY"
@@ -52,7 +52,7 @@ class ServedByBedplate(Engine):
     # The server then exits when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
 
-    def server_argv(self, program: str, plan: Plan, port: int) -> list[str]:
+    def make_server_argv(self, program: str, plan: Plan, port: int) -> list[str]:
         """The command line with the options that all such servers have."""
         argv = [program, "--model", plan.model_path, "--served-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
@@ -65,16 +65,16 @@ class ServedByBedplate(Engine):
     def read(self, metrics: str) -> EngineState:
         figures = dict(re.findall(r"^bedplate_engine_(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
         return EngineState(
-            running=_number(figures.get("requests_running")),
-            waiting=_number(figures.get("requests_waiting")),
-            kv_use=_number(figures.get("kv_use_ratio")),
+            running=_parse_number(figures.get("requests_running")),
+            waiting=_parse_number(figures.get("requests_waiting")),
+            kv_use=_parse_number(figures.get("kv_use_ratio")),
         )
 
-    def explain(self, log: str) -> Failure | None:
-        return known_failure(log, _FAILURES)
+    def explain(self, log: str) -> KnownFailure | None:
+        return find_known_failure(log, _FAILURES)
 
 
-def _number(text: str | None) -> float | None:
+def _parse_number(text: str | None) -> float | None:
     try:
         return float(text) if text is not None else None
     except ValueError:

@@ -70,13 +70,13 @@ STARTS = 3
 SHOWN = 3
 
 
-class Said(NamedTuple):
+class PredictedToken(NamedTuple):
     token: int
     gap: float
     """Difference of its logit to the second best."""
 
 
-class Reader:
+class ComparedModel:
     """A model under comparison: its tokenizer and its greedy next tokens."""
 
     name: str
@@ -84,17 +84,17 @@ class Reader:
     """Whether its tokenizer applies NFC normalization."""
     approximated = False
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         """Token ids, special tokens in the text included; `begin`: with the default special tokens around the text."""
         raise NotImplementedError
 
-    def specials(self) -> list[str]:
+    def list_special_tokens(self) -> list[str]:
         return []
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return str(ids)
 
-    def answer(self, ids: list[int]) -> list[Said]:
+    def answer(self, ids: list[int]) -> list[PredictedToken]:
         """Its greedy answer."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class Reader:
         pass
 
 
-class Llama(Reader):
+class LlamaCppModel(ComparedModel):
     """A GGUF file in llama.cpp's server, which loads while the other model does."""
 
     name = "llama.cpp"
@@ -116,40 +116,40 @@ class Llama(Reader):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._ready, self._starts = False, 0
         self._start()
-        self.approximated = pre_tokenizer_of(path) in APPROXIMATED
+        self.approximated = read_pre_tokenizer(path) in APPROXIMATED
 
     def _start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         argv = [*self._command, "--model", str(self._path.resolve()), "--host", "127.0.0.1", "--port", str(self._port)]
-        argv += ["--ctx-size", "512", "--parallel", "1", "--threads", str(free_threads()), "--no-warmup"]
+        argv += ["--ctx-size", "512", "--parallel", "1", "--threads", str(count_free_threads()), "--no-warmup"]
         self._starts += 1
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return [
             int(one) for one in self._post("/tokenize", content=text, add_special=begin, parse_special=True)["tokens"]
         ]
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return str(self._post("/detokenize", tokens=ids)["content"])
 
-    def answer(self, ids: list[int]) -> list[Said]:
+    def answer(self, ids: list[int]) -> list[PredictedToken]:
         return self._complete(ids, ANSWER_TOKENS)
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
         found = (self._complete([*ids, *written[:count]], 1) for count in range(len(written)))
         return [one[0].token if one else -1 for one in found]
 
-    def _complete(self, ids: list[int], count: int) -> list[Said]:
+    def _complete(self, ids: list[int], count: int) -> list[PredictedToken]:
         given = self._post("/completion", prompt=ids, n_predict=count, temperature=0, n_probs=2, cache_prompt=True)
         found = []
         for one in given.get("completion_probabilities", []):
             first, second = (one.get("top_logprobs") or [one, one])[:2]
             if first["logprob"] is None:
                 fail("the logits in llama.cpp are not finite")
-            found.append(Said(int(first["id"]), float(first["logprob"]) - float(second["logprob"])))
+            found.append(PredictedToken(int(first["id"]), float(first["logprob"]) - float(second["logprob"])))
         return found
 
     def _post(self, path: str, **body: Any) -> Any:
@@ -197,7 +197,7 @@ class Llama(Reader):
         self._log.close()
 
 
-class Folder(Reader):
+class FolderModel(ComparedModel):
     """A Hugging Face folder with the tokenizer of Transformers, which engines use."""
 
     def __init__(self, path: Path) -> None:
@@ -208,47 +208,47 @@ class Folder(Reader):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         self.normalizes = "NFC" in str(getattr(backend, "normalizer", ""))
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=begin)]
 
-    def specials(self) -> list[str]:
+    def list_special_tokens(self) -> list[str]:
         return [str(one) for one in self.tokenizer.all_special_tokens[:4]]
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
 
-class Transformers(Folder):
+class TransformersModel(FolderModel):
     name = "PyTorch"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._loaded: Any = None
 
-    def _model(self) -> Any:
+    def _load_model(self) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 
         if self._loaded is None:
-            torch.set_num_threads(free_threads())
-            wide = 2 * bytes_in(self.path) < available_bytes()
+            torch.set_num_threads(count_free_threads())
+            wide = 2 * count_bytes(self.path) < read_available_bytes()
             dtype = torch.float32 if wide else "auto"
             self._loaded = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
         return self._loaded
 
-    def answer(self, ids: list[int]) -> list[Said]:
+    def answer(self, ids: list[int]) -> list[PredictedToken]:
         import torch
 
-        found: list[Said] = []
+        found: list[PredictedToken] = []
         given, seen = ids, None
         with torch.inference_mode():
             for _ in range(ANSWER_TOKENS):
-                made = self._model()(input_ids=torch.tensor([given]), past_key_values=seen, use_cache=True)
+                made = self._load_model()(input_ids=torch.tensor([given]), past_key_values=seen, use_cache=True)
                 logits, seen = made.logits[0, -1].float(), made.past_key_values
                 if not bool(logits.isfinite().all()):
                     fail("the logits in PyTorch are not finite")
                 best = logits.topk(2)
-                found.append(Said(int(best.indices[0]), float(best.values[0] - best.values[1])))
+                found.append(PredictedToken(int(best.indices[0]), float(best.values[0] - best.values[1])))
                 given = [found[-1].token]
         return found
 
@@ -256,21 +256,21 @@ class Transformers(Folder):
         import torch
 
         with torch.inference_mode():
-            logits = self._model()(input_ids=torch.tensor([[*ids, *written[:-1]]])).logits[0]
+            logits = self._load_model()(input_ids=torch.tensor([[*ids, *written[:-1]]])).logits[0]
         return [int(one) for one in logits[len(ids) - 1 :].argmax(-1)]
 
     def close(self) -> None:
         self._loaded = None
 
 
-class Mlx(Folder):
+class MlxModel(FolderModel):
     name = "MLX"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._loaded: Any = None
 
-    def _model(self) -> Any:
+    def _load_model(self) -> Any:
         import mlx.core as mx
         from mlx_lm.utils import load_model
 
@@ -281,32 +281,32 @@ class Mlx(Folder):
                 self._loaded.set_dtype(mx.float32)
         return self._loaded
 
-    def answer(self, ids: list[int]) -> list[Said]:
+    def answer(self, ids: list[int]) -> list[PredictedToken]:
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
-        found: list[Said] = []
-        given, seen = ids, make_prompt_cache(self._model())
+        found: list[PredictedToken] = []
+        given, seen = ids, make_prompt_cache(self._load_model())
         for _ in range(ANSWER_TOKENS):
-            logits = self._model()(mx.array([given]), cache=seen)[0, -1].astype(mx.float32)
+            logits = self._load_model()(mx.array([given]), cache=seen)[0, -1].astype(mx.float32)
             if not bool(mx.isfinite(logits).all()):
                 fail("the logits in MLX are not finite")
             best = mx.sort(logits)[-2:]
-            found.append(Said(int(mx.argmax(logits)), float(best[1] - best[0])))
+            found.append(PredictedToken(int(mx.argmax(logits)), float(best[1] - best[0])))
             given = [found[-1].token]
         return found
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
         import mlx.core as mx
 
-        logits = self._model()(mx.array([[*ids, *written[:-1]]]))[0].astype(mx.float32)
+        logits = self._load_model()(mx.array([[*ids, *written[:-1]]]))[0].astype(mx.float32)
         return [int(one) for one in mx.argmax(logits[len(ids) - 1 :], axis=-1)]
 
     def close(self) -> None:
         self._loaded = None
 
 
-class Onnx(Reader):
+class OnnxModel(ComparedModel):
     """Output of the ONNX Runtime GenAI builder, with tokenizer.json as in bedplate's server."""
 
     name = "ONNX Runtime"
@@ -318,10 +318,10 @@ class Onnx(Reader):
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self.normalizes = "NFC" in str(self.tokenizer.normalizer)
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=begin).ids)
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
@@ -339,7 +339,7 @@ class Onnx(Reader):
         return found
 
 
-class ExLlama(Reader):
+class ExLlamaModel(ComparedModel):
     """ExLlamaV2 and ExLlamaV3: 16-bit weights and their own formats, on the first GPU."""
 
     def __init__(self, path: Path, package: str) -> None:
@@ -353,28 +353,28 @@ class ExLlama(Reader):
         # From tokenizer.json, as in bedplate's server.
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=begin).ids)
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _logits(self, ids: list[int]) -> Any:
+    def _compute_logits(self, ids: list[int]) -> Any:
         import torch
 
         if self._loaded is None:
-            self._loaded = self._three() if self.package == "exllamav3" else self._two()
+            self._loaded = self._load_exllamav3() if self.package == "exllamav3" else self._load_exllamav2()
         with torch.inference_mode():
             return self._loaded(torch.tensor([ids]))[0].float().cpu()
 
-    def _three(self) -> Any:
+    def _load_exllamav3(self) -> Any:
         import exllamav3
 
         model = exllamav3.Model.from_config(exllamav3.Config.from_directory(str(self.path)))
         model.load(device="cuda:0")
         return lambda ids: model.forward(ids, {"attn_mode": "flash_attn_nc"})
 
-    def _two(self) -> Any:
+    def _load_exllamav2(self) -> Any:
         import exllamav2
 
         config = exllamav2.ExLlamaV2Config(str(self.path))
@@ -386,47 +386,47 @@ class ExLlama(Reader):
         model.load()
         return lambda ids: model.forward(ids)
 
-    def answer(self, ids: list[int]) -> list[Said]:
-        found: list[Said] = []
+    def answer(self, ids: list[int]) -> list[PredictedToken]:
+        found: list[PredictedToken] = []
         for _ in range(ANSWER_TOKENS):
-            best = self._logits([*ids, *(one.token for one in found)])[-1].topk(2)
-            found.append(Said(int(best.indices[0]), float(best.values[0] - best.values[1])))
+            best = self._compute_logits([*ids, *(one.token for one in found)])[-1].topk(2)
+            found.append(PredictedToken(int(best.indices[0]), float(best.values[0] - best.values[1])))
         return found
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
-        return [int(one) for one in self._logits([*ids, *written[:-1]])[len(ids) - 1 :].argmax(-1)]
+        return [int(one) for one in self._compute_logits([*ids, *written[:-1]])[len(ids) - 1 :].argmax(-1)]
 
     def close(self) -> None:
         self._loaded = None
 
 
-def readers(source: Path, result: Path, llama: str | None) -> tuple[Reader, Reader]:
+def choose_models(source: Path, result: Path, llama: str | None) -> tuple[ComparedModel, ComparedModel]:
     """The engines that compute the source and the result."""
-    kinds = kind_of(source), kind_of(result)
+    kinds = detect_format(source), detect_format(result)
     if "gguf" in kinds and llama is None:
-        raise Unable("llama.cpp, which is needed for the GGUF file, is not installed")
+        raise NotComparable("llama.cpp, which is needed for the GGUF file, is not installed")
     if kinds == ("gguf", "gguf"):
-        return Llama(source, str(llama)), Llama(result, str(llama))
+        return LlamaCppModel(source, str(llama)), LlamaCppModel(result, str(llama))
     if kinds == ("gguf", "folder"):
-        return Llama(source, str(llama)), Transformers(result)
+        return LlamaCppModel(source, str(llama)), TransformersModel(result)
     if kinds == ("folder", "gguf"):
-        theirs = Llama(result, str(llama))
+        theirs = LlamaCppModel(result, str(llama))
         try:
-            return Transformers(source), theirs
+            return TransformersModel(source), theirs
         except BaseException:
             theirs.close()
             raise
     if kinds == ("folder", "mlx"):
-        return Mlx(source), Mlx(result)
+        return MlxModel(source), MlxModel(result)
     if kinds == ("folder", "onnx"):
-        return Transformers(source), Onnx(result)
+        return TransformersModel(source), OnnxModel(result)
     if kinds in (("folder", "exl2"), ("folder", "exl3")):
         package = f"exllamav{kinds[1][-1]}"
-        return ExLlama(source, package), ExLlama(result, package)
-    raise Unable(f"there is no comparison of {kinds[0]} with {kinds[1]}")
+        return ExLlamaModel(source, package), ExLlamaModel(result, package)
+    raise NotComparable(f"there is no comparison of {kinds[0]} with {kinds[1]}")
 
 
-def kind_of(path: Path) -> str:
+def detect_format(path: Path) -> str:
     if path.is_file():
         return "gguf" if path.suffix == ".gguf" else "file"
     if (path / "genai_config.json").is_file():
@@ -443,7 +443,7 @@ def kind_of(path: Path) -> str:
     return "mlx" if "quantization" in config else "folder"
 
 
-class Unable(Exception):
+class NotComparable(Exception):
     """The models cannot be compared here, which does not mean that the result is wrong."""
 
 
@@ -456,19 +456,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     try:
-        with both(options) as (source, result):
+        with open_models(options) as (source, result):
             compare_ids(source, result)
             compare_answers(source, result, options.bits)
-    except Unable as reason:
+    except NotComparable as reason:
         say(f"not compared: {reason}")
 
 
 @contextlib.contextmanager
-def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
+def open_models(options: argparse.Namespace) -> Iterator[tuple[ComparedModel, ComparedModel]]:
     for path in (options.source, options.result):
-        if bytes_in(path) > available_bytes():
-            raise Unable(f"{path.name} is larger than the free memory")
-    source, result = readers(options.source, options.result, options.gguf_server)
+        if count_bytes(path) > read_available_bytes():
+            raise NotComparable(f"{path.name} is larger than the free memory")
+    source, result = choose_models(options.source, options.result, options.gguf_server)
     try:
         yield source, result
     finally:
@@ -476,12 +476,15 @@ def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
         result.close()
 
 
-def compare_ids(source: Reader, result: Reader) -> None:
-    texts = [*TEXTS, *(f"a {one}b\n{one}1" for one in dict.fromkeys([*source.specials(), *result.specials()]))]
+def compare_ids(source: ComparedModel, result: ComparedModel) -> None:
+    texts = [
+        *TEXTS,
+        *(f"a {one}b\n{one}1" for one in dict.fromkeys([*source.list_special_tokens(), *result.list_special_tokens()])),
+    ]
     if source.normalizes or result.normalizes:
         # llama.cpp does not normalize.
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    wrong = [text for text in texts if source.ids(text) != result.ids(text)]
+    wrong = [text for text in texts if source.tokenize(text) != result.tokenize(text)]
     if source.approximated or result.approximated:
         for text in (known := [text for text in wrong if not text.isascii()]):
             wrong.remove(text)
@@ -489,17 +492,18 @@ def compare_ids(source: Reader, result: Reader) -> None:
             say(f"token ids: {len(known)} non-ASCII texts differ, because llama.cpp splits them differently")
     if wrong:
         shown = ", ".join(
-            f"{text!r} (source {source.ids(text)[:12]}, result {result.ids(text)[:12]})" for text in wrong[:SHOWN]
+            f"{text!r} (source {source.tokenize(text)[:12]}, result {result.tokenize(text)[:12]})"
+            for text in wrong[:SHOWN]
         )
         fail(f"token ids differ from the source in {len(wrong)} of {len(texts)} texts: {shown}")
     say(f"token ids: {len(texts)} of {len(texts)} texts agree with the source")
-    begins, began = source.ids("x", begin=True), result.ids("x", begin=True)
+    begins, began = source.tokenize("x", begin=True), result.tokenize("x", begin=True)
     if begins != began:
         say(f"note: with default special tokens, 'x' is {begins} in the source and {began} in the result")
 
 
-def compare_answers(source: Reader, result: Reader, bits: float) -> None:
-    asked = [(ids, source.answer(ids)) for ids in (source.ids(prompt, begin=True) for prompt in PROMPTS)]
+def compare_answers(source: ComparedModel, result: ComparedModel, bits: float) -> None:
+    asked = [(ids, source.answer(ids)) for ids in (source.tokenize(prompt, begin=True) for prompt in PROMPTS)]
     clear = agreed = total = same = 0
     odd: list[str] = []
     for ids, answer in asked:
@@ -510,22 +514,24 @@ def compare_answers(source: Reader, result: Reader, bits: float) -> None:
                 continue
             clear, agreed = clear + 1, agreed + (one.token == other)
             if one.token != other:
-                before = result.text([*ids, *written[:count]])[-40:]
-                odd.append(f"after …{before!r} {result.text([other])!r} instead of {result.text([one.token])!r}")
+                before = result.detokenize([*ids, *written[:count]])[-40:]
+                odd.append(
+                    f"after …{before!r} {result.detokenize([other])!r} instead of {result.detokenize([one.token])!r}"
+                )
     floor = next(share for least, share in FLOORS if bits >= least)
     counts = f"{agreed} of {clear} clear next tokens of {len(asked)} greedy answers agree ({same} of all {total})"
-    if clear and at_most(agreed, clear, floor) < CHANCE:
+    if clear and compute_binomial_tail(agreed, clear, floor) < CHANCE:
         fail(f"{counts}; expected at least {floor:.0%} at this quantization: {'; '.join(odd[:SHOWN])}")
-    first = " ".join(source.text([one.token for one in asked[0][1]]).split())[:60]
+    first = " ".join(source.detokenize([one.token for one in asked[0][1]]).split())[:60]
     say(f"answers: {counts}; {PROMPTS[0]!r} continues with {first!r}")
 
 
-def at_most(count: int, of: int, share: float) -> float:
+def compute_binomial_tail(count: int, of: int, share: float) -> float:
     """The binomial probability of at most `count` agreements."""
     return sum(math.comb(of, one) * share**one * (1 - share) ** (of - one) for one in range(count + 1))
 
 
-def pre_tokenizer_of(path: Path) -> str | None:
+def read_pre_tokenizer(path: Path) -> str | None:
     try:
         from gguf import GGUFReader
 
@@ -537,12 +543,12 @@ def pre_tokenizer_of(path: Path) -> str | None:
     return str(field.contents()) if field is not None else None
 
 
-def bytes_in(path: Path) -> int:
+def count_bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def available_bytes() -> int:
+def read_available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
         line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemAvailable"))
         return 1024 * int(line.split()[1])
@@ -551,7 +557,7 @@ def available_bytes() -> int:
     return 1 << 62
 
 
-def free_threads() -> int:
+def count_free_threads() -> int:
     """Cores that other processes leave free: spinning threads are slow if they cannot run at the same time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

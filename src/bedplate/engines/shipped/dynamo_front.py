@@ -18,13 +18,13 @@ import zmq
 RELAY = "DYN_ZMQ_BROKER_URL"
 
 
-def places(text: str) -> tuple[str, str]:
+def parse_addresses(text: str) -> tuple[str, str]:
     """The addresses for publishers and subscribers in `xsub=ADDRESS , xpub=ADDRESS`."""
     addresses = dict(part.strip().split("=", 1) for part in text.split(","))
     return addresses["xsub"], addresses["xpub"]
 
 
-def begin_relay(publishers: str, subscribers: str) -> Any:
+def start_relay(publishers: str, subscribers: str) -> Any:
     """Start the relay. The caller must keep the returned objects until the process exits."""
     context = zmq.Context()
     sockets = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
@@ -37,5 +37,5 @@ def begin_relay(publishers: str, subscribers: str) -> Any:
 
 
 if __name__ == "__main__":
-    kept = begin_relay(*places(os.environ[RELAY])) if os.environ.get(RELAY) else None
+    kept = start_relay(*parse_addresses(os.environ[RELAY])) if os.environ.get(RELAY) else None
     runpy.run_module("dynamo.frontend", run_name="__main__", alter_sys=True)

@@ -21,7 +21,7 @@ VISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
 
-class StandIn(ModuleType):
+class TorchvisionPlaceholder(ModuleType):
     """A placeholder for a missing module: every name exists and raises an error when called."""
 
     def __init__(self, name: str) -> None:
@@ -33,10 +33,10 @@ class StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def missing(*_: object, **__: object) -> NoReturn:
+        def raise_missing(*_: object, **__: object) -> NoReturn:
             raise NotImplementedError(f"{self.__name__}.{name} is not available on CPUs")
 
-        return missing
+        return raise_missing
 
 
 def import_vision() -> None:
@@ -44,7 +44,7 @@ def import_vision() -> None:
         return
     # This module checks for torchvision during its import, so it is imported before the placeholder exists.
     importlib.import_module("transformers.image_processing_utils")
-    made = {name: StandIn(name) for name in VISION}
+    made = {name: TorchvisionPlaceholder(name) for name in VISION}
     for name, module in made.items():
         parent, _, own = name.rpartition(".")
         if parent in made:

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bedplate.engines.shipped.openai_server import HuggingFaceText, OneByOne, Piece, Request, read_json, serve
+    from bedplate.engines.shipped.openai_server import (
+        GenerationRequest,
+        HuggingFaceText,
+        Piece,
+        SequentialBackend,
+        read_json,
+        serve,
+    )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I does not add the folder of the script
-    from openai_server import HuggingFaceText, OneByOne, Piece, Request, read_json, serve
+    from openai_server import HuggingFaceText, Piece, read_json, serve
 
 PAGE_TOKENS = 256
 
 
-class ExLlamaV2(OneByOne):
+class ExLlamaV2Backend(SequentialBackend):
     engine = "exllamav2"
 
     @classmethod
@@ -32,7 +39,7 @@ class ExLlamaV2(OneByOne):
         tokens = -(-options.context // PAGE_TOKENS) * PAGE_TOKENS
         config = exllamav2.ExLlamaV2Config(options.model)
         config.arch_compat_overrides()
-        if (base := _turning_base(options.model)) is not None:
+        if (base := _read_rope_base(options.model)) is not None:
             config.rotary_embedding_base = base
         # Version 0.3.2 passes no causal mask to PyTorch's attention; its own attention has one.
         config.no_sdpa = True
@@ -45,17 +52,17 @@ class ExLlamaV2(OneByOne):
         self.generator = ExLlamaV2DynamicGenerator(model=model, cache=cache, tokenizer=tokenizer, paged=False)
         self.slots, self.context_tokens = 1, options.context
         self.text = HuggingFaceText(options.model)
-        self.ends = _ends(options.model, [config.eos_token_id, tokenizer.eos_token_id])
+        self.ends = _list_eos_tokens(options.model, [config.eos_token_id, tokenizer.eos_token_id])
         progress(1.0)
 
-    def stream(self, request: Request) -> Iterator[Piece]:
+    def stream(self, request: GenerationRequest) -> Iterator[Piece]:
         import torch
         from exllamav2.generator import ExLlamaV2DynamicJob
 
         job = ExLlamaV2DynamicJob(
             input_ids=torch.tensor([request.prompt], dtype=torch.long),
             max_new_tokens=request.max_tokens,
-            gen_settings=_settings(request),
+            gen_settings=_make_sampler_settings(request),
             seed=request.seed,
             stop_conditions=[] if request.ignore_eos else self.ends,
         )
@@ -66,13 +73,13 @@ class ExLlamaV2(OneByOne):
                 for result in self.generator.iterate():
                     if result["stage"] == "streaming" and result["job"] is job:
                         ended = bool(result["eos"])
-                        yield from _pieces(request, result)
+                        yield from _make_pieces(request, result)
         finally:
             if not ended:
                 self.generator.cancel(job)
 
 
-def _turning_base(folder: str) -> float | None:
+def _read_rope_base(folder: str) -> float | None:
     """The rotary base from a configuration of Transformers 5, whose keys ExLlamaV2 0.3.2 does not read."""
     config = read_json(Path(folder) / "config.json")
     rope = config.get("rope_parameters")
@@ -82,14 +89,14 @@ def _turning_base(folder: str) -> float | None:
     return float(base) if isinstance(base, int | float) else None
 
 
-def _ends(folder: str, known: list[int | None]) -> list[int]:
+def _list_eos_tokens(folder: str, known: list[int | None]) -> list[int]:
     """All EOS tokens: generation_config.json may name more than config.json."""
     also = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     more = also if isinstance(also, list) else [also]
     return sorted({token for token in (*known, *more) if isinstance(token, int)})
 
 
-def _settings(request: Request) -> Any:
+def _make_sampler_settings(request: GenerationRequest) -> Any:
     from exllamav2.generator import ExLlamaV2Sampler
 
     penalties = {
@@ -108,7 +115,7 @@ def _settings(request: Request) -> Any:
     )
 
 
-def _pieces(request: Request, result: dict[str, Any]) -> Iterator[Piece]:
+def _make_pieces(request: GenerationRequest, result: dict[str, Any]) -> Iterator[Piece]:
     """The pieces of one result of the generator: any number of tokens, and possibly the end."""
     tokens = [int(token) for token in result["token_ids"].flatten().tolist()] if "token_ids" in result else []
     if not result["eos"]:
@@ -123,4 +130,4 @@ def _pieces(request: Request, result: dict[str, Any]) -> Iterator[Piece]:
 
 
 if __name__ == "__main__":
-    serve(ExLlamaV2())
+    serve(ExLlamaV2Backend())

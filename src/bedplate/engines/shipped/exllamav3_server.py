@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bedplate.engines.shipped.openai_server import (
-        Backend,
+        BackendError,
+        EngineBackend,
+        GenerationRequest,
         HuggingFaceText,
         Piece,
-        Refused,
-        Request,
         read_json,
         serve,
     )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I does not add the folder of the script
-    from openai_server import Backend, HuggingFaceText, Piece, Refused, Request, read_json, serve
+    from openai_server import HuggingFaceText, Piece, read_json, serve
 
 PAGE_TOKENS = 256
 RESERVED_GB = 0.5
 """Memory of each GPU that the loader leaves free; the default of ExLlamaV3."""
 
 
-class ExLlamaV3(Backend):
+class ExLlamaV3Backend(EngineBackend):
     engine = "exllamav3"
 
     @classmethod
@@ -53,13 +53,13 @@ class ExLlamaV3(Backend):
         kind = exllamav3.CacheLayer_fp16 if bits is None else exllamav3.CacheLayer_quant
         cache = exllamav3.Cache(
             model,
-            max_num_tokens=_pages(options.cache_tokens or options.slots * options.context),
+            max_num_tokens=_round_to_pages(options.cache_tokens or options.slots * options.context),
             layer_type=kind,
             max_batch_size=options.slots,
             **({} if bits is None else {"k_bits": bits, "v_bits": bits}),
         )
         model.load(
-            **_placement(options.cards, options.tensor_parallel, torch.cuda.device_count()),
+            **_choose_placement(options.cards, options.tensor_parallel, torch.cuda.device_count()),
             max_chunk_size=options.chunk_tokens,
             max_batch_size=options.slots,
             callback=lambda done, total: progress(0.9 * done / max(1, total)),
@@ -75,20 +75,20 @@ class ExLlamaV3(Backend):
         self.slots, self.context_tokens = options.slots, options.context
         self.text = HuggingFaceText(options.model)
         self.structured = frozenset(["json_schema"])
-        self.ends = _ends(options.model, [*config.eos_token_id_list, self.tokenizer.eos_token_id])
-        self._jobs: dict[Request, Any] = {}
+        self.ends = _list_eos_tokens(options.model, [*config.eos_token_id_list, self.tokenizer.eos_token_id])
+        self._jobs: dict[GenerationRequest, Any] = {}
         progress(1.0)
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         import exllamav3
         import torch
 
         try:
-            filters = [_schema(self.tokenizer, request.schema)] if request.schema is not None else None
+            filters = [_make_schema_filter(self.tokenizer, request.schema)] if request.schema is not None else None
             job = exllamav3.Job(
                 input_ids=torch.tensor([request.prompt], dtype=torch.long),
                 max_new_tokens=request.max_tokens,
-                sampler=_sampler(request),
+                sampler=_make_sampler(request),
                 seed=request.seed,
                 stop_conditions=[] if request.ignore_eos else self.ends,
                 filters=filters,
@@ -96,7 +96,7 @@ class ExLlamaV3(Backend):
             )
             self.generator.enqueue(job)
         except (AssertionError, ValueError) as problem:
-            raise Refused(str(problem) or "the engine rejected the request") from problem
+            raise BackendError(str(problem) or "the engine rejected the request") from problem
         self._jobs[request] = job
 
     def step(self) -> list[Piece]:
@@ -106,12 +106,12 @@ class ExLlamaV3(Backend):
             if request is None:
                 request = result["job"].identifier
             if result["stage"] == "streaming" and request in self._jobs:
-                pieces += _pieces(request, result)
+                pieces += _make_pieces(request, result)
                 if result["eos"]:
                     del self._jobs[request]
         return pieces
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         if (job := self._jobs.pop(request, None)) is not None:
             self.generator.cancel(job)
 
@@ -120,12 +120,12 @@ class ExLlamaV3(Backend):
         return float(stats["used_tokens"] / stats["max_tokens"]) if stats["max_tokens"] else None
 
 
-def _pages(tokens: int) -> int:
+def _round_to_pages(tokens: int) -> int:
     """The number of tokens, rounded up to whole pages."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
-def _placement(cards: int, tensor_parallel: bool, visible: int) -> dict[str, Any]:
+def _choose_placement(cards: int, tensor_parallel: bool, visible: int) -> dict[str, Any]:
     if cards == 1:
         return {"device": "cuda:0"}
     # A negative reserve excludes a GPU.
@@ -133,14 +133,14 @@ def _placement(cards: int, tensor_parallel: bool, visible: int) -> dict[str, Any
     return {"reserve_per_device": reserve, "tensor_p": tensor_parallel}
 
 
-def _ends(folder: str, known: list[int | None]) -> list[int]:
+def _list_eos_tokens(folder: str, known: list[int | None]) -> list[int]:
     """All EOS tokens: generation_config.json may name more than config.json."""
     also = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     more = also if isinstance(also, list) else [also]
     return sorted({token for token in (*known, *more) if isinstance(token, int)})
 
 
-def _sampler(request: Request) -> Any:
+def _make_sampler(request: GenerationRequest) -> Any:
     from exllamav3 import ComboSampler
 
     return ComboSampler(
@@ -154,13 +154,13 @@ def _sampler(request: Request) -> Any:
     )
 
 
-def _schema(tokenizer: Any, schema: str) -> Any:
+def _make_schema_filter(tokenizer: Any, schema: str) -> Any:
     from exllamav3 import LLGuidanceFilter
 
     return LLGuidanceFilter(tokenizer, eos_after_completed=True, json_schema=schema)
 
 
-def _pieces(request: Request, result: dict[str, Any]) -> list[Piece]:
+def _make_pieces(request: GenerationRequest, result: dict[str, Any]) -> list[Piece]:
     """The pieces of one result of the generator: any number of tokens, and possibly the end."""
     tokens = [int(token) for token in result["token_ids"].flatten().tolist()] if "token_ids" in result else []
     if not result["eos"]:
@@ -178,4 +178,4 @@ def _pieces(request: Request, result: dict[str, Any]) -> list[Piece]:
 
 
 if __name__ == "__main__":
-    serve(ExLlamaV3())
+    serve(ExLlamaV3Backend())

@@ -109,13 +109,13 @@ def main() -> None:
     if options.folder.exists():
         fail(f"{options.folder} already exists")
     try:
-        unpack(options)
+        convert_file(options)
     except BaseException:
         shutil.rmtree(options.folder, ignore_errors=True)
         raise
 
 
-def unpack(options: argparse.Namespace) -> None:
+def convert_file(options: argparse.Namespace) -> None:
     # Otherwise missing parts would be requested from the hub.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -123,15 +123,15 @@ def unpack(options: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         fail(f"packages for GGUF files are missing in this Python: {error}")
-    torch.set_num_threads(free_threads())
+    torch.set_num_threads(count_free_threads())
     given: dict[str, Any] = {"gguf_file": options.source.name}
     where, dtype = str(options.source.parent), getattr(torch, options.dtype)
     say("reading the tokenizer")
-    header = Header(options.source)
+    header = GgufMetadata(options.source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **given)
         set_pre_tokenizer(tokenizer.backend_tokenizer, header)
-        set_begin(tokenizer, header)
+        set_bos_token(tokenizer, header)
         say("dequantizing the weights")
         model = AutoModelForCausalLM.from_pretrained(
             where, **given, quantization_config=GgufConfig(dequantize=True), dtype=dtype
@@ -144,12 +144,12 @@ def unpack(options: argparse.Namespace) -> None:
     model.save_pretrained(options.folder)
     tokenizer.save_pretrained(options.folder)
     config = options.folder / "config.json"
-    config.write_text(json.dumps(with_older_names(json.loads(config.read_text())), indent=2) + "\n")
+    config.write_text(json.dumps(add_older_names(json.loads(config.read_text())), indent=2) + "\n")
     for file in options.folder.iterdir():
         file.chmod(0o644)  # weights are written with permissions for the owner only
 
 
-def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+def add_older_names(config: dict[str, Any]) -> dict[str, Any]:
     """Add the RoPE keys of Transformers 4. Engines that do not know the new keys (ExLlamaV2 0.3.2) would silently use
     default values, and be wrong on long texts."""
     rope = config.get("rope_parameters")
@@ -161,7 +161,7 @@ def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
     return {**older, **config}
 
 
-class Header:
+class GgufMetadata:
     """Fields of a GGUF header that Transformers ignores."""
 
     def __init__(self, source: Path) -> None:
@@ -169,23 +169,23 @@ class Header:
 
         self._reader = GGUFReader(source)
 
-    def text(self, key: str) -> str | None:
+    def read_text(self, key: str) -> str | None:
         field = self._reader.get_field(key)
         return str(field.contents()) if field is not None else None
 
-    def flag(self, key: str) -> bool | None:
+    def read_flag(self, key: str) -> bool | None:
         field = self._reader.get_field(key)
         return bool(field.contents()) if field is not None else None
 
 
-def set_pre_tokenizer(backend: Any, header: Header) -> None:
+def set_pre_tokenizer(backend: Any, header: GgufMetadata) -> None:
     """Set the pre-tokenizer of the header: by name for byte-level BPE; SentencePiece only marks spaces."""
-    kind = header.text("tokenizer.ggml.model")
-    if kind == "llama" and not (header.text("general.architecture") or "").startswith("gemma"):
-        mark_spaces(backend, first=header.flag("tokenizer.ggml.add_space_prefix") is not False)
+    kind = header.read_text("tokenizer.ggml.model")
+    if kind == "llama" and not (header.read_text("general.architecture") or "").startswith("gemma"):
+        mark_spaces(backend, first=header.read_flag("tokenizer.ggml.add_space_prefix") is not False)
     if kind != "gpt2":
         return
-    name = header.text("tokenizer.ggml.pre")
+    name = header.read_text("tokenizer.ggml.pre")
     if name is None:
         say("the file does not name its pre-tokenizer; llama.cpp's default is used, which may be wrong")
         name = "default"
@@ -208,17 +208,17 @@ def mark_spaces(backend: Any, first: bool) -> None:
     backend.pre_tokenizer = None
 
 
-def set_begin(tokenizer: Any, header: Header) -> None:
+def set_bos_token(tokenizer: Any, header: GgufMetadata) -> None:
     """Add the BOS token if the file says so, or by default for its pre-tokenizer."""
-    begins = header.flag("tokenizer.ggml.add_bos_token")
+    begins = header.read_flag("tokenizer.ggml.add_bos_token")
     if begins is None:
-        of_pieces = header.text("tokenizer.ggml.model") == "llama"
-        begins = of_pieces or header.text("tokenizer.ggml.pre") in BEGINS_BY_DEFAULT
+        of_pieces = header.read_text("tokenizer.ggml.model") == "llama"
+        begins = of_pieces or header.read_text("tokenizer.ggml.pre") in BEGINS_BY_DEFAULT
     if tokenizer.bos_token is not None and hasattr(tokenizer, "add_bos_token") and tokenizer.add_bos_token != begins:
         tokenizer.add_bos_token = begins
 
 
-def free_threads() -> int:
+def count_free_threads() -> int:
     """Cores that other processes leave free: spinning threads are slow if they cannot run at the same time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

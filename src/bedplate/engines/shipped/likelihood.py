@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.gguf:
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **given).eval()
-    found = likelihood(model, tokenizer, text, options.places)
+    found = compute_likelihood(model, tokenizer, text, options.places)
     print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, **found}))  # noqa: T201
 
 
-def likelihood(model: Any, tokenizer: Any, text: str, places: int) -> dict[str, Any]:
+def compute_likelihood(model: Any, tokenizer: Any, text: str, places: int) -> dict[str, Any]:
     import torch
 
     tokens = list(tokenizer(text)["input_ids"])
@@ -50,11 +50,14 @@ def likelihood(model: Any, tokenizer: Any, text: str, places: int) -> dict[str, 
     return {
         "tokens": len(tokens),
         "logprob": sum(each),
-        "places": [place(tokenizer, logits, text, tokens, end) for end in ends(tokenizer, text, tokens, places)],
+        "places": [
+            list_next_tokens(tokenizer, logits, text, tokens, end)
+            for end in choose_word_ends(tokenizer, text, tokens, places)
+        ],
     }
 
 
-def ends(tokenizer: Any, text: str, tokens: list[int], count: int) -> list[int]:
+def choose_word_ends(tokenizer: Any, text: str, tokens: list[int], count: int) -> list[int]:
     """Ends of words, spread over the first part of the text, at which the prefix has the tokens of the whole text."""
     found = []
     for end in (word.end() for word in re.finditer(r"\S+", text)):
@@ -64,7 +67,7 @@ def ends(tokenizer: Any, text: str, tokens: list[int], count: int) -> list[int]:
     return [found[number * len(found) // count] for number in range(count)] if len(found) > count else found
 
 
-def place(tokenizer: Any, logits: Any, text: str, tokens: list[int], end: int) -> dict[str, Any]:
+def list_next_tokens(tokenizer: Any, logits: Any, text: str, tokens: list[int], end: int) -> dict[str, Any]:
     length = len(tokenizer(text[:end])["input_ids"])
     row = logits[length - 1]
     best = row.topk(TOP)

@@ -60,7 +60,7 @@ CHUNK_WEIGHTS = 1 << 20
 QUANTIZATION_VERSION = 2
 
 
-class Shape(NamedTuple):
+class ModelProperties(NamedTuple):
     """The properties of a model that the mixtures depend on."""
 
     architecture: str
@@ -78,57 +78,57 @@ class Shape(NamedTuple):
         return self.layers == 80 and self.architecture in ("qwen2", "deci", "olmo")
 
 
-class Chooser:
+class TensorTypeChooser:
     """Chooses the type of one tensor after the other, in the order of layers."""
 
-    def __init__(self, label: str, shape: Shape, value_matrices: int) -> None:
+    def __init__(self, label: str, shape: ModelProperties, value_matrices: int) -> None:
         self.label, self.shape = label, shape
         self.base = MIXTURES[label][0]
         self.values, self._value, self._down = value_matrices, 0, 0
 
-    def type_for(self, name: str, columns: int) -> str:
-        chosen = self._mixed(name, columns)
-        if columns % block(chosen):
+    def choose_type(self, name: str, columns: int) -> str:
+        chosen = self._choose_mixed_type(name, columns)
+        if columns % get_block_size(chosen):
             chosen = SMALLER_BLOCKS.get(chosen, chosen)
-        return chosen if columns % block(chosen) == 0 else "F16"
+        return chosen if columns % get_block_size(chosen) == 0 else "F16"
 
-    def _mixed(self, name: str, columns: int) -> str:
-        role, shape, label = role_of(name), self.shape, self.label
+    def _choose_mixed_type(self, name: str, columns: int) -> str:
+        role, shape, label = find_role(name), self.shape, self.label
         if self.base in ("F16", "BF16"):
             return self.base
         if role == "output" or (role == "embedding" and shape.tied):
-            if shape.architecture == "falcon" or columns % block(self.base):
+            if shape.architecture == "falcon" or columns % get_block_size(self.base):
                 return "Q8_0"
             return self.base if self.base == "Q8_0" else "Q6_K"
         if role == "value":
-            return self._for_values()
+            return self._choose_value_type()
         if role == "key" and shape.experts == 8:
             return "Q8_0"
         if role == "down":
-            return self._for_down(name)
+            return self._choose_down_type(name)
         if role == "attention output" and shape.architecture != "falcon":
             if shape.experts == 8:
                 return "Q5_K" if label in ("Q3_K_M", "Q4_K_M") else self.base
             return "Q4_K" if label == "Q3_K_M" else self.base
         return self.base
 
-    def _for_values(self) -> str:
+    def _choose_value_type(self) -> str:
         number, self._value = self._value, self._value + 1
         chosen = self.base
         if self.label == "Q3_K_M":
             chosen = "Q5_K" if number < 2 else "Q4_K"
-        elif self.label in ("Q4_K_M", "Q5_K_M") and more_bits(number, self.values):
+        elif self.label in ("Q4_K_M", "Q5_K_M") and needs_more_bits(number, self.values):
             chosen = "Q6_K"
         if self.shape.large and chosen in ("Q3_K", "Q4_K"):
             chosen = "Q5_K"
         return "Q8_0" if self.shape.experts == 8 else chosen
 
-    def _for_down(self, name: str) -> str:
+    def _choose_down_type(self, name: str) -> str:
         number, self._down = self._down, self._down + 1
         layers, falcon = self.shape.layers, self.shape.architecture == "falcon"
         if self.shape.experts > 1:
-            number = layer_of(name)
-        more = more_bits(number, layers)
+            number = parse_layer(name)
+        more = needs_more_bits(number, layers)
         if self.label == "Q3_K_M":
             if number < layers // 16:
                 return "Q5_K"
@@ -138,16 +138,16 @@ class Chooser:
         return "Q6_K" if more and self.label in ("Q4_K_M", "Q5_K_M") else self.base
 
 
-def block(name: str) -> int:
+def get_block_size(name: str) -> int:
     return BLOCKS.get(name, 32)
 
 
-def more_bits(layer: int, layers: int) -> bool:
+def needs_more_bits(layer: int, layers: int) -> bool:
     """Whether the layer is in the first or last eighth, or every third one between them."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def role_of(name: str) -> str:
+def find_role(name: str) -> str:
     if name == "output.weight":
         return "output"
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
@@ -155,7 +155,7 @@ def role_of(name: str) -> str:
     return next((role for part, role in ROLES if part in name), "other")
 
 
-def layer_of(name: str) -> int:
+def parse_layer(name: str) -> int:
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
@@ -169,7 +169,7 @@ class InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p)))
 
 
-class Traits(ctypes.Structure):
+class TypeTraits(ctypes.Structure):
     """The first fields of ggml_type_traits, with the conversion of a type to 32 bits."""
 
     _fields_ = (
@@ -208,7 +208,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_nrows": (ctypes.c_int64, [ctypes.c_void_p]),
     "ggml_n_dims": (ctypes.c_int, [ctypes.c_void_p]),
     "ggml_row_size": (ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]),
-    "ggml_get_type_traits": (ctypes.POINTER(Traits), [ctypes.c_int]),
+    "ggml_get_type_traits": (ctypes.POINTER(TypeTraits), [ctypes.c_int]),
     "ggml_quantize_init": (None, [ctypes.c_int]),
     "ggml_quantize_chunk": (
         ctypes.c_size_t,
@@ -218,7 +218,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Library:
+class GgmlLibrary:
     """The functions of ggml that are used here."""
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Library:
         raise AttributeError(name)
 
 
-class Tensor(NamedTuple):
+class SourceTensor(NamedTuple):
     name: str
     type: int
     rows: int
@@ -248,10 +248,10 @@ class Tensor(NamedTuple):
     size: int
 
 
-class Source:
+class GgufSource:
     """The GGUF file to quantize, read tensor by tensor."""
 
-    def __init__(self, library: Library, path: Path) -> None:
+    def __init__(self, library: GgmlLibrary, path: Path) -> None:
         self.library, self._inside = library, ctypes.c_void_p()
         params = InitParams(no_alloc=True, ctx=ctypes.pointer(self._inside))
         self.header = library.gguf_init_from_file(os.fsencode(path), params)
@@ -260,7 +260,7 @@ class Source:
         self._file = path.open("rb")
         self.data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[SourceTensor]:
         """The tensors, sorted by layer and name."""
         library, begin = self.library, self.library.gguf_get_data_offset(self.header)
         found = []
@@ -269,7 +269,7 @@ class Source:
             handle = self.handle(name)
             rows = library.ggml_nrows(handle)
             found.append(
-                Tensor(
+                SourceTensor(
                     name.decode(),
                     library.gguf_get_tensor_type(self.header, number),
                     rows,
@@ -279,16 +279,16 @@ class Source:
                     library.gguf_get_tensor_size(self.header, number),
                 )
             )
-        return sorted(found, key=lambda one: (layer_of(one.name), one.name))
+        return sorted(found, key=lambda one: (parse_layer(one.name), one.name))
 
     def handle(self, name: bytes) -> Any:
         return self.library.ggml_get_tensor(self._inside, name)
 
-    def text(self, key: str) -> str:
+    def read_text(self, key: str) -> str:
         at = self.library.gguf_find_key(self.header, key.encode())
         return self.library.gguf_get_val_str(self.header, at).decode() if at >= 0 else ""
 
-    def number(self, key: str) -> int:
+    def read_number(self, key: str) -> int:
         """The value of a key; the first element if it is a list by layer."""
         at = self.library.gguf_find_key(self.header, key.encode())
         if at < 0:
@@ -300,14 +300,14 @@ class Source:
             return int(ctypes.cast(self.library.gguf_get_arr_data(self.header, at), ctypes.POINTER(ctypes.c_int))[0])
         return int(self.library.gguf_get_val_u32(self.header, at)) if kind == 4 else 0
 
-    def shape(self, tensors: list[Tensor]) -> Shape:
-        architecture = self.text("general.architecture")
-        return Shape(
+    def read_properties(self, tensors: list[SourceTensor]) -> ModelProperties:
+        architecture = self.read_text("general.architecture")
+        return ModelProperties(
             architecture,
-            self.number(f"{architecture}.block_count"),
-            self.number(f"{architecture}.expert_count"),
-            self.number(f"{architecture}.attention.head_count"),
-            self.number(f"{architecture}.attention.head_count_kv"),
+            self.read_number(f"{architecture}.block_count"),
+            self.read_number(f"{architecture}.expert_count"),
+            self.read_number(f"{architecture}.attention.head_count"),
+            self.read_number(f"{architecture}.attention.head_count_kv"),
             all(tensor.name != "output.weight" for tensor in tensors),
         )
 
@@ -331,20 +331,22 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def quantize(path: Path, result: Path, label: str, threads: int, *, again: bool = False) -> None:
-    library = Library()
-    source = Source(library, path)
-    tensors = source.tensors()
-    shape = source.shape(tensors)
+    library = GgmlLibrary()
+    source = GgufSource(library, path)
+    tensors = source.list_tensors()
+    shape = source.read_properties(tensors)
     if shape.architecture in ODD_ARCHITECTURES:
         fail(f"{shape.architecture} is not supported here; use the llama-quantize of llama.cpp")
-    if source.number("split.count") > 1:
+    if source.read_number("split.count") > 1:
         fail("the file is one part of a split model: merge the parts first")
-    values = sum(role_of(tensor.name) == "value" for tensor in tensors)
-    chooser = Chooser(label, shape, values)
+    values = sum(find_role(tensor.name) == "value" for tensor in tensors)
+    chooser = TensorTypeChooser(label, shape, values)
     chosen = {}
     for tensor in tensors:
         kept = NAMES.get(tensor.type, "") if not is_quantized(tensor.name, tensor.dimensions) else None
-        chosen[tensor.name] = tensor.type if kept is not None else TYPES[chooser.type_for(tensor.name, tensor.columns)]
+        chosen[tensor.name] = (
+            tensor.type if kept is not None else TYPES[chooser.choose_type(tensor.name, tensor.columns)]
+        )
     header = library.gguf_init_empty()
     library.gguf_set_kv(header, source.header)
     library.gguf_set_val_u32(header, b"general.quantization_version", QUANTIZATION_VERSION)
@@ -364,21 +366,23 @@ def quantize(path: Path, result: Path, label: str, threads: int, *, again: bool 
             file.write(b"\0" * (begin + library.gguf_get_tensor_offset(header, at) - file.tell()))
             if not again and chosen[tensor.name] != tensor.type and NAMES.get(tensor.type) not in PLAIN:
                 fail(f"{tensor.name} is already quantized; use 16-bit weights, or --allow-requantize")
-            for slab in rewritten(library, source, tensor, chosen[tensor.name], pool):
+            for slab in convert_tensor(library, source, tensor, chosen[tensor.name], pool):
                 file.write(slab)
             what = NAMES.get(chosen[tensor.name], "unchanged")
             print(f"[{number:4d}/{len(tensors):4d}] {tensor.name} {what}", flush=True)  # noqa: T201
         # All tensors are padded, including the last one.
         file.write(b"\0" * (-(file.tell() - begin) % 32))
     odd = sum(
-        tensor.columns % block(MIXTURES[label][0]) != 0 for tensor in tensors if chosen[tensor.name] != tensor.type
+        tensor.columns % get_block_size(MIXTURES[label][0]) != 0
+        for tensor in tensors
+        if chosen[tensor.name] != tensor.type
     )
     if odd:
         print(f"{odd} tensors have rows that are not a multiple of 256, and need more bits than {label}")  # noqa: T201
 
 
-def rewritten(
-    library: Library, source: Source, tensor: Tensor, wanted: int, pool: concurrent.futures.Executor
+def convert_tensor(
+    library: GgmlLibrary, source: GgufSource, tensor: SourceTensor, wanted: int, pool: concurrent.futures.Executor
 ) -> Iterator[bytes | bytearray | memoryview]:
     """The bytes of a tensor in the wanted type, in slabs of rows."""
     if tensor.type == wanted:
@@ -393,19 +397,19 @@ def rewritten(
         slab = bytearray(rows * row_out)
         target = (ctypes.c_char * len(slab)).from_buffer(slab)
 
-        def one(begin: int, first: int = first, rows: int = rows, target: Any = target) -> None:
+        def convert_chunk(begin: int, first: int = first, rows: int = rows, target: Any = target) -> None:
             count = min(chunk_rows, rows - begin)
             at = tensor.start + (first + begin) * row_in
             given = ctypes.create_string_buffer(source.data[at : at + count * row_in], count * row_in)
             where = ctypes.addressof(target) + begin * row_out
-            into(library, tensor, wanted, given, where, count)
+            convert_rows(library, tensor, wanted, given, where, count)
 
-        list(pool.map(one, range(0, rows, chunk_rows)))
-        del target, one
+        list(pool.map(convert_chunk, range(0, rows, chunk_rows)))
+        del target, convert_chunk
         yield slab
 
 
-def into(library: Library, tensor: Tensor, wanted: int, given: Any, where: int, rows: int) -> None:
+def convert_rows(library: GgmlLibrary, tensor: SourceTensor, wanted: int, given: Any, where: int, rows: int) -> None:
     """Convert rows to the wanted type through 32 bits."""
     weights = rows * tensor.columns
     numbers = given

@@ -15,7 +15,7 @@ import sys
 SPECULATION = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="llama-server", description=__doc__, allow_abbrev=False)
     p.add_argument("-m", "--model", required=True, help="GGUF file; for a split model its first part")
     p.add_argument("-a", "--alias", help="model name in the API")
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+def make_params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     """The options as parameters of the wheel; unset options keep the server's default."""
     import xllamacpp
 
@@ -131,14 +131,14 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = make_parser().parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Loading holds the GIL, which would delay a Python signal handler.
         signal.signal(number, signal.SIG_DFL)
     import xllamacpp
 
     try:
-        server = xllamacpp.Server(params(options))  # serves as long as the object exists
+        server = xllamacpp.Server(make_params(options))  # serves as long as the object exists
     except RuntimeError as error:
         # The server has already logged the cause, so no traceback is printed. A normal exit flushes the log, which a
         # separate thread writes.

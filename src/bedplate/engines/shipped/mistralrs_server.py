@@ -22,38 +22,33 @@ if TYPE_CHECKING:
     import argparse
 
     from bedplate.engines.shipped.openai_server import (
+        BackendError,
         ChatTemplate,
         Finish,
-        OneByOne,
+        GenerationRequest,
         Piece,
-        Refused,
-        Request,
+        SequentialBackend,
         Text,
+        find_special_tokens,
         read_json,
+        read_template,
         serve,
-        special_tokens,
-        template_of,
     )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
     from openai_server import (
         ChatTemplate,
-        OneByOne,
         Piece,
-        Refused,
-        Request,
         Text,
         read_json,
         serve,
-        special_tokens,
-        template_of,
     )
 
 PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"
 """A template that adds nothing: the server has already applied the model's chat template."""
 
 
-class MistralRs(OneByOne):
+class MistralRsBackend(SequentialBackend):
     engine = "mistral.rs"
 
     @classmethod
@@ -72,13 +67,13 @@ class MistralRs(OneByOne):
         path = Path(options.model)
         progress(0.05)
         if path.suffix == ".gguf":
-            tokens = gguf_strings(path)
-            names = tokens.get("tokenizer.chat_template"), gguf_special_tokens(tokens)
+            tokens = read_gguf_metadata(path)
+            names = tokens.get("tokenizer.chat_template"), find_gguf_special_tokens(tokens)
             which = mistralrs.Which.GGUF(quantized_model_id=str(path.parent), quantized_filename=path.name)
         else:
             config = read_json(path / "tokenizer_config.json")
-            names = template_of(path, config), special_tokens(config)
-            which = mistralrs.Which.Plain(model_id=str(readable(path)))
+            names = read_template(path, config), find_special_tokens(config)
+            which = mistralrs.Which.Plain(model_id=str(make_readable(path)))
         holder = tempfile.mkdtemp(prefix="bedplate-")
         template = Path(holder) / "as-it-is.jinja"
         template.write_text(PLAIN_TEMPLATE, encoding="utf-8")
@@ -93,7 +88,7 @@ class MistralRs(OneByOne):
             )
         except ValueError as error:
             # The first line is the message; a backtrace follows.
-            raise Refused(f"mistral.rs cannot load the model: {_first_line(error)}") from error
+            raise BackendError(f"mistral.rs cannot load the model: {_get_first_line(error)}") from error
         self.text = RunnerText(self._runner, self._one_call, ChatTemplate(*names))
         own = self._runner.max_sequence_length()
         self.context_tokens = min(filter(None, (options.context, own)), default=None)
@@ -101,22 +96,22 @@ class MistralRs(OneByOne):
         self.logprobs = True
         self.structured = frozenset(["json_schema", "json_object"])
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         if request.seed is not None and request.temperature > 0:
-            raise Refused("mistral.rs does not support seed", "seed")
+            raise BackendError("mistral.rs does not support seed", "seed")
         super().admit(request)
 
-    def stream(self, request: Request) -> Iterator[Piece]:
+    def stream(self, request: GenerationRequest) -> Iterator[Piece]:
         try:
-            asked = self._asked(request)
+            asked = self._make_request(request)
             with self._one_call:
                 chunks = self._runner.send_chat_completion_request(asked)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            yield from (self._piece(request, chunk, decoder) for chunk in chunks)
+            yield from (self._make_piece(request, chunk, decoder) for chunk in chunks)
         except ValueError as error:
-            yield Piece(request, tokens=0, error=f"mistral.rs failed on the request: {_first_line(error)}")
+            yield Piece(request, tokens=0, error=f"mistral.rs failed on the request: {_get_first_line(error)}")
 
-    def _asked(self, request: Request) -> Any:
+    def _make_request(self, request: GenerationRequest) -> Any:
         greedy = request.temperature == 0
         return self._rs.ChatCompletionRequest(
             messages=[{"role": "user", "content": request.text}],
@@ -138,7 +133,7 @@ class MistralRs(OneByOne):
             ignore_eos=request.ignore_eos,
         )
 
-    def _piece(self, request: Request, chunk: Any, decoder: codecs.IncrementalDecoder) -> Piece:
+    def _make_piece(self, request: GenerationRequest, chunk: Any, decoder: codecs.IncrementalDecoder) -> Piece:
         choice = chunk.choices[0]
         logprobs = choice.logprobs
         usage = chunk.usage
@@ -161,7 +156,7 @@ class MistralRs(OneByOne):
         )
 
 
-def _first_line(error: ValueError) -> str:
+def _get_first_line(error: ValueError) -> str:
     return (str(error).splitlines() or ["unknown error"])[0]
 
 
@@ -185,7 +180,7 @@ class RunnerText(Text):
         return self._template.render(messages, tools, more)
 
 
-def readable(folder: Path) -> Path:
+def make_readable(folder: Path) -> Path:
     """The folder, or a copy of links with a configuration that mistral.rs can read.
 
     Transformers 5 writes the RoPE parameters into a nested object; mistral.rs reads them from the top level.
@@ -204,47 +199,49 @@ def readable(folder: Path) -> Path:
     return copy
 
 
-def gguf_strings(path: Path) -> dict[str, Any]:
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file, without numeric lists."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise Refused(f"{path} is not a GGUF file")
-        version, _, count = struct.unpack("<IQQ", _exactly(file, 20))
+            raise BackendError(f"{path} is not a GGUF file")
+        version, _, count = struct.unpack("<IQQ", _read_exactly(file, 20))
         if version < 2:
-            raise Refused(f"{path} has GGUF version {version}; at least version 2 is needed")
-        return {_string(file): _value(file, struct.unpack("<I", _exactly(file, 4))[0]) for _ in range(count)}
+            raise BackendError(f"{path} has GGUF version {version}; at least version 2 is needed")
+        return {
+            _read_string(file): _read_value(file, struct.unpack("<I", _read_exactly(file, 4))[0]) for _ in range(count)
+        }
 
 
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
-def _exactly(file: BinaryIO, size: int) -> bytes:
+def _read_exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
-        raise Refused("the model file is damaged: it ends within its header")
+        raise BackendError("the model file is damaged: it ends within its header")
     return data
 
 
-def _string(file: BinaryIO) -> str:
-    (size,) = struct.unpack("<Q", _exactly(file, 8))
-    return _exactly(file, size).decode("utf-8", "replace")
+def _read_string(file: BinaryIO) -> str:
+    (size,) = struct.unpack("<Q", _read_exactly(file, 8))
+    return _read_exactly(file, size).decode("utf-8", "replace")
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _read_value(file: BinaryIO, kind: int) -> Any:
     if kind == 8:
-        return _string(file)
+        return _read_string(file)
     if kind == 9:
-        inner, count = struct.unpack("<IQ", _exactly(file, 12))
+        inner, count = struct.unpack("<IQ", _read_exactly(file, 12))
         if inner in _NUMBERS:
             file.seek(count * struct.calcsize(_NUMBERS[inner]), os.SEEK_CUR)
             return None
-        return [_value(file, inner) for _ in range(count)]
+        return [_read_value(file, inner) for _ in range(count)]
     if kind not in _NUMBERS:
-        raise Refused(f"the model file is damaged: its header contains a value of type {kind}")
-    return struct.unpack(_NUMBERS[kind], _exactly(file, struct.calcsize(_NUMBERS[kind])))[0]
+        raise BackendError(f"the model file is damaged: its header contains a value of type {kind}")
+    return struct.unpack(_NUMBERS[kind], _read_exactly(file, struct.calcsize(_NUMBERS[kind])))[0]
 
 
-def gguf_special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+def find_gguf_special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
     words = metadata.get("tokenizer.ggml.tokens") or []
     found = {}
     for name in ("bos", "eos", "padding", "unknown"):
@@ -255,4 +252,4 @@ def gguf_special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    serve(MistralRs())
+    serve(MistralRsBackend())

@@ -49,7 +49,7 @@ def export(source: Path, output: Path) -> float:
     loader = AutoModelForSequenceClassification if classifies else AutoModel
     model = loader.from_pretrained(source, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(source)
-    sample = _inputs(tokenizer, TEXTS)
+    sample = _tokenize_texts(tokenizer, TEXTS)
     made = "logits" if classifies else "last_hidden_state"
 
     class Plain(torch.nn.Module):  # type: ignore[misc]
@@ -82,7 +82,7 @@ def export(source: Path, output: Path) -> float:
         session = onnxruntime.InferenceSession(str(output / "model.onnx"), providers=["CPUExecutionProvider"])
         off = 0.0
         for texts in (TEXTS, TEXTS[:1]):  # also with other shapes than those of the export
-            given = _inputs(tokenizer, texts)
+            given = _tokenize_texts(tokenizer, texts)
             (found,) = session.run([made], {name: value.numpy() for name, value in given.items()})
             wrong = np.abs(found - model(**given)[made].numpy())
             if not classifies:  # outputs at padding are never used
@@ -91,7 +91,7 @@ def export(source: Path, output: Path) -> float:
     return off
 
 
-def _inputs(tokenizer: Any, texts: tuple[str, ...]) -> dict[str, Any]:
+def _tokenize_texts(tokenizer: Any, texts: tuple[str, ...]) -> dict[str, Any]:
     found = tokenizer(list(texts), padding=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in found}
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import argparse
 
     from bedplate.engines.shipped.openai_server import (
-        Backend,
+        BackendError,
+        EngineBackend,
         Finish,
+        GenerationRequest,
         HuggingFaceText,
         Piece,
-        Refused,
-        Request,
         read_json,
         serve,
     )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
-    from openai_server import Backend, HuggingFaceText, Piece, Refused, Request, read_json, serve
+    from openai_server import HuggingFaceText, Piece, read_json, serve
 
 SPINNING = "session.intra_op.allow_spinning"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -35,7 +35,7 @@ BATCH_TOKENS = 16384
 """Maximum tokens of an encoder batch, padding included; larger inputs are split."""
 
 
-class OnnxRuntime(Backend):
+class OnnxRuntimeBackend(EngineBackend):
     engine = "onnxruntime"
 
     @classmethod
@@ -53,23 +53,23 @@ class OnnxRuntime(Backend):
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         folder = Path(options.model)
         if not folder.is_dir():
-            raise Refused(f"{folder} is not a folder")
+            raise BackendError(f"{folder} is not a folder")
         if folder.name == "onnx" and not (folder / "config.json").exists():
             folder = folder.parent  # hub repositories keep converted graphs in a subfolder
         progress(0.05)
         if (folder / "genai_config.json").exists():
-            writer = _writer(folder, options)
+            writer = _choose_generator(folder, options)
             self.slots, self.context_tokens, self.text = writer.slots, writer.context_tokens, writer.text
             self.structured, self.logprobs = frozenset(["json_schema", "json_object"]), writer.logprobs
             self.admit, self.step, self.cancel = writer.admit, writer.step, writer.cancel  # type: ignore[method-assign]
             return
-        reader = Reader(folder, options)
+        reader = TextEncoder(folder, options)
         self.tasks, self.context_tokens, self.text = frozenset([reader.task]), reader.context_tokens, reader.text
         self.labels = reader.labels
         self.embed, self.classify = reader.embed, reader.classify  # type: ignore[method-assign]
 
 
-class Writer:
+class TextGenerator:
     """Base class of both ways to generate."""
 
     logprobs = False
@@ -96,16 +96,16 @@ class Writer:
             config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self.model: Any = og.Model(config)
 
-    def refuse(self, request: Request) -> None:
+    def refuse(self, request: GenerationRequest) -> None:
         """Reject parameters that ONNX Runtime does not support."""
         if request.min_p:
-            raise Refused("onnxruntime does not support min_p", "min_p")
+            raise BackendError("onnxruntime does not support min_p", "min_p")
         if request.presence_penalty or request.frequency_penalty:
             name = "presence_penalty" if request.presence_penalty else "frequency_penalty"
-            raise Refused(f"onnxruntime does not support {name}; use repetition_penalty", name)
+            raise BackendError(f"onnxruntime does not support {name}; use repetition_penalty", name)
 
 
-class Interleaved(Writer):
+class InterleavedGenerator(TextGenerator):
     """One generator per request, one token each in turn: no request waits for the end of another.
 
     On a CPU the engine only supports static batches, which no request can join before all of them have ended.
@@ -115,9 +115,9 @@ class Interleaved(Writer):
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         super().__init__(folder, options)
-        self._active: dict[Request, Any] = {}
+        self._active: dict[GenerationRequest, Any] = {}
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         self.refuse(request)
         params = self.og.GeneratorParams(self.model)
         longest = len(request.prompt) + request.max_tokens
@@ -138,7 +138,7 @@ class Interleaved(Writer):
             generator = self.og.Generator(self.model, params)
             generator.append_tokens(request.prompt)
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"onnxruntime rejected the request: {error}") from error
+            raise BackendError(f"onnxruntime rejected the request: {error}") from error
         self._active[request] = generator
 
     def step(self) -> list[Piece]:
@@ -148,7 +148,7 @@ class Interleaved(Writer):
             generator.generate_next_token()
             token = int(generator.get_next_tokens()[0])
             ended = token in self.ends and not request.ignore_eos
-            logprobs = {} if logits is None else _logprobs(logits, token, request.logprobs or 0)
+            logprobs = {} if logits is None else _compute_logprobs(logits, token, request.logprobs or 0)
             # After its limit, which is that of the request, it must not be asked for another token.
             finish: Finish | None = "stop" if ended else "length" if generator.is_done() else None
             if finish:
@@ -156,39 +156,39 @@ class Interleaved(Writer):
             pieces.append(Piece(request, token=token, text="" if ended else None, finish=finish, **logprobs))
         return pieces
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         self._active.pop(request, None)
 
 
-class Batched(Writer):
+class BatchedGenerator(TextGenerator):
     """GenAI's engine: continuous batching if the model was built with a paged cache."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         super().__init__(folder, options)
         self._engine: Any = self.og.Engine(self.model)
-        self._dynamic = _dynamic(folder)
+        self._dynamic = _has_dynamic_batching(folder)
         self._events: Any = self._engine.create_event_buffer(max(4 * self.slots, 16))
-        self._turns: dict[Request, tuple[Any, int]] = {}
-        self._requests: dict[int, Request] = {}
+        self._turns: dict[GenerationRequest, tuple[Any, int]] = {}
+        self._requests: dict[int, GenerationRequest] = {}
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         import numpy as np
 
         self.refuse(request)
         if request.seed is not None and request.temperature > 0 and not self._dynamic:
-            raise Refused("onnxruntime does not support seed in static batches", "seed")
+            raise BackendError("onnxruntime does not support seed in static batches", "seed")
         limits = self.og.RequestOptions()
         limits.set_max_session_tokens(len(request.prompt) + request.max_tokens)
         try:
             turn_of = self._engine.create_request(options=limits)
-            turn = self._turn(turn_of, request)
+            turn = self._make_turn_options(turn_of, request)
             number = turn_of.begin_turn(np.array(request.prompt, dtype=np.int32), turn)
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"onnxruntime rejected the request: {error}") from error
+            raise BackendError(f"onnxruntime rejected the request: {error}") from error
         self._turns[request] = (turn_of, number)
         self._requests[id(turn_of)] = request
 
-    def _turn(self, turn_of: Any, request: Request) -> Any:
+    def _make_turn_options(self, turn_of: Any, request: GenerationRequest) -> Any:
         turn = self.og.TurnOptions(turn_of)
         turn.set_do_sample(request.temperature > 0)
         if request.temperature > 0:
@@ -238,27 +238,27 @@ class Batched(Writer):
             pieces.append(last)
         return pieces
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         turn_of, number = self._turns[request]
         turn_of.cancel_turn(number)
         self._forget(request)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: GenerationRequest) -> None:
         turn_of, _ = self._turns.pop(request)
         del self._requests[id(turn_of)]
         turn_of.close()
 
 
-def _writer(folder: Path, options: argparse.Namespace) -> Interleaved | Batched:
-    batches = options.batching == "engine" or (options.batching == "auto" and _dynamic(folder))
-    return Batched(folder, options) if batches else Interleaved(folder, options)
+def _choose_generator(folder: Path, options: argparse.Namespace) -> InterleavedGenerator | BatchedGenerator:
+    batches = options.batching == "engine" or (options.batching == "auto" and _has_dynamic_batching(folder))
+    return BatchedGenerator(folder, options) if batches else InterleavedGenerator(folder, options)
 
 
-def _dynamic(folder: Path) -> bool:
+def _has_dynamic_batching(folder: Path) -> bool:
     return "dynamic_batching" in (read_json(folder / "genai_config.json").get("engine") or {})
 
 
-def _logprobs(logits: Any, token: int, count: int) -> dict[str, Any]:
+def _compute_logprobs(logits: Any, token: int, count: int) -> dict[str, Any]:
     import numpy as np
 
     row = np.asarray(logits, dtype=np.float64).reshape(-1, np.asarray(logits).shape[-1])[-1]
@@ -268,7 +268,7 @@ def _logprobs(logits: Any, token: int, count: int) -> dict[str, Any]:
     return {"logprob": float(row[token]), "top": tuple((int(one), float(row[one])) for one in best)}
 
 
-class Reader:
+class TextEncoder:
     """An encoder that embeds or classifies text."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
@@ -285,25 +285,25 @@ class Reader:
         own = own or config.get("max_position_embeddings")
         self.context_tokens: int | None = min(filter(None, (options.context, own)), default=None)
         self.pad = int(config.get("pad_token_id") or 0)
-        self.pooling, self.normalize = _pooling(folder)
+        self.pooling, self.normalize = _read_pooling(folder)
         settings = onnxruntime.SessionOptions()
         if options.threads:
             settings.intra_op_num_threads = options.threads
         if options.spin == "off":
             settings.add_session_config_entry(SPINNING, "0")
         wanted = [PROVIDERS[options.device], "CPUExecutionProvider"]
-        self._session: Any = onnxruntime.InferenceSession(str(_onnx_file(folder)), settings, providers=wanted)
+        self._session: Any = onnxruntime.InferenceSession(str(_find_onnx_file(folder)), settings, providers=wanted)
         self._inputs = {one.name for one in self._session.get_inputs()}
         self._outputs = [one.name for one in self._session.get_outputs()]
         unknown = self._inputs - {"input_ids", "attention_mask", "token_type_ids"}
         if unknown or "input_ids" not in self._inputs:
-            raise Refused(f"this model has inputs other than text: {', '.join(sorted(unknown or self._inputs))}")
+            raise BackendError(f"this model has inputs other than text: {', '.join(sorted(unknown or self._inputs))}")
 
     def embed(self, inputs: list[list[int]]) -> list[list[float]]:
         import numpy as np
 
         def finish(found: Any, mask: Any) -> Any:
-            vectors = found if found.ndim == 2 else _pooled(found, mask, self.pooling)
+            vectors = found if found.ndim == 2 else _pool(found, mask, self.pooling)
             if self.normalize:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
             return vectors
@@ -346,17 +346,17 @@ class Reader:
         return rows
 
 
-def _onnx_file(folder: Path) -> Path:
+def _find_onnx_file(folder: Path) -> Path:
     for name in ("model.onnx", "onnx/model.onnx"):
         if (folder / name).exists():
             return folder / name
     found = sorted(folder.glob("*.onnx")) or sorted(folder.glob("onnx/*.onnx"))
     if not found:
-        raise Refused(f"there is no .onnx file in {folder}")
+        raise BackendError(f"there is no .onnx file in {folder}")
     return found[0]
 
 
-def _pooling(folder: Path) -> tuple[str, bool]:
+def _read_pooling(folder: Path) -> tuple[str, bool]:
     """The pooling mode, and whether the vector is normalized, from the Sentence Transformers configuration."""
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
@@ -371,7 +371,7 @@ def _pooling(folder: Path) -> tuple[str, bool]:
     return str(pooling.get("pooling_mode") or "mean"), normalize
 
 
-def _pooled(states: Any, mask: Any, how: str) -> Any:
+def _pool(states: Any, mask: Any, how: str) -> Any:
     import numpy as np
 
     weights = mask[:, :, None].astype(np.float32)
@@ -383,8 +383,8 @@ def _pooled(states: Any, mask: Any, how: str) -> Any:
         return np.where(weights > 0, states, -np.inf).max(axis=1)
     if how == "mean":
         return (states * weights).sum(axis=1) / np.maximum(weights.sum(axis=1), 1e-9)
-    raise Refused(f"unknown pooling mode {how}", status=500)
+    raise BackendError(f"unknown pooling mode {how}", status=500)
 
 
 if __name__ == "__main__":
-    serve(OnnxRuntime())
+    serve(OnnxRuntimeBackend())

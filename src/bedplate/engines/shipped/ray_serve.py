@@ -46,7 +46,7 @@ HOP_BY_HOP_HEADERS = frozenset(
 )
 
 
-class Replica:
+class EngineReplica:
     """One engine process and a proxy to it. It exits with its engine; Serve then starts a new replica."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
@@ -118,18 +118,18 @@ class Replica:
                 "ready" if self._ready.exists() else "starting", 200 if self._ready.exists() else 503
             )
         try:
-            answer = await self._asked(request)
+            answer = await self._forward(request)
         except OSError as error:
             message = f"the engine of this replica cannot be reached: {error}"
             return JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)
         kind = answer.headers.get("content-type", "application/json")
         if kind.startswith("text/event-stream"):
-            return StreamingResponse(_events(answer), answer.status, media_type=kind)
+            return StreamingResponse(_stream_events(answer), answer.status, media_type=kind)
         # Read completely before the response starts: a truncated body could look complete.
         async with answer:
             return Response(await answer.read(), answer.status, media_type=kind)
 
-    async def _asked(self, request: Request) -> aiohttp.ClientResponse:
+    async def _forward(self, request: Request) -> aiohttp.ClientResponse:
         import aiohttp
 
         if self._session is None:
@@ -144,7 +144,7 @@ class Replica:
         return await self._session.request(request.method, target, data=await request.body(), headers=headers)
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _stream_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Forward events as they arrive. If the client disconnects, so does the engine's connection, which then stops."""
     try:
         async for data in answer.content.iter_any():
@@ -239,7 +239,7 @@ def _serve(config: dict[str, Any], port: int) -> None:
         quiet = {"enable_access_log": False, "log_level": "WARNING"}
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
         replica = serve.deployment(
-            Replica,
+            EngineReplica,
             name="engine",
             num_replicas=config["replicas"],
             max_ongoing_requests=config["ongoing"],

@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     config = transformers.AutoConfig.from_pretrained(options.model)
     models = [
         transformers.AutoModelForCausalLM.from_pretrained(options.model, config=one, dtype=torch.float32).eval()
-        for one in (config, turned(config))
+        for one in (config, perturb_rope(config))
         if one is not None
     ]
-    answers = next_tokens(models, tokenizer, prefixes, options.batch_tokens)
+    answers = predict_tokens(models, tokenizer, prefixes, options.batch_tokens)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"schema": "reference/1", **versions, "answers": answers}, ensure_ascii=False))  # noqa: T201
 
@@ -56,7 +56,7 @@ def read_prefixes(where: str) -> list[str]:
     return found
 
 
-def turned(config: Any) -> Any | None:
+def perturb_rope(config: Any) -> Any | None:
     """A deliberately wrong configuration, with a tenth of the rotary base; `None`: the model has no rotary base."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
@@ -66,7 +66,7 @@ def turned(config: Any) -> Any | None:
     return other
 
 
-def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
+def group_prompts(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
     """Indices of prompts per batch: only prompts of the same length, so that the reference has no padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
@@ -76,14 +76,14 @@ def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
         yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
-def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
+def predict_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
     """The next tokens of the first model, and for each the logit gap of the second model."""
     import torch
 
     # As in a completions API: with the default special tokens of the tokenizer, such as BOS.
     prompts = [list(tokenizer(prefix)["input_ids"]) for prefix in prefixes]
     answers: list[dict[str, Any]] = [{} for _ in prefixes]
-    for numbers in batches(prompts, most_tokens):
+    for numbers in group_prompts(prompts, most_tokens):
         given = torch.tensor([prompts[number] for number in numbers])
         with torch.no_grad():
             logits, *others = (one(input_ids=given, logits_to_keep=1).logits[:, -1].float() for one in models)
@@ -91,7 +91,7 @@ def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tok
         probabilities = logits.softmax(-1)
         for row, number in enumerate(numbers):
             token, second = (int(one) for one in best.indices[row])
-            text, kind = spelled(tokenizer, prompts[number], token)
+            text, kind = spell_token(tokenizer, prompts[number], token)
             answers[number] = {
                 "prefix": hashlib.sha256(prefixes[number].encode()).hexdigest()[:12],
                 "tokens": len(prompts[number]),
@@ -100,20 +100,20 @@ def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tok
                 "kind": kind,
                 "gap": round(float(best.values[row, 0] - best.values[row, 1]), 3),
                 "probability": round(float(probabilities[row, token]), 4),
-                "second": spelled(tokenizer, prompts[number], second)[0],
-                "turned_gap": round(gap_of(others[0][row], token), 3) if others else None,
+                "second": spell_token(tokenizer, prompts[number], second)[0],
+                "turned_gap": round(compute_gap(others[0][row], token), 3) if others else None,
             }
     return answers
 
 
-def gap_of(logits: Any, token: int) -> float:
+def compute_gap(logits: Any, token: int) -> float:
     """The difference of a token's logit to the best other one; negative if another is better."""
     best = logits.topk(2)
     other = best.values[1] if int(best.indices[0]) == token else best.values[0]
     return float(logits[token] - other)
 
 
-def spelled(tokenizer: Any, prompt: list[int], token: int) -> tuple[str, str]:
+def spell_token(tokenizer: Any, prompt: list[int], token: int) -> tuple[str, str]:
     """Text and kind of a token after the prompt; decoded alone it would lose its space in some tokenizers."""
     if token in set(tokenizer.all_special_ids):
         return str(tokenizer.decode([token])), "special"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 VISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 
-class StandIn(ModuleType):
+class PlaceholderModule(ModuleType):
     """A placeholder for a missing module: every name with the given ending exists and raises an error when called."""
 
     def __init__(self, name: str, ending: str) -> None:
@@ -32,19 +32,19 @@ class StandIn(ModuleType):
         if name.startswith("__") or not name.endswith(self.__dict__["ending"]):
             raise AttributeError(f"{self.__name__} is not installed, and its placeholder has no {name}")
 
-        def missing(*_: object, **__: object) -> NoReturn:
+        def raise_missing(*_: object, **__: object) -> NoReturn:
             raise NotImplementedError(f"{self.__name__}.{name} is not available on CPUs")
 
-        return missing
+        return raise_missing
 
 
 def is_missing(module: str) -> bool:
     return module not in sys.modules and importlib.util.find_spec(module) is None
 
 
-def stand_in(*modules: str, ending: str = "") -> dict[str, ModuleType]:
+def add_placeholders(*modules: str, ending: str = "") -> dict[str, ModuleType]:
     """Register placeholders in sys.modules, and each as an attribute of its parent."""
-    made: dict[str, ModuleType] = {name: StandIn(name, ending) for name in modules}
+    made: dict[str, ModuleType] = {name: PlaceholderModule(name, ending) for name in modules}
     for name, module in made.items():
         parent, _, own = name.rpartition(".")
         if parent in made:
@@ -60,7 +60,7 @@ def import_configurations() -> Any:
     """
     import sglang  # noqa: F401  (imports transformers, which checks for torchvision)
 
-    made = stand_in(*VISION) if is_missing(VISION[0]) else {}
+    made = add_placeholders(*VISION) if is_missing(VISION[0]) else {}
     try:
         import sglang.srt.configs as configurations
     finally:
@@ -69,9 +69,9 @@ def import_configurations() -> Any:
     return configurations
 
 
-def stand_in_for_what_is_missing() -> None:
+def replace_missing_modules() -> None:
     if is_missing("sgl_kernel"):
-        stand_in("sgl_kernel", ending="_cpu")
+        add_placeholders("sgl_kernel", ending="_cpu")
     import_configurations()
 
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     # SGLang's processes run this file again, and need the placeholders too.
-    stand_in_for_what_is_missing()
+    replace_missing_modules()
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-async def with_end(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def append_done_event(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The events, followed by the final `[DONE]` event."""
     async with aclosing(events):
         async for event in events:
@@ -21,8 +21,8 @@ async def with_end(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, Non
     yield "data: [DONE]\n\n"
 
 
-def ended(response: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda events, **given: response(with_end(events), **given)
+def wrap_response(response: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda events, **given: response(append_done_event(events), **given)
 
 
 def main() -> None:
@@ -33,13 +33,13 @@ def main() -> None:
 
     resolve = BaseHandler._resolve_model
 
-    def one_model(self: Any, body: dict[str, Any]) -> Any:
+    def resolve_one_model(self: Any, body: dict[str, Any]) -> Any:
         body["model"] = self.model_manager.force_model or body.get("model")
         return resolve(self, body)
 
-    BaseHandler._resolve_model = one_model
+    BaseHandler._resolve_model = resolve_one_model
     for module in (chat_completion, completion):
-        module.StreamingResponse = ended(module.StreamingResponse)
+        module.StreamingResponse = wrap_response(module.StreamingResponse)
     # Its list of models fails if the hub cache does not exist.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     app()

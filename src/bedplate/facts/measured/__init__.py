@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bedplate.facts.measured.apply import apply
-from bedplate.facts.measured.cache import machine_of, recall
+from bedplate.facts.measured.apply import apply_measurements
+from bedplate.facts.measured.cache import identify_machine, recall
 from bedplate.progress import Progress
 from bedplate.values import Hardware
 from bedplate.values.measurements import Measurements
 
-__all__ = ["apply", "measure", "remembered"]
+__all__ = ["apply_measurements", "apply_stored", "measure"]
 
 
 def measure(hardware: Hardware, progress: Progress | None = None) -> Measurements:
@@ -18,7 +18,7 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
     return run(hardware, progress)
 
 
-def remembered(hardware: Hardware) -> Hardware:
+def apply_stored(hardware: Hardware) -> Hardware:
     """`hardware` with the stored measurements of this machine, if its driver is still the same."""
-    found = recall(machine_of(hardware))
-    return hardware if found is None else apply(hardware, found)
+    found = recall(identify_machine(hardware))
+    return hardware if found is None else apply_measurements(hardware, found)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from bedplate.values import Accelerator, Figure, Hardware, Link, replaced
+from bedplate.values import Accelerator, Figure, Hardware, Link, replace_fields
 from bedplate.values.measurements import GpuBandwidth, Measurements
 
 
-def apply(hardware: Hardware, found: Measurements) -> Hardware:
+def apply_measurements(hardware: Hardware, found: Measurements) -> Hardware:
     """`hardware` with the measured figures of `found`; everything else stays unchanged."""
     ram = found.ram_all_cores
     gpus = {gpu.index: gpu for gpu in found.gpus}
-    return replaced(
+    return replace_fields(
         hardware,
-        cpu=replaced(hardware.cpu, instruction_sets=_without_broken(hardware.cpu.instruction_sets, found)),
-        memory=replaced(hardware.memory, bandwidth_bytes_s=ram.read_bytes_s) if ram else hardware.memory,
-        accelerators=tuple(_card(card, gpus.get(card.index)) for card in hardware.accelerators),
-        links=_links(hardware.links, found),
+        cpu=replace_fields(hardware.cpu, instruction_sets=_remove_broken(hardware.cpu.instruction_sets, found)),
+        memory=replace_fields(hardware.memory, bandwidth_bytes_s=ram.read_bytes_s) if ram else hardware.memory,
+        accelerators=tuple(_apply_to_card(card, gpus.get(card.index)) for card in hardware.accelerators),
+        links=_apply_to_links(hardware.links, found),
         measured=found,
-        notes=(*hardware.notes, *_broken(found)),
+        notes=(*hardware.notes, *_list_broken(found)),
     )
 
 
-def _without_broken(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
+def _remove_broken(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
     """The advertised instruction sets without those that do not run, because an engine would crash on them."""
     broken = {check.name for check in found.instruction_sets if check.result == "does not run"}
     return tuple(name for name in advertised if name not in broken)
 
 
-def _broken(found: Measurements) -> tuple[str, ...]:
+def _list_broken(found: Measurements) -> tuple[str, ...]:
     return tuple(
         f"{check.name} is advertised but does not run here: {check.why}"
         for check in found.instruction_sets
@@ -35,13 +35,13 @@ def _broken(found: Measurements) -> tuple[str, ...]:
     )
 
 
-def _card(card: Accelerator, gpu: GpuBandwidth | None) -> Accelerator:
+def _apply_to_card(card: Accelerator, gpu: GpuBandwidth | None) -> Accelerator:
     # Decoding reads memory. If the read kernel did not run, the copy is the closest figure.
     figure = (gpu.read_bytes_s or gpu.copy_bytes_s) if gpu and card.vendor == "nvidia" else None
-    return replaced(card, bandwidth_bytes_s=figure) if figure else card
+    return replace_fields(card, bandwidth_bytes_s=figure) if figure else card
 
 
-def _links(links: tuple[Link, ...], found: Measurements) -> tuple[Link, ...]:
+def _apply_to_links(links: tuple[Link, ...], found: Measurements) -> tuple[Link, ...]:
     """Set the measured figure of each link, one direction, and add unknown links."""
     figures: dict[frozenset[str], Figure] = {}
     for gpu in found.gpus:
@@ -56,10 +56,10 @@ def _links(links: tuple[Link, ...], found: Measurements) -> tuple[Link, ...]:
     for place in sorted(range(len(known)), key=lambda place: known[place].kind == "pcie"):
         figure = figures.pop(frozenset({known[place].a, known[place].b}), None)
         if figure is not None:
-            known[place] = replaced(known[place], bandwidth_bytes_s=figure)
-    return (*known, *(_new_link(pair, figure) for pair, figure in figures.items()))
+            known[place] = replace_fields(known[place], bandwidth_bytes_s=figure)
+    return (*known, *(_make_link(pair, figure) for pair, figure in figures.items()))
 
 
-def _new_link(pair: frozenset[str], figure: Figure) -> Link:
+def _make_link(pair: frozenset[str], figure: Figure) -> Link:
     a, b = sorted(pair)
     return Link(kind="pcie" if b == "host" else "other", a=a, b=b, bandwidth_bytes_s=figure)

@@ -18,14 +18,14 @@ from bedplate.facts.measured.driver import (
     MEMORY_BUS_BITS,
     MEMORY_CLOCK_KHZ,
     MULTIPROCESSORS,
+    CudaDriver,
     CudaError,
-    Driver,
-    load,
+    load_driver,
 )
-from bedplate.facts.measured.statistics import measured, rates
+from bedplate.facts.measured.statistics import compute_rates, make_figure
 from bedplate.values import Accelerator, Figure, Record
 from bedplate.values.measurements import GpuBandwidth, PeerBandwidth
-from bedplate.values.units import memory
+from bedplate.values.units import format_memory
 
 MIB = 1 << 20
 MOST_BUFFER_BYTES = 2048 * MIB
@@ -105,7 +105,7 @@ loop:
 \0"""
 
 
-class Card(Record, frozen=True, kw_only=True):
+class MeasuredCard(Record, frozen=True, kw_only=True):
     """An accelerator as the probe reports it."""
 
     index: int
@@ -114,7 +114,7 @@ class Card(Record, frozen=True, kw_only=True):
 
 
 class CudaRequest(Record, frozen=True, kw_only=True):
-    cards: tuple[Card, ...]
+    cards: tuple[MeasuredCard, ...]
     host_available_bytes: int
     when: str
 
@@ -127,14 +127,16 @@ class CudaResult(Record, frozen=True, kw_only=True):
 
 def make_request(accelerators: Sequence[Accelerator], host_available_bytes: int, when: str) -> CudaRequest:
     cards = tuple(
-        Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia"
+        MeasuredCard(index=card.index, name=card.name, uuid=card.uuid)
+        for card in accelerators
+        if card.vendor == "nvidia"
     )
     return CudaRequest(cards=cards, host_available_bytes=host_available_bytes, when=when)
 
 
 def measure_gpus(asked: CudaRequest, tell: Callable[[float], None]) -> CudaResult:
     try:
-        library = load()
+        library = load_driver()
     except OSError as error:
         return CudaResult(notes=(f"GPU bandwidth is not measured: cannot load the driver's library ({error})",))
     return measure_cards(library, asked, tell)
@@ -143,22 +145,22 @@ def measure_gpus(asked: CudaRequest, tell: Callable[[float], None]) -> CudaResul
 def measure_cards(library: Any, asked: CudaRequest, tell: Callable[[float], None]) -> CudaResult:
     """Measure all cards one after the other, then the pairs. A card that fails becomes a note."""
     try:
-        driver = Driver(library)
-        pairs = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
+        driver = CudaDriver(library)
+        pairs = match_devices(asked.cards, [(device, driver.get_uuid(device)) for device in driver.list_devices()])
     except CudaError as error:
         return CudaResult(notes=(f"GPU bandwidth is not measured: {error}",))
     gpus: list[GpuBandwidth] = []
     notes = [f"GPU {card.index} is not measured: CUDA does not show it" for card, device in pairs if device is None]
     there = [(card, device) for card, device in pairs if device is not None]
     for done, (card, device) in enumerate(there):
-        bench = Bench(driver, card, device, asked, notes)
-        gpus.append(bench.run(lambda share, done=done: tell((done + share) / (len(there) + 1))))  # type: ignore[misc]
+        bench = CardBench(driver, card, device, asked, notes)
+        gpus.append(bench.measure_all(lambda share, done=done: tell((done + share) / (len(there) + 1))))  # type: ignore[misc]
     try:
         with ExitStack() as stack:
             if len(there) > 1:
                 # Creating a context is slow, and every card is in many pairs.
                 for _, device in there:
-                    stack.enter_context(driver.context(device))
+                    stack.enter_context(driver.open_context(device))
             peers = measure_peers(driver, there, asked.when, notes)
     except CudaError as error:
         notes.append(f"links between GPUs are not measured: {error}")
@@ -167,7 +169,9 @@ def measure_cards(library: Any, asked: CudaRequest, tell: Callable[[float], None
     return CudaResult(gpus=tuple(gpus), peers=peers, notes=tuple(notes))
 
 
-def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) -> list[tuple[Card, int | None]]:
+def match_devices(
+    cards: Sequence[MeasuredCard], devices: Sequence[tuple[int, str | None]]
+) -> list[tuple[MeasuredCard, int | None]]:
     """Each card's CUDA device, which may be in another order: by UUID, else by position if the counts agree."""
     by_uuid = {uuid: device for device, uuid in devices if uuid}
     found = []
@@ -180,18 +184,18 @@ def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) ->
     return found
 
 
-def buffer_bytes(free_bytes: int, buffers: int) -> int | None:
+def choose_buffer_bytes(free_bytes: int, buffers: int) -> int | None:
     """Size of each of `buffers`: together at most 40 % of the free memory; `None` if that is too small to measure."""
     size = min(MOST_BUFFER_BYTES, int(free_bytes * SHARE_OF_FREE) // buffers) // MIB * MIB
     return size if size >= LEAST_BUFFER_BYTES else None
 
 
-def theoretical_bytes_s(clock_khz: int | None, bus_bits: int | None) -> int | None:
+def compute_theoretical_bytes_s(clock_khz: int | None, bus_bits: int | None) -> int | None:
     """The memory of these cards transfers data twice per cycle of the driver's clock."""
     return clock_khz * 1000 * 2 * bus_bits // 8 if clock_khz and bus_bits else None
 
 
-def durations(
+def measure_durations(
     elapsed: Callable[[Callable[[], None]], float],
     ask: Callable[[], None],
     *,
@@ -214,31 +218,36 @@ def durations(
     return [elapsed(repeat) / count for _ in range(samples)]
 
 
-class Bench:
+class CardBench:
     """One card."""
 
-    def __init__(self, driver: Driver, card: Card, device: int, asked: CudaRequest, notes: list[str]) -> None:
+    def __init__(
+        self, driver: CudaDriver, card: MeasuredCard, device: int, asked: CudaRequest, notes: list[str]
+    ) -> None:
         self.driver, self.card, self.device, self.notes = driver, card, device, notes
         self.host_bytes = min(HOST_BUFFER_BYTES, asked.host_available_bytes // 8) // MIB * MIB
-        self.source = f"CUDA driver {driver.version()}, {asked.when}"
+        self.source = f"CUDA driver {driver.get_version()}, {asked.when}"
 
-    def run(self, tell: Callable[[float], None]) -> GpuBandwidth:
-        clock = self.driver.attribute(MEMORY_CLOCK_KHZ, self.device)
-        bus = self.driver.attribute(MEMORY_BUS_BITS, self.device)
+    def measure_all(self, tell: Callable[[float], None]) -> GpuBandwidth:
+        clock = self.driver.get_attribute(MEMORY_CLOCK_KHZ, self.device)
+        bus = self.driver.get_attribute(MEMORY_BUS_BITS, self.device)
         found: dict[str, Figure | None] = {}
         try:
-            with self.driver.context(self.device):
-                steps = (self._copy, self._read, self._pinned, self._pageable)
+            with self.driver.open_context(self.device):
+                steps = (self._measure_copy, self._measure_read, self._measure_pinned, self._measure_pageable)
                 for done, step in enumerate(steps):
-                    found |= self._tried(step)
+                    found |= self._try_step(step)
                     tell((done + 1) / len(steps))
         except CudaError as error:
             self.notes.append(f"GPU {self.card.index} is not measured: {error}")
         return GpuBandwidth(
-            index=self.card.index, name=self.card.name, theoretical_bytes_s=theoretical_bytes_s(clock, bus), **found
+            index=self.card.index,
+            name=self.card.name,
+            theoretical_bytes_s=compute_theoretical_bytes_s(clock, bus),
+            **found,
         )
 
-    def _tried(self, step: Callable[[], dict[str, Figure | None]]) -> dict[str, Figure | None]:
+    def _try_step(self, step: Callable[[], dict[str, Figure | None]]) -> dict[str, Figure | None]:
         try:
             return step()
         except CudaError as error:
@@ -246,35 +255,41 @@ class Bench:
             self.notes.append(f"GPU {self.card.index}: {what.rstrip('.')} is not measured: {error}")
             return {}
 
-    def _copy(self) -> dict[str, Figure | None]:
+    def _measure_copy(self) -> dict[str, Figure | None]:
         """copy bandwidth."""
-        size = self._size(2)
+        size = self._choose_size(2)
         with ExitStack() as stack:
-            source, target = (stack.enter_context(self.driver.memory(size)) for _ in range(2))
-            elapsed = stack.enter_context(self.driver.stopwatch())
+            source, target = (stack.enter_context(self.driver.allocate_memory(size)) for _ in range(2))
+            elapsed = stack.enter_context(self.driver.make_stopwatch())
             self.driver.call("cuMemsetD32_v2", source, FILL, size // 4)
-            took = durations(elapsed, lambda: self.driver.call("cuMemcpyDtoDAsync_v2", target, source, size, None))
-        what = f"device copy of {memory(size)}, read and write counted, {self.source}"
-        return {"copy_bytes_s": measured(rates(2 * size, took), what)}
+            took = measure_durations(
+                elapsed, lambda: self.driver.call("cuMemcpyDtoDAsync_v2", target, source, size, None)
+            )
+        what = f"device copy of {format_memory(size)}, read and write counted, {self.source}"
+        return {"copy_bytes_s": make_figure(compute_rates(2 * size, took), what)}
 
-    def _read(self) -> dict[str, Figure | None]:
+    def _measure_read(self) -> dict[str, Figure | None]:
         """read bandwidth."""
-        blocks = BLOCKS_EACH * (self.driver.attribute(MULTIPROCESSORS, self.device) or 1)
+        blocks = BLOCKS_EACH * (self.driver.get_attribute(MULTIPROCESSORS, self.device) or 1)
         threads = blocks * BLOCK_THREADS
         round_bytes = threads * VECTOR_BYTES * UNROLLED
-        rounds = (self._size(1) - 4 * threads) // round_bytes
+        rounds = (self._choose_size(1) - 4 * threads) // round_bytes
         if rounds == 0:
             raise CudaError("cuMemGetInfo_v2", 2)
         size = rounds * round_bytes
         with ExitStack() as stack:
-            data, sums = (stack.enter_context(self.driver.memory(need)) for need in (size, 4 * threads))
-            kernel = stack.enter_context(self.driver.function(READ_PTX, b"read_all"))
-            elapsed = stack.enter_context(self.driver.stopwatch())
+            data, sums = (stack.enter_context(self.driver.allocate_memory(need)) for need in (size, 4 * threads))
+            kernel = stack.enter_context(self.driver.load_function(READ_PTX, b"read_all"))
+            elapsed = stack.enter_context(self.driver.make_stopwatch())
             self.driver.call("cuMemsetD32_v2", data, FILL, size // 4)
             arguments = tuple(ctypes.c_uint64(value) for value in (data, rounds, sums))
-            took = durations(elapsed, lambda: self.driver.launch(kernel, blocks, BLOCK_THREADS, *arguments))
+            took = measure_durations(elapsed, lambda: self.driver.launch(kernel, blocks, BLOCK_THREADS, *arguments))
             self._check_sums(sums, threads, rounds)
-        return {"read_bytes_s": measured(rates(size, took), f"kernel that reads {memory(size)}, {self.source}")}
+        return {
+            "read_bytes_s": make_figure(
+                compute_rates(size, took), f"kernel that reads {format_memory(size)}, {self.source}"
+            )
+        }
 
     def _check_sums(self, sums: int, threads: int, rounds: int) -> None:
         """Check every thread's sum, to prove that all data was read."""
@@ -284,60 +299,68 @@ class Bench:
         if set(answers) != {FILL * UNROLLED * (VECTOR_BYTES // 4) * rounds & 0xFFFFFFFF}:
             raise CudaError("cuLaunchKernel", 719, "wrong sums")
 
-    def _pinned(self) -> dict[str, Figure | None]:
+    def _measure_pinned(self) -> dict[str, Figure | None]:
         """pinned transfer."""
-        size = self._transfer_size()
+        size = self._choose_transfer_size()
         with ExitStack() as stack:
-            device = stack.enter_context(self.driver.memory(size))
-            host = stack.enter_context(self.driver.pinned(size))
-            elapsed = stack.enter_context(self.driver.stopwatch())
+            device = stack.enter_context(self.driver.allocate_memory(size))
+            host = stack.enter_context(self.driver.allocate_pinned(size))
+            elapsed = stack.enter_context(self.driver.make_stopwatch())
             ctypes.memset(host, FILL, size)
-            to = durations(elapsed, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
-            back = durations(elapsed, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None))
-        return self._transfers("pinned", size, to, back)
+            to = measure_durations(elapsed, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
+            back = measure_durations(
+                elapsed, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None)
+            )
+        return self._make_transfer_figures("pinned", size, to, back)
 
-    def _pageable(self) -> dict[str, Figure | None]:
+    def _measure_pageable(self) -> dict[str, Figure | None]:
         """pageable transfer."""
-        size = self._transfer_size()
+        size = self._choose_transfer_size()
         with ExitStack() as stack, mmap.mmap(-1, size) as buffer:
             view = (ctypes.c_char * size).from_buffer(buffer)
             host = ctypes.addressof(view)
             del view  # it would keep the buffer open
-            device = stack.enter_context(self.driver.memory(size))
+            device = stack.enter_context(self.driver.allocate_memory(size))
             ctypes.memset(host, FILL, size)
             # The host takes part in these copies, so the host's clock counts.
-            to = durations(self._wall, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
-            back = durations(self._wall, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None))
-        return self._transfers("pageable", size, to, back)
+            to = measure_durations(
+                self._time_on_host, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None)
+            )
+            back = measure_durations(
+                self._time_on_host, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None)
+            )
+        return self._make_transfer_figures("pageable", size, to, back)
 
-    def _wall(self, ask: Callable[[], None]) -> float:
+    def _time_on_host(self, ask: Callable[[], None]) -> float:
         began = time.perf_counter()
         ask()
         self.driver.call("cuCtxSynchronize")
         return time.perf_counter() - began
 
-    def _transfers(self, kind: str, size: int, to: Sequence[float], back: Sequence[float]) -> dict[str, Figure | None]:
-        source = f"{memory(size)} of {kind} host memory, {self.source}"
+    def _make_transfer_figures(
+        self, kind: str, size: int, to: Sequence[float], back: Sequence[float]
+    ) -> dict[str, Figure | None]:
+        source = f"{format_memory(size)} of {kind} host memory, {self.source}"
         return {
-            f"to_device_{kind}_bytes_s": measured(rates(size, to), source),
-            f"from_device_{kind}_bytes_s": measured(rates(size, back), source),
+            f"to_device_{kind}_bytes_s": make_figure(compute_rates(size, to), source),
+            f"from_device_{kind}_bytes_s": make_figure(compute_rates(size, back), source),
         }
 
-    def _size(self, buffers: int) -> int:
-        size = buffer_bytes(self.driver.free_bytes(), buffers)
+    def _choose_size(self, buffers: int) -> int:
+        size = choose_buffer_bytes(self.driver.get_free_bytes(), buffers)
         if size is None:
             raise CudaError("cuMemGetInfo_v2", 2)
         return size
 
-    def _transfer_size(self) -> int:
-        size = min(self._size(1), self.host_bytes)
+    def _choose_transfer_size(self) -> int:
+        size = min(self._choose_size(1), self.host_bytes)
         if size < 16 * MIB:
             raise CudaError("cuMemGetInfo_v2", 2)
         return size
 
 
 def measure_peers(
-    driver: Driver, cards: Sequence[tuple[Card, int]], when: str, notes: list[str]
+    driver: CudaDriver, cards: Sequence[tuple[MeasuredCard, int]], when: str, notes: list[str]
 ) -> tuple[PeerBandwidth, ...]:
     """Copies between each pair with peer access, in both directions, one at a time."""
     found = []
@@ -348,10 +371,10 @@ def measure_peers(
                 continue
             pair = f"GPU {source.index} to GPU {target.index}"
             try:
-                if not driver.number("cuDeviceCanAccessPeer", target_device, source_device):
+                if not driver.call_for_number("cuDeviceCanAccessPeer", target_device, source_device):
                     unconnected.append(f"{source.index}–{target.index}")
                     continue
-                figure = peer_figure(driver, source_device, target_device, when)
+                figure = measure_peer(driver, source_device, target_device, when)
             except CudaError as error:
                 notes.append(f"{pair} is not measured: {error}")
                 continue
@@ -361,12 +384,12 @@ def measure_peers(
     return tuple(found)
 
 
-def peer_figure(driver: Driver, source: int, target: int, when: str) -> Figure:
+def measure_peer(driver: CudaDriver, source: int, target: int, when: str) -> Figure:
     with ExitStack() as stack:
-        target_context = stack.enter_context(driver.context(target))
-        sizes = [buffer_bytes(driver.free_bytes(), 1)]
-        source_context = stack.enter_context(driver.context(source))
-        sizes.append(buffer_bytes(driver.free_bytes(), 1))
+        target_context = stack.enter_context(driver.open_context(target))
+        sizes = [choose_buffer_bytes(driver.get_free_bytes(), 1)]
+        source_context = stack.enter_context(driver.open_context(source))
+        sizes.append(choose_buffer_bytes(driver.get_free_bytes(), 1))
         size = min((found for found in sizes if found is not None), default=0)
         if None in sizes:
             raise CudaError("cuMemGetInfo_v2", 2)
@@ -379,16 +402,17 @@ def peer_figure(driver: Driver, source: int, target: int, when: str) -> Figure:
             except CudaError as error:
                 if error.code != ALREADY_ENABLED:
                     raise
-            buffers.append(stack.enter_context(driver.memory(size)))
-        elapsed = stack.enter_context(driver.stopwatch())
+            buffers.append(stack.enter_context(driver.allocate_memory(size)))
+        elapsed = stack.enter_context(driver.make_stopwatch())
         to, origin = buffers
-        took = durations(
+        took = measure_durations(
             elapsed,
             lambda: driver.call("cuMemcpyPeerAsync", to, target_context, origin, source_context, size, None),
             samples=PEER_SAMPLES,
             warm_up_s=PEER_WARM_UP_S,
         )
         # Free the buffers while their contexts are current: the stack unwinds in reverse order.
-        return measured(
-            rates(size, took), f"copy of {memory(size)} in one direction, CUDA driver {driver.version()}, {when}"
+        return make_figure(
+            compute_rates(size, took),
+            f"copy of {format_memory(size)} in one direction, CUDA driver {driver.get_version()}, {when}",
         )

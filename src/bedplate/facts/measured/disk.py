@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bedplate.facts.measured.statistics import measured, windows
-from bedplate.home import models_dir
+from bedplate.facts.measured.statistics import compute_window_rates, make_figure
+from bedplate.home import get_models_dir
 from bedplate.values import Record
 from bedplate.values.measurements import DiskRead
-from bedplate.values.units import size
+from bedplate.values.units import format_size
 
 MIB = 1 << 20
 BLOCK_BYTES = 4 * MIB
@@ -44,19 +44,19 @@ class DiskResult(Record, frozen=True, kw_only=True):
 
 
 def make_request(when: str) -> DiskRequest:
-    return DiskRequest(folder=str(models_dir()), when=when)
+    return DiskRequest(folder=str(get_models_dir()), when=when)
 
 
 def measure_disk(asked: DiskRequest, tell: Callable[[float], None]) -> DiskResult:
     folder = next(place for place in (Path(asked.folder), *Path(asked.folder).parents) if place.is_dir())
     if sys.platform == "win32":
         return DiskResult(notes=("disk speed is not measured on this operating system",))
-    kind = file_system(folder)
+    kind = find_file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
         return DiskResult(notes=(f"disk speed is not measured: {folder} is in memory ({kind})",))
     try:
-        with opened(folder) as (descriptor, file_bytes, what):
-            how = uncached(descriptor)
+        with open_large_file(folder) as (descriptor, file_bytes, what):
+            how = disable_cache(descriptor)
             if how is None:
                 return DiskResult(notes=(f"disk speed is not measured: the cache cannot be bypassed in {folder}",))
             tell(0.3)
@@ -64,19 +64,21 @@ def measure_disk(asked: DiskRequest, tell: Callable[[float], None]) -> DiskResul
             ends = read_blocks(descriptor, file_bytes, lambda share: tell(0.3 + 0.7 * share))
     except OSError as error:
         return DiskResult(notes=(f"disk speed is not measured: {folder}: {error.strerror or error}",))
-    found = windows(ends, began, WINDOWS)
+    found = compute_window_rates(ends, began, WINDOWS)
     found = found[1:] or found  # the first one includes the start of the readers and the disk's own cache
     if not found:
         return DiskResult(notes=("disk speed is not measured: nothing could be read",))
-    source = f"{what}, {how}, {READERS} readers of {size(BLOCK_BYTES)}, {asked.when}"
-    read = DiskRead(path=asked.folder, read_bytes=sum(count for _, count in ends), read_bytes_s=measured(found, source))
+    source = f"{what}, {how}, {READERS} readers of {format_size(BLOCK_BYTES)}, {asked.when}"
+    read = DiskRead(
+        path=asked.folder, read_bytes=sum(count for _, count in ends), read_bytes_s=make_figure(found, source)
+    )
     return DiskResult(disk=read)
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
+def open_large_file(folder: Path) -> Iterator[tuple[int, int, str]]:
     """A large file of the folder: a model, or else a temporary unnamed file, which cannot be left behind."""
-    if model := largest(folder):
+    if model := find_largest(folder):
         descriptor = os.open(model, os.O_RDONLY)
         try:
             yield descriptor, os.fstat(descriptor).st_size, "a model file"
@@ -85,7 +87,7 @@ def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
         return
     free = shutil.disk_usage(folder).free
     if free < 4 * OWN_FILE_BYTES:
-        raise OSError(f"only {size(free)} are free, too little for a test file")
+        raise OSError(f"only {format_size(free)} are free, too little for a test file")
     with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
         for _ in range(OWN_FILE_BYTES // BLOCK_BYTES):
             file.write(os.urandom(BLOCK_BYTES))  # random, so that compression or deduplication has no effect
@@ -94,7 +96,7 @@ def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
         yield file.fileno(), OWN_FILE_BYTES, "a file of random bytes"
 
 
-def largest(folder: Path) -> Path | None:
+def find_largest(folder: Path) -> Path | None:
     """The largest file under `folder` that is large enough to measure."""
     best: tuple[int, Path] | None = None
     for place, _, names in os.walk(folder):
@@ -107,7 +109,7 @@ def largest(folder: Path) -> Path | None:
     return best[1] if best else None
 
 
-def uncached(descriptor: int) -> str | None:
+def disable_cache(descriptor: int) -> str | None:
     """Make reads of `descriptor` bypass the cache. Returns how; `None` if it is not possible."""
     if sys.platform == "win32":
         return None
@@ -139,7 +141,7 @@ def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None])
     lock = threading.Lock()
     deadline = time.perf_counter() + MOST_S
 
-    def read() -> None:
+    def read_next() -> None:
         block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as direct reads require
         while time.perf_counter() < deadline and not failures:
             with lock:
@@ -155,7 +157,7 @@ def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None])
                 ends.append((time.perf_counter(), count))
                 tell(len(ends) / planned)
 
-    readers = [threading.Thread(target=read) for _ in range(READERS)]
+    readers = [threading.Thread(target=read_next) for _ in range(READERS)]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -165,16 +167,16 @@ def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None])
     return ends
 
 
-def file_system(folder: Path) -> str | None:
+def find_file_system(folder: Path) -> str | None:
     """The file system type of `folder`, on Linux."""
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-        return file_system_of(text, str(folder.resolve()))
+        return parse_file_system(text, str(folder.resolve()))
     except OSError:
         return None
 
 
-def file_system_of(mountinfo: str, path: str) -> str | None:
+def parse_file_system(mountinfo: str, path: str) -> str | None:
     """From Linux's mountinfo: the deepest mount above `path`; of several at one path, the last."""
     best, kind = "", None
     for line in mountinfo.splitlines():

@@ -81,7 +81,7 @@ class CudaError(Exception):
         super().__init__(f"{what} ({call}: {name or f'error {code}'})")
 
 
-def load() -> Any:
+def load_driver() -> Any:
     """The driver library with typed calls. Raises OSError if there is none."""
     failure: OSError | None = None
     for name in LIBRARIES:
@@ -98,7 +98,7 @@ def load() -> Any:
     raise failure or OSError("no driver library")
 
 
-class Driver:
+class CudaDriver:
     """The driver's calls. Errors become exceptions, and resources are released."""
 
     def __init__(self, library: Any) -> None:
@@ -110,22 +110,25 @@ class Driver:
         if function is None:
             raise CudaError(name, 801, "not in this driver")
         if (code := function(*arguments)) != 0:
-            raise CudaError(name, code, self._error_name(code))
+            raise CudaError(name, code, self._get_error_name(code))
 
-    def number(self, name: str, *arguments: Any) -> int:
+    def call_for_number(self, name: str, *arguments: Any) -> int:
         value = c_int()
         self.call(name, byref(value), *arguments)
         return value.value
 
-    def devices(self) -> list[int]:
-        return [self.number("cuDeviceGet", position) for position in range(self.number("cuDeviceGetCount"))]
+    def list_devices(self) -> list[int]:
+        return [
+            self.call_for_number("cuDeviceGet", position)
+            for position in range(self.call_for_number("cuDeviceGetCount"))
+        ]
 
-    def name(self, device: int) -> str:
+    def get_name(self, device: int) -> str:
         text = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", text, 256, device)
         return text.value.decode(errors="replace")
 
-    def uuid(self, device: int) -> str | None:
+    def get_uuid(self, device: int) -> str | None:
         """The 32 hexadecimal digits; `None` if the driver is too old."""
         raw = ctypes.create_string_buffer(16)
         try:
@@ -135,22 +138,22 @@ class Driver:
             return None
         return raw.raw.hex()
 
-    def attribute(self, which: int, device: int) -> int | None:
+    def get_attribute(self, which: int, device: int) -> int | None:
         try:
-            return self.number("cuDeviceGetAttribute", which, device)
+            return self.call_for_number("cuDeviceGetAttribute", which, device)
         except CudaError:
             return None
 
-    def version(self) -> str:
+    def get_version(self) -> str:
         """The newest CUDA version that the driver supports."""
         try:
-            number = self.number("cuDriverGetVersion")
+            number = self.call_for_number("cuDriverGetVersion")
         except CudaError:
             return "of unknown version"
         return f"{number // 1000}.{number % 1000 // 10}"
 
     @contextlib.contextmanager
-    def context(self, device: int) -> Iterator[c_void_p]:
+    def open_context(self, device: int) -> Iterator[c_void_p]:
         """The device's primary context, current within the block."""
         handle = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(handle), device)
@@ -158,34 +161,34 @@ class Driver:
             self.call("cuCtxSetCurrent", handle)
             yield handle
         finally:
-            self._quietly("cuDevicePrimaryCtxRelease_v2", device)
+            self._call_ignoring_errors("cuDevicePrimaryCtxRelease_v2", device)
 
-    def free_bytes(self) -> int:
+    def get_free_bytes(self) -> int:
         free, total = c_size_t(), c_size_t()
         self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
     @contextlib.contextmanager
-    def memory(self, size: int) -> Iterator[int]:
+    def allocate_memory(self, size: int) -> Iterator[int]:
         """Plain device memory. Managed memory could exceed the card's memory and hang it."""
         address = Pointer()
         self.call("cuMemAlloc_v2", byref(address), size)
         try:
             yield address.value
         finally:
-            self._quietly("cuMemFree_v2", address.value)
+            self._call_ignoring_errors("cuMemFree_v2", address.value)
 
     @contextlib.contextmanager
-    def pinned(self, size: int) -> Iterator[int]:
+    def allocate_pinned(self, size: int) -> Iterator[int]:
         address = c_void_p()
         self.call("cuMemAllocHost_v2", byref(address), size)
         try:
             yield address.value or 0
         finally:
-            self._quietly("cuMemFreeHost", address)
+            self._call_ignoring_errors("cuMemFreeHost", address)
 
     @contextlib.contextmanager
-    def function(self, text: bytes, name: bytes) -> Iterator[c_void_p]:
+    def load_function(self, text: bytes, name: bytes) -> Iterator[c_void_p]:
         """A kernel from PTX, which the driver compiles for the card."""
         module, function = c_void_p(), c_void_p()
         self.call("cuModuleLoadData", byref(module), text)
@@ -193,21 +196,21 @@ class Driver:
             self.call("cuModuleGetFunction", byref(function), module, name)
             yield function
         finally:
-            self._quietly("cuModuleUnload", module)
+            self._call_ignoring_errors("cuModuleUnload", module)
 
     def launch(self, function: c_void_p, blocks: int, threads: int, *arguments: Any) -> None:
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         self.call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, None, pointers, None)
 
     @contextlib.contextmanager
-    def stopwatch(self) -> Iterator[Callable[[Callable[[], None]], float]]:
+    def make_stopwatch(self) -> Iterator[Callable[[Callable[[], None]], float]]:
         """A function that measures the device time of the calls that another function makes."""
         start, end = c_void_p(), c_void_p()
         self.call("cuEventCreate", byref(start), 0)
         try:
             self.call("cuEventCreate", byref(end), 0)
 
-            def elapsed(ask: Callable[[], None]) -> float:
+            def measure_elapsed(ask: Callable[[], None]) -> float:
                 self.call("cuEventRecord", start, None)
                 ask()
                 self.call("cuEventRecord", end, None)
@@ -216,18 +219,18 @@ class Driver:
                 self.call("cuEventElapsedTime", byref(milliseconds), start, end)
                 return milliseconds.value / 1000
 
-            yield elapsed
+            yield measure_elapsed
         finally:
             for event in (start, end):
                 if event.value:
-                    self._quietly("cuEventDestroy_v2", event)
+                    self._call_ignoring_errors("cuEventDestroy_v2", event)
 
-    def _quietly(self, name: str, *arguments: Any) -> None:
+    def _call_ignoring_errors(self, name: str, *arguments: Any) -> None:
         """Ignore errors of clean-up calls: after a failure every call fails, and only the first failure is reported."""
         with contextlib.suppress(CudaError):
             self.call(name, *arguments)
 
-    def _error_name(self, code: int) -> str | None:
+    def _get_error_name(self, code: int) -> str | None:
         function = getattr(self._library, "cuGetErrorName", None)
         text = c_char_p()
         if function is None or function(code, byref(text)) != 0 or text.value is None:

@@ -25,7 +25,7 @@ class NotTried(Exception):
     pass
 
 
-def leave_no_core() -> None:
+def disable_core_dumps() -> None:
     """Write no core file and no crash log: a crash is an expected result here."""
     import resource
 
@@ -34,7 +34,7 @@ def leave_no_core() -> None:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def ask_for_amx() -> None:
+def request_amx() -> None:
     """Linux enables the large tile registers only for processes that request them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0:
@@ -62,10 +62,10 @@ def execute(code: bytes) -> int:
 
 
 def main() -> int:
-    leave_no_core()
+    disable_core_dumps()
     try:
         if "amx" in sys.argv[2:]:
-            ask_for_amx()
+            request_amx()
         sys.stdout.write(f"{execute(bytes.fromhex(sys.argv[1]))}\n")
     except NotTried as reason:
         sys.stderr.write(f"{reason}\n")

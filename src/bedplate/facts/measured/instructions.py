@@ -103,18 +103,18 @@ def check_instruction_sets(
     """One check for each of `advertised`, in its order."""
     found = []
     for done, name in enumerate(advertised):
-        found.append(check(name, snippets(arch).get(name)))
+        found.append(check_snippet(name, list_snippets(arch).get(name)))
         update(done + 1)
     return tuple(found)
 
 
-def snippets(arch: str) -> dict[str, Snippet]:
+def list_snippets(arch: str) -> dict[str, Snippet]:
     if arch in ("x86_64", "AMD64", "amd64"):
         return X86
     return ARM if arch in ("aarch64", "arm64") else {}
 
 
-def check(name: str, snippet: Snippet | None) -> InstructionSetCheck:
+def check_snippet(name: str, snippet: Snippet | None) -> InstructionSetCheck:
     if snippet is None:
         return InstructionSetCheck(name=name, result="not tried", why="bedplate has no test instruction for it")
     if sys.platform == "win32":
@@ -125,16 +125,16 @@ def check(name: str, snippet: Snippet | None) -> InstructionSetCheck:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return InstructionSetCheck(name=name, result="not tried", why=f"its process failed: {error}")
-    return conclude(name, snippet, done.returncode, done.stdout, done.stderr)
+    return judge_exit(name, snippet, done.returncode, done.stdout, done.stderr)
 
 
-def conclude(name: str, snippet: Snippet, code: int, printed: bytes, errors: bytes) -> InstructionSetCheck:
+def judge_exit(name: str, snippet: Snippet, code: int, printed: bytes, errors: bytes) -> InstructionSetCheck:
     """Judge how the process that ran the snippet ended."""
     last_line = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
     if code == NOT_TRIED:
         return InstructionSetCheck(name=name, result="not tried", why=last_line)
     if code < 0:
-        return InstructionSetCheck(name=name, result="does not run", why=f"{_signal(-code)} at {snippet.what}")
+        return InstructionSetCheck(name=name, result="does not run", why=f"{_name_signal(-code)} at {snippet.what}")
     if code > 0:
         return InstructionSetCheck(name=name, result="does not run", why=last_line or f"exit code {code}")
     value = printed.decode(errors="replace").strip()
@@ -144,7 +144,7 @@ def conclude(name: str, snippet: Snippet, code: int, printed: bytes, errors: byt
     return InstructionSetCheck(name=name, result="runs")
 
 
-def _signal(number: int) -> str:
+def _name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bedplate.facts.measured.cuda import Card, durations, matched
-from bedplate.facts.measured.driver import CudaError, Driver, load
-from bedplate.facts.measured.statistics import measured, rates
-from bedplate.home import engines_dir
+from bedplate.facts.measured.cuda import MeasuredCard, match_devices, measure_durations
+from bedplate.facts.measured.driver import CudaDriver, CudaError, load_driver
+from bedplate.facts.measured.statistics import compute_rates, make_figure
+from bedplate.home import get_engines_dir
 from bedplate.values import Accelerator, Record
 from bedplate.values.measurements import MatrixRate
 
@@ -46,7 +46,7 @@ CUBLAS_ERRORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProductKind:
     """One matrix product: its input, output and accumulator types."""
 
     name: str
@@ -58,17 +58,17 @@ class Kind:
 
 
 KINDS = (
-    Kind("fp32", GPU_SIZE_PLAIN, R_32F, 4, R_32F, COMPUTE_32F),
-    Kind("tf32", GPU_SIZE, R_32F, 4, R_32F, COMPUTE_32F_FAST_TF32),
-    Kind("fp16", GPU_SIZE, R_16F, 2, R_16F, COMPUTE_32F),
-    Kind("bf16", GPU_SIZE, R_16BF, 2, R_16BF, COMPUTE_32F),
-    Kind("int8", GPU_SIZE, R_8I, 1, R_32I, COMPUTE_32I),
+    ProductKind("fp32", GPU_SIZE_PLAIN, R_32F, 4, R_32F, COMPUTE_32F),
+    ProductKind("tf32", GPU_SIZE, R_32F, 4, R_32F, COMPUTE_32F_FAST_TF32),
+    ProductKind("fp16", GPU_SIZE, R_16F, 2, R_16F, COMPUTE_32F),
+    ProductKind("bf16", GPU_SIZE, R_16BF, 2, R_16BF, COMPUTE_32F),
+    ProductKind("int8", GPU_SIZE, R_8I, 1, R_32I, COMPUTE_32I),
 )
 OUTPUT_BYTES = {R_32F: 4, R_32I: 4, R_16F: 2, R_16BF: 2}
 
 
 class MatrixRequest(Record, frozen=True, kw_only=True):
-    cards: tuple[Card, ...]
+    cards: tuple[MeasuredCard, ...]
     threads: int
     when: str
 
@@ -79,25 +79,29 @@ class MatrixResult(Record, frozen=True, kw_only=True):
 
 
 def make_request(accelerators: Sequence[Accelerator], threads: int, when: str) -> MatrixRequest:
-    cards = (Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia")
+    cards = (
+        MeasuredCard(index=card.index, name=card.name, uuid=card.uuid)
+        for card in accelerators
+        if card.vendor == "nvidia"
+    )
     return MatrixRequest(cards=tuple(cards), threads=threads, when=when)
 
 
 def measure_matrix(asked: MatrixRequest, tell: Callable[[float], None]) -> MatrixResult:
     notes: list[str] = []
-    found = list(cpu_rates(asked, notes))
+    found = list(measure_cpu_rates(asked, notes))
     tell(0.3)
     if asked.cards:
-        found += gpu_rates(asked, notes, lambda share: tell(0.3 + 0.7 * share))
+        found += measure_gpu_rates(asked, notes, lambda share: tell(0.3 + 0.7 * share))
     return MatrixResult(rates=tuple(found), notes=tuple(notes))
 
 
-def operations(size: int) -> int:
+def count_operations(size: int) -> int:
     """One multiplication and one addition for each of size³ terms."""
     return 2 * size**3
 
 
-def noise(kind: Kind) -> bytes:
+def make_noise(kind: ProductKind) -> bytes:
     """Random values around one. Zeros need less power, so they would run faster than real weights."""
     raw = bytearray(os.urandom(NOISE_BYTES))
     if kind.input_bytes > 1:
@@ -111,7 +115,7 @@ def noise(kind: Kind) -> bytes:
 # the CPU
 
 
-def cpu_rates(asked: MatrixRequest, notes: list[str]) -> Iterator[MatrixRate]:
+def measure_cpu_rates(asked: MatrixRequest, notes: list[str]) -> Iterator[MatrixRate]:
     # As many threads as may run at once. More would only wait for each other.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, str(asked.threads))
@@ -138,7 +142,9 @@ def cpu_rates(asked: MatrixRequest, notes: list[str]) -> Iterator[MatrixRate]:
         data_type="fp32",
         library=library,
         size=CPU_SIZE,
-        operations_s=measured(rates(operations(CPU_SIZE), took), f"{library}, {asked.threads} threads, {asked.when}"),
+        operations_s=make_figure(
+            compute_rates(count_operations(CPU_SIZE), took), f"{library}, {asked.threads} threads, {asked.when}"
+        ),
     )
 
 
@@ -150,12 +156,12 @@ class CublasError(Exception):
         super().__init__(f"{CUBLAS_ERRORS.get(code, f'error {code}')} ({call})")
 
 
-def gpu_rates(asked: MatrixRequest, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
-    paths = list(libraries())
+def measure_gpu_rates(asked: MatrixRequest, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
+    paths = list(find_libraries())
     try:
-        driver = Driver(load())
-        cards = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
-        library, where = open_first(paths, driver.number("cuDriverGetVersion") // 1000)
+        driver = CudaDriver(load_driver())
+        cards = match_devices(asked.cards, [(device, driver.get_uuid(device)) for device in driver.list_devices()])
+        library, where = open_first(paths, driver.call_for_number("cuDriverGetVersion") // 1000)
     except (OSError, CudaError) as error:
         notes.append(f"matrix products on the GPU are not measured: {error}")
         return []
@@ -163,17 +169,17 @@ def gpu_rates(asked: MatrixRequest, notes: list[str], tell: Callable[[float], No
     for done, (card, device) in enumerate(cards):
         if device is not None:
             try:
-                found += card_rates(driver, library, where.name, card, device, asked.when, notes)
+                found += measure_card_rates(driver, library, where.name, card, device, asked.when, notes)
             except (CudaError, CublasError) as error:
                 notes.append(f"matrix products on GPU {card.index} are not measured: {error}")
         tell((done + 1) / len(cards))
     return found
 
 
-def card_rates(
-    driver: Driver, library: Any, name: str, card: Card, device: int, when: str, notes: list[str]
+def measure_card_rates(
+    driver: CudaDriver, library: Any, name: str, card: MeasuredCard, device: int, when: str, notes: list[str]
 ) -> Iterator[MatrixRate]:
-    with driver.context(device):
+    with driver.open_context(device):
         handle = c_void_p()
         _check("cublasCreate", library.cublasCreate_v2(byref(handle)))
         try:
@@ -182,12 +188,12 @@ def card_rates(
             label = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
             for kind in KINDS:
                 try:
-                    took = product(driver, library, handle, kind)
+                    took = measure_product(driver, library, handle, kind)
                 except (CudaError, CublasError) as error:
                     notes.append(f"GPU {card.index}: {kind.name} products are not measured: {error}")
                     continue
                 source = f"{label} ({name}), {kind.size}³, random data, {when}"
-                figure = measured(rates(operations(kind.size), took), source)
+                figure = make_figure(compute_rates(count_operations(kind.size), took), source)
                 yield MatrixRate(
                     device=str(card.index), data_type=kind.name, library=label, size=kind.size, operations_s=figure
                 )
@@ -195,39 +201,39 @@ def card_rates(
             library.cublasDestroy_v2(handle)
 
 
-def product(driver: Driver, library: Any, handle: c_void_p, kind: Kind) -> list[float]:
+def measure_product(driver: CudaDriver, library: Any, handle: c_void_p, kind: ProductKind) -> list[float]:
     """Seconds for one product, in repeats."""
     size = kind.size
     input_bytes, output_bytes = size * size * kind.input_bytes, size * size * OUTPUT_BYTES[kind.output]
-    if 2 * input_bytes + output_bytes > driver.free_bytes() * SHARE_OF_FREE:
+    if 2 * input_bytes + output_bytes > driver.get_free_bytes() * SHARE_OF_FREE:
         raise CudaError("cuMemGetInfo_v2", 2)
     one, zero = (c_int32(1), c_int32(0)) if kind.compute == COMPUTE_32I else (c_float(1), c_float(0))
     with ExitStack() as stack:
-        left, right = (stack.enter_context(driver.memory(input_bytes)) for _ in range(2))
-        out = stack.enter_context(driver.memory(output_bytes))
-        elapsed = stack.enter_context(driver.stopwatch())
-        text = noise(kind)
+        left, right = (stack.enter_context(driver.allocate_memory(input_bytes)) for _ in range(2))
+        out = stack.enter_context(driver.allocate_memory(output_bytes))
+        elapsed = stack.enter_context(driver.make_stopwatch())
+        text = make_noise(kind)
         for start in range(0, input_bytes, len(text)):
             count = min(len(text), input_bytes - start)
             for matrix in (left, right):
                 driver.call("cuMemcpyHtoDAsync_v2", matrix + start, text, count, None)
         driver.call("cuCtxSynchronize")
 
-        def ask() -> None:
+        def multiply() -> None:
             code = library.cublasGemmEx(
                 handle, OP_T, OP_N, size, size, size, byref(one), left, kind.input, size, right, kind.input, size,
                 byref(zero), out, kind.output, size, kind.compute, ANY_ALGORITHM,
             )  # fmt: skip
             _check("cublasGemmEx", code)
 
-        return durations(elapsed, ask)
+        return measure_durations(elapsed, multiply)
 
 
-def libraries() -> Iterator[Path]:
+def find_libraries() -> Iterator[Path]:
     """cuBLAS in its usual places: this interpreter's packages, the engines' environments, the toolkit."""
     names = ("cublas64_*.dll",) if sys.platform == "win32" else ("libcublas.so.*", "libcublas.so")
     roots = [Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
-    roots += sorted(engines_dir().glob("*/*/lib/python*/site-packages"))
+    roots += sorted(get_engines_dir().glob("*/*/lib/python*/site-packages"))
     folders = [folder for root in roots for pattern in ("nvidia/*/lib", "nvidia/*/bin", "torch/lib")
                for folder in sorted(root.glob(pattern))]  # fmt: skip
     folders += [Path(place, "lib64") for place in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if place]
@@ -237,7 +243,7 @@ def libraries() -> Iterator[Path]:
             yield from sorted(folder.glob(name), reverse=True)
 
 
-def major_version(path: Path) -> int | None:
+def parse_major_version(path: Path) -> int | None:
     """Of `libcublas.so.12` or `cublas64_12.dll`."""
     found = re.search(r"(?:\.so\.|64_)([0-9]{1,3})", path.name)
     return int(found[1]) if found else None
@@ -245,19 +251,19 @@ def major_version(path: Path) -> int | None:
 
 def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
     """Load the newest library that this driver supports, after cublasLt from the same folder."""
-    usable = [path for path in paths if (major_version(path) or cuda_major) <= cuda_major]
-    for path in sorted(usable, key=lambda path: major_version(path) or 0, reverse=True):
+    usable = [path for path in paths if (parse_major_version(path) or cuda_major) <= cuda_major]
+    for path in sorted(usable, key=lambda path: parse_major_version(path) or 0, reverse=True):
         cublas_lt = path.with_name(path.name.replace("cublas", "cublasLt"))
         try:
             if cublas_lt.exists():
                 ctypes.CDLL(str(cublas_lt), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
-            return typed(ctypes.CDLL(str(path))), path
+            return declare_types(ctypes.CDLL(str(path))), path
         except (OSError, AttributeError):
             continue
     raise OSError("no library is available")
 
 
-def typed(library: Any) -> Any:
+def declare_types(library: Any) -> Any:
     library.cublasCreate_v2.argtypes = [POINTER(c_void_p)]
     library.cublasDestroy_v2.argtypes = [c_void_p]
     library.cublasGetVersion_v2.argtypes = [c_void_p, POINTER(c_int)]

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.errors import BedplateError, ExternalFailure
 from bedplate.facts.measured import cuda, disk, matrix, ram
-from bedplate.facts.measured.cache import machine_of, remember
+from bedplate.facts.measured.cache import identify_machine, remember
 from bedplate.facts.measured.instructions import check_instruction_sets
 from bedplate.facts.measured.part import run_part
-from bedplate.progress import Progress, Silent
-from bedplate.values import Hardware, Record, replaced
+from bedplate.progress import Progress, SilentProgress
+from bedplate.values import Hardware, Record, replace_fields
 from bedplate.values.measurements import GpuBandwidth, Measurements
 
 BUSY_SHARE = 0.15
@@ -23,34 +23,36 @@ R = TypeVar("R", bound=Record)
 
 def measure(hardware: Hardware, progress: Progress | None = None) -> Measurements:
     """Measure this machine, which takes seconds, and store the figures. A part that fails becomes a note."""
-    progress = progress or Silent()
-    notes = list(disturbances(hardware, _busy_share()))
+    progress = progress or SilentProgress()
+    notes = list(find_disturbances(hardware, _measure_busy_share()))
     began = time.monotonic()
-    machine = machine_of(hardware)
+    machine = identify_machine(hardware)
     now = dt.datetime.now().astimezone()
     when = f"{now:%Y-%m-%d}, {hardware.os} {machine.kernel}"
     cpu, free = hardware.cpu, hardware.memory.available_bytes
 
-    def part(label: str, name: str, request: Record, result: type[R], empty: R, limit_s: float = 60.0) -> R:
+    def run_one_part(label: str, name: str, request: Record, result: type[R], empty: R, limit_s: float = 60.0) -> R:
         with progress.step(label, 100) as update:
-            return _tried(lambda: run_part(name, request, result, update, limit_s=limit_s), empty, label, notes)
+            return _try_part(lambda: run_part(name, request, result, update, limit_s=limit_s), empty, label, notes)
 
     with progress.step("checking instruction sets", max(1, len(cpu.instruction_sets))) as update:
         checks = check_instruction_sets(cpu.instruction_sets, cpu.arch, update)
-    memory = part("measuring RAM bandwidth", "ram", ram.make_request(cpu, free, when), ram.RamResult, ram.RamResult())
+    memory = run_one_part(
+        "measuring RAM bandwidth", "ram", ram.make_request(cpu, free, when), ram.RamResult, ram.RamResult()
+    )
     gpus = cuda.CudaResult()
-    if hardware.has("nvidia"):
+    if hardware.has_vendor("nvidia"):
         asked = cuda.make_request(hardware.accelerators, free, when)
         limit_s = 60.0 + 15 * len(asked.cards)
-        gpus = part("measuring GPU and link bandwidth", "cuda", asked, cuda.CudaResult, gpus, limit_s)
-    products = part(
+        gpus = run_one_part("measuring GPU and link bandwidth", "cuda", asked, cuda.CudaResult, gpus, limit_s)
+    products = run_one_part(
         "measuring matrix products",
         "matrix",
         matrix.make_request(hardware.accelerators, cpu.allowed_physical_cores, when),
         matrix.MatrixResult,
         matrix.MatrixResult(),
     )
-    reads = part("measuring disk reads", "disk", disk.make_request(when), disk.DiskResult, disk.DiskResult())
+    reads = run_one_part("measuring disk reads", "disk", disk.make_request(when), disk.DiskResult, disk.DiskResult())
     found = Measurements(
         when=now.isoformat(timespec="seconds"),
         took_s=round(time.monotonic() - began, 1),
@@ -58,7 +60,7 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
         instruction_sets=checks,
         ram_all_cores=memory.all_cores,
         ram_one_core=memory.one_core,
-        gpus=_beside_specs(gpus.gpus, hardware),
+        gpus=_add_specs(gpus.gpus, hardware),
         peers=gpus.peers,
         matrix=products.rates,
         disk=reads.disk,
@@ -66,15 +68,15 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
     )
     try:
         remember(found)
-    except OutsideFailed as error:
+    except ExternalFailure as error:
         unkept = (
             f"the figures could not be stored, so the next probe will not have them: {error.message} ({error.cause})"
         )
-        return replaced(found, notes=(*found.notes, unkept))
+        return replace_fields(found, notes=(*found.notes, unkept))
     return found
 
 
-def disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
+def find_disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
     """Other processes on this machine, which make the measured figures too low."""
     found = []
     if busy_share >= BUSY_SHARE:
@@ -87,13 +89,13 @@ def disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _busy_share() -> float:
+def _measure_busy_share() -> float:
     import psutil
 
     return float(psutil.cpu_percent(interval=0.25)) / 100
 
 
-def _tried(run: Callable[[], R], empty: R, label: str, notes: list[str]) -> R:
+def _try_part(run: Callable[[], R], empty: R, label: str, notes: list[str]) -> R:
     try:
         return run()
     except BedplateError as error:
@@ -102,10 +104,10 @@ def _tried(run: Callable[[], R], empty: R, label: str, notes: list[str]) -> R:
         return empty
 
 
-def _beside_specs(gpus: tuple[GpuBandwidth, ...], hardware: Hardware) -> tuple[GpuBandwidth, ...]:
+def _add_specs(gpus: tuple[GpuBandwidth, ...], hardware: Hardware) -> tuple[GpuBandwidth, ...]:
     figures = {card.index: card.bandwidth_bytes_s for card in hardware.accelerators if card.vendor == "nvidia"}
     specs = {index: figure for index, figure in figures.items() if figure and figure.basis == "spec"}
-    return tuple(replaced(gpu, spec_bytes_s=specs.get(gpu.index)) for gpu in gpus)
+    return tuple(replace_fields(gpu, spec_bytes_s=specs.get(gpu.index)) for gpu in gpus)
 
 
 def _note_unmeasured(hardware: Hardware) -> tuple[str, ...]:

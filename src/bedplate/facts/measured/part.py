@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import IO, TypeVar, cast
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.values import Record, from_json
 
 R = TypeVar("R", bound=Record)
@@ -19,7 +19,7 @@ PROGRESS, RESULT = "progress", "result"
 MODULE = "bedplate.facts.measured.worker"
 
 
-def _command(name: str) -> tuple[str, ...]:
+def _make_command(name: str) -> tuple[str, ...]:
     return sys.executable, "-m", MODULE, name
 
 
@@ -42,9 +42,9 @@ def run_part(
     alarm.daemon = True
     with tempfile.TemporaryFile() as errors:
         try:
-            process = _start(_command(name), errors)
+            process = _start(_make_command(name), errors)
             alarm.start()
-            answer = _converse(process, msgspec.json.encode(request), update or (lambda done: None))
+            answer = _exchange_messages(process, msgspec.json.encode(request), update or (lambda done: None))
             code = process.wait()
         finally:
             alarm.cancel()
@@ -53,7 +53,7 @@ def run_part(
         if answer is not None:
             return from_json(result, answer, f"the answer of {name}")
         errors.seek(0)
-        raise OutsideFailed(_why(name, code, errors.read(), limit_s if late.is_set() else None))
+        raise ExternalFailure(_explain_failure(name, code, errors.read(), limit_s if late.is_set() else None))
 
 
 def _start(command: tuple[str, ...], errors: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -63,7 +63,7 @@ def _start(command: tuple[str, ...], errors: IO[bytes]) -> subprocess.Popen[byte
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
     except OSError as error:
-        raise OutsideFailed("could not start a process for the measurement", cause=str(error)) from error
+        raise ExternalFailure("could not start a process for the measurement", cause=str(error)) from error
 
 
 def _stop(process: subprocess.Popen[bytes] | None, late: threading.Event | None = None) -> None:
@@ -80,7 +80,7 @@ def _close(process: subprocess.Popen[bytes] | None) -> None:
             cast(IO[bytes], pipe).close()
 
 
-def _converse(process: subprocess.Popen[bytes], request: bytes, update: Callable[[int], None]) -> bytes | None:
+def _exchange_messages(process: subprocess.Popen[bytes], request: bytes, update: Callable[[int], None]) -> bytes | None:
     stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
     with contextlib.suppress(OSError), stdin:  # closing also writes, and fails if nobody reads
         stdin.write(request)
@@ -95,7 +95,7 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, update: Callable
     return answer
 
 
-def _why(name: str, code: int, printed: bytes, limit_s: float | None) -> str:
+def _explain_failure(name: str, code: int, printed: bytes, limit_s: float | None) -> str:
     if limit_s is not None:
         return f"{name} was stopped after {limit_s:g} s"
     lines = printed.decode(errors="replace").strip().splitlines()

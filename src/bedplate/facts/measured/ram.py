@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bedplate.facts.cpu import read_siblings
-from bedplate.facts.measured.statistics import measured, rates
+from bedplate.facts.measured.statistics import compute_rates, make_figure
 from bedplate.values import Cpu, Record
 from bedplate.values.measurements import RamBandwidth
-from bedplate.values.units import memory
+from bedplate.values.units import format_memory
 
 MIB = 1 << 20
 LEAST_BYTES = 256 * MIB
@@ -61,62 +61,63 @@ def make_request(cpu: Cpu, available_bytes: int, when: str) -> RamRequest:
     )
 
 
-def buffer_bytes(cache_bytes: int | None, available_bytes: int) -> int:
+def choose_buffer_bytes(cache_bytes: int | None, available_bytes: int) -> int:
     """Several times the cache, but at most a quarter of the free memory."""
     wanted = max(TIMES_THE_CACHE * (cache_bytes or 0), LEAST_BYTES)
     return min(wanted, available_bytes // SHARE_OF_FREE, MOST_BYTES)
 
 
-def doubts(buffer: int, cache_bytes: int | None) -> tuple[str, ...]:
+def note_doubts(buffer: int, cache_bytes: int | None) -> tuple[str, ...]:
     """Notes on the reliability of the figures."""
     if cache_bytes is None:
         return ("the size of the last-level cache is unknown, so the RAM bandwidth may include cache hits",)
     if buffer < TIMES_THE_CACHE * cache_bytes:
         return (
-            f"RAM bandwidth was measured on {memory(buffer)}, less than {TIMES_THE_CACHE} times the last-level cache "
-            f"({memory(cache_bytes)}): too little memory is free, so the figure may include cache hits",
+            f"RAM bandwidth was measured on {format_memory(buffer)}, less than {TIMES_THE_CACHE} times the "
+            f"last-level cache "
+            f"({format_memory(cache_bytes)}): too little memory is free, so the figure may include cache hits",
         )
     return ()
 
 
 def measure_ram(asked: RamRequest, tell: Callable[[float], None]) -> RamResult:
-    total = buffer_bytes(asked.cache_bytes, asked.available_bytes)
+    total = choose_buffer_bytes(asked.cache_bytes, asked.available_bytes)
     if total < TOO_SMALL_BYTES:
         return RamResult(notes=("RAM bandwidth is not measured: too little memory is free",))
-    cpus = physical_cpus()
+    cpus = list_physical_cpus()
     pinned: Sequence[int | None] = cpus if len(cpus) == asked.threads else [None] * asked.threads
-    every = bandwidth(pinned, total, asked.cache_bytes, asked.when, lambda share: tell(share / 2))
-    notes = doubts(total, asked.cache_bytes)
+    every = measure_bandwidth(pinned, total, asked.cache_bytes, asked.when, lambda share: tell(share / 2))
+    notes = note_doubts(total, asked.cache_bytes)
     if asked.threads == 1:
         return RamResult(all_cores=every, one_core=every, notes=notes)
-    alone = buffer_bytes(asked.one_cache_bytes, asked.available_bytes)
-    one = bandwidth(pinned[:1], alone, asked.one_cache_bytes, asked.when, lambda share: tell((1 + share) / 2))
+    alone = choose_buffer_bytes(asked.one_cache_bytes, asked.available_bytes)
+    one = measure_bandwidth(pinned[:1], alone, asked.one_cache_bytes, asked.when, lambda share: tell((1 + share) / 2))
     return RamResult(all_cores=every, one_core=one, notes=notes)
 
 
-def bandwidth(
+def measure_bandwidth(
     cpus: Sequence[int | None], total: int, cache_bytes: int | None, when: str, tell: Callable[[float], None]
 ) -> RamBandwidth:
     """Read and copy with one thread for each of `cpus`. Each uses the part of the buffer that it touched first."""
-    slices = Slices(total, len(cpus))
-    with Crew(cpus) as crew:
-        crew.round(slices.fill)  # places each part's pages on the NUMA node of its core
+    slices = BufferSlices(total, len(cpus))
+    with ThreadTeam(cpus) as crew:
+        crew.run_round(slices.fill)  # places each part's pages on the NUMA node of its core
         tell(0.2)
-        reads = rates(slices.total, timed(crew, slices.read))
+        reads = compute_rates(slices.total, time_passes(crew, slices.read))
         tell(0.6)
-        copies = rates(slices.total, timed(crew, slices.copy))
+        copies = compute_rates(slices.total, time_passes(crew, slices.copy))
         tell(1.0)
-    source = f"{memory(slices.total)} with {len(cpus)} thread{'s' if len(cpus) > 1 else ''}, {when}"
+    source = f"{format_memory(slices.total)} with {len(cpus)} thread{'s' if len(cpus) > 1 else ''}, {when}"
     return RamBandwidth(
         threads=len(cpus),
         buffer_bytes=slices.total,
         cache_bytes=cache_bytes,
-        read_bytes_s=measured(reads, f"memchr over {source}"),
-        copy_bytes_s=measured(copies, f"memcpy over {source}"),
+        read_bytes_s=make_figure(reads, f"memchr over {source}"),
+        copy_bytes_s=make_figure(copies, f"memcpy over {source}"),
     )
 
 
-class Slices:
+class BufferSlices:
     """One buffer with a part for each thread. A copy goes from the first half of a part to its second."""
 
     def __init__(self, total: int, parts: int) -> None:
@@ -149,7 +150,7 @@ class Slices:
         self._memcpy(start + self.half, start, self.half)
 
 
-class Crew:
+class ThreadTeam:
     """Threads that start a job at the same time, each pinned to a core if cores are given."""
 
     def __init__(self, cpus: Sequence[int | None]) -> None:
@@ -159,10 +160,11 @@ class Crew:
         self._times = [(0.0, 0.0)] * len(cpus)
         self._failure: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._work, args=(number, cpu), daemon=True) for number, cpu in enumerate(cpus)
+            threading.Thread(target=self._run_thread, args=(number, cpu), daemon=True)
+            for number, cpu in enumerate(cpus)
         ]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ThreadTeam:
         for thread in self._threads:
             thread.start()
         return self
@@ -173,7 +175,7 @@ class Crew:
         for thread in self._threads:
             thread.join()
 
-    def round(self, job: Callable[[int], None], loops: int = 1) -> float:
+    def run_round(self, job: Callable[[int], None], loops: int = 1) -> float:
         """Seconds from the first thread's start to the last thread's end."""
         self._job, self._loops = job, loops
         self._gate.wait()
@@ -182,7 +184,7 @@ class Crew:
             raise self._failure
         return max(end for _, end in self._times) - min(start for start, _ in self._times)
 
-    def _work(self, number: int, cpu: int | None) -> None:
+    def _run_thread(self, number: int, cpu: int | None) -> None:
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})  # only for this thread
         while True:
@@ -200,18 +202,18 @@ class Crew:
             self._gate.wait()
 
 
-def timed(crew: Crew, job: Callable[[int], None]) -> list[float]:
+def time_passes(crew: ThreadTeam, job: Callable[[int], None]) -> list[float]:
     """Seconds for one pass, from several rounds after an uncounted one."""
-    warm_up_s = crew.round(job)
+    warm_up_s = crew.run_round(job)
     loops = max(1, min(100, round(ROUND_S / warm_up_s))) if warm_up_s > 0 else 1
     found: list[float] = []
     began = time.perf_counter()
     while len(found) < LEAST_ROUNDS or (len(found) < ROUNDS and time.perf_counter() - began < BUDGET_S):
-        found.append(crew.round(job, loops) / loops)
+        found.append(crew.run_round(job, loops) / loops)
     return found
 
 
-def physical_cpus() -> list[int]:
+def list_physical_cpus() -> list[int]:
     """One CPU of each physical core that this process may use; empty if threads cannot be pinned."""
     if not hasattr(os, "sched_setaffinity"):
         return []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from bedplate.values import Figure
 
 
-def measured(rates: Sequence[float], source: str) -> Figure:
+def make_figure(rates: Sequence[float], source: str) -> Figure:
     """The median of the repeats, with the slowest and the fastest as range."""
     return Figure(
         value=statistics.median(rates),
@@ -19,12 +19,12 @@ def measured(rates: Sequence[float], source: str) -> Figure:
     )
 
 
-def rates(moved_bytes: float, durations_s: Sequence[float]) -> list[float]:
+def compute_rates(moved_bytes: float, durations_s: Sequence[float]) -> list[float]:
     """Bytes per second of each repeat. Repeats with a duration of zero are left out."""
     return [moved_bytes / duration for duration in durations_s if duration > 0]
 
 
-def windows(ends: Sequence[tuple[float, int]], began: float, count: int) -> list[float]:
+def compute_window_rates(ends: Sequence[tuple[float, int]], began: float, count: int) -> list[float]:
     """Rates over `count` time windows, from the end time and size of each block.
 
     Blocks of several readers overlap, so the duration of one block does not give a rate.
@@ -36,5 +36,5 @@ def windows(ends: Sequence[tuple[float, int]], began: float, count: int) -> list
         stretch = done[first : first + step]
         took_s = stretch[-1][0] - began
         began = stretch[-1][0]
-        found += rates(sum(size for _, size in stretch), [took_s])
+        found += compute_rates(sum(size for _, size in stretch), [took_s])
     return found

@@ -23,14 +23,14 @@ def main() -> None:
     import msgspec
 
     _end_with_parent()
-    _offer_to_the_oom_killer()
+    _prefer_for_oom_kill()
     kind, measure = PARTS[sys.argv[1]]
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
-    answer = measure(request, lambda share: _say(f"{PROGRESS} {round(100 * share)}"))
-    _say(f"{RESULT} {msgspec.json.encode(answer).decode()}")
+    answer = measure(request, lambda share: _print_line(f"{PROGRESS} {round(100 * share)}"))
+    _print_line(f"{RESULT} {msgspec.json.encode(answer).decode()}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -45,7 +45,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
-def _offer_to_the_oom_killer() -> None:
+def _prefer_for_oom_kill() -> None:
     """If memory runs out, let the kernel kill this measurement first."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")

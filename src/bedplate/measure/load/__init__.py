@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from bedplate.measure.load.generator import measure as measure
     from bedplate.measure.load.loops import run as run
     from bedplate.measure.load.null_server import serve_null as serve_null
-    from bedplate.measure.load.own import OwnError as OwnError
-    from bedplate.measure.load.own import self_check as self_check
-    from bedplate.measure.load.preparing import Prepared as Prepared
+    from bedplate.measure.load.own import ClientErrorFigures as ClientErrorFigures
+    from bedplate.measure.load.own import measure_client_error as measure_client_error
+    from bedplate.measure.load.preparing import PreparedEndpoint as PreparedEndpoint
     from bedplate.measure.load.preparing import prepare as prepare
-    from bedplate.measure.load.repeating import Rule as Rule
-    from bedplate.measure.load.repeating import output_tok_s as output_tok_s
-    from bedplate.measure.load.target import Target as Target
+    from bedplate.measure.load.repeating import RepeatRule as RepeatRule
+    from bedplate.measure.load.repeating import compute_delivered_tok_s as compute_delivered_tok_s
+    from bedplate.measure.load.target import LoadTarget as LoadTarget
 
 _MODULES = {
     "OwnError": "own",

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bedplate.measure.load.wire import Exchange
+from bedplate.measure.load.wire import HttpExchange
 from bedplate.values.run import Outcome
 
 SHOWN_CHARACTERS = 300
@@ -44,17 +44,17 @@ class _Timings(msgspec.Struct):
     cache_n: int | None = None
 
 
-class _Event(msgspec.Struct):
+class _ResponseEvent(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     timings: _Timings | None = None
     error: Any = None
 
 
-_decode = msgspec.json.Decoder(_Event).decode
+_decode = msgspec.json.Decoder(_ResponseEvent).decode
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class StreamedAnswer(msgspec.Struct, kw_only=True):
     """One answer, with the timestamps of the events that contain text."""
 
     outcome: Outcome = "ok"
@@ -69,7 +69,7 @@ class Answer(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-def events_of(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+def split_events(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[int, bytes]]:
     """The data of each server-sent event, with the timestamp of the read that contained its first byte."""
     rest, rest_ns = b"", 0
     data: list[bytes] = []
@@ -102,16 +102,16 @@ def events_of(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[
         yield event_ns, b"\n".join(data)
 
 
-def read(exchange: Exchange, *, keep_text: bool = False) -> Answer:
+def read(exchange: HttpExchange, *, keep_text: bool = False) -> StreamedAnswer:
     """Parses one exchange; never raises."""
-    answer = Answer()
+    answer = StreamedAnswer()
     if exchange.status == 200 and b"text/event-stream" in exchange.content_type:
         _read_stream(answer, exchange, keep_text)
     elif exchange.status == 200:
         _read_whole(answer, exchange, keep_text)
     elif exchange.status:
         answer.outcome = "refused" if exchange.status in REFUSED else "error"
-        answer.error = f"HTTP {exchange.status}: {error_text(b''.join(exchange.pieces))}".removesuffix(": ")
+        answer.error = f"HTTP {exchange.status}: {read_error_text(b''.join(exchange.pieces))}".removesuffix(": ")
     elif not exchange.timed_out:
         answer.outcome, answer.error = "error", exchange.error or "no response"
     if exchange.timed_out and answer.outcome != "error":
@@ -119,10 +119,10 @@ def read(exchange: Exchange, *, keep_text: bool = False) -> Answer:
     return answer
 
 
-def _read_stream(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
+def _read_stream(answer: StreamedAnswer, exchange: HttpExchange, keep_text: bool) -> None:
     done = False
     texts: list[str] = []
-    for stamp, data in events_of(exchange.pieces, exchange.stamps):
+    for stamp, data in split_events(exchange.pieces, exchange.stamps):
         if data.startswith(b"[DONE]"):
             done = True
             continue
@@ -134,7 +134,7 @@ def _read_stream(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
                 answer.outcome, answer.error = "error", f"an event does not have the format of the API: {error}"
             continue
         if event.error is not None:
-            answer.outcome, answer.error = "error", _shown(event.error)
+            answer.outcome, answer.error = "error", _shorten_error(event.error)
         text = _take(answer, event)
         if text or any(choice.finish_reason for choice in event.choices or ()):
             answer.last_ns = stamp
@@ -147,7 +147,7 @@ def _read_stream(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
         answer.outcome, answer.error = "cut", exchange.error or "the stream ended without its last event"
 
 
-def _read_whole(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
+def _read_whole(answer: StreamedAnswer, exchange: HttpExchange, keep_text: bool) -> None:
     """Reads the response of an endpoint that does not stream: the whole text arrives at its end."""
     body = b"".join(exchange.pieces)
     if not exchange.whole:
@@ -159,7 +159,7 @@ def _read_whole(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
         answer.outcome, answer.error = "error", f"the response does not have the format of the API: {error}"
         return
     if event.error is not None or not event.choices:
-        answer.outcome, answer.error = "error", error_text(body)
+        answer.outcome, answer.error = "error", read_error_text(body)
         return
     text = _take(answer, event)
     answer.last_ns = exchange.stamps[-1]
@@ -169,7 +169,7 @@ def _read_whole(answer: Answer, exchange: Exchange, keep_text: bool) -> None:
             answer.text = text
 
 
-def _take(answer: Answer, event: _Event) -> str:
+def _take(answer: StreamedAnswer, event: _ResponseEvent) -> str:
     """Records the counts and the finish reason of an event; returns its text."""
     usage = event.usage
     if usage is not None:
@@ -190,18 +190,18 @@ def _take(answer: Answer, event: _Event) -> str:
     return text
 
 
-def error_text(body: bytes) -> str:
+def read_error_text(body: bytes) -> str:
     """The message in the body of an error response."""
     try:
         document = msgspec.json.decode(body)
     except UNREADABLE:
         return body[:SHOWN_CHARACTERS].decode("utf-8", "replace").strip()
-    return _shown(document)
+    return _shorten_error(document)
 
 
-def _shown(document: object) -> str:
+def _shorten_error(document: object) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(document, dict) and document.get(key):
-            return _shown(document[key])
+            return _shorten_error(document[key])
     text = document if isinstance(document, str) else msgspec.json.encode(document).decode()
     return text[:SHOWN_CHARACTERS].strip()

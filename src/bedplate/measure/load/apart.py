@@ -16,9 +16,9 @@ from bedplate import errors
 from bedplate.measure.load.driver import Watch
 from bedplate.measure.load.generator import measure
 from bedplate.measure.load.loops import run
-from bedplate.measure.load.own import OwnError
-from bedplate.measure.load.preparing import Prepared
-from bedplate.measure.load.target import Target
+from bedplate.measure.load.own import ClientErrorFigures
+from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.target import LoadTarget
 from bedplate.values.record import Record
 from bedplate.values.run import Load, Repeat
 from bedplate.values.workload import RequestShape
@@ -26,12 +26,12 @@ from bedplate.values.workload import RequestShape
 C = TypeVar("C")
 
 
-class Call(Record, frozen=True, kw_only=True):
+class MeasureCall(Record, frozen=True, kw_only=True):
     """The arguments of `measure`. They are sent through a pipe, because other users can read command lines."""
 
-    target: Target
+    target: LoadTarget
     load: Load
-    prepared: Prepared | None = None
+    prepared: PreparedEndpoint | None = None
     seconds: float = 10.0
     warmup_s: float = 2.0
     least_requests: int | None = None
@@ -39,31 +39,31 @@ class Call(Record, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     round: int = 0
     shapes: tuple[RequestShape, ...] = ()
-    check: bool | OwnError = True
+    check: bool | ClientErrorFigures = True
 
 
-class Problem(Record, frozen=True, kw_only=True):
+class ProcessError(Record, frozen=True, kw_only=True):
     kind: str
     message: str
     hint: str | None = None
     cause: str | None = None
 
 
-class Said(Record, frozen=True, kw_only=True):
+class ProcessMessage(Record, frozen=True, kw_only=True):
     """One line of the process's output."""
 
     moment: str | None = None
     repeat: Repeat | None = None
-    problem: Problem | None = None
+    problem: ProcessError | None = None
     nothing: bool = False
     """Whether the process ended without a repeat."""
 
 
 def measure_apart(
-    target: Target,
+    target: LoadTarget,
     load: Load,
     *,
-    prepared: Prepared | None = None,
+    prepared: PreparedEndpoint | None = None,
     seconds: float = 10.0,
     warmup_s: float = 2.0,
     least_requests: int | None = None,
@@ -71,11 +71,11 @@ def measure_apart(
     timeout_s: float = 120.0,
     round: int = 0,
     shapes: Sequence[RequestShape] = (),
-    check: bool | OwnError = True,
+    check: bool | ClientErrorFigures = True,
     watch: Watch | None = None,
 ) -> Repeat:
     """Runs `measure` in a separate process."""
-    call = Call(
+    call = MeasureCall(
         target=target,
         load=load,
         prepared=prepared,
@@ -88,13 +88,13 @@ def measure_apart(
         shapes=tuple(shapes),
         check=check,
     )
-    found = heard("bedplate.measure.load", call, watch)
+    found = run_process("bedplate.measure.load", call, watch)
     if found is None:
-        raise errors.OutsideFailed("the load generator returned no measurement")
+        raise errors.ExternalFailure("the load generator returned no measurement")
     return found
 
 
-def heard(module: str, call: Record, watch: Watch | None) -> Repeat | None:
+def run_process(module: str, call: Record, watch: Watch | None) -> Repeat | None:
     """Runs `module` as a process with this call and returns its repeat; `None`: it has none."""
     process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
@@ -106,35 +106,35 @@ def heard(module: str, call: Record, watch: Watch | None) -> Repeat | None:
 
 def _listen(process: subprocess.Popen[bytes], call: Record, watch: Watch | None) -> Repeat | None:
     if process.stdin is None or process.stdout is None:
-        raise errors.OutsideFailed("the load generator has no pipes")
+        raise errors.ExternalFailure("the load generator has no pipes")
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(msgspec.json.encode(call) + b"\n")
         process.stdin.flush()
     for line in process.stdout:
-        message = msgspec.json.decode(line, type=Said)
+        message = msgspec.json.decode(line, type=ProcessMessage)
         if message.repeat is not None or message.nothing:
             return message.repeat
         if message.problem is not None:
-            raise raised(message.problem)
+            raise make_error(message.problem)
         if message.moment is not None and watch is not None:
             watch(message.moment)
-    raise errors.OutsideFailed("the load generator ended unexpectedly", cause=f"status {process.wait()}")
+    raise errors.ExternalFailure("the load generator ended unexpectedly", cause=f"status {process.wait()}")
 
 
-def raised(problem: Problem) -> errors.BedplateError:
-    kinds = {kind.__name__: kind for kind in (errors.AnswerIsNo, errors.BadQuestion, errors.OutsideFailed)}
+def make_error(problem: ProcessError) -> errors.BedplateError:
+    kinds = {kind.__name__: kind for kind in (errors.NotPossible, errors.UsageError, errors.ExternalFailure)}
     return kinds.get(problem.kind, errors.BedplateError)(problem.message, hint=problem.hint, cause=problem.cause)
 
 
 def main() -> None:
-    def measured(call: Call, watch: Watch) -> Coroutine[Any, Any, Repeat]:
+    def run_call(call: MeasureCall, watch: Watch) -> Coroutine[Any, Any, Repeat]:
         arguments: dict[str, Any] = {name: getattr(call, name) for name in call.__struct_fields__}
         return measure(**arguments, watch=watch)
 
-    answered(Call, measured)
+    serve_call(MeasureCall, run_call)
 
 
-def answered(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repeat | None]]) -> None:
+def serve_call(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repeat | None]]) -> None:
     """Reads one call, and writes events and finally the repeat, one JSON object per line. Ends with its caller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller handles it
     call = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
@@ -143,16 +143,16 @@ def answered(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repea
         # Time spent waiting for a CPU would count as engine time. A higher priority needs privileges.
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
-        repeat = run(work(call, lambda moment: _say(Said(moment=moment))))
-        message = Said(repeat=repeat, nothing=repeat is None)
+        repeat = run(work(call, lambda moment: _write_message(ProcessMessage(moment=moment))))
+        message = ProcessMessage(repeat=repeat, nothing=repeat is None)
     except errors.BedplateError as error:
-        problem = Problem(kind=type(error).__name__, message=error.message, hint=error.hint, cause=error.cause)
-        message = Said(problem=problem)
-    _say(message)
+        problem = ProcessError(kind=type(error).__name__, message=error.message, hint=error.hint, cause=error.cause)
+        message = ProcessMessage(problem=problem)
+    _write_message(message)
     os._exit(0)  # do not wait for the thread that watches the caller
 
 
-def _say(message: Said) -> None:
+def _write_message(message: ProcessMessage) -> None:
     # Not sys.stdout: with PYTHONUNBUFFERED it may write only a part of the data.
     with open(1, "wb", closefd=False) as pipe:
         pipe.write(msgspec.json.encode(message) + b"\n")
@@ -161,8 +161,8 @@ def _say(message: Said) -> None:
 def _end_with_caller() -> None:
     import threading
 
-    def wait() -> None:
+    def wait_for_caller() -> None:
         sys.stdin.buffer.read()  # returns when the other end of the pipe is closed
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait_for_caller, daemon=True).start()

@@ -79,7 +79,7 @@ class Deadlines:
         """Calls callback(when_ns) once, as soon as the monotonic clock has passed when_ns."""
         heapq.heappush(self._heap, (when_ns, next(self._order), callback))
         if not self._firing and (not self._armed or when_ns < self._armed):
-            self._arm(when_ns)
+            self._set_timer(when_ns)
 
     def close(self) -> None:
         """Discards the pending callbacks."""
@@ -95,8 +95,8 @@ class Deadlines:
                 callback(when_ns)
         finally:
             self._firing = False
-            self._arm(heap[0][0] if heap else 0)
+            self._set_timer(heap[0][0] if heap else 0)
 
-    def _arm(self, when_ns: int) -> None:
+    def _set_timer(self, when_ns: int) -> None:
         self._armed = when_ns
         self._timer.set(when_ns)

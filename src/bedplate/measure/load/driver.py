@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from time import monotonic_ns
 from typing import Any
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.measure.load.deadlines import Deadlines
-from bedplate.measure.load.preparing import Prepared
-from bedplate.measure.load.schedule import stagger_s
-from bedplate.measure.load.target import Target
-from bedplate.measure.load.wire import Connection, Exchange, connect
+from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.schedule import compute_stagger_s
+from bedplate.measure.load.target import LoadTarget
+from bedplate.measure.load.wire import HttpExchange, LoadConnection, connect
 from bedplate.values.record import Record
 from bedplate.values.run import Load
 from bedplate.values.workload import RequestShape
@@ -37,7 +37,7 @@ LEAST_REQUESTS = 8
 Watch = Callable[[str], None]
 
 
-class Stretch(Record, frozen=True, kw_only=True):
+class MeasurementWindow(Record, frozen=True, kw_only=True):
     """The measurement window."""
 
     seconds: float = 10.0
@@ -47,11 +47,11 @@ class Stretch(Record, frozen=True, kw_only=True):
     most_seconds: float = 60.0
     timeout_s: float = 120.0
 
-    def needs(self, load: Load) -> int:
+    def count_needed(self, load: Load) -> int:
         return self.least_requests if self.least_requests is not None else max(LEAST_REQUESTS, load.concurrency or 0)
 
 
-class Driven:
+class LoadRecord:
     """The unparsed result of a load."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Driven:
         """Start of the measurement window: ISO 8601, UTC."""
         self.begin_ns = 0
         self.end_ns = 0
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[HttpExchange] = []
         """All exchanges that ended, in the order of their ends, without those that were cancelled at the end."""
         self.loop_lag_ns: list[int] = []
         self.cpu_s = 0.0
@@ -72,16 +72,21 @@ class Driven:
         return (self.end_ns - self.begin_ns) / 1e9
 
 
-class Requests:
+class RequestFactory:
     """Complete HTTP requests by number, most of them built before the measurement."""
 
     def __init__(
-        self, target: Target, load: Load, prepared: Prepared, round_number: int, shapes: Sequence[RequestShape] = ()
+        self,
+        target: LoadTarget,
+        load: Load,
+        prepared: PreparedEndpoint,
+        round_number: int,
+        shapes: Sequence[RequestShape] = (),
     ) -> None:
         self._target = target
         self._load = load
         self._prepared = prepared
-        self._prompts = prepared.prompts(load, round_number)
+        self._prompts = prepared.make_prompts(load, round_number)
         self._shapes = sorted(shapes, key=lambda shape: shape.started_s or 0.0) if load.arrivals == "replay" else []
         self._built: list[bytes] = []
 
@@ -94,26 +99,28 @@ class Requests:
     def get(self, number: int) -> bytes:
         return self._built[number] if 0 <= number < len(self._built) else self._make(number)
 
-    def exchange(self, number: int, due_ns: int) -> Exchange:
-        shape = self._shape(number)
+    def make_exchange(self, number: int, due_ns: int) -> HttpExchange:
+        shape = self._get_shape(number)
         if shape is None:
-            return Exchange(number, due_ns, self._load.prompt_tokens, self._load.output_tokens)
-        return Exchange(number, due_ns, *self._lengths(shape))
+            return HttpExchange(number, due_ns, self._load.prompt_tokens, self._load.output_tokens)
+        return HttpExchange(number, due_ns, *self._choose_lengths(shape))
 
-    def _lengths(self, shape: RequestShape) -> tuple[int, int]:
+    def _choose_lengths(self, shape: RequestShape) -> tuple[int, int]:
         return shape.prompt_tokens or self._load.prompt_tokens, shape.output_tokens or self._load.output_tokens
 
-    def _shape(self, number: int) -> RequestShape | None:
+    def _get_shape(self, number: int) -> RequestShape | None:
         return self._shapes[number] if 0 <= number < len(self._shapes) else None
 
     def _make(self, number: int) -> bytes:
-        shape = self._shape(number)
-        prompt, output = (self._load.prompt_tokens, self._load.output_tokens) if shape is None else self._lengths(shape)
-        text = self._prompts.text(number, prompt, shape)
+        shape = self._get_shape(number)
+        prompt, output = (
+            (self._load.prompt_tokens, self._load.output_tokens) if shape is None else self._choose_lengths(shape)
+        )
+        text = self._prompts.make_text(number, prompt, shape)
         return self._prepared.request(self._target, text, output, stream=True)
 
 
-def requests_needed(load: Load, window: Stretch, request_s: float | None, trace: int = 0) -> int:
+def estimate_requests(load: Load, window: MeasurementWindow, request_s: float | None, trace: int = 0) -> int:
     """Upper estimate of the number of requests, if none is faster than a request alone."""
     if load.arrivals == "replay":
         return trace
@@ -124,15 +131,15 @@ def requests_needed(load: Load, window: Stretch, request_s: float | None, trace:
     return math.ceil(1.2 * time_s * (load.requests_per_s or 1.0)) + (load.burst or 1)
 
 
-class Driver:
+class LoadDriver:
     """Sends one load to one endpoint, with callbacks on one event loop and no task per request."""
 
     def __init__(
         self,
-        target: Target,
+        target: LoadTarget,
         load: Load,
-        requests: Requests,
-        window: Stretch,
+        requests: RequestFactory,
+        window: MeasurementWindow,
         *,
         schedule: Iterator[float] | None,
         request_s: float | None = None,
@@ -147,10 +154,10 @@ class Driver:
         self._request_s = request_s
         self._watch = watch or (lambda moment: None)
         self._deadlines = Deadlines(self._loop)
-        self._driven = Driven()
+        self._driven = LoadRecord()
         self._number = 0
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, Exchange] = {}
+        self._idle: list[LoadConnection] = []
+        self._busy: dict[LoadConnection, HttpExchange] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._failures = 0
         """Consecutive failures."""
@@ -171,11 +178,11 @@ class Driver:
 
     # the measurement
 
-    async def run(self) -> Driven:
+    async def run(self) -> LoadRecord:
         """Connects, warms up, measures, waits for the measured requests, and cancels the others."""
-        await self._connect(self._connections_at_start())
+        await self._connect(self._count_start_connections())
         handler = self._loop.get_exception_handler()
-        self._loop.set_exception_handler(self._broken)
+        self._loop.set_exception_handler(self._handle_error)
         collected = gc.isenabled()
         gc.collect()
         # Collecting garbage among hundreds of thousands of objects would delay timestamps.
@@ -192,13 +199,13 @@ class Driver:
             raise self._error
         return self._driven
 
-    def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _handle_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Ends the run if a callback raises; asyncio would only log it."""
         error = context.get("exception")
         self._error = self._error or (error if error is not None else RuntimeError(context["message"]))
         self._over.set()
 
-    def _connections_at_start(self) -> int:
+    def _count_start_connections(self) -> int:
         if self._load.concurrency is not None and self._schedule is None:
             return self._load.concurrency
         in_flight = math.ceil((self._load.requests_per_s or 0.0) * (self._request_s or 1.0) * 1.5)
@@ -208,16 +215,16 @@ class Driver:
         while len(self._idle) < count:
             some = min(CONNECTING_AT_ONCE, count - len(self._idle))
             found = await asyncio.gather(
-                *(connect(self._target, self._request_over) for _ in range(some)), return_exceptions=True
+                *(connect(self._target, self._handle_end) for _ in range(some)), return_exceptions=True
             )
-            opened = [each for each in found if isinstance(each, Connection)]
+            opened = [each for each in found if isinstance(each, LoadConnection)]
             self._idle += opened
             failed = [each for each in found if isinstance(each, BaseException)]
             if failed:
                 for connection in self._idle:
                     connection.cut()
                 self._deadlines.close()
-                raise OutsideFailed(
+                raise ExternalFailure(
                     f"cannot open {count} connections to {self._target.url}",
                     cause=str(failed[0]) or type(failed[0]).__name__,
                     hint="check that the endpoint runs, and that ulimit -n allows that many files",
@@ -229,10 +236,10 @@ class Driver:
         warmup_ns = int(self._window.warmup_s * 1e9)
         self._driven.begin_ns = start_ns + warmup_ns
         self._deadlines.at(self._driven.begin_ns, self._begin)
-        self._deadlines.at(start_ns + TICK_NS, self._tick)
+        self._deadlines.at(start_ns + TICK_NS, self._handle_tick)
         if self._schedule is None:
             concurrency = self._load.concurrency or 1
-            spread_ns = int(stagger_s(concurrency, self._window.warmup_s, self._request_s) * 1e9)
+            spread_ns = int(compute_stagger_s(concurrency, self._window.warmup_s, self._request_s) * 1e9)
             for slot in range(concurrency):
                 self._deadlines.at(start_ns + spread_ns * slot // concurrency, self._send)
         elif self._load.arrivals == "replay":
@@ -262,16 +269,16 @@ class Driver:
         if self._exhausted:
             enough = not self._awaited
         else:
-            enough = passed_s >= window.seconds and self._ended >= window.needs(self._load)
+            enough = passed_s >= window.seconds and self._ended >= window.count_needed(self._load)
         if enough or passed_s >= window.most_seconds:
             driven.cpu_s = time.process_time() - self._cpu_s
             driven.end_ns = now_ns
             self._measuring = False
             self._measured = True
             self._watch("end")
-            self._leave_if_done()
+            self._stop_if_done()
 
-    def _leave_if_done(self) -> None:
+    def _stop_if_done(self) -> None:
         if self._measured and not self._awaited:
             self._stopping = True
             self._over.set()
@@ -292,13 +299,13 @@ class Driver:
     def _send(self, due_ns: int) -> None:
         """Sends the next request of a closed loop."""
         if not self._stopping:
-            self._give(self._next(due_ns))
+            self._send_exchange(self._make_next_exchange(due_ns))
 
     def _send_warming(self, due_ns: int) -> None:
         """Sends a warm-up request of a replay, with a negative number: its prompt is not one of the trace."""
         if self._warming and not self._stopping:
             self._warm_number -= 1
-            self._give(self._requests.exchange(self._warm_number, due_ns))
+            self._send_exchange(self._requests.make_exchange(self._warm_number, due_ns))
 
     def _send_when_due(self) -> None:
         """Schedules the next request of an open loop."""
@@ -311,49 +318,49 @@ class Driver:
     def _send_scheduled(self, due_ns: int) -> None:
         if self._stopping:
             return
-        self._give(self._next(due_ns))
+        self._send_exchange(self._make_next_exchange(due_ns))
         self._send_when_due()
 
-    def _next(self, due_ns: int) -> Exchange:
-        exchange = self._requests.exchange(self._number, due_ns)
+    def _make_next_exchange(self, due_ns: int) -> HttpExchange:
+        exchange = self._requests.make_exchange(self._number, due_ns)
         self._number += 1
         if self._measuring:
             exchange.measured = True
             self._awaited += 1
         return exchange
 
-    def _give(self, exchange: Exchange) -> None:
+    def _send_exchange(self, exchange: HttpExchange) -> None:
         """Sends a request on an idle connection, or on a new one."""
         request = self._requests.get(exchange.index)
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
-                self._carry(connection, exchange, request)
+                self._send_on(connection, exchange, request)
                 return
         self._open_soon(exchange, request)
 
-    def _open_soon(self, exchange: Exchange, request: bytes) -> None:
+    def _open_soon(self, exchange: HttpExchange, request: bytes) -> None:
         task = self._loop.create_task(self._open_for(exchange, request))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _open_for(self, exchange: Exchange, request: bytes) -> None:
+    async def _open_for(self, exchange: HttpExchange, request: bytes) -> None:
         exchange.fresh = True
         if self._measuring:
             self._driven.reopened += 1
         try:
-            connection = await connect(self._target, self._request_over)
+            connection = await connect(self._target, self._handle_end)
         except OSError as error:
             exchange.error = f"no connection: {error}"
             exchange.sent_ns = exchange.end_ns = monotonic_ns()
-            self._book(exchange, failed=True)
+            self._record_end(exchange, failed=True)
             return
         if self._stopping:
             connection.cut()
             return
-        self._carry(connection, exchange, request)
+        self._send_on(connection, exchange, request)
 
-    def _carry(self, connection: Connection, exchange: Exchange, request: bytes) -> None:
+    def _send_on(self, connection: LoadConnection, exchange: HttpExchange, request: bytes) -> None:
         self._busy[connection] = exchange
         connection.send(exchange, request)
         if len(self._busy) > self._driven.in_flight_max:
@@ -361,7 +368,7 @@ class Driver:
 
     # receiving
 
-    def _request_over(self, connection: Connection, exchange: Exchange) -> None:
+    def _handle_end(self, connection: LoadConnection, exchange: HttpExchange) -> None:
         self._busy.pop(connection, None)
         if self._stopping:
             connection.cut()
@@ -373,9 +380,9 @@ class Driver:
             exchange.error = None
             self._open_soon(exchange, self._requests.get(exchange.index))
             return
-        self._book(exchange, failed=exchange.status != 200 or not exchange.whole)
+        self._record_end(exchange, failed=exchange.status != 200 or not exchange.whole)
 
-    def _book(self, exchange: Exchange, *, failed: bool) -> None:
+    def _record_end(self, exchange: HttpExchange, *, failed: bool) -> None:
         now_ns = monotonic_ns()
         driven = self._driven
         driven.exchanges.append(exchange)
@@ -393,23 +400,23 @@ class Driver:
         if self._measuring:
             self._end_if_enough(monotonic_ns())
         else:
-            self._leave_if_done()
+            self._stop_if_done()
 
     # timers
 
-    def _tick(self, due_ns: int) -> None:
+    def _handle_tick(self, due_ns: int) -> None:
         now_ns = monotonic_ns()
         self._ticks += 1
         if self._measuring:
             self._driven.loop_lag_ns.append(now_ns - due_ns)
             self._end_if_enough(now_ns)
         if self._ticks % SWEEP_TICKS == 0:
-            self._give_up(now_ns)
+            self._cancel_overdue(now_ns)
         if not self._stopping:
             # Relative to now, not to the due time: one late tick must not make the next ones late.
-            self._deadlines.at(now_ns + TICK_NS, self._tick)
+            self._deadlines.at(now_ns + TICK_NS, self._handle_tick)
 
-    def _give_up(self, now_ns: int) -> None:
+    def _cancel_overdue(self, now_ns: int) -> None:
         limit_ns = int(self._window.timeout_s * 1e9)
         for connection, exchange in list(self._busy.items()):
             if exchange.sent_ns and now_ns - exchange.sent_ns > limit_ns:
@@ -417,4 +424,4 @@ class Driver:
                 del self._busy[connection]
                 exchange.timed_out = True
                 exchange.end_ns = now_ns
-                self._book(exchange, failed=True)
+                self._record_end(exchange, failed=True)

@@ -7,24 +7,31 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from bedplate.measure.load.answers import Answer, read
-from bedplate.measure.load.driver import Driven, Driver, Requests, Stretch, Watch, requests_needed
-from bedplate.measure.load.own import OwnError, limits, self_check
-from bedplate.measure.load.preparing import Prepared, prepare
-from bedplate.measure.load.schedule import arrivals, checked
-from bedplate.measure.load.target import Target
-from bedplate.measure.load.wire import Exchange
-from bedplate.values.record import replaced
-from bedplate.values.run import Client, Load, Repeat, Sample
-from bedplate.values.statistics import quantile
+from bedplate.measure.load.answers import StreamedAnswer, read
+from bedplate.measure.load.driver import (
+    LoadDriver,
+    LoadRecord,
+    MeasurementWindow,
+    RequestFactory,
+    Watch,
+    estimate_requests,
+)
+from bedplate.measure.load.own import ClientErrorFigures, list_client_limits, measure_client_error
+from bedplate.measure.load.preparing import PreparedEndpoint, prepare
+from bedplate.measure.load.schedule import check_load, schedule_arrivals
+from bedplate.measure.load.target import LoadTarget
+from bedplate.measure.load.wire import HttpExchange
+from bedplate.values.record import replace_fields
+from bedplate.values.run import ClientAccuracy, Load, Repeat, Sample
+from bedplate.values.statistics import compute_quantile
 from bedplate.values.workload import RequestShape
 
 
 async def measure(
-    target: Target,
+    target: LoadTarget,
     load: Load,
     *,
-    prepared: Prepared | None = None,
+    prepared: PreparedEndpoint | None = None,
     seconds: float = 10.0,
     warmup_s: float = 2.0,
     least_requests: int | None = None,
@@ -32,68 +39,70 @@ async def measure(
     timeout_s: float = 120.0,
     round: int = 0,
     shapes: Sequence[RequestShape] = (),
-    check: bool | OwnError = True,
+    check: bool | ClientErrorFigures = True,
     watch: Watch | None = None,
 ) -> Repeat:
     """Measures one window under a load."""
-    checked(load, shapes)
+    check_load(load, shapes)
     if prepared is None:
         prepared = await prepare(target, load, shapes=shapes)
-    window = Stretch(
+    window = MeasurementWindow(
         seconds=seconds,
         warmup_s=warmup_s,
         least_requests=least_requests,
         most_seconds=max(seconds, most_seconds),
         timeout_s=timeout_s,
     )
-    own = check if isinstance(check, OwnError) else None
+    own = check if isinstance(check, ClientErrorFigures) else None
     if check is True:
-        own = await self_check(expected_in_flight(load, prepared.request_s))
-    requests = Requests(target, load, prepared, round, shapes)
-    requests.build(requests_needed(load, window, prepared.request_s, len(shapes)))
-    schedule = None if load.arrivals == "closed" else arrivals(load, round, shapes)
-    driver = Driver(target, load, requests, window, schedule=schedule, request_s=prepared.request_s, watch=watch)
-    return told(await driver.run(), target, prepared, own)
+        own = await measure_client_error(estimate_in_flight(load, prepared.request_s))
+    requests = RequestFactory(target, load, prepared, round, shapes)
+    requests.build(estimate_requests(load, window, prepared.request_s, len(shapes)))
+    schedule = None if load.arrivals == "closed" else schedule_arrivals(load, round, shapes)
+    driver = LoadDriver(target, load, requests, window, schedule=schedule, request_s=prepared.request_s, watch=watch)
+    return make_repeat(await driver.run(), target, prepared, own)
 
 
-def expected_in_flight(load: Load, request_s: float | None) -> int:
+def estimate_in_flight(load: Load, request_s: float | None) -> int:
     """The number of streams for the self-check."""
     if load.concurrency is not None:
         return load.concurrency
     return min(1024, max(load.burst or 1, math.ceil((load.requests_per_s or 1.0) * (request_s or 1.0))))
 
 
-def told(driven: Driven, target: Target, prepared: Prepared, own: OwnError | None) -> Repeat:
+def make_repeat(
+    driven: LoadRecord, target: LoadTarget, prepared: PreparedEndpoint, own: ClientErrorFigures | None
+) -> Repeat:
     """Parses the responses after the measurement."""
     window = [each for each in driven.exchanges if each.measured]
     answers = {id(each): read(each) for each in driven.exchanges if each.end_ns >= driven.begin_ns}
-    samples = tuple(sorted((sample_of(each, answers[id(each)], driven, target) for each in window), key=_at))
+    samples = tuple(sorted((make_sample(each, answers[id(each)], driven, target) for each in window), key=_get_start))
     good = [each for each in window if answers[id(each)].outcome == "ok"]
     lags = [(each.sent_ns - each.due_ns) / 1e6 for each in window if not each.fresh and each.sent_ns]
-    client = Client(
+    client = ClientAccuracy(
         error_p50_ms=own.p50_ms if own else None,
         error_p99_ms=own.p99_ms if own else None,
-        send_lag_p99_ms=_p99(lags),
-        loop_lag_p99_ms=_p99([lag / 1e6 for lag in driven.loop_lag_ns]),
+        send_lag_p99_ms=_compute_p99(lags),
+        loop_lag_p99_ms=_compute_p99([lag / 1e6 for lag in driven.loop_lag_ns]),
         cpu_share=driven.cpu_s / driven.seconds,
     )
-    reasons = limits(client, [sample.ttft_ms for sample in samples if sample.ttft_ms is not None])
+    reasons = list_client_limits(client, [sample.ttft_ms for sample in samples if sample.ttft_ms is not None])
     return Repeat(
         at=driven.at,
         seconds=driven.seconds,
         samples=samples,
-        delivered_tokens=delivered(driven, answers),
+        delivered_tokens=count_delivered_tokens(driven, answers),
         warmup=sum(each.sent_ns < driven.begin_ns for each in driven.exchanges),
-        exact_prompt=_all_as_asked((answers[id(each)].prompt_tokens, each.prompt_tokens) for each in good),
-        exact_output=_all_as_asked((answers[id(each)].output_tokens, each.output_tokens) for each in good),
+        exact_prompt=_are_as_requested((answers[id(each)].prompt_tokens, each.prompt_tokens) for each in good),
+        exact_output=_are_as_requested((answers[id(each)].output_tokens, each.output_tokens) for each in good),
         in_flight_max=driven.in_flight_max,
         reopened=driven.reopened,
         notes=prepared.notes,
-        client=replaced(client, limit=bool(reasons), reasons=reasons),
+        client=replace_fields(client, limit=bool(reasons), reasons=reasons),
     )
 
 
-def sample_of(exchange: Exchange, answer: Answer, driven: Driven, target: Target) -> Sample:
+def make_sample(exchange: HttpExchange, answer: StreamedAnswer, driven: LoadRecord, target: LoadTarget) -> Sample:
     stamps = answer.text_ns
     last_ns = answer.last_ns if answer.outcome == "ok" and answer.last_ns is not None else exchange.end_ns
     return Sample(
@@ -107,11 +116,11 @@ def sample_of(exchange: Exchange, answer: Answer, driven: Driven, target: Target
         cached_tokens=answer.cached_tokens,
         finish=answer.finish,
         outcome=answer.outcome,
-        error=None if answer.error is None else target.without_key(answer.error),
+        error=None if answer.error is None else target.hide_key(answer.error),
     )
 
 
-def delivered(driven: Driven, answers: dict[int, Answer]) -> float | None:
+def count_delivered_tokens(driven: LoadRecord, answers: dict[int, StreamedAnswer]) -> float | None:
     """Output tokens within the measurement window: the token count of each answer times its share of events inside."""
     total, counted = 0.0, False
     for answer in answers.values():
@@ -123,15 +132,15 @@ def delivered(driven: Driven, answers: dict[int, Answer]) -> float | None:
     return total if counted else None
 
 
-def _all_as_asked(pairs: Iterator[tuple[int | None, int]]) -> bool | None:
+def _are_as_requested(pairs: Iterator[tuple[int | None, int]]) -> bool | None:
     """Whether all counts are as requested; `None` if there are no counts."""
     known = [(found, asked) for found, asked in pairs if found is not None]
     return all(found == asked for found, asked in known) if known else None
 
 
-def _p99(values: Sequence[float]) -> float:
-    return max(0.0, quantile(sorted(values), 0.99)) if values else 0.0
+def _compute_p99(values: Sequence[float]) -> float:
+    return max(0.0, compute_quantile(sorted(values), 0.99)) if values else 0.0
 
 
-def _at(sample: Sample) -> float:
+def _get_start(sample: Sample) -> float:
     return sample.at_s

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import httptools
 import msgspec
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import ExternalFailure
 from bedplate.measure.load.deadlines import Deadlines
 from bedplate.measure.load.loops import run
 
@@ -50,29 +50,29 @@ class Timing(NamedTuple):
     """Tokens added to each prompt."""
 
 
-class StreamOptions(msgspec.Struct):
+class NullStreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Message(msgspec.Struct):
+class NullMessage(msgspec.Struct):
     content: Any = None
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class NullRequest(msgspec.Struct, frozen=True):
     """The fields of a request that matter; others are ignored."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: NullStreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     prompt: Any = None
-    messages: list[Message] | None = None
+    messages: list[NullMessage] | None = None
 
     @property
     def usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
 
-    def words(self) -> int:
+    def count_words(self) -> int:
         """The number of prompt tokens: each word is one token."""
         if self.messages is not None:
             return sum(len(each.content.split()) for each in self.messages if isinstance(each.content, str))
@@ -81,28 +81,28 @@ class Wanted(msgspec.Struct, frozen=True):
         return len(str(self.prompt or "").split())
 
 
-_decode_wanted = msgspec.json.Decoder(Wanted).decode
+_decode_wanted = msgspec.json.Decoder(NullRequest).decode
 
 
 @functools.lru_cache(maxsize=256)
-def parse_wanted(body: bytes) -> Wanted:
+def parse_request(body: bytes) -> NullRequest:
     try:
         return _decode_wanted(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Wanted()
+        return NullRequest()
 
 
-def json_response(value: object, status: bytes = b"200 OK") -> bytes:
+def make_json_response(value: object, status: bytes = b"200 OK") -> bytes:
     """A complete HTTP response."""
     body = msgspec.json.encode(value)
     return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
-def usage_of(prompt_tokens: int, tokens: int) -> dict[str, int]:
+def make_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
 
 
-def head(kind: str, number: int) -> bytes:
+def make_event_head(kind: str, number: int) -> bytes:
     """The beginning of every event of one request."""
     what = (b"chatcmpl", b"chat.completion.chunk") if kind == "chat" else (b"cmpl", b"text_completion")
     return b'data: {"id":"%b-%032x","object":"%b","created":%d,"model":"%b",' % (
@@ -115,7 +115,7 @@ def head(kind: str, number: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=65536)
-def token(kind: str, index: int, last: bool) -> tuple[bytes, bytes]:
+def make_token_chunk(kind: str, index: int, last: bool) -> tuple[bytes, bytes]:
     """The chunk size of a token and its content after the head; all heads of a kind have the same length."""
     # Segments of equal size change how Linux delays acknowledgements, so the words differ in length, as in text.
     word = f" w{index}{'abcdefg'[: index * 3 % 8]}"
@@ -124,27 +124,27 @@ def token(kind: str, index: int, last: bool) -> tuple[bytes, bytes]:
         choice["delta"] = {"content": word} if index else {"role": "assistant", "content": word}
     else:
         choice["text"] = word
-    return chunk(kind, msgspec.json.encode({"choices": [choice]})[1:])
+    return make_chunk(kind, msgspec.json.encode({"choices": [choice]})[1:])
 
 
-def chunk(kind: str, rest: bytes) -> tuple[bytes, bytes]:
+def make_chunk(kind: str, rest: bytes) -> tuple[bytes, bytes]:
     tail = rest + b"\n\n\r\n"
-    return b"%x\r\n" % (len(head(kind, 0)) + len(tail) - 2), tail
+    return b"%x\r\n" % (len(make_event_head(kind, 0)) + len(tail) - 2), tail
 
 
 @functools.lru_cache(maxsize=256)
-def whole(kind: str, prompt_tokens: int, tokens: int) -> bytes:
+def make_whole_response(kind: str, prompt_tokens: int, tokens: int) -> bytes:
     """The response to a request that does not stream."""
     text = "".join(f" w{index}" for index in range(tokens))
     answer = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
-    return json_response(
+    return make_json_response(
         {
             "id": "chatcmpl-0" if kind == "chat" else "cmpl-0",
             "object": "chat.completion" if kind == "chat" else "text_completion",
             "created": CREATED,
             "model": MODEL,
             "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": "length"}],
-            "usage": usage_of(prompt_tokens, tokens),
+            "usage": make_usage(prompt_tokens, tokens),
         }
     )
 
@@ -171,31 +171,33 @@ class NullEngine:
         self.timing = timing
         self.deadlines = deadlines
         self.requests = itertools.count(1)
-        self.pages = {path: json_response(page) for path, page in PAGES.items()}
-        self.not_found = json_response({"error": {"message": "not found", "type": "not_found"}}, b"404 Not Found")
+        self.pages = {path: make_json_response(page) for path, page in PAGES.items()}
+        self.not_found = make_json_response({"error": {"message": "not found", "type": "not_found"}}, b"404 Not Found")
         self.times: list[tuple[int, int, int]] = []
         """For each ended stream: when its request arrived, and when its first and last token were sent."""
 
-    def page(self, path: bytes) -> bytes:
+    def find_page(self, path: bytes) -> bytes:
         if path == TIMES_PAGE:
             times, self.times = self.times, []
-            return json_response({"times_ns": times})
+            return make_json_response({"times_ns": times})
         return self.pages.get(path, self.not_found)
 
 
-class Stream:
+class NullStream:
     """One streamed response on one connection."""
 
-    def __init__(self, connection: Connection, engine: NullEngine, kind: str, wanted: Wanted, now_ns: int) -> None:
+    def __init__(
+        self, connection: NullConnection, engine: NullEngine, kind: str, wanted: NullRequest, now_ns: int
+    ) -> None:
         self.connection = connection
         self.engine = engine
         self.kind = kind
         self.wanted = wanted
-        self.tokens = tokens_of(wanted, engine.timing)
+        self.tokens = count_output_tokens(wanted, engine.timing)
         self.index = 0
         self.received_ns = now_ns
         self.first_ns = 0
-        self.head = head(kind, next(engine.requests))
+        self.head = make_event_head(kind, next(engine.requests))
         if engine.timing.headers == "early":
             connection.write(STREAM_HEAD)
         engine.deadlines.at(now_ns + engine.timing.first_ns, self.send)
@@ -207,45 +209,45 @@ class Stream:
         index = self.index
         self.index = index + 1
         last = self.index == self.tokens
-        size, tail = token(self.kind, index, last)
-        data = size + self.head + tail if index else self.first(size, tail)
+        size, tail = make_token_chunk(self.kind, index, last)
+        data = size + self.head + tail if index else self.make_first_chunk(size, tail)
         if last:
             self.connection.stream = None
-            self.connection.write(data + self.usage() + DONE)
+            self.connection.write(data + self.make_usage_chunk() + DONE)
             if len(self.engine.times) < MOST_TIMES:
                 self.engine.times.append((self.received_ns, self.first_ns, time.monotonic_ns()))
         else:
             self.connection.write(data)
             self.engine.deadlines.at(when_ns + self.engine.timing.interval_ns, self.send)
 
-    def first(self, size: bytes, tail: bytes) -> bytes:
+    def make_first_chunk(self, size: bytes, tail: bytes) -> bytes:
         """The first event. Its id contains the actual delay, so that the client can subtract it."""
         mode = self.engine.timing.headers
         if mode == "apart":
             self.connection.write(STREAM_HEAD)
         self.first_ns = time.monotonic_ns()
-        data = size + head(self.kind, self.first_ns - self.received_ns) + tail
+        data = size + make_event_head(self.kind, self.first_ns - self.received_ns) + tail
         return STREAM_HEAD + data if mode == "together" else data
 
-    def usage(self) -> bytes:
+    def make_usage_chunk(self) -> bytes:
         if not self.wanted.usage:
             return b""
-        counts = usage_of(self.wanted.words() + self.engine.timing.overhead, self.tokens)
-        size, tail = chunk(self.kind, msgspec.json.encode({"choices": [], "usage": counts})[1:])
+        counts = make_usage(self.wanted.count_words() + self.engine.timing.overhead, self.tokens)
+        size, tail = make_chunk(self.kind, msgspec.json.encode({"choices": [], "usage": counts})[1:])
         return size + self.head + tail
 
 
-def tokens_of(wanted: Wanted, timing: Timing) -> int:
+def count_output_tokens(wanted: NullRequest, timing: Timing) -> int:
     return max(1, wanted.max_tokens or wanted.max_completion_tokens or timing.tokens)
 
 
-class Connection(asyncio.Protocol):
+class NullConnection(asyncio.Protocol):
     """One client connection; its requests are answered one after the other."""
 
     def __init__(self, engine: NullEngine) -> None:
         self.engine = engine
         self.transport: asyncio.Transport | None = None
-        self.stream: Stream | None = None
+        self.stream: NullStream | None = None
         self.parser = httptools.HttpRequestParser(self)
         self.url = b""
         self.body: list[bytes] = []
@@ -285,21 +287,23 @@ class Connection(asyncio.Protocol):
         path = self.url.partition(b"?")[0]
         kind = KINDS.get(path)
         if kind is None:
-            self.write(self.engine.page(path))
+            self.write(self.engine.find_page(path))
             return
-        wanted = parse_wanted(b"".join(self.body))
+        wanted = parse_request(b"".join(self.body))
         if wanted.stream:
-            self.stream = Stream(self, self.engine, kind, wanted, now_ns)
+            self.stream = NullStream(self, self.engine, kind, wanted, now_ns)
         else:
             timing = self.engine.timing
-            self.write(whole(kind, wanted.words() + timing.overhead, tokens_of(wanted, timing)))
+            self.write(
+                make_whole_response(kind, wanted.count_words() + timing.overhead, count_output_tokens(wanted, timing))
+            )
 
 
 async def serve(port: int, timing: Timing, with_parent: bool) -> None:
     """Serves on 127.0.0.1 until cancelled, or until its parent process ends."""
     loop = asyncio.get_running_loop()
     engine = NullEngine(timing, Deadlines(loop))
-    server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
+    server = await loop.create_server(lambda: NullConnection(engine), "127.0.0.1", port, backlog=4096)
     sys.stdout.write(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     async with server:
@@ -309,7 +313,7 @@ async def serve(port: int, timing: Timing, with_parent: bool) -> None:
             await server.serve_forever()
 
 
-class Null(NamedTuple):
+class NullServer(NamedTuple):
     """A running null server."""
 
     url: str
@@ -319,7 +323,7 @@ class Null(NamedTuple):
 @contextlib.contextmanager
 def serve_null(
     *, first_ms: float = 50.0, interval_ms: float = 20.0, tokens: int = 64, overhead: int = 0
-) -> Iterator[Null]:
+) -> Iterator[NullServer]:
     """Runs a null server as a process that ends with this one."""
     options = {"first-ms": first_ms, "interval-ms": interval_ms, "tokens": tokens}
     argv = [sys.executable, "-m", "bedplate.measure.load.null_server", "--with-parent", f"--overhead={overhead}"]
@@ -329,8 +333,8 @@ def serve_null(
         try:
             line = process.stdout.readline() if process.stdout else b""
             if not line.startswith(b"listening on "):
-                raise OutsideFailed("the null server did not start", cause=f"exit status {process.poll()}")
-            yield Null(f"http://{line.split()[-1].decode()}", process.pid)
+                raise ExternalFailure("the null server did not start", cause=f"exit status {process.poll()}")
+            yield NullServer(f"http://{line.split()[-1].decode()}", process.pid)
         finally:
             process.terminate()
 

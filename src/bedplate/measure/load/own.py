@@ -7,14 +7,14 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from bedplate.measure.load.driver import Driver, Requests, Stretch, requests_needed
+from bedplate.measure.load.driver import LoadDriver, MeasurementWindow, RequestFactory, estimate_requests
 from bedplate.measure.load.null_server import MODEL, serve_null
-from bedplate.measure.load.preparing import Prepared
-from bedplate.measure.load.target import Target
-from bedplate.measure.load.wire import Exchange
+from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.target import LoadTarget
+from bedplate.measure.load.wire import HttpExchange
 from bedplate.values.record import Record
-from bedplate.values.run import Client, Load
-from bedplate.values.statistics import quantile
+from bedplate.values.run import ClientAccuracy, Load
+from bedplate.values.statistics import compute_quantile
 
 FIRST_MS = 50.0
 INTERVAL_MS = 20.0
@@ -27,7 +27,7 @@ LAG_SHARE = 0.05
 """Share of the median TTFT. A lag below the larger of the two limits does not affect results."""
 
 
-class OwnError(Record, frozen=True, kw_only=True):
+class ClientErrorFigures(Record, frozen=True, kw_only=True):
     """How much later than sent the client recorded the first token."""
 
     p50_ms: float
@@ -36,33 +36,40 @@ class OwnError(Record, frozen=True, kw_only=True):
     samples: int
 
 
-async def self_check(streams: int, *, seconds: float = 1.0) -> OwnError:
+async def measure_client_error(streams: int, *, seconds: float = 1.0) -> ClientErrorFigures:
     """Measures the client's error for about a second against the null server, with the streams of the run."""
     server = serve_null(first_ms=FIRST_MS, interval_ms=INTERVAL_MS, tokens=TOKENS)
     null = await asyncio.to_thread(server.__enter__)
     try:
-        errors = await errors_ms(Target.of(null.url, model=MODEL), streams, seconds)
+        errors = await measure_errors_ms(LoadTarget.from_url(null.url, model=MODEL), streams, seconds)
     finally:
         await asyncio.to_thread(server.__exit__, None, None, None)
-    return OwnError(p50_ms=quantile(errors, 0.5), p99_ms=quantile(errors, 0.99), streams=streams, samples=len(errors))
+    return ClientErrorFigures(
+        p50_ms=compute_quantile(errors, 0.5),
+        p99_ms=compute_quantile(errors, 0.99),
+        streams=streams,
+        samples=len(errors),
+    )
 
 
-async def errors_ms(target: Target, streams: int, seconds: float, tokens: int = TOKENS) -> list[float]:
+async def measure_errors_ms(target: LoadTarget, streams: int, seconds: float, tokens: int = TOKENS) -> list[float]:
     """Sorted errors, without the delay of the server's timer, which the server reports for each request."""
     load = Load(concurrency=streams, prompt_tokens=64, output_tokens=tokens)
-    prepared = Prepared(model=MODEL, api="completions", fields=("usage",))
+    prepared = PreparedEndpoint(model=MODEL, api="completions", fields=("usage",))
     request_s = (FIRST_MS + INTERVAL_MS * (tokens - 1)) / 1000
     # Two requests long: the starts are spread over the first half.
-    window = Stretch(seconds=seconds, warmup_s=2 * request_s, least_requests=0, most_seconds=seconds, timeout_s=10)
-    requests = Requests(target, load, prepared, 0)
-    requests.build(requests_needed(load, window, request_s))
-    driver = Driver(target, load, requests, window, schedule=None, request_s=request_s)
+    window = MeasurementWindow(
+        seconds=seconds, warmup_s=2 * request_s, least_requests=0, most_seconds=seconds, timeout_s=10
+    )
+    requests = RequestFactory(target, load, prepared, 0)
+    requests.build(estimate_requests(load, window, request_s))
+    driver = LoadDriver(target, load, requests, window, schedule=None, request_s=request_s)
     driven = await driver.run()
-    found = (error_ms(each) for each in driven.exchanges if each.measured)
+    found = (compute_error_ms(each) for each in driven.exchanges if each.measured)
     return sorted(each for each in found if each is not None) or [0.0]
 
 
-def error_ms(exchange: Exchange) -> float | None:
+def compute_error_ms(exchange: HttpExchange) -> float | None:
     """The difference between the recorded TTFT and the delay that the server reports."""
     held = HELD.search(exchange.pieces[0]) if exchange.pieces else None
     if held is None:
@@ -70,7 +77,7 @@ def error_ms(exchange: Exchange) -> float | None:
     return (exchange.stamps[0] - exchange.sent_ns - int(held[1], 16)) / 1e6
 
 
-def limits(client: Client, ttft_ms: Sequence[float]) -> tuple[str, ...]:
+def list_client_limits(client: ClientAccuracy, ttft_ms: Sequence[float]) -> tuple[str, ...]:
     """The reasons why the client was the bottleneck; empty if it was not."""
     allowed = max(LEAST_LAG_MS, LAG_SHARE * statistics.median(ttft_ms)) if ttft_ms else LEAST_LAG_MS
     found = []

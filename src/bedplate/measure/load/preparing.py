@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.measure.load.answers import UNREADABLE, Answer, error_text, read
+from bedplate.errors import ExternalFailure, UsageError
+from bedplate.measure.load.answers import UNREADABLE, StreamedAnswer, read, read_error_text
 from bedplate.measure.load.prompts import Prompts
-from bedplate.measure.load.schedule import checked
-from bedplate.measure.load.target import PATHS, Api, Target
-from bedplate.measure.load.wire import Exchange, ask
+from bedplate.measure.load.schedule import check_load
+from bedplate.measure.load.target import PATHS, Api, LoadTarget
+from bedplate.measure.load.wire import HttpExchange, ask
 from bedplate.measure.load.words import WORDS
-from bedplate.values.record import Record, replaced
+from bedplate.values.record import Record, replace_fields
 from bedplate.values.run import Load
 from bedplate.values.workload import RequestShape
 
@@ -33,7 +33,7 @@ TRIES = 3
 LIMIT_S = 300.0
 
 
-class Prepared(Record, frozen=True, kw_only=True):
+class PreparedEndpoint(Record, frozen=True, kw_only=True):
     """What an endpoint supports, and how it handles the requests of one load."""
 
     model: str
@@ -63,7 +63,7 @@ class Prepared(Record, frozen=True, kw_only=True):
         """Whether it accepts a field for an exact number of output tokens; it may still ignore that field."""
         return "ignore_eos" in self.fields or "min_tokens" in self.fields
 
-    def prompts(self, load: Load, round_number: int) -> Prompts:
+    def make_prompts(self, load: Load, round_number: int) -> Prompts:
         return Prompts(
             self.words,
             self.starters,
@@ -75,7 +75,7 @@ class Prepared(Record, frozen=True, kw_only=True):
             shared_tokens=load.shared_prefix_tokens,
         )
 
-    def body(self, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
+    def make_body(self, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
         """The JSON body of a request."""
         fields: dict[str, object] = {"model": self.model}
         if self.api == "completions":
@@ -95,27 +95,27 @@ class Prepared(Record, frozen=True, kw_only=True):
             fields["min_tokens"] = output_tokens
         return msgspec.json.encode(fields)
 
-    def request(self, target: Target, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
-        return target.request("POST", PATHS[self.api], self.body(text, output_tokens, stream=stream))
+    def request(self, target: LoadTarget, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
+        return target.request("POST", PATHS[self.api], self.make_body(text, output_tokens, stream=stream))
 
 
 async def prepare(
-    target: Target,
+    target: LoadTarget,
     load: Load,
     *,
-    known: Prepared | None = None,
+    known: PreparedEndpoint | None = None,
     shapes: Sequence[RequestShape] = (),
     limit_s: float = LIMIT_S,
-) -> Prepared:
+) -> PreparedEndpoint:
     """Prepares a load with a few small requests. `known`: the result for another load on the same endpoint."""
-    checked(load, shapes)
-    endpoint = _Endpoint(target, limit_s)
+    check_load(load, shapes)
+    endpoint = _EndpointProbe(target, limit_s)
     if known is None:
-        known = await endpoint.counted(await endpoint.tried(await endpoint.model()))
-    return await endpoint.rehearsed(known, *_lengths(load, shapes), load)
+        known = await endpoint.find_words(await endpoint.find_api(await endpoint.find_model()))
+    return await endpoint.rehearse_load(known, *_choose_lengths(load, shapes), load)
 
 
-def _lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
+def _choose_lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
     """The longest prompt, because the endpoint may reject it, and the median answer."""
     if load.arrivals != "replay":
         return load.prompt_tokens, load.output_tokens
@@ -125,53 +125,55 @@ def _lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
     )
 
 
-class _Endpoint:
+class _EndpointProbe:
     """Sends test requests to one endpoint; raises an error if it cannot be measured."""
 
-    def __init__(self, target: Target, limit_s: float) -> None:
+    def __init__(self, target: LoadTarget, limit_s: float) -> None:
         self.target = target
         self.limit_s = limit_s
 
-    async def model(self) -> str:
+    async def find_model(self) -> str:
         if self.target.model is not None:
             return self.target.model
         exchange = await self.ask(self.target.request("GET", "/v1/models"))
-        self.must_let_in(exchange)
+        self.require_access(exchange)
         try:
             names = [str(each["id"]) for each in msgspec.json.decode(b"".join(exchange.pieces))["data"]]
         except (*UNREADABLE, KeyError, TypeError):
             names = []
         if not names:
-            raise BadQuestion(f"{self.target.url} lists no models", hint="specify the model")
+            raise UsageError(f"{self.target.url} lists no models", hint="specify the model")
         return names[0]
 
-    async def tried(self, model: str) -> Prepared:
+    async def find_api(self, model: str) -> PreparedEndpoint:
         """Finds the API and the request fields that the endpoint accepts."""
         apis: tuple[Api, ...] = (self.target.api,) if self.target.api else ("completions", "chat")
         why = ""
         for api in apis:
             for length_field in ("max_tokens", "max_completion_tokens") if api == "chat" else ("max_tokens",):
                 for fields in LADDER:
-                    one = Prepared(model=model, api=api, fields=fields, length_field=length_field)
+                    one = PreparedEndpoint(model=model, api=api, fields=fields, length_field=length_field)
                     exchange = await self.ask(one.request(self.target, " " + " ".join(WORDS[:8]), TRIAL_TOKENS))
-                    self.must_let_in(exchange)
+                    self.require_access(exchange)
                     if exchange.status == 200:
-                        return self.understood(one, exchange)
-                    why = f"HTTP {exchange.status}: {self.said(exchange)}"
+                        return self.read_support(one, exchange)
+                    why = f"HTTP {exchange.status}: {self.read_error(exchange)}"
                     if exchange.status not in NOT_TAKEN:
                         break
                 if exchange.status in NO_SUCH_API:
                     break
-        raise OutsideFailed(
+        raise ExternalFailure(
             f"{self.target.url} is not an OpenAI-compatible endpoint",
             cause=why,
             hint=f"check that it serves the model {model!r}",
         )
 
-    def understood(self, one: Prepared, exchange: Exchange) -> Prepared:
+    def read_support(self, one: PreparedEndpoint, exchange: HttpExchange) -> PreparedEndpoint:
         answer = read(exchange)
         if answer.outcome not in ("ok", "cut"):
-            raise OutsideFailed(f"{self.target.url} failed to answer a test request", cause=self.hidden(answer.error))
+            raise ExternalFailure(
+                f"{self.target.url} failed to answer a test request", cause=self.hide_key(answer.error)
+            )
         notes = []
         streams = b"text/event-stream" in exchange.content_type
         if not streams:
@@ -180,51 +182,55 @@ class _Endpoint:
             notes.append("the endpoint reports no usage in streams: its output tokens are unknown")
         if not one.takes_exact_output:
             notes.append("the endpoint accepts no field for an exact number of output tokens")
-        return replaced(one, streams=streams, tells_usage=answer.output_tokens is not None, notes=tuple(notes))
+        return replace_fields(one, streams=streams, tells_usage=answer.output_tokens is not None, notes=tuple(notes))
 
-    async def counted(self, one: Prepared) -> Prepared:
+    async def find_words(self, one: PreparedEndpoint) -> PreparedEndpoint:
         """Finds the words that are one token each, and the tokens that the endpoint adds to each prompt."""
-        if one.api == "completions" and await self.tokenized("one two") is not None:
-            one = replaced(one, tokenizes=True)
+        if one.api == "completions" and await self.count_by_tokenize("one two") is not None:
+            one = replace_fields(one, tokenizes=True)
         if await self.count(one, WORDS[0]) is None:
             note = "the endpoint does not report prompt tokens: each word counts as one token"
-            return replaced(one, counts=False, notes=(*one.notes, note))
+            return replace_fields(one, counts=False, notes=(*one.notes, note))
         for size in (len(WORDS), 64, 16):  # the context of a model may have only a few hundred tokens
             words = WORDS[:: len(WORDS) // size]
             once, twice = await self.count(one, *words), await self.count(one, *words, *words)
             if once is not None and twice is not None:
                 return await self.with_single(one, words, 2 * once - twice, twice - once)
-        raise OutsideFailed(f"{self.target.url} rejects prompts of more than 16 words")
+        raise ExternalFailure(f"{self.target.url} rejects prompts of more than 16 words")
 
-    async def with_single(self, one: Prepared, words: Sequence[str], overhead: int, tokens: int) -> Prepared:
+    async def with_single(
+        self, one: PreparedEndpoint, words: Sequence[str], overhead: int, tokens: int
+    ) -> PreparedEndpoint:
         if tokens != len(words):
-            words = await self.single(one, words, overhead)
+            words = await self.find_single_token_words(one, words, overhead)
         if not words:
             note = "no common word is one token in this tokenizer: prompts may be longer or shorter than requested"
-            return replaced(one, notes=(*one.notes, note))
+            return replace_fields(one, notes=(*one.notes, note))
         starters: Sequence[str] = words
         if one.api == "chat":
             some = words[:: max(1, len(words) // CHAT_STARTERS)]
             starters = [word for word in some if await self.count(one, word) == overhead + 1] or words
-        return replaced(one, words=tuple(words), starters=tuple(starters), overhead=max(0, overhead))
+        return replace_fields(one, words=tuple(words), starters=tuple(starters), overhead=max(0, overhead))
 
-    async def single(self, one: Prepared, words: Sequence[str], overhead: int) -> list[str]:
+    async def find_single_token_words(self, one: PreparedEndpoint, words: Sequence[str], overhead: int) -> list[str]:
         """The words that are one token each, found by bisection."""
         if await self.count(one, *words) == overhead + len(words):
             return list(words)
         if len(words) == 1:
             return []
         half = len(words) // 2
-        return await self.single(one, words[:half], overhead) + await self.single(one, words[half:], overhead)
+        return await self.find_single_token_words(one, words[:half], overhead) + await self.find_single_token_words(
+            one, words[half:], overhead
+        )
 
-    async def count(self, one: Prepared, *words: str) -> int | None:
+    async def count(self, one: PreparedEndpoint, *words: str) -> int | None:
         text = (" " if one.api == "completions" else "") + " ".join(words)
         if one.tokenizes:
-            return await self.tokenized(text, one.model)
+            return await self.count_by_tokenize(text, one.model)
         exchange = await self.ask(one.request(self.target, text, 1, stream=False))
         return read(exchange).prompt_tokens if exchange.status == 200 else None
 
-    async def tokenized(self, text: str, model: str | None = None) -> int | None:
+    async def count_by_tokenize(self, text: str, model: str | None = None) -> int | None:
         """Counts tokens with /tokenize. vLLM and llama.cpp name the field differently, so both names are sent."""
         body = {"model": model or self.target.model, "prompt": text, "content": text, "add_special": True}
         exchange = await self.ask(
@@ -238,19 +244,21 @@ class _Endpoint:
         except (*UNREADABLE, KeyError, TypeError, ValueError):
             return None
 
-    async def rehearsed(self, one: Prepared, prompt_tokens: int, output_tokens: int, load: Load) -> Prepared:
+    async def rehearse_load(
+        self, one: PreparedEndpoint, prompt_tokens: int, output_tokens: int, load: Load
+    ) -> PreparedEndpoint:
         """Sends requests with the lengths of the load, to correct the prompt length and estimate the request time."""
         exact = False
         for number in range(TRIES):
-            text = one.prompts(load, -1).text(number, prompt_tokens)
+            text = one.make_prompts(load, -1).make_text(number, prompt_tokens)
             asked = min(output_tokens, REHEARSED_TOKENS)
             exchange = await self.ask(one.request(self.target, text, asked))
-            self.must_let_in(exchange)
+            self.require_access(exchange)
             answer = read(exchange)
             if answer.outcome != "ok":
-                raise OutsideFailed(
+                raise ExternalFailure(
                     f"{self.target.url} failed to answer a prompt of {prompt_tokens} tokens",
-                    cause=self.hidden(answer.error),
+                    cause=self.hide_key(answer.error),
                     hint="check that prompt and answer fit into the context of the model",
                 )
             found = answer.prompt_tokens
@@ -259,37 +267,39 @@ class _Endpoint:
             if found is None or found == prompt_tokens:
                 exact = found is not None
                 break
-            one = replaced(one, overhead=max(0, one.overhead + found - prompt_tokens))
+            one = replace_fields(one, overhead=max(0, one.overhead + found - prompt_tokens))
         notes = one.notes
         if one.counts and not exact:
             notes = (*notes, f"prompts do not have exactly {prompt_tokens} tokens")
-        took = _extended(exchange, answer, asked, output_tokens)
-        return replaced(one, exact_prompt=exact, request_s=took, notes=notes)
+        took = _extrapolate_request_s(exchange, answer, asked, output_tokens)
+        return replace_fields(one, exact_prompt=exact, request_s=took, notes=notes)
 
-    async def ask(self, request: bytes) -> Exchange:
+    async def ask(self, request: bytes) -> HttpExchange:
         try:
             return await ask(self.target, request, self.limit_s)
         except TimeoutError as error:
             cause = f"timeout after {self.limit_s:.0f} s"
-            raise OutsideFailed(f"no response from {self.target.url}", cause=cause) from error
+            raise ExternalFailure(f"no response from {self.target.url}", cause=cause) from error
         except OSError as error:
             hint = "check that the endpoint runs and that the address is correct"
-            raise OutsideFailed(f"cannot connect to {self.target.url}", cause=str(error), hint=hint) from error
+            raise ExternalFailure(f"cannot connect to {self.target.url}", cause=str(error), hint=hint) from error
 
-    def must_let_in(self, exchange: Exchange) -> None:
+    def require_access(self, exchange: HttpExchange) -> None:
         if exchange.status in (401, 403):
             hint = "pass its API key" if self.target.key is None else "check the API key"
-            cause = f"HTTP {exchange.status}: {self.said(exchange)}"
-            raise OutsideFailed(f"{self.target.url} denied access", cause=cause, hint=hint)
+            cause = f"HTTP {exchange.status}: {self.read_error(exchange)}"
+            raise ExternalFailure(f"{self.target.url} denied access", cause=cause, hint=hint)
 
-    def said(self, exchange: Exchange) -> str:
-        return self.target.without_key(error_text(b"".join(exchange.pieces)))
+    def read_error(self, exchange: HttpExchange) -> str:
+        return self.target.hide_key(read_error_text(b"".join(exchange.pieces)))
 
-    def hidden(self, text: str | None) -> str | None:
-        return None if text is None else self.target.without_key(text)
+    def hide_key(self, text: str | None) -> str | None:
+        return None if text is None else self.target.hide_key(text)
 
 
-def _extended(exchange: Exchange, answer: Answer, asked: int, output_tokens: int) -> float | None:
+def _extrapolate_request_s(
+    exchange: HttpExchange, answer: StreamedAnswer, asked: int, output_tokens: int
+) -> float | None:
     """The time of a whole answer, extrapolated from its beginning."""
     if not answer.text_ns or answer.last_ns is None:
         return (exchange.end_ns - exchange.sent_ns) / 1e9

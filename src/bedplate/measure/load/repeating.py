@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from bedplate.measure.statistics import half_width
+from bedplate.measure.statistics import compute_half_width
 from bedplate.values.record import Record
 from bedplate.values.run import Halt, Repeat
 
 Figure = Callable[[Repeat], float | None]
 
 
-class Rule(Record, frozen=True, kw_only=True):
+class RepeatRule(Record, frozen=True, kw_only=True):
     half_width: float = 0.05
     """Largest half-width of the 95 % confidence interval over the repeats, as a share of the mean."""
     least: int = 3
@@ -21,12 +21,12 @@ class Rule(Record, frozen=True, kw_only=True):
     """Time limit of all repeats; a repeat that would exceed it is not started."""
 
 
-def output_tok_s(repeat: Repeat) -> float | None:
+def compute_delivered_tok_s(repeat: Repeat) -> float | None:
     """Output tokens per second within the measurement window."""
     return None if repeat.delivered_tokens is None else repeat.delivered_tokens / repeat.seconds
 
 
-def halt(values: Sequence[float | None], spent_s: float, rule: Rule) -> Halt | None:
+def find_halt_reason(values: Sequence[float | None], spent_s: float, rule: RepeatRule) -> Halt | None:
     """Why no further repeat is needed; `None`: another one is. Pure."""
     done = len(values)
     if not done:
@@ -44,5 +44,5 @@ def halt(values: Sequence[float | None], spent_s: float, rule: Rule) -> Halt | N
 
 
 def is_narrow(values: Sequence[float], share: float) -> bool:
-    width = half_width(values)
+    width = compute_half_width(values)
     return width is not None and width <= share * abs(statistics.fmean(values))

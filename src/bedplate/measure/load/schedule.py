@@ -5,71 +5,71 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values.run import Load
 from bedplate.values.workload import RequestShape
 
 MOST_IN_FLIGHT = 4096
 
 
-def checked(load: Load, shapes: Sequence[RequestShape] = ()) -> None:
-    """Raises `BadQuestion` if a load lacks a field that its kind of arrivals needs."""
+def check_load(load: Load, shapes: Sequence[RequestShape] = ()) -> None:
+    """Raises `UsageError` if a load lacks a field that its kind of arrivals needs."""
     if load.arrivals == "closed" and load.concurrency is None:
-        raise BadQuestion("a closed loop needs a concurrency", hint="specify the number of requests in flight")
+        raise UsageError("a closed loop needs a concurrency", hint="specify the number of requests in flight")
     if load.arrivals in ("poisson", "constant", "burst") and load.requests_per_s is None:
-        raise BadQuestion(f"{load.arrivals} arrivals need a rate", hint="specify the requests per second")
+        raise UsageError(f"{load.arrivals} arrivals need a rate", hint="specify the requests per second")
     if load.arrivals == "burst" and load.burst is None:
-        raise BadQuestion("bursts need a size", hint="specify the number of requests in a burst")
+        raise UsageError("bursts need a size", hint="specify the number of requests in a burst")
     if load.arrivals == "replay" and not shapes:
-        raise BadQuestion("a replay needs the requests of a trace")
+        raise UsageError("a replay needs the requests of a trace")
     if load.arrivals == "replay" and any(shape.started_s is None for shape in shapes):
-        raise BadQuestion("the trace has no arrival times", hint="specify a rate instead of a replay")
+        raise UsageError("the trace has no arrival times", hint="specify a rate instead of a replay")
     if load.concurrency is not None and load.concurrency > MOST_IN_FLIGHT:
-        raise BadQuestion(f"a concurrency of {load.concurrency} is more than the maximum of {MOST_IN_FLIGHT}")
+        raise UsageError(f"a concurrency of {load.concurrency} is more than the maximum of {MOST_IN_FLIGHT}")
     if load.shared_prefix_tokens >= load.prompt_tokens and load.shared_prefix_tokens:
-        raise BadQuestion(
+        raise UsageError(
             f"a shared prefix of {load.shared_prefix_tokens} tokens is not shorter than a prompt of "
             f"{load.prompt_tokens} tokens",
             hint="specify a shorter shared prefix",
         )
 
 
-def arrivals(load: Load, round_number: int = 0, shapes: Sequence[RequestShape] = ()) -> Iterator[float]:
+def schedule_arrivals(load: Load, round_number: int = 0, shapes: Sequence[RequestShape] = ()) -> Iterator[float]:
     """The arrival times of an open loop; endless, except for a replay."""
     rate = load.requests_per_s or 0.0
     if load.arrivals == "poisson":
-        return _poisson(rate, random.Random(f"{load.seed}/{round_number}/arrivals"))  # noqa: S311
+        return _draw_poisson(rate, random.Random(f"{load.seed}/{round_number}/arrivals"))  # noqa: S311
     if load.arrivals == "constant":
-        return (number / rate for number in _forever())
+        return (number / rate for number in _count_up())
     if load.arrivals == "burst":
         size = load.burst or 1
-        return (number // size * size / rate for number in _forever())
+        return (number // size * size / rate for number in _count_up())
     if load.arrivals == "replay":
-        return iter(_relative([shape.started_s or 0.0 for shape in shapes]))
+        return iter(_subtract_first([shape.started_s or 0.0 for shape in shapes]))
     raise ValueError("a closed loop has no schedule")
 
 
-def stagger_s(concurrency: int, warmup_s: float, request_s: float | None) -> float:
+def compute_stagger_s(concurrency: int, warmup_s: float, request_s: float | None) -> float:
     """The time over which the first requests of a closed loop are spread: about one request, within the warm-up."""
     if concurrency == 1:
         return 0.0
     return min(warmup_s / 2, request_s) if request_s is not None else warmup_s / 2
 
 
-def _forever() -> Iterator[int]:
+def _count_up() -> Iterator[int]:
     number = 0
     while True:
         yield number
         number += 1
 
 
-def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
+def _draw_poisson(rate: float, rng: random.Random) -> Iterator[float]:
     moment = 0.0
     while True:
         moment += rng.expovariate(rate)
         yield moment
 
 
-def _relative(moments: Sequence[float]) -> list[float]:
+def _subtract_first(moments: Sequence[float]) -> list[float]:
     first = min(moments)
     return sorted(moment - first for moment in moments)

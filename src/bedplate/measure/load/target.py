@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
-from bedplate.errors import BadQuestion
+from bedplate.errors import UsageError
 from bedplate.values.record import Record
 
 Api = Literal["completions", "chat"]
@@ -13,7 +13,7 @@ PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/com
 _HINT = "pass the endpoint's address, for example http://127.0.0.1:8000 or https://api.example.com/v1"
 
 
-class Target(Record, frozen=True, kw_only=True):
+class LoadTarget(Record, frozen=True, kw_only=True):
     scheme: Literal["http", "https"]
     host: str
     port: int
@@ -26,15 +26,17 @@ class Target(Record, frozen=True, kw_only=True):
     key: str | None = None
 
     @classmethod
-    def of(cls, url: str, *, key: str | None = None, model: str | None = None, api: Api | None = None) -> Target:
+    def from_url(
+        cls, url: str, *, key: str | None = None, model: str | None = None, api: Api | None = None
+    ) -> LoadTarget:
         """Parses a URL with or without /v1, or with the full path of one API."""
-        parts, port = _parts(url)
+        parts, port = _split_url(url)
         path = parts.path.rstrip("/")
         for name, end in PATHS.items():
             if path.endswith(end):
                 api, path = api or name, path.removesuffix(end)
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-            raise BadQuestion(
+            raise UsageError(
                 "the API key contains characters that are invalid in an HTTP header", hint="check for a line break"
             )
         return cls(
@@ -68,7 +70,7 @@ class Target(Record, frozen=True, kw_only=True):
             lines += ["content-type: application/json", f"content-length: {len(body)}"]
         return "\r\n".join((*lines, "", "")).encode("ascii") + body
 
-    def without_key(self, text: str) -> str:
+    def hide_key(self, text: str) -> str:
         """Hides the key in a text, because endpoints repeat a rejected key in their errors."""
         return text.replace(self.key, "***") if self.key else text
 
@@ -76,16 +78,16 @@ class Target(Record, frozen=True, kw_only=True):
         return f"Target({self.url!r}, model={self.model!r}, api={self.api!r}, key={'***' if self.key else None})"
 
 
-def _parts(url: str) -> tuple[SplitResult, int]:
+def _split_url(url: str) -> tuple[SplitResult, int]:
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise BadQuestion("the endpoint's address is not a URL", cause=str(error), hint=_HINT) from error
+        raise UsageError("the endpoint's address is not a URL", cause=str(error), hint=_HINT) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadQuestion("the endpoint's address is not an HTTP URL", hint=_HINT)
+        raise UsageError("the endpoint's address is not an HTTP URL", hint=_HINT)
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise BadQuestion("the URL must not contain a user, query or fragment", hint="pass the key separately")
+        raise UsageError("the URL must not contain a user, query or fragment", hint="pass the key separately")
     if not (parts.hostname + parts.path).isascii() or not (parts.hostname + parts.path).isprintable():
-        raise BadQuestion("the URL must be ASCII", hint="encode host names as xn--… and paths with %")
+        raise UsageError("the URL must be ASCII", hint="encode host names as xn--… and paths with %")
     return parts, port

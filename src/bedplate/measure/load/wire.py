@@ -13,14 +13,14 @@ from typing import cast
 
 import httptools
 
-from bedplate.measure.load.target import Target
+from bedplate.measure.load.target import LoadTarget
 
 CONNECT_LIMIT_S = 10.0
 BODY_LIMIT_BYTES = 512 << 20
 """Limit of one response, far above any stream of text."""
 
 
-class Exchange:
+class HttpExchange:
     """One request and its raw response, which is parsed after the measurement."""
 
     __slots__ = (
@@ -64,13 +64,13 @@ class Exchange:
         self.error: str | None = None
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """Sends one request at a time, and calls `over` when its exchange has ended."""
 
-    def __init__(self, over: Callable[[Connection, Exchange], None]) -> None:
+    def __init__(self, over: Callable[[LoadConnection, HttpExchange], None]) -> None:
         self._over = over
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._stamp_ns = 0
         self._ends_at_close = False
@@ -83,10 +83,10 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> HttpExchange | None:
         return self._exchange
 
-    def send(self, exchange: Exchange, request: bytes) -> None:
+    def send(self, exchange: HttpExchange, request: bytes) -> None:
         """Takes the timestamp, then writes."""
         transport = self._transport
         self._exchange = exchange
@@ -188,20 +188,20 @@ class Connection(asyncio.Protocol):
 
 
 @functools.lru_cache(maxsize=1)
-def tls() -> ssl.SSLContext:
+def make_tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def connect(target: Target, over: Callable[[Connection, Exchange], None]) -> Connection:
+async def connect(target: LoadTarget, over: Callable[[LoadConnection, HttpExchange], None]) -> LoadConnection:
     """Opens a connection. Raises OSError, including TimeoutError."""
     loop = asyncio.get_running_loop()
     secure = target.scheme == "https"
     async with asyncio.timeout(CONNECT_LIMIT_S):
         transport, connection = await loop.create_connection(
-            lambda: Connection(over),
+            lambda: LoadConnection(over),
             target.host,
             target.port,
-            ssl=tls() if secure else None,
+            ssl=make_tls_context() if secure else None,
             server_hostname=target.host if secure else None,
         )
     raw = transport.get_extra_info("socket")
@@ -211,18 +211,18 @@ async def connect(target: Target, over: Callable[[Connection, Exchange], None]) 
     return connection
 
 
-async def ask(target: Target, request: bytes, limit_s: float) -> Exchange:
+async def ask(target: LoadTarget, request: bytes, limit_s: float) -> HttpExchange:
     """Sends one request on a new connection, not as part of a measurement. Raises OSError, including TimeoutError."""
-    ended: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[HttpExchange] = asyncio.get_running_loop().create_future()
 
-    def over(_connection: Connection, exchange: Exchange) -> None:
+    def finish(_connection: LoadConnection, exchange: HttpExchange) -> None:
         if not ended.done():
             ended.set_result(exchange)
 
-    connection = await connect(target, over)
+    connection = await connect(target, finish)
     try:
         async with asyncio.timeout(limit_s):
-            connection.send(Exchange(0, monotonic_ns()), request)
+            connection.send(HttpExchange(0, monotonic_ns()), request)
             exchange = await ended
     finally:
         connection.cut()

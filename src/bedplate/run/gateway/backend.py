@@ -13,7 +13,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 
-class Ended(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A request that has ended at one backend."""
 
     outcome: Literal["ok", "refused", "failed", "cancelled"]
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
     """As the client sent it."""
 
 
-class Backend:
+class GatewayBackend:
     """One engine of a served model, and its private address.
 
     Several backends of one `model` share its requests: replicas, or an incumbent and its challenger.
@@ -52,11 +52,11 @@ class Backend:
         self.group = group or f"{engine} {engine_version}"
         """Backends with the same group and share are replicas: requests go to the least loaded one."""
         self.names = frozenset(name.lower() for name in (model, *aliases))
-        self.changed: Callable[[Backend], None] | None = None
+        self.changed: Callable[[GatewayBackend], None] | None = None
         """Called after each change of state or share; set by the gateway."""
         self.begun: Callable[[], None] | None = None
         """Called when a request is sent to it."""
-        self.on_end: Callable[[Ended], None] | None = None
+        self.on_end: Callable[[FinishedRequest], None] | None = None
         """Called when a request has ended here, to compare engines."""
         self._state: BackendState = "loading"
         self._share = share
@@ -96,7 +96,7 @@ class Backend:
         self._state = state
         if state == "ready":
             self.health = Health()
-        self._tell()
+        self._notify()
 
     @property
     def share(self) -> float:
@@ -108,14 +108,14 @@ class Backend:
         if not 0 <= share < float("inf"):
             raise ValueError(f"a share must be 0 or more, not {share}")
         self._share = share
-        self._tell()
+        self._notify()
 
     @property
     def takes_new(self) -> bool:
         """Whether it accepts new requests, whatever its health."""
         return self._state == "ready" and self._share > 0
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""
         if self.state == "failed":
             return f"{self.engine} failed repeatedly and is not restarted: {self.reason or 'see its log'}"
@@ -126,7 +126,7 @@ class Backend:
         done = f" ({self.progress:.0%})" if self.progress is not None else ""
         return f"{self.engine} is still loading {self.model}{done}"
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.changed is not None:
             self.changed(self)
 
@@ -144,27 +144,27 @@ class Health:
         self._in_trial = False
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         return self._paused_until is None
 
-    def may_try(self, now: float) -> bool:
+    def can_try(self, now: float) -> bool:
         if self._paused_until is None:
             return True
         return now >= self._paused_until and not self._in_trial
 
-    def sent(self) -> None:
+    def record_sent(self) -> None:
         """Records a request that is sent to the engine; to an ejected engine, it is the trial."""
         self._in_trial = self._paused_until is not None
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         if self._failures:
             self.__init__()  # type: ignore[misc]
 
-    def ended_otherwise(self) -> None:
+    def record_inconclusive(self) -> None:
         """Records a trial without a result: its client disconnected."""
         self._in_trial = False
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         self._failures += 1
         self._in_trial = False
         if self._failures >= EJECT_AFTER:

@@ -12,14 +12,14 @@ import httptools
 import msgspec
 
 from bedplate.run.gateway import sse
-from bedplate.run.gateway.exchange import Exchange
+from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.pages import show_page
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.backend import Backend
+    from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
-    from bedplate.run.gateway.tenants import Key, Member, Unaccepted
+    from bedplate.run.gateway.tenants import Rejection, TenantState, VerifiedKey
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
@@ -43,14 +43,14 @@ _STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Request(msgspec.Struct, gc=False):
+class ClientRequest(msgspec.Struct, gc=False):
     method: bytes
     target: bytes
     path: bytes
     headers: list[tuple[bytes, bytes]]
     body: bytes
     keep_alive: bool
-    member: Member | None
+    member: TenantState | None
     """The owner of the key that was sent with it."""
     chunked: bool
     """Whether the client supports chunked transfer encoding (HTTP/1.1)."""
@@ -69,13 +69,13 @@ class ClientConnection(asyncio.Protocol):
         self._gateway = gateway
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._current: Exchange | None = None
-        self._key: Key | None = None
+        self._current: GatewayExchange | None = None
+        self._key: VerifiedKey | None = None
         """The last valid key on this connection."""
-        self._member: Member | None = None
+        self._member: TenantState | None = None
         self._keep_alive = False
         self._chunked = True
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[ClientRequest] = deque()
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
@@ -97,21 +97,21 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
-        self._expect_within(REQUEST_TIMEOUT_S)
+        self._set_deadline(REQUEST_TIMEOUT_S)
         self._gateway.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gateway.left(self)
+        self._gateway.drop_connection(self)
         self._transport = None
         self._forget_waiting()
         current, self._current = self._current, None
         if current is not None:
-            current.client_gone()
+            current.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
             if self._linger_until is not None:
-                self._expect_within(LINGER_S)
+                self._set_deadline(LINGER_S)
                 self.deadline = min(self.deadline or 0.0, self._linger_until)
             return
         was_in_head = self._stage == _IN_HEAD
@@ -122,7 +122,7 @@ class ClientConnection(asyncio.Protocol):
             self._decline_upgrade(data[offer.args[0] :])
             return
         except httptools.HttpParserCallbackError as error:
-            self._failed_inside(error)
+            self._handle_internal_error(error)
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
         if self._stage == _IN_HEAD:
@@ -134,14 +134,14 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._head_bytes = len(data)  # an upper bound: it may contain the end of another request
         if self._stage != _IDLE and self._current is None and not self._paused and not self._discarding:
-            self._expect_within(REQUEST_TIMEOUT_S)
+            self._set_deadline(REQUEST_TIMEOUT_S)
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
         self._paused = True
-        self._expect_within(STALLED_READER_S)
+        self._set_deadline(STALLED_READER_S)
         if self._current is not None:
             self._current.pause()
 
@@ -155,7 +155,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._rejection is not None:
             self._send_rejection()
         elif not self._discarding:
-            self._expect_within(KEEP_ALIVE_S)
+            self._set_deadline(KEEP_ALIVE_S)
 
     # called by httptools
 
@@ -190,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reject_head()
                 return
         if self._target[:1] != b"/":
-            self._target = _origin_form(self._target)
+            self._target = _to_origin_form(self._target)
         given = by_name = length = b""
         expects = False
         for name, value in self._headers:
@@ -203,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
                 by_name = by_name or value.strip()
             elif name == b"expect":
                 expects = value.lower() == b"100-continue"
-        if not self._gateway.tenants.is_open and not self._may_pass(given or by_name):
+        if not self._gateway.tenants.is_open and not self._has_access(given or by_name):
             self._reject(
                 401,
                 "the API key is missing or invalid; send it as 'Authorization: Bearer KEY'",
@@ -248,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
         self._owes_continue = False
         parser, target, body = self._parser, self._target, self._body
         modern = parser.get_http_version() == "1.1"
-        request = Request(
+        request = ClientRequest(
             parser.get_method(),
             target,
             target.partition(b"?")[0] if b"?" in target else target,
@@ -288,9 +288,16 @@ class ClientConnection(asyncio.Protocol):
             extra += b"connection: close\r\n"
         self._transport.write(
             b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
-            % (_status_line(status), self._gateway.date, content_type, len(body), extra, b"" if to_head else body)
+            % (
+                _format_status_line(status),
+                self._gateway.date,
+                content_type,
+                len(body),
+                extra,
+                b"" if to_head else body,
+            )
         )
-        self._answered()
+        self._finish_answer()
 
     def begin_stream(self, head: bytes, data: bytes) -> None:
         if self._transport is None:
@@ -299,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._chunked:
             self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (head, date, data))
             return
-        close = b"" if self._stays_open() else b"connection: close\r\n"
+        close = b"" if self._will_stay_open() else b"connection: close\r\n"
         self._transport.write(
             b"%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n" % (head, date, close, len(data), data)
         )
@@ -314,7 +321,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._chunked:
             self._transport.write(b"0\r\n\r\n")
-        self._answered()
+        self._finish_answer()
 
     # called by the gateway
 
@@ -332,7 +339,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def stop_at(self, backend: Backend, message: str) -> None:
+    def stop_at(self, backend: GatewayBackend, message: str) -> None:
         """Ends the current exchange if this backend answers it."""
         if self._current is not None and self._current.is_at(backend):
             self._current.stop(message)
@@ -341,7 +348,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def timed_out(self) -> None:
+    def handle_timeout(self) -> None:
         self.deadline = None
         if self._transport is None:
             return
@@ -356,7 +363,7 @@ class ClientConnection(asyncio.Protocol):
 
     # internals
 
-    def _answer(self, request: Request, *, from_loop: bool = False) -> None:
+    def _answer(self, request: ClientRequest, *, from_loop: bool = False) -> None:
         """`from_loop`: called by the event loop, not by the parser, which may have more requests."""
         api = sse.APIS.get(request.path) if request.method == b"POST" else None
         if api is None and not from_loop:
@@ -374,53 +381,55 @@ class ClientConnection(asyncio.Protocol):
             self._show_page(request)
             return
         try:
-            asked = sse.read_asked(request.body)
+            asked = sse.read_request_fields(request.body)
         except sse.UNREADABLE as error:
             message = f"the request body is not valid: {error}"
-            self.respond(400, sse.error_body(message, "invalid_request_error", "bad_body"))
+            self.respond(400, sse.encode_error(message, "invalid_request_error", "bad_body"))
             return
-        route = self._gateway.route_for(asked.model)
+        route = self._gateway.find_route(asked.model)
         if route is None and self._gateway.starting:
             message = "bedplate is starting and has not registered all of its models yet"
-            self.respond(503, sse.error_body(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
+            self.respond(503, sse.encode_error(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
             return
         if route is None:
             served = ", ".join(self._gateway.models)
             message = f"the model {asked.model!r} is not served here; served: {served}"
-            self.respond(404, sse.error_body(message, "invalid_request_error", "model_not_found", "model"))
+            self.respond(404, sse.encode_error(message, "invalid_request_error", "model_not_found", "model"))
             return
         member = request.member or self._gateway.tenants.default
         if route.allowed is not None and member.name not in route.allowed and not member.is_admin:
             message = f"this key may not use the model {route.model!r}"
-            self.respond(403, sse.error_body(message, "permission_error", "model_not_allowed", "model"))
+            self.respond(403, sse.encode_error(message, "permission_error", "model_not_allowed", "model"))
             return
         now = monotonic()
-        cost_tokens = member.cost_tokens(size, asked.most_tokens)
-        why = member.limited(cost_tokens, now) if member.is_limited else None
+        cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens)
+        why = member.check_limits(cost_tokens, now) if member.is_limited else None
         if why is None and not route.is_free:
-            why = self._gateway.unaccepted(route, member, size)
+            why = self._gateway.check_admission(route, member, size)
         if why is not None:
-            self._turn_away(route, member, api, asked, size, why)
+            self._reject_with_retry(route, member, api, asked, size, why)
             return
-        self._current = exchange = Exchange(self, request, api, asked, self._gateway, route, member, cost_tokens, now)
+        self._current = exchange = GatewayExchange(
+            self, request, api, asked, self._gateway, route, member, cost_tokens, now
+        )
         exchange.start()
 
-    def _show_page(self, request: Request) -> None:
+    def _show_page(self, request: ClientRequest) -> None:
         response = show_page(self._gateway, request)
         extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
         content_type, to_head = response.content_type.encode(), request.method == b"HEAD"
         self.respond(response.status, response.body, content_type=content_type, extra=extra, to_head=to_head)
 
-    def _turn_away(
-        self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, why: Unaccepted
+    def _reject_with_retry(
+        self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, why: Rejection
     ) -> None:
         """Rejects a request with 429 or 503 and Retry-After."""
         kind = "rate_limit_error" if why.status == 429 else "server_error"
-        self._gateway.turned_away(route, member, api, asked, num_bytes, why.status)
-        extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.headers())
-        self.respond(why.status, sse.error_body(why.message, kind, why.code), extra=extra)
+        self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status)
+        extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.format_limit_headers())
+        self.respond(why.status, sse.encode_error(why.message, kind, why.code), extra=extra)
 
-    def _answered(self) -> None:
+    def _finish_answer(self) -> None:
         self._current = None
         if self._transport is None:
             return
@@ -437,7 +446,7 @@ class ClientConnection(asyncio.Protocol):
                 self._owes_continue = False
                 self._transport.write(_CONTINUE)
             if not self._paused:
-                self._expect_within(KEEP_ALIVE_S)
+                self._set_deadline(KEEP_ALIVE_S)
 
     def _answer_next(self) -> None:
         if self._transport is not None and self._current is None and self._waiting and not self._paused:
@@ -447,7 +456,7 @@ class ClientConnection(asyncio.Protocol):
         """Whether an answer may begin now. Not while the client has not read the last one: it would fill the memory."""
         return self._current is None and not self._waiting and not self._paused
 
-    def _stays_open(self) -> bool:
+    def _will_stay_open(self) -> bool:
         return self._keep_alive and not self._closing
 
     def _close(self) -> None:
@@ -456,11 +465,11 @@ class ClientConnection(asyncio.Protocol):
         self._forget_waiting()
         if self._transport is not None:
             self._transport.close()
-            self._expect_within(STALLED_READER_S)
+            self._set_deadline(STALLED_READER_S)
 
-    def _may_pass(self, given: bytes) -> bool:
+    def _has_access(self, given: bytes) -> bool:
         tenants, key = self._gateway.tenants, self._key
-        if key is None or not key.is_still(given, tenants.turn):
+        if key is None or not key.is_valid_for(given, tenants.turn):
             self._key = key = tenants.find(given)
         if key is not None:
             self._member = key.member
@@ -468,7 +477,7 @@ class ClientConnection(asyncio.Protocol):
         self._member = None
         return self._target.partition(b"?")[0] in OPEN_PATHS
 
-    def _take_up(self, num_bytes: int) -> None:
+    def _count_arrived(self, num_bytes: int) -> None:
         """Counts bodies that have arrived and were not sent to an engine yet."""
         self._arrived_bytes += num_bytes
         self._gateway.arriving_bytes += num_bytes
@@ -476,7 +485,7 @@ class ClientConnection(asyncio.Protocol):
     def _forget_waiting(self) -> None:
         self._waiting.clear()
         self._body = []
-        self._take_up(-self._arrived_bytes)
+        self._count_arrived(-self._arrived_bytes)
 
     def _reject_head(self) -> None:
         message = f"the request line and headers are larger than {MAX_HEAD_BYTES:,} bytes"
@@ -505,14 +514,14 @@ class ClientConnection(asyncio.Protocol):
         self._stage = _IDLE
         self.data_received(head + rest)
 
-    def _failed_inside(self, error: httptools.HttpParserCallbackError) -> None:
+    def _handle_internal_error(self, error: httptools.HttpParserCallbackError) -> None:
         """Answers with 500 after a bug in a parser callback, so that the client does not wait forever."""
         cause = error.__context__ or error
         context = {"message": "internal error while reading a request", "exception": cause, "protocol": self}
         asyncio.get_running_loop().call_exception_handler(context)
         current, self._current = self._current, None
         if current is not None:
-            current.client_gone()
+            current.cancel()
         self._forget_waiting()
         self._discarding = False
         message = "internal error in bedplate while reading this request"
@@ -526,11 +535,11 @@ class ClientConnection(asyncio.Protocol):
             return
         self._discarding = True
         self._body = []
-        self._take_up(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
-        body = sse.error_body(message, kind, code)
+        self._count_arrived(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
+        body = sse.encode_error(message, kind, code)
         self._rejection = (
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
-            % (_status_line(status), self._gateway.date, len(body), extra, body)
+            % (_format_status_line(status), self._gateway.date, len(body), extra, body)
         )
         if self._is_free():
             self._send_rejection()
@@ -547,19 +556,19 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write_eof()
         self._rejection = None
         self._closing = True
-        self._expect_within(LINGER_S)
+        self._set_deadline(LINGER_S)
         self._linger_until = monotonic() + MAX_LINGER_S
 
-    def _expect_within(self, duration_s: float) -> None:
+    def _set_deadline(self, duration_s: float) -> None:
         self.deadline = monotonic() + duration_s
 
 
-def _origin_form(target: bytes) -> bytes:
+def _to_origin_form(target: bytes) -> bytes:
     """Returns `/path?query` of a target in absolute form, which clients send to proxies."""
     scheme, mark, rest = target.partition(b"://")
     return b"/" + rest.partition(b"/")[2] if mark and scheme.lower() == b"http" else target
 
 
-def _status_line(status: int) -> bytes:
+def _format_status_line(status: int) -> bytes:
     """The status line, also for a non-standard status of an engine."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\nserver: bedplate\r\n" % status

@@ -7,17 +7,17 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Literal
 
 from bedplate.run.gateway import sse
-from bedplate.run.gateway.backend import Ended
-from bedplate.run.gateway.keeper import Words
-from bedplate.run.gateway.shapes import PREFIX_BYTES, conversation_of, prefix_hashes
+from bedplate.run.gateway.backend import FinishedRequest
+from bedplate.run.gateway.keeper import RequestContent
+from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.backend import Backend
-    from bedplate.run.gateway.client import ClientConnection, Request
-    from bedplate.run.gateway.routes import Route, Way
+    from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.client import ClientConnection, ClientRequest
+    from bedplate.run.gateway.routes import BackendLink, Route
     from bedplate.run.gateway.server import Gateway
-    from bedplate.run.gateway.tenants import Member
+    from bedplate.run.gateway.tenants import TenantState
     from bedplate.run.gateway.upstream import EngineConnection
 
 _STREAM_HEAD = (
@@ -42,7 +42,7 @@ _End = tuple[Outcome, str | None, float]
 """How the request ended, which engine had it, and when."""
 
 
-class Exchange:
+class GatewayExchange:
     """Owns one request. It runs in callbacks of the two connections, without a task, and buffers at most one
     incomplete event of a stream."""
 
@@ -56,12 +56,12 @@ class Exchange:
     def __init__(
         self,
         client: ClientConnection,
-        request: Request,
+        request: ClientRequest,
         api: sse.Api,
-        asked: sse.Asked,
+        asked: sse.RequestFields,
         gateway: Gateway,
         route: Route,
-        member: Member,
+        member: TenantState,
         cost_tokens: float,
         now: float,
     ) -> None:
@@ -72,20 +72,20 @@ class Exchange:
         self._gateway = gateway
         self._route = route
         self.member = member
-        self.line = route.waiting.line(member.name, member.weight)
+        self.line = route.waiting.get_queue(member.name, member.weight)
         self.cost_tokens = cost_tokens
         """The expected cost that it was charged when it was accepted."""
         self.num_bytes = len(request.body)
         self.joined_at = self.sent_at = self._started = now
         self._limits = b""
-        self._meter = route.links[0].meter if route.links else route.meter_of_none()
-        self._link: Way | None = None
+        self._meter = route.links[0].meter if route.links else route.get_meter_without_engine()
+        self._link: BackendLink | None = None
         self._affinity: int | None = None
         self._connection: EngineConnection | None = None
         self._first: float | None = None
         self.tried_again = False
         """Whether this is the second attempt, which uses a new connection instead of an idle one."""
-        self.tried: list[Backend] = []
+        self.tried: list[GatewayBackend] = []
         """Backends that failed to answer it."""
         self.over = False
         self.streams = bool(asked.stream)
@@ -99,7 +99,7 @@ class Exchange:
         if asked.stream:
             self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
             if not self._asked_usage and (api == "chat" or api == "completions"):
-                self._body = sse.with_usage_asked(request.body, asked)
+                self._body = sse.add_usage_option(request.body, asked)
         self._forget_answer()
 
     def _forget_answer(self) -> None:
@@ -111,7 +111,7 @@ class Exchange:
         self._held = b""
         self._before_last = (b"", b"")
         self._last_events = b""
-        self._usage = sse.Usage()
+        self._usage = sse.TokenUsage()
 
     def start(self) -> None:
         member = self.member
@@ -121,7 +121,7 @@ class Exchange:
             member.charge(self.cost_tokens, self._started)
         self._route.take(self)
         if member.has_limits:  # while the engine works
-            self._limits = member.headers()
+            self._limits = member.format_limit_headers()
 
     # called by its route
 
@@ -129,10 +129,10 @@ class Exchange:
     def affinity(self) -> int | None:
         """The same number for all requests of a conversation."""
         if self._affinity is None:
-            self._affinity = conversation_of(self._asked, self._gateway.tenants.salt)
+            self._affinity = hash_conversation(self._asked, self._gateway.tenants.salt)
         return self._affinity
 
-    def sent_to(self, link: Way, now: float) -> None:
+    def mark_sent(self, link: BackendLink, now: float) -> None:
         self._link = link
         self.sent_at = now
         if link.meter is not self._meter:
@@ -140,20 +140,20 @@ class Exchange:
             self._meter = link.meter
             self._meter.in_flight += 1
 
-    def is_at(self, backend: Backend) -> bool:
+    def is_at(self, backend: GatewayBackend) -> bool:
         return self._link is not None and self._link.backend is backend
 
-    def not_served(self, message: str, code: str, retry_after_s: int) -> None:
+    def reject_unserved(self, message: str, code: str, retry_after_s: int) -> None:
         """Answers with 503: no engine can answer the request in time."""
         if not self.over:
             self._fail(message, code, status=503, retry_after_s=retry_after_s)
 
     # called by the client's connection
 
-    def client_gone(self) -> None:
+    def cancel(self) -> None:
         if not self.over:
             record = self._finish("cancelled")
-            self._let_go()
+            self._abandon()
             self._keep_record(record)
 
     def pause(self) -> None:
@@ -168,17 +168,17 @@ class Exchange:
     def stop(self, message: str) -> None:
         """Ends the exchange with an error because the gateway or the engine is being stopped."""
         if not self.over:
-            self._let_go()
+            self._abandon()
             self._fail(message, "shutting_down", status=503)
 
     # called by the engine's connection
 
-    def engine_ready(self, connection: EngineConnection) -> None:
+    def send_to_engine(self, connection: EngineConnection) -> None:
         self._connection = connection
         request, body = self._request, self._body
         backend = connection.pool.backend
         if backend.wants_name and self._asked.model != backend.model:
-            body = sse.with_model(body, backend.model)
+            body = sse.set_model(body, backend.model)
         head = [b"POST ", request.target, _SENT_HEAD % len(body)]
         if key := backend.engine_key:
             head += (b"authorization: Bearer ", key.encode(), b"\r\n")
@@ -186,35 +186,35 @@ class Exchange:
             if name not in _NOT_FORWARDED:
                 head += (name, b": ", value, b"\r\n")
             elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-                request.headers = _without_named(request.headers)
-                self.engine_ready(connection)
+                request.headers = _remove_hop_headers(request.headers)
+                self.send_to_engine(connection)
                 return
         head += (b"\r\n", body)
         connection.send(self, b"".join(head))
 
-    def engine_head(self, status: int, content_type: bytes) -> None:
+    def receive_head(self, status: int, content_type: bytes) -> None:
         self._status = status
         self._type = content_type
         # The head is sent with the first event: one packet instead of two, and when the engine dies before its first
         # token the client still gets a proper status.
         self._streaming = status == 200 and content_type[:17].lower() == b"text/event-stream"
 
-    def engine_body(self, data: bytes) -> None:
+    def receive_body(self, data: bytes) -> None:
         if not self._streaming:
             self._answer.append(data)
             self._answer_bytes += len(data)
             if self._answer_bytes > MAX_ANSWER_BYTES:
-                self._too_much(f"answered with more than {MAX_ANSWER_BYTES:,} bytes")
+                self._abort_oversized(f"answered with more than {MAX_ANSWER_BYTES:,} bytes")
             return
         if self._held:
             data = self._held + data
             self._held = b""
-        complete_bytes = sse.whole_events(data)
+        complete_bytes = sse.measure_complete_events(data)
         if complete_bytes < len(data):
             self._held = data[complete_bytes:]
             data = data[:complete_bytes]
             if len(self._held) > MAX_EVENT_BYTES:
-                self._too_much(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
+                self._abort_oversized(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
                 return
         if not data:
             return
@@ -225,16 +225,16 @@ class Exchange:
             if not data:
                 return
         if self._sent_on is not None:
-            self._keep(data)
+            self._keep_sent(data)
         if self._first is None:
             self._first = monotonic()
             self._backend.worked = True
-            self._route.has_read(self)
+            self._route.end_prefill(self)
             self._client.begin_stream(_STREAM_HEAD + self._limits, data)
         else:
             self._client.write_stream(data)
 
-    def engine_done(self) -> None:
+    def complete_answer(self) -> None:
         self._connection = None
         if not self._streaming:
             self._answer_whole()
@@ -242,17 +242,17 @@ class Exchange:
         if self._held.strip():
             # At the end of the stream, an event without its blank line is complete.
             held, self._held = self._held, b""
-            self.engine_body(held + b"\n\n")
+            self.receive_body(held + b"\n\n")
         backend = self._backend
-        if sse.is_whole(self._api, self._last_events) and self._first is not None:
-            backend.health.succeeded()
+        if sse.is_complete(self._api, self._last_events) and self._first is not None:
+            backend.health.record_success()
             record = self._finish("ok")
             self._client.end_stream()
             self._keep_record(record)
         else:
-            self._failed_at(backend, f"{backend.engine} ended the stream before the answer was complete")
+            self._record_engine_failure(backend, f"{backend.engine} ended the stream before the answer was complete")
 
-    def engine_lost(self, how: str, reused: bool) -> None:
+    def handle_lost_engine(self, how: str, reused: bool) -> None:
         self._connection = None
         if self.over:
             return
@@ -261,66 +261,66 @@ class Exchange:
             # The engine may close an idle connection at the moment when we write to it. No part of the answer has
             # arrived, so the request is sent again on a new connection.
             self.tried_again = True
-            self._leave()
-            self._route.again(self)
+            self._leave_engine()
+            self._route.retry(self)
             return
-        self._failed_at(backend, f"{backend.engine} stopped before the answer was complete: {how}")
+        self._record_engine_failure(backend, f"{backend.engine} stopped before the answer was complete: {how}")
 
-    def engine_away(self) -> None:
+    def handle_absent_engine(self) -> None:
         """Called when the engine has no address any more: it stopped after the request was accepted."""
         backend = self._backend
-        if not self.over and not self._tried_elsewhere(backend):
-            self._fail(backend.unavailable(), f"engine_{backend.state}", status=503)
+        if not self.over and not self._retry_elsewhere(backend):
+            self._fail(backend.explain_unavailable(), f"engine_{backend.state}", status=503)
 
-    def _too_much(self, what: str) -> None:
+    def _abort_oversized(self, what: str) -> None:
         """Ends an answer that exceeds a limit, so that it cannot fill the memory."""
         backend = self._backend
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.pool.abandon(connection)
         self._answer, self._held = [], b""
-        self._failed_at(backend, f"{backend.engine} {what}")
+        self._record_engine_failure(backend, f"{backend.engine} {what}")
 
-    def _failed_at(self, backend: Backend, message: str) -> None:
-        backend.health.failed(monotonic())
-        if not self._tried_elsewhere(backend):
+    def _record_engine_failure(self, backend: GatewayBackend, message: str) -> None:
+        backend.health.record_failure(monotonic())
+        if not self._retry_elsewhere(backend):
             self._fail(message, "engine_stopped")
 
-    def _tried_elsewhere(self, backend: Backend) -> bool:
+    def _retry_elsewhere(self, backend: GatewayBackend) -> bool:
         """Sends the request to another backend, unless the client has already received a part of the answer."""
         self.tried.append(backend)
-        if self._first is not None or not self._route.another_than(self.tried):
+        if self._first is not None or not self._route.has_untried_backend(self.tried):
             return False
         if backend.on_end is not None:
-            backend.on_end(self._ended("failed"))
-        self._leave()
+            backend.on_end(self._describe_end("failed"))
+        self._leave_engine()
         self._forget_answer()
         self.tried_again = False
-        self._route.again(self)
+        self._route.retry(self)
         return True
 
     @property
-    def _backend(self) -> Backend:
+    def _backend(self) -> GatewayBackend:
         if self._link is None:
             raise RuntimeError("the request has not been sent to an engine")
         return self._link.backend
 
-    def _let_go(self) -> None:
+    def _abandon(self) -> None:
         """Cancels the request: closes the engine's connection, or leaves the queue."""
         if self._connection is not None:
             self._connection.pool.abandon(self._connection)
         else:
-            self._route.forget(self)
+            self._route.remove_waiting(self)
 
-    def _leave(self) -> None:
+    def _leave_engine(self) -> None:
         """Frees the engine's slot, before the request is sent to another one."""
         link, self._link = self._link, None
         if link is not None:
-            self._route.left(self, link)
+            self._route.release_for_retry(self, link)
 
-    def _ended(self, outcome: Outcome) -> Ended:
+    def _describe_end(self, outcome: Outcome) -> FinishedRequest:
         usage, first = self._usage, self._first
-        return Ended(
+        return FinishedRequest(
             outcome="failed" if outcome == "refused" and self._status >= 500 else outcome,
             begun=first is not None,
             ttft_s=first - self.sent_at if first is not None else None,
@@ -331,7 +331,7 @@ class Exchange:
             body=self._request.body,
         )
 
-    def _keep(self, data: bytes) -> None:
+    def _keep_sent(self, data: bytes) -> None:
         """Keeps what was sent to the client, for `--log-content` and shadow runs."""
         if self._sent_on is not None:
             self._sent_on.append(data)
@@ -342,21 +342,21 @@ class Exchange:
         backend = self._backend
         backend.worked = True
         if self._status >= 500:
-            backend.health.failed(monotonic())
-            if self._tried_elsewhere(backend):
+            backend.health.record_failure(monotonic())
+            if self._retry_elsewhere(backend):
                 return
         else:
-            backend.health.succeeded()
+            backend.health.record_success()
         answer = self._answer
         body = answer[0] if len(answer) == 1 else b"".join(answer)
         if self._status >= 400:
-            body = sse.as_openai_error(self._status, body)
+            body = sse.convert_to_openai_error(self._status, body)
             self._type = b"application/json"
         else:
             sse.read_body_usage(body, self._usage)
             self._last_events = body
         if self._sent_on is not None:
-            self._keep(body)
+            self._keep_sent(body)
         record = self._finish("ok" if self._status < 400 else "refused")
         self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
         self._keep_record(record)
@@ -368,9 +368,11 @@ class Exchange:
         record = self._finish("failed")
         if self._first is None:
             retry = b"retry-after: %d\r\n" % retry_after_s
-            self._client.respond(status, sse.error_body(message, "server_error", code), extra=retry)
+            self._client.respond(status, sse.encode_error(message, "server_error", code), extra=retry)
         else:
-            self._client.write_stream(sse.error_event(self._api, message, "server_error", code, self._last_events))
+            self._client.write_stream(
+                sse.encode_error_event(self._api, message, "server_error", code, self._last_events)
+            )
             self._client.end_stream()
         self._keep_record(record)
 
@@ -390,17 +392,17 @@ class Exchange:
             backend = link.backend
             engine = backend.engine
             if outcome == "cancelled":
-                backend.health.ended_otherwise()
+                backend.health.record_inconclusive()
             if backend.on_end is not None:
-                backend.on_end(self._ended(outcome))
-            self._route.ended(self, link, used, ended)
-        member.ended(self.cost_tokens, used, usage.completion_tokens, ended)
+                backend.on_end(self._describe_end(outcome))
+            self._route.release_slot(self, link, used, ended)
+        member.record_end(self.cost_tokens, used, usage.completion_tokens, ended)
         meter = self._meter
         meter.in_flight -= 1
         meter.record(self._api, outcome, self._started, self._first, ended, usage)
         own = member.meter
         if own is None:
-            own = member.meter = self._gateway.meters.tenant(member.name)
+            own = member.meter = self._gateway.meters.get_tenant_meter(member.name)
         own.record(outcome, usage)
         return outcome, engine, ended
 
@@ -408,10 +410,10 @@ class Exchange:
         keeper, observer = self._gateway.keeper, self._gateway.seen
         if keeper is None and observer is None:
             return
-        row = self._row(end)
+        row = self._build_record(end)
         words = None
         if self._sent_on is not None:
-            words = Words(self._request.target, self._request.body, b"".join(self._sent_on))
+            words = RequestContent(self._request.target, self._request.body, b"".join(self._sent_on))
         if keeper is not None:
             keeper.add(row)
             if keeper.content is not None and words is not None:
@@ -423,10 +425,10 @@ class Exchange:
                 context = {"message": "the observer of requests failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
 
-    def _row(self, end: _End) -> ServedRequest:
+    def _build_record(self, end: _End) -> ServedRequest:
         outcome, engine, ended = end
         usage, asked, started = self._usage, self._asked, self._started
-        text, text_bytes = asked.text(PREFIX_BYTES)
+        text, text_bytes = asked.get_prompt_text(PREFIX_BYTES)
         return ServedRequest(
             at_s=time() - (ended - started),
             tenant=self.member.name,
@@ -437,20 +439,20 @@ class Exchange:
             outcome=outcome,
             status=self._status,
             body_bytes=self.num_bytes,
-            max_tokens=asked.most_tokens,
+            max_tokens=asked.max_answer_tokens,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             wait_ms=1000 * (self.sent_at - started) if engine is not None else None,
             ttft_ms=1000 * (self._first - started) if self._first is not None else None,
             duration_ms=1000 * (ended - started),
-            finish=sse.finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
-            prefix_hashes=prefix_hashes(text, self._gateway.tenants.salt),
+            finish=sse.find_finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
+            prefix_hashes=hash_prefixes(text, self._gateway.tenants.salt),
             text_bytes=text_bytes,
         )
 
 
-def _without_named(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _remove_hop_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Removes the headers that `Connection` names, which are for one hop only."""
     named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in headers if name not in named and name != b"connection"]

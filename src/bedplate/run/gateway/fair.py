@@ -19,7 +19,7 @@ SLOTS_PER_PREFILL = 4
 SMOOTHING = 0.1
 
 
-class Waiting(Protocol):
+class QueuedRequest(Protocol):
     """A request in a queue."""
 
     @property
@@ -29,10 +29,10 @@ class Waiting(Protocol):
     def cost_tokens(self) -> float: ...
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=QueuedRequest)
 
 
-class Line(Generic[W]):
+class TenantQueue(Generic[W]):
     """One tenant's requests for one model, in order of arrival."""
 
     __slots__ = (
@@ -70,12 +70,12 @@ class Line(Generic[W]):
     def is_idle(self) -> bool:
         return not self.queue and not self.in_flight
 
-    def wants(self, now: float) -> int:
+    def count_wanted_slots(self, now: float) -> int:
         """The most slots that it could have used recently."""
-        self.note(now)
+        self.record_demand(now)
         return max(self._now, self._before)
 
-    def note(self, now: float) -> None:
+    def record_demand(self, now: float) -> None:
         passed = now - self._since
         if passed > SLOT_KEPT_S:
             self._before = self._now if passed < 2 * SLOT_KEPT_S else 0
@@ -93,7 +93,7 @@ class FairQueue(Generic[W]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line[W]] = {}
+        self._lines: dict[str, TenantQueue[W]] = {}
         self._heap: list[tuple[float, int, str]] = []
         self.count = 0
         """Requests in all queues."""
@@ -107,33 +107,33 @@ class FairQueue(Generic[W]):
         """Whether more than one tenant has sent requests recently."""
         return len(self._lines) > 1
 
-    def line(self, name: str, weight: float) -> Line[W]:
+    def get_queue(self, name: str, weight: float) -> TenantQueue[W]:
         line = self._lines.get(name)
         if line is None:
-            line = self._lines[name] = Line(name, weight)
+            line = self._lines[name] = TenantQueue(name, weight)
         line.weight = weight
         return line
 
-    def lines(self) -> list[Line[W]]:
+    def list_queues(self) -> list[TenantQueue[W]]:
         return list(self._lines.values())
 
-    def join(self, line: Line[W], waiting: W, now: float, *, first: bool = False) -> None:
+    def add(self, line: TenantQueue[W], waiting: W, now: float, *, first: bool = False) -> None:
         """Adds a request at the end of its tenant's queue; with `first`, at the beginning."""
-        self.wake(line)
+        self.level_counter(line)
         (line.queue.appendleft if first else line.queue.append)(waiting)
         self.count += 1
-        line.note(now)
+        line.record_demand(now)
         if len(line.queue) == 1:
-            self._enter(line)
+            self._push_entry(line)
 
-    def wake(self, line: Line[W]) -> None:
+    def level_counter(self, line: TenantQueue[W]) -> None:
         """Sets the counter of a tenant that returns to the level of the active ones, or of the last active ones."""
         if len(self._lines) > 1 and line.is_idle:
             others = [other.served for other in self._lines.values() if other is not line and not other.is_idle]
             level = min(others) if others else max(other.served for other in self._lines.values())
             line.served = max(line.served, level)
 
-    def leave(self, line: Line[W], waiting: W) -> bool:
+    def withdraw(self, line: TenantQueue[W], waiting: W) -> bool:
         """Removes a request; returns whether it was in the queue."""
         try:
             line.queue.remove(waiting)
@@ -144,13 +144,13 @@ class FairQueue(Generic[W]):
             line._entry = None
         return True
 
-    def take(self, free_slots: int | None, slots: int | None, now: float) -> tuple[Line[W], W] | None:
+    def take(self, free_slots: int | None, slots: int | None, now: float) -> tuple[TenantQueue[W], W] | None:
         """Removes and returns the next request that may use one of the free slots."""
-        skipped: list[Line[W]] = []
-        parts = self._parts(slots, now) if slots is not None else {}
-        reserved = self._kept(parts, now)
+        skipped: list[TenantQueue[W]] = []
+        parts = self._share_slots(slots, now) if slots is not None else {}
+        reserved = self._reserve_slots(parts, now)
         all_kept = sum(reserved.values())
-        found: tuple[Line[W], W] | None = None
+        found: tuple[TenantQueue[W], W] | None = None
         while self._heap and found is None:
             served, number, name = heapq.heappop(self._heap)
             line = self._lines.get(name)
@@ -158,7 +158,7 @@ class FairQueue(Generic[W]):
                 continue
             line._entry = None
             if free_slots is not None and (
-                free_slots <= all_kept - reserved.get(name, 0) or self._gives_way(line, parts, now)
+                free_slots <= all_kept - reserved.get(name, 0) or self._must_wait_for_prefill(line, parts, now)
             ):
                 skipped.append(line)
                 continue
@@ -167,60 +167,60 @@ class FairQueue(Generic[W]):
             if line.queue:
                 skipped.append(line)
         for line in skipped:
-            self._enter(line)
+            self._push_entry(line)
         return found
 
-    def may_pass(self, line: Line[W], free_slots: int, slots: int, now: float) -> bool:
+    def may_pass(self, line: TenantQueue[W], free_slots: int, slots: int, now: float) -> bool:
         """Whether a tenant may use a free slot at once when no requests wait."""
-        parts = self._parts(slots, now)
-        reserved = self._kept(parts, now)
+        parts = self._share_slots(slots, now)
+        reserved = self._reserve_slots(parts, now)
         reserved_for_others = sum(reserved.values()) - reserved.get(line.name, 0)
-        return free_slots > reserved_for_others and not self._gives_way(line, parts, now)
+        return free_slots > reserved_for_others and not self._must_wait_for_prefill(line, parts, now)
 
-    def seated(self, line: Line[W], cost_tokens: float, now: float) -> None:
+    def charge_sent(self, line: TenantQueue[W], cost_tokens: float, now: float) -> None:
         """Charges a request that is sent to the engine its expected cost."""
         if len(self._lines) > 1:
-            self.wake(line)
+            self.level_counter(line)
             line.in_flight += 1
-            line.note(now)
+            line.record_demand(now)
         else:
             line.in_flight += 1
         line.charged = cost_tokens
         line.served += cost_tokens / line.weight
         if line.queue:
-            self._enter(line)
+            self._push_entry(line)
 
-    def left(self, line: Line[W], refund_tokens: float = 0.0) -> None:
+    def refund(self, line: TenantQueue[W], refund_tokens: float = 0.0) -> None:
         """Frees the slot of a request that goes to another engine, and refunds its charge."""
         line.in_flight -= 1
         line.served -= refund_tokens / line.weight
         if line.queue:
-            self._enter(line)
+            self._push_entry(line)
 
-    def ended(self, line: Line[W], charged_tokens: float, cost_tokens: float | None) -> None:
+    def settle_charge(self, line: TenantQueue[W], charged_tokens: float, cost_tokens: float | None) -> None:
         """Frees the slot of a request that has ended, and corrects its charge to `cost_tokens`, where known."""
         line.in_flight -= 1
         if cost_tokens is not None:
             line.mean_cost += SMOOTHING * (cost_tokens - line.mean_cost)
             line.served -= (charged_tokens - cost_tokens) / line.weight
         if line.queue:
-            self._enter(line)
+            self._push_entry(line)
 
     def forget_idle(self, now: float) -> None:
         """Removes the queues of tenants that have sent nothing for a while."""
         for name, line in list(self._lines.items()):
-            if line.is_idle and not line.wants(now):
+            if line.is_idle and not line.count_wanted_slots(now):
                 del self._lines[name]
 
-    def _parts(self, slots: int, now: float) -> dict[str, int]:
+    def _share_slots(self, slots: int, now: float) -> dict[str, int]:
         """The fair share of the slots of each recently active tenant; empty where there is only one."""
-        active = [line for line in self._lines.values() if line.wants(now)]
+        active = [line for line in self._lines.values() if line.count_wanted_slots(now)]
         if len(active) < 2:
             return {}
         weights = sum(line.weight for line in active)
         return {line.name: int(slots * line.weight / weights) for line in active}
 
-    def _kept(self, parts: dict[str, int], now: float) -> dict[str, int]:
+    def _reserve_slots(self, parts: dict[str, int], now: float) -> dict[str, int]:
         """Free slots that are reserved for each tenant: those that it used recently, up to its fair share.
 
         Without them, a tenant whose request arrives just after another tenant took the slot would wait until that
@@ -232,12 +232,12 @@ class FairQueue(Generic[W]):
         reserved = {}
         for name, part in parts.items():
             line = self._lines[name]
-            unused = min(part, line.wants(now)) - line.in_flight
-            if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _cost(line):
+            unused = min(part, line.count_wanted_slots(now)) - line.in_flight
+            if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _estimate_cost(line):
                 reserved[name] = unused
         return reserved
 
-    def _gives_way(self, line: Line[W], parts: dict[str, int], now: float) -> bool:
+    def _must_wait_for_prefill(self, line: TenantQueue[W], parts: dict[str, int], now: float) -> bool:
         """Whether a tenant that wants more than its share waits for the prefill of other tenants' requests.
 
         An engine prefills prompts one after the other, or all of them at half the speed: during a flood, each first
@@ -245,19 +245,19 @@ class FairQueue(Generic[W]):
         behind those that it waits for stops waiting, so tokens are shared as before.
         """
         part = parts.get(line.name)
-        if part is None or line.wants(now) <= part:
+        if part is None or line.count_wanted_slots(now) <= part:
             return False
-        lead = LEAD_PREFILL_REQUESTS * _cost(line)
+        lead = LEAD_PREFILL_REQUESTS * _estimate_cost(line)
         within = [
             other
             for name, fair in parts.items()
-            if name != line.name and (other := self._lines[name]).wants(now) <= fair
+            if name != line.name and (other := self._lines[name]).count_wanted_slots(now) <= fair
         ]
         if not within or max(other.served for other in within) > line.served + lead:
             return False
         return line.prefilling >= max(1, part // SLOTS_PER_PREFILL) or any(other.prefilling for other in within)
 
-    def _enter(self, line: Line[W]) -> None:
+    def _push_entry(self, line: TenantQueue[W]) -> None:
         if len(self._heap) > 64 + 4 * len(self._lines):  # most entries are outdated
             lines = self._lines
             self._heap = [one for one in self._heap if one[2] in lines and lines[one[2]]._entry == one[:2]]
@@ -267,6 +267,6 @@ class FairQueue(Generic[W]):
         heapq.heappush(self._heap, (line.served, self._number, line.name))
 
 
-def _cost(line: Line[W]) -> float:
+def _estimate_cost(line: TenantQueue[W]) -> float:
     """The expected cost of one of the tenant's requests, divided by its weight."""
     return max(line.mean_cost, line.charged) / line.weight

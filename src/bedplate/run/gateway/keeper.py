@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from bedplate import store
-from bedplate.errors import OutsideFailed
-from bedplate.home import disk_failure
+from bedplate.errors import ExternalFailure
+from bedplate.home import make_disk_failure
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant
 from bedplate.values.traffic import ServedRequest
@@ -35,7 +35,7 @@ MOST_CONTENT_BYTES = 64_000_000
 """Limit of the contents that wait to be written."""
 
 
-class Words(NamedTuple):
+class RequestContent(NamedTuple):
     """The content of a request and its answer."""
 
     target: bytes
@@ -47,7 +47,7 @@ class Words(NamedTuple):
 Changed = Callable[[tuple[Tenant, ...], tuple[KeyDigest, ...]], None]
 
 
-class Keeper:
+class RequestRecorder:
     """Writes requests to the store in batches, and detects changes of the tenants in it.
 
     A full or slow disk never delays a request: requests that cannot be written are counted in `lost`.
@@ -64,7 +64,7 @@ class Keeper:
 
         With `content`, requests and answers are written to files in that folder, which only their owner can read.
         """
-        self.path = path or store.store_path()
+        self.path = path or store.get_store_path()
         self.content = content
         self.lost = 0
         """Requests that could not be written."""
@@ -73,7 +73,7 @@ class Keeper:
         """Called for each request that has ended, in the gateway's loop, so they must be fast."""
         self._note = note
         self._pending: deque[ServedRequest] = deque()
-        self._contents: deque[tuple[ServedRequest, Words]] = deque()
+        self._contents: deque[tuple[ServedRequest, RequestContent]] = deque()
         self._content_bytes = 0
         self._failing = False
         self._wake = threading.Event()
@@ -81,18 +81,18 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._changed: Changed = lambda tenants, keys: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._seen: object = self._mark()
+        self._seen: object = self._read_store_version()
         self.tenants, self.keys = self._read()
-        self.salt = self._salt()
+        self.salt = self._read_salt()
         if content is not None:
-            _own_folder(content)
+            _create_private_folder(content)
 
     # called in the gateway's loop
 
     def start(self, changed: Changed) -> None:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._work, name="bedplate-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="bedplate-keeper", daemon=True)
         self._thread.start()
 
     def add(self, request: ServedRequest) -> None:
@@ -103,7 +103,7 @@ class Keeper:
         else:
             self._pending.append(request)
 
-    def add_content(self, request: ServedRequest, words: Words) -> None:
+    def add_content(self, request: ServedRequest, words: RequestContent) -> None:
         if self._content_bytes < MOST_CONTENT_BYTES:
             self._content_bytes += len(words.asked) + len(words.answered)
             self._contents.append((request, words))
@@ -117,15 +117,15 @@ class Keeper:
 
     # called in its own thread
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         fold_at = time.monotonic() + FOLD_EVERY_S / 10
         while not self._stopping:
             self._wake.wait(WRITE_EVERY_S)
             self._write()
-            self._look()
+            self._check_for_changes()
             if time.monotonic() > fold_at:
                 fold_at = time.monotonic() + FOLD_EVERY_S
-                with contextlib.suppress(OutsideFailed):
+                with contextlib.suppress(ExternalFailure):
                     store.fold_requests(time.time() - KEEP_DAYS * 86_400, KEEP_REQUESTS, self.path)
         self._write()
 
@@ -138,12 +138,12 @@ class Keeper:
                 store.add_requests(batch, self.path)
                 self.written += len(batch)
                 self._failing = False
-            except OutsideFailed as error:
+            except ExternalFailure as error:
                 # The next attempt writes them again, as far as the limit permits.
                 room = max(0, MOST_PENDING - len(self._pending))
                 self.lost += max(0, len(batch) - room)
                 self._pending.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
-                self._say_once(f"cannot log requests: {error.message}: {error.cause}; serving continues")
+                self._note_once(f"cannot log requests: {error.message}: {error.cause}; serving continues")
         self._write_contents()
 
     def _write_contents(self) -> None:
@@ -165,17 +165,17 @@ class Keeper:
             try:
                 _append(self.content / f"requests-{moment:%Y-%m-%d}.jsonl", line + b"\n")
             except OSError as error:
-                self._say_once(f"cannot write to {self.content}: {error.strerror}; serving continues")
+                self._note_once(f"cannot write to {self.content}: {error.strerror}; serving continues")
 
-    def _look(self) -> None:
+    def _check_for_changes(self) -> None:
         """Tells the gateway about changed tenants. While the store cannot be read, the last ones stay valid."""
-        mark = self._mark()
+        mark = self._read_store_version()
         if mark == self._seen:
             return
         try:
             tenants, keys = self._read()
-        except OutsideFailed as error:
-            self._say_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
+        except ExternalFailure as error:
+            self._note_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
             return
         self._seen = mark
         if (tenants, keys) != (self.tenants, self.keys) and self._loop is not None:
@@ -183,7 +183,7 @@ class Keeper:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._changed, tenants, keys)
 
-    def _mark(self) -> object:
+    def _read_store_version(self) -> object:
         """A value that changes whenever a process writes to the store."""
         marks = []
         for name in (self.path, self.path.with_name(self.path.name + "-wal")):
@@ -195,38 +195,38 @@ class Keeper:
         return tuple(marks)
 
     def _read(self) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
-        rows = store.tenants_and_digests(self.path)
+        rows = store.read_tenants_and_digests(self.path)
         keys = tuple(
-            KeyDigest(digest, tenant.name, _seconds(key.expires_at))
+            KeyDigest(digest, tenant.name, _to_seconds(key.expires_at))
             for tenant, digests in rows
             for key, digest in zip(tenant.keys, digests, strict=True)
         )
         return tuple(tenant for tenant, _ in rows), keys
 
-    def _salt(self) -> bytes:
+    def _read_salt(self) -> bytes:
         try:
-            return store.salt(self.path)
-        except OutsideFailed as error:
+            return store.get_salt(self.path)
+        except ExternalFailure as error:
             if self.keys:
                 raise
-            self._say_once(f"cannot log requests: {error.message}; serving continues")
+            self._note_once(f"cannot log requests: {error.message}; serving continues")
             return secrets.token_bytes(store.SALT_BYTES)
 
-    def _say_once(self, text: str) -> None:
+    def _note_once(self, text: str) -> None:
         if not self._failing:
             self._failing = True
             self._note(text)
 
 
-def _seconds(at: str | None) -> float | None:
+def _to_seconds(at: str | None) -> float | None:
     return dt.datetime.fromisoformat(at).timestamp() if at is not None else None
 
 
-def _own_folder(folder: Path) -> None:
+def _create_private_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise disk_failure(error, folder) from error
+        raise make_disk_failure(error, folder) from error
 
 
 def _append(path: Path, line: bytes) -> None:

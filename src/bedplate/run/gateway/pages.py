@@ -17,7 +17,7 @@ from bedplate.run.gateway import sse
 from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.client import Request
+    from bedplate.run.gateway.client import ClientRequest
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
 
@@ -26,7 +26,7 @@ _STARTED = int(time.time())
 MODEL_PAGE = "/v1/models/{name}"
 
 
-class Visit(NamedTuple):
+class PageRequest(NamedTuple):
     """A request for a page, after its key was checked."""
 
     tenant: str | None
@@ -37,32 +37,32 @@ class Visit(NamedTuple):
     query: Mapping[str, str]
 
 
-class Shown(NamedTuple):
+class PageResponse(NamedTuple):
     body: bytes
     content_type: str
     headers: Mapping[str, str] = {}
     status: int = 200
 
 
-Page = Callable[[Visit], Shown | None]
+Page = Callable[[PageRequest], PageResponse | None]
 """A registered page; where it returns `None`, the gateway's own page is shown. Keys are checked before the call."""
 
 
-def show_page(gateway: Gateway, request: Request) -> Shown:
+def show_page(gateway: Gateway, request: ClientRequest) -> PageResponse:
     """Returns the page at the request's path, or an error in OpenAI's format."""
-    path = _decoded(request.path)
+    path = _decode_path(request.path)
     try:
-        return _page_at(gateway, path, request)
+        return _find_page(gateway, path, request)
     except Exception:
         _log.exception("cannot build the page %s", path)
-        return _error(500, "internal error in bedplate while building this page", "internal_error")
+        return _respond_error(500, "internal error in bedplate while building this page", "internal_error")
 
 
-def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
-    own_page = _own_page(path)
+def _find_page(gateway: Gateway, path: str, request: ClientRequest) -> PageResponse:
+    own_page = _find_own_page(path)
     method = request.method.decode("latin-1")
     if method in ("GET", "HEAD"):
-        visit = _visit(gateway, request)
+        visit = _read_page_request(gateway, request)
         registered = gateway.handed.get(path)
         response = registered(visit) if registered is not None else None
         if response is None and own_page is not None:
@@ -70,18 +70,18 @@ def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
         if response is not None:
             return response
     elif own_page is not None:
-        return _not_allowed(path, method, "GET,HEAD")
+        return _reject_method(path, method, "GET,HEAD")
     if path.encode() in sse.APIS:
-        return _not_allowed(path, method, "POST")
-    return _error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
+        return _reject_method(path, method, "POST")
+    return _respond_error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
 
 
-def _own_page(path: str) -> Callable[[Gateway, Visit], Shown] | None:
+def _find_own_page(path: str) -> Callable[[Gateway, PageRequest], PageResponse] | None:
     name = path.removeprefix(MODEL_PAGE.removesuffix("{name}"))
-    return partial(_model, name=name) if name and name != path else OWN_PAGES.get(path)
+    return partial(_show_model, name=name) if name and name != path else OWN_PAGES.get(path)
 
 
-def _visit(gateway: Gateway, request: Request) -> Visit:
+def _read_page_request(gateway: Gateway, request: ClientRequest) -> PageRequest:
     member = request.member
     is_open = gateway.tenants.is_open
     name = DEFAULT_TENANT if is_open else member.name if member is not None else None
@@ -90,67 +90,67 @@ def _visit(gateway: Gateway, request: Request) -> Visit:
     query: dict[str, str] = {}
     for key, value in parse_qsl(request.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
         query.setdefault(key, value)
-    return Visit(name, sees_all, accept, query)
+    return PageRequest(name, sees_all, accept, query)
 
 
-def _decoded(path: bytes) -> str:
+def _decode_path(path: bytes) -> str:
     return unquote_to_bytes(path).decode("utf-8", "replace")
 
 
-def _health(gateway: Gateway, _: Visit) -> Shown:
+def _show_health(gateway: Gateway, _: PageRequest) -> PageResponse:
     unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
     backend = unready.backends[0] if unready is not None and unready.backends else None
     if not gateway.routes:
-        return _json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
+        return _respond_json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
     body = {
         "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
-        "models": {route.model: _state_of(route) for route in gateway.routes},
+        "models": {route.model: _describe_state(route) for route in gateway.routes},
     }
     if unready is None:
-        return _json(body)
-    return _json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
+        return _respond_json(body)
+    return _respond_json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
 
 
-def _models(gateway: Gateway, visit: Visit) -> Shown:
-    rows = [_row_of(route) for route in gateway.routes if _may_use(route, visit)]
-    return _json({"object": "list", "data": rows})
+def _list_models(gateway: Gateway, visit: PageRequest) -> PageResponse:
+    rows = [_describe_model(route) for route in gateway.routes if _may_use(route, visit)]
+    return _respond_json({"object": "list", "data": rows})
 
 
-def _model(gateway: Gateway, visit: Visit, *, name: str) -> Shown:
-    route = gateway.route_for(name)
+def _show_model(gateway: Gateway, visit: PageRequest, *, name: str) -> PageResponse:
+    route = gateway.find_route(name)
     if route is None or not _may_use(route, visit):
-        return _error(404, f"the model {name!r} is not served here", "model_not_found")
-    return _json(_row_of(route))
+        return _respond_error(404, f"the model {name!r} is not served here", "model_not_found")
+    return _respond_json(_describe_model(route))
 
 
-def _metrics(gateway: Gateway, visit: Visit) -> Shown:
+def _show_metrics(gateway: Gateway, visit: PageRequest) -> PageResponse:
     if visit.sees_all:
-        body = gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
+        body = gateway.meters.render_all(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
     else:
-        body = gateway.meters.text_of(visit.tenant or "")
-    return Shown(body, "text/plain; version=0.0.4; charset=utf-8")
+        body = gateway.meters.render_tenant(visit.tenant or "")
+    return PageResponse(body, "text/plain; version=0.0.4; charset=utf-8")
 
 
-def _welcome(gateway: Gateway, visit: Visit) -> Shown:
+def _show_welcome(gateway: Gateway, visit: PageRequest) -> PageResponse:
     if "text/html" in visit.accept:
-        return Shown(_welcome_html(gateway).encode(), "text/html; charset=utf-8")
-    return Shown(_welcome_text(gateway).encode(), "text/plain; charset=utf-8")
+        return PageResponse(_write_welcome_html(gateway).encode(), "text/html; charset=utf-8")
+    return PageResponse(_write_welcome_text(gateway).encode(), "text/plain; charset=utf-8")
 
 
-OWN_PAGES: dict[str, Callable[[Gateway, Visit], Shown]] = {
-    "/": _welcome,
-    "/health": _health,
-    "/metrics": _metrics,
-    "/models": _models,
-    "/v1/models": _models,
+OWN_PAGES: dict[str, Callable[[Gateway, PageRequest], PageResponse]] = {
+    "/": _show_welcome,
+    "/health": _show_health,
+    "/metrics": _show_metrics,
+    "/models": _list_models,
+    "/v1/models": _list_models,
 }
 
 
-def _may_use(route: Route, visit: Visit) -> bool:
+def _may_use(route: Route, visit: PageRequest) -> bool:
     return visit.sees_all or route.allowed is None or visit.tenant in route.allowed
 
 
-def _state_of(route: Route) -> dict[str, object]:
+def _describe_state(route: Route) -> dict[str, object]:
     """The state of the first backend that accepts requests, and of each one where there are several."""
     backends = sorted(route.backends, key=lambda b: not b.takes_new)
     if not backends:
@@ -165,7 +165,7 @@ def _state_of(route: Route) -> dict[str, object]:
                 "state": b.state,
                 "progress": b.progress,
                 "share": b.share,
-                "well": b.health.is_well,
+                "well": b.health.is_healthy,
                 "in_flight": b.in_flight,
             }
             for b in route.backends
@@ -173,7 +173,7 @@ def _state_of(route: Route) -> dict[str, object]:
     return state
 
 
-def _row_of(route: Route) -> dict[str, object]:
+def _describe_model(route: Route) -> dict[str, object]:
     first = min(route.backends, key=lambda b: not b.takes_new, default=None)
     return {
         "id": route.model,
@@ -186,7 +186,7 @@ def _row_of(route: Route) -> dict[str, object]:
     }
 
 
-def curl(url: str, needs_key: bool) -> str:
+def write_curl_command(url: str, needs_key: bool) -> str:
     """A complete command; `max_tokens` is set since a small model may not end its answer by itself."""
     key = "-H 'authorization: Bearer YOUR-KEY' " if needs_key else ""
     return (
@@ -195,14 +195,20 @@ def curl(url: str, needs_key: bool) -> str:
     )
 
 
-def _welcome_text(gateway: Gateway) -> str:
+def _write_welcome_text(gateway: Gateway) -> str:
     lines = [f"bedplate {__version__}", ""]
     lines += [f"{b.model} is served by {b.engine} {b.engine_version} ({b.state})" for b in gateway.backends]
-    lines += ["", f"OpenAI clients: base_url={gateway.url}/v1", "", curl(gateway.url, gateway.needs_key), ""]
+    lines += [
+        "",
+        f"OpenAI clients: base_url={gateway.url}/v1",
+        "",
+        write_curl_command(gateway.url, gateway.needs_key),
+        "",
+    ]
     return "\n".join(lines)
 
 
-def _welcome_html(gateway: Gateway) -> str:
+def _write_welcome_html(gateway: Gateway) -> str:
     url = html.escape(gateway.url)
     rows = "".join(
         f"<tr><td><code>{html.escape(b.model)}</code></td><td>{html.escape(f'{b.engine} {b.engine_version}')}</td>"
@@ -219,7 +225,7 @@ def _welcome_html(gateway: Gateway) -> str:
     )
     return _PAGE.format(
         version=__version__, rows=rows, url=url, model=first, key=key, key_note=key_note,
-        curl=html.escape(curl(gateway.url, gateway.needs_key)),
+        curl=html.escape(write_curl_command(gateway.url, gateway.needs_key)),
     )  # fmt: skip
 
 
@@ -256,15 +262,15 @@ print(answer.choices[0].message.content)</pre>
 """
 
 
-def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Shown:
-    return Shown(msgspec.json.encode(value), "application/json", headers or {}, status)
+def _respond_json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> PageResponse:
+    return PageResponse(msgspec.json.encode(value), "application/json", headers or {}, status)
 
 
-def _error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Shown:
+def _respond_error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> PageResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return Shown(sse.error_body(message, kind, code), "application/json", headers or {}, status)
+    return PageResponse(sse.encode_error(message, kind, code), "application/json", headers or {}, status)
 
 
-def _not_allowed(path: str, method: str, allowed: str) -> Shown:
+def _reject_method(path: str, method: str, allowed: str) -> PageResponse:
     message = f"{path} does not accept {method}; use {allowed.replace(',', ' or ')}"
-    return _error(405, message, "method_not_allowed", {"Allow": allowed})
+    return _respond_error(405, message, "method_not_allowed", {"Allow": allowed})

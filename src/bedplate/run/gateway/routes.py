@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from bedplate.run.gateway.fair import SMOOTHING, FairQueue, Line
-from bedplate.run.gateway.tenants import Unaccepted
+from bedplate.run.gateway.fair import SMOOTHING, FairQueue, TenantQueue
+from bedplate.run.gateway.tenants import Rejection
 from bedplate.run.gateway.upstream import EnginePool
-from bedplate.run.gateway.watch import Meter, Meters
+from bedplate.run.gateway.watch import EngineMeter, GatewayMetrics
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.backend import Backend
-    from bedplate.run.gateway.exchange import Exchange
+    from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.exchange import GatewayExchange
 
 MUCH_MORE_LOADED = 4
 """A conversation stays on its replica while that has at most this many more requests in flight than the least loaded
@@ -41,21 +41,21 @@ class Hold(NamedTuple):
     """Whether it ends as soon as an engine is ready."""
 
 
-class Way:
+class BackendLink:
     """One backend of a route, with its connection pool and metrics."""
 
     __slots__ = ("backend", "drained", "meter", "number", "pool", "removed")
 
-    def __init__(self, backend: Backend, meters: Meters) -> None:
+    def __init__(self, backend: GatewayBackend, meters: GatewayMetrics) -> None:
         self.backend = backend
         self.pool = EnginePool(backend)
-        self.meter = meters.meter(backend.model, backend.engine)
+        self.meter = meters.get_meter(backend.model, backend.engine)
         self.number = random.getrandbits(64)
         """Orders the replicas for a conversation (rendezvous hashing); random, not secret."""
         self.drained = asyncio.Event()
         self.removed = False
 
-    def limit(self, by_slots: bool) -> int | None:
+    def get_limit(self, by_slots: bool) -> int | None:
         """The number of requests that may be sent to it concurrently; `None`: no limit."""
         limit, slots = self.backend.max_connections, self.backend.slots
         if not by_slots or slots is None:
@@ -63,16 +63,16 @@ class Way:
         return slots if limit is None or slots < limit else limit
 
     def has_room(self, by_slots: bool) -> bool:
-        limit = self.limit(by_slots)
+        limit = self.get_limit(by_slots)
         return limit is None or self.pool.active < limit
 
 
 class Route:
     """All requests for one model. They wait here until an engine has a free slot and the fair queue selects them."""
 
-    def __init__(self, model: str, meters: Meters) -> None:
+    def __init__(self, model: str, meters: GatewayMetrics) -> None:
         self.model = model
-        self.links: list[Way] = []
+        self.links: list[BackendLink] = []
         self.is_ready = False
         """Whether any backend accepts new requests."""
         self.aliases: frozenset[str] = frozenset([model.lower()])
@@ -90,7 +90,7 @@ class Route:
         """Whether several tenants share the engines: an engine then gets no more requests than it has slots."""
         self.max_wait_s: float | None = None
         self._meters = meters
-        self.waiting: FairQueue[Exchange] = FairQueue()
+        self.waiting: FairQueue[GatewayExchange] = FairQueue()
         self.waiting_bytes = 0
         self._credits: dict[tuple[str, float], float] = {}
         self._service_s: float | None = None
@@ -99,72 +99,72 @@ class Route:
     # backends
 
     @property
-    def backends(self) -> list[Backend]:
+    def backends(self) -> list[GatewayBackend]:
         return [link.backend for link in self.links]
 
     @property
     def in_flight(self) -> int:
         return sum(link.backend.in_flight for link in self.links)
 
-    def meter_of_none(self) -> Meter:
+    def get_meter_without_engine(self) -> EngineMeter:
         """The meter for requests that arrive while the model has no engine."""
-        return self._meters.meter(self.model, "none")
+        return self._meters.get_meter(self.model, "none")
 
-    def add(self, link: Way) -> None:
+    def add(self, link: BackendLink) -> None:
         self.links.append(link)
         self.names |= link.backend.names
-        link.backend.changed = self._changed
-        link.pool.freed = self.look
-        self._changed(link.backend)
+        link.backend.changed = self._update_readiness
+        link.pool.freed = self.schedule_dispatch
+        self._update_readiness(link.backend)
 
-    def drop(self, link: Way) -> None:
+    def drop(self, link: BackendLink) -> None:
         self.links.remove(link)
         self.names = self.aliases.union(*(one.backend.names for one in self.links))
         link.backend.changed = None
-        self._changed(link.backend)
+        self._update_readiness(link.backend)
 
-    def _changed(self, backend: Backend) -> None:
+    def _update_readiness(self, backend: GatewayBackend) -> None:
         self._credits.clear()
         self.is_ready = any(link.backend.takes_new for link in self.links)
         if self.is_ready:
             self.wanted = False
             if self.held is not None and self.held.until_ready:
                 self.held = None
-        self.look()
+        self.schedule_dispatch()
 
     # requests
 
-    def unaccepted(self, line: Line[Exchange], num_bytes: int) -> Unaccepted | None:
+    def check_admission(self, line: TenantQueue[GatewayExchange], num_bytes: int) -> Rejection | None:
         """Why a request cannot be accepted now; `None` where it can."""
         if not self.is_ready and self.on_demand and self.held is None:
             self.hold(MOST_HELD, HELD_S, until_ready=True)
         if self.held is not None or not self.is_ready:
-            return self._unheld()
+            return self._check_hold()
         if self.waiting_bytes + num_bytes > MAX_WAITING_BYTES:
             message = f"the requests that wait for {self.model} already hold {self.waiting_bytes:,} bytes"
-            return Unaccepted(503, message, "overloaded", RETRY_AFTER_S)
-        wait_s = self.expected_wait_s(line)
+            return Rejection(503, message, "overloaded", RETRY_AFTER_S)
+        wait_s = self.estimate_wait_s(line)
         if wait_s is not None and self.max_wait_s is not None and wait_s > self.max_wait_s:
             message = (
                 f"{self.model} is overloaded: the expected wait is {wait_s:.0f} s, longer than the limit of "
                 f"{self.max_wait_s:g} s"
             )
             after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(wait_s - self.max_wait_s)))
-            return Unaccepted(429, message, "overloaded", after_s)
+            return Rejection(429, message, "overloaded", after_s)
         return None
 
-    def _unheld(self) -> Unaccepted | None:
+    def _check_hold(self) -> Rejection | None:
         """Why a request cannot wait for an engine; `None` where it can."""
         if self.held is None:
             if not self.links:
-                return Unaccepted(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
+                return Rejection(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
             backend = self.links[0].backend
             if backend.state == "ready":
-                return Unaccepted(503, f"{backend.engine} is being replaced", "engine_draining", RETRY_AFTER_S)
-            return Unaccepted(503, backend.unavailable(), f"engine_{backend.state}", backend.retry_after_s)
+                return Rejection(503, f"{backend.engine} is being replaced", "engine_draining", RETRY_AFTER_S)
+            return Rejection(503, backend.explain_unavailable(), f"engine_{backend.state}", backend.retry_after_s)
         if len(self.waiting) >= self.held.most:
             message = f"no engine is ready for {self.model}, and {self.held.most} requests already wait for one"
-            return Unaccepted(503, message, "held_full", RETRY_AFTER_S)
+            return Rejection(503, message, "held_full", RETRY_AFTER_S)
         return None
 
     @property
@@ -172,18 +172,18 @@ class Route:
         """Whether a request can be accepted without further checks."""
         return self.is_ready and self.held is None and not self.waiting.count
 
-    def expected_wait_s(self, line: Line[Exchange]) -> float | None:
+    def estimate_wait_s(self, line: TenantQueue[GatewayExchange]) -> float | None:
         """The expected wait of a new request of this tenant, from the durations of recent requests."""
         if not self.waiting:
             return 0.0
         if not self._service_s:
             return None
-        waiting = [other for other in self.waiting.lines() if other.queue or other is line]
+        waiting = [other for other in self.waiting.list_queues() if other.queue or other is line]
         share = line.weight / sum(other.weight for other in waiting)
         per_s = max(1, self.in_flight) / self._service_s * share
         return (len(line.queue) + 1) / per_s
 
-    def take(self, exchange: Exchange) -> None:
+    def take(self, exchange: GatewayExchange) -> None:
         """Sends the request to an engine, now or after those before it."""
         waiting = self.waiting
         # Slots are reserved only where several tenants share the engines.
@@ -200,7 +200,7 @@ class Route:
         if self.on_demand and not self.is_ready:
             self.await_engine()
 
-    def again(self, exchange: Exchange) -> None:
+    def retry(self, exchange: GatewayExchange) -> None:
         """Sends the request again, before all others of its tenant."""
         link = self._choose(exchange) if self.held is None else None
         if link is not None:
@@ -208,52 +208,52 @@ class Route:
         elif self.held is not None or self.is_ready:
             self._wait(exchange, first=True)
         else:
-            self._end(exchange)
+            self._answer_unavailable(exchange)
 
-    def another_than(self, tried: list[Backend]) -> bool:
+    def has_untried_backend(self, tried: list[GatewayBackend]) -> bool:
         """Whether a backend has not been tried yet, or fewer times than its `attempts`."""
         return any(link.backend.takes_new and tried.count(link.backend) < link.backend.attempts for link in self.links)
 
-    def forget(self, exchange: Exchange) -> None:
+    def remove_waiting(self, exchange: GatewayExchange) -> None:
         """Removes a waiting request whose client disconnected."""
-        if self.waiting.leave(exchange.line, exchange):
+        if self.waiting.withdraw(exchange.line, exchange):
             self.waiting_bytes -= exchange.num_bytes
-            self.look()
+            self.schedule_dispatch()
 
-    def has_read(self, exchange: Exchange) -> None:
+    def end_prefill(self, exchange: GatewayExchange) -> None:
         """Counts the request's prefill as ended: its first token arrived, or none will come from this engine."""
         if not exchange.prefilling:
             return
         exchange.prefilling = False
         exchange.line.prefilling -= 1
         if self.waiting.count:
-            self.look()
+            self.schedule_dispatch()
 
-    def left(self, exchange: Exchange, link: Way) -> None:
+    def release_for_retry(self, exchange: GatewayExchange, link: BackendLink) -> None:
         """Frees the slot of a request that will be sent to another engine."""
-        self.has_read(exchange)
-        self.waiting.left(exchange.line, exchange.cost_tokens)
-        self._freed(link, monotonic())
+        self.end_prefill(exchange)
+        self.waiting.refund(exchange.line, exchange.cost_tokens)
+        self._free_slot(link, monotonic())
 
-    def ended(self, exchange: Exchange, link: Way, cost_tokens: float | None, now: float) -> None:
+    def release_slot(self, exchange: GatewayExchange, link: BackendLink, cost_tokens: float | None, now: float) -> None:
         """Frees the slot of a request that has ended; `cost_tokens` is its actual cost, where known."""
-        self.has_read(exchange)
-        self.waiting.ended(exchange.line, exchange.cost_tokens, cost_tokens)
+        self.end_prefill(exchange)
+        self.waiting.settle_charge(exchange.line, exchange.cost_tokens, cost_tokens)
         if cost_tokens:
             took_s = now - exchange.sent_at
             self._service_s = (
                 took_s if not self._service_s else self._service_s + SMOOTHING * (took_s - self._service_s)
             )
-        self._freed(link, now)
+        self._free_slot(link, now)
 
-    def _freed(self, link: Way, now: float) -> None:
+    def _free_slot(self, link: BackendLink, now: float) -> None:
         backend = link.backend
         backend.in_flight -= 1
         backend.last_used = now
         if link.removed and not backend.in_flight:
             link.drained.set()
         if self.waiting.count:
-            self.look()
+            self.schedule_dispatch()
 
     def hold(self, most: int, wait_s: float, *, until_ready: bool = False) -> None:
         self.held = Hold(most, wait_s, until_ready)
@@ -268,36 +268,36 @@ class Route:
 
     def release(self) -> None:
         self.held = None
-        self.look()
+        self.schedule_dispatch()
 
     def give_up(self, message: str, code: str, retry_after_s: int) -> None:
         """Answers all waiting requests with 503, since no engine will start."""
         self.held = None
         self.wanted = False
-        for exchange in self._all_waiting():
-            exchange.not_served(message, code, retry_after_s)
+        for exchange in self._remove_all_waiting():
+            exchange.reject_unserved(message, code, retry_after_s)
 
-    def tick(self, now: float) -> None:
+    def expire_waiting(self, now: float) -> None:
         """Rejects requests that waited too long, and forgets idle tenants. Called once a second."""
         if self.held is not None:
-            for line in self.waiting.lines():
+            for line in self.waiting.list_queues():
                 for exchange in [one for one in line.queue if now - one.joined_at > self.held.wait_s]:
-                    if self.waiting.leave(line, exchange):
+                    if self.waiting.withdraw(line, exchange):
                         self.waiting_bytes -= exchange.num_bytes
                         message = f"no engine was ready for {self.model} within {self.held.wait_s:g} s"
-                        exchange.not_served(message, "held_too_long", RETRY_AFTER_S)
+                        exchange.reject_unserved(message, "held_too_long", RETRY_AFTER_S)
         self.waiting.forget_idle(now)
-        self.look()
+        self.schedule_dispatch()
 
     # the queue
 
-    def look(self) -> None:
+    def schedule_dispatch(self) -> None:
         """Schedules a pass over the queue. Through the loop, so that a request that just ended is counted as ended."""
         if self.waiting.count and not self._draining:
             self._draining = True
-            asyncio.get_running_loop().call_soon(self._drain)
+            asyncio.get_running_loop().call_soon(self._dispatch_waiting)
 
-    def _drain(self) -> None:
+    def _dispatch_waiting(self) -> None:
         self._draining = False
         if self.held is not None:
             return
@@ -305,12 +305,12 @@ class Route:
             if self.on_demand:
                 self.await_engine()
                 return
-            for exchange in self._all_waiting():
-                self._end(exchange)
+            for exchange in self._remove_all_waiting():
+                self._answer_unavailable(exchange)
             return
         now = monotonic()
         while self.waiting and self._has_room():
-            slots, free = self._slots()
+            slots, free = self._count_slots()
             found = self.waiting.take(free, slots, now)
             if found is None:
                 return
@@ -321,55 +321,55 @@ class Route:
             link = self._choose(exchange)
             if link is not None:
                 self._send(exchange, link, now)
-            elif self.another_than(exchange.tried):
+            elif self.has_untried_backend(exchange.tried):
                 self._join(exchange, first=True)  # until a backend that it has not tried has a free slot
                 return
             else:
-                self._end(exchange)
+                self._answer_unavailable(exchange)
 
-    def _wait(self, exchange: Exchange, *, first: bool = False) -> None:
+    def _wait(self, exchange: GatewayExchange, *, first: bool = False) -> None:
         exchange.joined_at = monotonic()
         self._join(exchange, first=first)
-        self.look()
+        self.schedule_dispatch()
 
-    def _join(self, exchange: Exchange, *, first: bool) -> None:
+    def _join(self, exchange: GatewayExchange, *, first: bool) -> None:
         self.waiting_bytes += exchange.num_bytes
-        self.waiting.join(exchange.line, exchange, monotonic(), first=first)
+        self.waiting.add(exchange.line, exchange, monotonic(), first=first)
 
-    def _all_waiting(self) -> list[Exchange]:
+    def _remove_all_waiting(self) -> list[GatewayExchange]:
         found = []
-        for line in self.waiting.lines():
+        for line in self.waiting.list_queues():
             for exchange in list(line.queue):
-                self.waiting.leave(line, exchange)
+                self.waiting.withdraw(line, exchange)
                 self.waiting_bytes -= exchange.num_bytes
                 found.append(exchange)
         return found
 
-    def _end(self, exchange: Exchange) -> None:
+    def _answer_unavailable(self, exchange: GatewayExchange) -> None:
         """Answers an accepted request for which no engine runs."""
-        why = self._unheld()
+        why = self._check_hold()
         if why is None:
-            why = Unaccepted(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
-        exchange.not_served(why.message, why.code, why.retry_after_s)
+            why = Rejection(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
+        exchange.reject_unserved(why.message, why.code, why.retry_after_s)
 
-    def _send(self, exchange: Exchange, link: Way, now: float) -> None:
+    def _send(self, exchange: GatewayExchange, link: BackendLink, now: float) -> None:
         backend = link.backend
         if backend.begun is not None:
             backend.begun()
         backend.in_flight += 1
         backend.last_used = now
-        backend.health.sent()
-        self.waiting.seated(exchange.line, exchange.cost_tokens, now)
+        backend.health.record_sent()
+        self.waiting.charge_sent(exchange.line, exchange.cost_tokens, now)
         if exchange.streams:  # the end of an unstreamed request's prefill is not visible
             exchange.prefilling = True
             exchange.line.prefilling += 1
-        exchange.sent_to(link, now)
+        exchange.mark_sent(link, now)
         link.pool.take(exchange)
 
     def _has_room(self) -> bool:
-        return any(link.has_room(self.by_slots) for link in self._able(()))
+        return any(link.has_room(self.by_slots) for link in self._list_usable(()))
 
-    def _able(self, tried: Sequence[Backend]) -> list[Way]:
+    def _list_usable(self, tried: Sequence[GatewayBackend]) -> list[BackendLink]:
         """Healthy backends that accept new requests; all that accept requests when none is healthy."""
         usable = [
             link for link in self.links if link.backend.takes_new and tried.count(link.backend) < link.backend.attempts
@@ -377,41 +377,43 @@ class Route:
         if len(usable) < 2:
             return usable
         now = monotonic()
-        return [link for link in usable if link.backend.health.may_try(now)] or usable
+        return [link for link in usable if link.backend.health.can_try(now)] or usable
 
-    def _slots(self) -> tuple[int | None, int | None]:
+    def _count_slots(self) -> tuple[int | None, int | None]:
         """The slots of all engines, and how many are free; `None` where there is no limit."""
         if not self.by_slots:
             return None, None
         slots = free = 0
         for link in self.links:
             if link.backend.takes_new:
-                limit = link.limit(True)
+                limit = link.get_limit(True)
                 if limit is None:
                     return None, None
                 slots += limit
                 free += max(0, limit - link.pool.active)
         return slots, free
 
-    def _may_pass(self, line: Line[Exchange]) -> bool:
-        slots, free = self._slots()
+    def _may_pass(self, line: TenantQueue[GatewayExchange]) -> bool:
+        slots, free = self._count_slots()
         return slots is None or free is None or self.waiting.may_pass(line, free, slots, monotonic())
 
     # choice of the engine
 
-    def _choose(self, exchange: Exchange) -> Way | None:
+    def _choose(self, exchange: GatewayExchange) -> BackendLink | None:
         """Chooses a backend with a free slot: by share, then among replicas by prefix affinity and load."""
         if len(self.links) == 1 and not exchange.tried:
             link = self.links[0]
             return link if self.is_ready and link.has_room(self.by_slots) else None
-        usable = self._able(exchange.tried)
+        usable = self._list_usable(exchange.tried)
         with_room = [link for link in usable if link.has_room(self.by_slots)]
         if len(usable) < 2 or not with_room:
             return with_room[0] if with_room else None
-        group = self._next_group(usable, with_room)
-        return self._best([link for link in with_room if (link.backend.group, link.backend.share) == group], exchange)
+        group = self._choose_group(usable, with_room)
+        return self._choose_replica(
+            [link for link in with_room if (link.backend.group, link.backend.share) == group], exchange
+        )
 
-    def _next_group(self, usable: list[Way], with_room: list[Way]) -> tuple[str, float]:
+    def _choose_group(self, usable: list[BackendLink], with_room: list[BackendLink]) -> tuple[str, float]:
         """Smooth weighted round robin over groups of replicas: exact proportions, evenly spread."""
         weights: dict[tuple[str, float], float] = {}
         for link in usable:
@@ -428,7 +430,7 @@ class Route:
         return chosen
 
     @staticmethod
-    def _best(replicas: list[Way], exchange: Exchange) -> Way:
+    def _choose_replica(replicas: list[BackendLink], exchange: GatewayExchange) -> BackendLink:
         """The conversation's replica, unless it has many more requests in flight than the least loaded one."""
         if len(replicas) == 1:
             return replicas[0]
@@ -436,11 +438,11 @@ class Route:
         prefix = exchange.affinity
         if prefix is None:
             return least
-        preferred = max(replicas, key=lambda link: _mixed(prefix ^ link.number))
+        preferred = max(replicas, key=lambda link: _mix_bits(prefix ^ link.number))
         return preferred if preferred.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
 
 
-def _mixed(number: int) -> int:
+def _mix_bits(number: int) -> int:
     """Mixes all bits of a 64-bit number: the finalizer of SplitMix64."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ number >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

@@ -10,19 +10,19 @@ from email.utils import formatdate
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.pages import Page
-from bedplate.run.gateway.routes import Route, Way
-from bedplate.run.gateway.tenants import Tenants, Unaccepted
-from bedplate.run.gateway.watch import Meters
+from bedplate.run.gateway.routes import BackendLink, Route
+from bedplate.run.gateway.tenants import Rejection, Tenants
+from bedplate.run.gateway.watch import GatewayMetrics
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
     from bedplate.run.gateway import sse
-    from bedplate.run.gateway.backend import Backend
-    from bedplate.run.gateway.keeper import Keeper, Words
-    from bedplate.run.gateway.tenants import KeyDigest, Member
+    from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.keeper import RequestContent, RequestRecorder
+    from bedplate.run.gateway.tenants import KeyDigest, TenantState
     from bedplate.values.tenant import Tenant
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
@@ -36,12 +36,12 @@ class Gateway:
 
     def __init__(
         self,
-        backends: list[Backend],
+        backends: list[GatewayBackend],
         *,
         api_key: str | None = None,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
         max_wait_s: float | None = None,
-        keeper: Keeper | None = None,
+        keeper: RequestRecorder | None = None,
     ) -> None:
         """Requests whose expected wait is longer than `max_wait_s` are rejected.
 
@@ -53,7 +53,7 @@ class Gateway:
             self.tenants.replace(keeper.tenants, keeper.keys)
         self.max_body_bytes = max_body_bytes
         self.max_wait_s = max_wait_s
-        self.seen: Callable[[ServedRequest, Words], None] | None = None
+        self.seen: Callable[[ServedRequest, RequestContent], None] | None = None
         """Called after each accepted request, with its content: a shadow run sends the same to another engine."""
         self.wanted: Callable[[str], None] | None = None
         """Called when a request arrives for a registered model that has no engine, so that one is started."""
@@ -63,9 +63,9 @@ class Gateway:
         self.arriving_bytes = 0
         """Bodies of requests that are incomplete, or wait behind another request of the same connection."""
         self._left = asyncio.Event()
-        self.meters = Meters()
+        self.meters = GatewayMetrics()
         self.url = ""
-        self.date = _date()
+        self.date = _format_date_header()
         """The Date header, at most two seconds old."""
         self.handed: dict[str, Page] = {}
         """Registered pages by path; they take precedence over the gateway's own."""
@@ -81,19 +81,19 @@ class Gateway:
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
         if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
-            raise bind_failure(OSError(errno.EINVAL, "a port is a number from 0 to 65535"), host, port)
+            raise explain_bind_failure(OSError(errno.EINVAL, "a port is a number from 0 to 65535"), host, port)
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
         except (OSError, UnicodeError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
-            raise bind_failure(failure, host, port) from error
+            raise explain_bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown_host}:{bound}"
         self._sweeper = loop.create_task(self._sweep())
         if self.keeper is not None:
-            self.keeper.start(self._tenants_changed)
+            self.keeper.start(self._update_tenants)
         return bound
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -101,13 +101,13 @@ class Gateway:
         if self._server is not None:
             self._server.close()
         busy = [c for c in list(self.connections) if not c.close_when_idle()]
-        await self._until_gone(busy, grace_s)
+        await self._wait_until_gone(busy, grace_s)
         for connection in list(self.connections):
             connection.stop("bedplate is shutting down")
-        await self._until_gone(list(self.connections), _FLUSH_S)
+        await self._wait_until_gone(list(self.connections), _FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
-        await self._until_gone(list(self.connections), _FLUSH_S)
+        await self._wait_until_gone(list(self.connections), _FLUSH_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for task in self._leaving:
@@ -121,7 +121,7 @@ class Gateway:
     # models and their backends
 
     @property
-    def backends(self) -> list[Backend]:
+    def backends(self) -> list[GatewayBackend]:
         """All backends, grouped by model."""
         return [backend for route in self._routes.values() for backend in route.backends]
 
@@ -138,41 +138,41 @@ class Gateway:
         """The models that requests may name, whether an engine runs for them or not."""
         return list(self._routes)
 
-    def add(self, backend: Backend) -> None:
+    def add(self, backend: GatewayBackend) -> None:
         """Adds a backend, which gets its share of its model's requests as soon as it is ready."""
-        link = Way(backend, self.meters)
+        link = BackendLink(backend, self.meters)
         route = self._routes.get(backend.model)
         if route is None:
-            route = self._new_route(backend.model)
+            route = self._add_route(backend.model)
         route.add(link)
-        self._name_routes()
+        self._index_routes()
 
-    def remove(self, backend: Backend, *, within_s: float = 300.0, cut: bool = False) -> Awaitable[bool]:
+    def remove(self, backend: GatewayBackend, *, within_s: float = 300.0, cut: bool = False) -> Awaitable[bool]:
         """Sends no new requests to the backend and removes it after its last one; returns False after `within_s`.
 
         A backend that has not finished in time stays, without new requests. Call this again to continue to wait, or
         with `cut` to end its remaining requests with an error.
         """
-        link = self._link(backend)
+        link = self._find_link(backend)
         link.removed = True
         backend.share = 0.0
-        task = asyncio.get_running_loop().create_task(self._drained(link, within_s, cut=cut))
+        task = asyncio.get_running_loop().create_task(self._drain(link, within_s, cut=cut))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         return task
 
-    def known(self, *models: str, aliases: Iterable[str] = ()) -> None:
+    def register_models(self, *models: str, aliases: Iterable[str] = ()) -> None:
         """Registers models that are loaded on demand: a request for one calls `wanted` and waits for the engine.
 
         `aliases` are further names that requests may use for them.
         """
         names = frozenset(name.lower() for name in aliases)
         for model in models:
-            route = self._routes.get(model) or self._new_route(model)
+            route = self._routes.get(model) or self._add_route(model)
             route.on_demand = True
             route.aliases |= names
             route.names |= names
-        self._name_routes()
+        self._index_routes()
 
     def allow(self, model: str, tenants: Iterable[str]) -> None:
         """Restricts the model to these tenants and admins; with no tenants given, everybody may use it."""
@@ -180,54 +180,54 @@ class Gateway:
         if (route := self._routes.get(model)) is not None:
             route.allowed = self._allowed[model]
 
-    def unknown(self, model: str) -> None:
+    def unregister_model(self, model: str) -> None:
         """Ends loading on demand; requests that wait for the model get an error, unless it has a backend."""
         route = self._routes.get(model)
         if route is not None:
             route.on_demand = False
-            self._dismiss(route)
+            self._remove_route_if_unused(route)
 
     def hold(self, model: str, *, most: int = 256, wait_s: float = 300.0) -> None:
         """Queues new requests for the model until `release`: at most `most`, each for at most `wait_s`.
 
         Running requests continue. Further requests get 503 with Retry-After before they are accepted.
         """
-        self._route(model).hold(most, wait_s)
+        self._get_route(model).hold(most, wait_s)
 
     def release(self, model: str) -> None:
         """Ends a hold: queued requests go to the engines first, then new ones."""
-        self._route(model).release()
+        self._get_route(model).release()
 
     def give_up(self, model: str, message: str, *, code: str = "not_running", retry_after_s: int = 5) -> None:
         """Answers all requests that wait for the model with 503 and `message`, since no engine will start."""
-        self._route(model).give_up(message, code, retry_after_s)
+        self._get_route(model).give_up(message, code, retry_after_s)
 
-    def waiting(self, model: str) -> int:
+    def count_waiting(self, model: str) -> int:
         """The number of requests that wait for an engine of the model."""
-        return len(self._route(model).waiting)
+        return len(self._get_route(model).waiting)
 
-    def in_flight(self, model: str) -> int:
+    def count_in_flight(self, model: str) -> int:
         """The number of requests that the model's engines are processing."""
-        return self._route(model).in_flight
+        return self._get_route(model).in_flight
 
-    def route_for(self, model: str | None) -> Route | None:
+    def find_route(self, model: str | None) -> Route | None:
         """The route of `model`; with no name given, the only route."""
         if not model:
             return next(iter(self._routes.values())) if len(self._routes) == 1 else None
         return self._by_name.get(model.lower())
 
-    def unaccepted(self, route: Route, member: Member, num_bytes: int) -> Unaccepted | None:
+    def check_admission(self, route: Route, member: TenantState, num_bytes: int) -> Rejection | None:
         """Why the route cannot accept a request of this tenant; `None` where it can."""
         if route.is_free:
             return None
-        return route.unaccepted(route.waiting.line(member.name, member.weight), num_bytes)
+        return route.check_admission(route.waiting.get_queue(member.name, member.weight), num_bytes)
 
-    def turned_away(
-        self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, status: int
+    def record_rejection(
+        self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, status: int
     ) -> None:
         """Counts and stores a request that was not accepted."""
-        (route.links[0].meter if route.links else route.meter_of_none()).turned_away(api)
-        self.meters.tenant(member.name).record("turned_away")
+        (route.links[0].meter if route.links else route.get_meter_without_engine()).record_rejection(api)
+        self.meters.get_tenant_meter(member.name).record("turned_away")
         if self.keeper is not None:
             self.keeper.add(
                 ServedRequest(
@@ -239,33 +239,33 @@ class Gateway:
                     outcome="turned_away",
                     status=status,
                     body_bytes=num_bytes,
-                    max_tokens=asked.most_tokens,
+                    max_tokens=asked.max_answer_tokens,
                     duration_ms=0.0,
                 )
             )
 
-    def _link(self, backend: Backend) -> Way:
+    def _find_link(self, backend: GatewayBackend) -> BackendLink:
         for route in self._routes.values():
             for link in route.links:
                 if link.backend is backend:
                     return link
         raise KeyError(f"{backend.engine} is not a backend of this gateway")
 
-    def _route(self, model: str) -> Route:
-        route = self.route_for(model)
+    def _get_route(self, model: str) -> Route:
+        route = self.find_route(model)
         if route is None:
             raise KeyError(f"{model} is not served by this gateway")
         return route
 
-    def _new_route(self, model: str) -> Route:
+    def _add_route(self, model: str) -> Route:
         route = self._routes[model] = Route(model, self.meters)
         route.allowed = self._allowed.get(model)
-        route.by_slots = self.tenants.several
+        route.by_slots = self.tenants.has_several
         route.max_wait_s = self.max_wait_s
         route.want = lambda: self.wanted(model) if self.wanted is not None else None
         return route
 
-    def _name_routes(self) -> None:
+    def _index_routes(self) -> None:
         """Indexes routes by name. A model's own name takes precedence over another model's alias."""
         names = {model.lower(): route for model, route in self._routes.items()}
         for route in self._routes.values():
@@ -273,13 +273,13 @@ class Gateway:
                 names.setdefault(name, route)
         self._by_name = names
 
-    def _dismiss(self, route: Route) -> None:
+    def _remove_route_if_unused(self, route: Route) -> None:
         if not route.links and not route.on_demand:
             route.give_up(f"the model {route.model!r} is no longer served", "not_running", 5)
             del self._routes[route.model]
-            self._name_routes()
+            self._index_routes()
 
-    async def _drained(self, link: Way, within_s: float, *, cut: bool) -> bool:
+    async def _drain(self, link: BackendLink, within_s: float, *, cut: bool) -> bool:
         backend = link.backend
         if backend.in_flight:
             with contextlib.suppress(TimeoutError):
@@ -294,20 +294,20 @@ class Gateway:
         if route is not None and link in route.links:
             link.pool.close()
             route.drop(link)
-            self._name_routes()
-            self._dismiss_if_last(route)
+            self._index_routes()
+            self._remove_route_unless_held(route)
         return True
 
-    def _dismiss_if_last(self, route: Route) -> None:
+    def _remove_route_unless_held(self, route: Route) -> None:
         """Removes a route without a backend, unless a backend will follow: on hold, or loaded on demand."""
         if route.held is None:
-            self._dismiss(route)
+            self._remove_route_if_unused(route)
 
-    def left(self, connection: ClientConnection) -> None:
+    def drop_connection(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
         self._left.set()
 
-    async def _until_gone(self, connections: list[ClientConnection], within_s: float) -> None:
+    async def _wait_until_gone(self, connections: list[ClientConnection], within_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not self.connections.isdisjoint(connections):
@@ -318,37 +318,37 @@ class Gateway:
         """One timer for all connections: a timer per connection would cost more than the requests."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.date = _date()
+            self.date = _format_date_header()
             now = monotonic()
             for connection in [c for c in self.connections if c.deadline is not None and c.deadline < now]:
-                connection.timed_out()
-            self.tick()
+                connection.handle_timeout()
+            self.run_periodic_checks()
 
-    def _tenants_changed(self, tenants: tuple[Tenant, ...], keys: tuple[KeyDigest, ...]) -> None:
+    def _update_tenants(self, tenants: tuple[Tenant, ...], keys: tuple[KeyDigest, ...]) -> None:
         self.tenants.replace(tenants, keys)
-        self.tick()
+        self.run_periodic_checks()
 
-    def tick(self) -> None:
+    def run_periodic_checks(self) -> None:
         """Does what is done once a second instead of for each request."""
         now = monotonic()
         for route in list(self._routes.values()):
-            route.by_slots = self.tenants.several
-            route.tick(now)
+            route.by_slots = self.tenants.has_several
+            route.expire_waiting(now)
 
 
-def _date() -> bytes:
+def _format_date_header() -> bytes:
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
-def bind_failure(error: OSError, host: str, port: int) -> OutsideFailed | BadQuestion:
+def explain_bind_failure(error: OSError, host: str, port: int) -> ExternalFailure | UsageError:
     """The error for a port that cannot be bound: why, and what to do."""
     if error.errno == errno.EADDRINUSE:
-        return OutsideFailed(
+        return ExternalFailure(
             f"port {port} on {host} is in use",
             hint=f"stop the process that listens there (ss -ltnp | grep :{port}), or use --port {port + 1}",
         )
     if error.errno == errno.EACCES:
         hint = "use a port above 1023, for example --port 8080"
-        return OutsideFailed(f"no permission to listen on port {port}", cause=error.strerror, hint=hint)
+        return ExternalFailure(f"no permission to listen on port {port}", cause=error.strerror, hint=hint)
     cause = error.strerror or str(error)
-    return BadQuestion(f"cannot listen on {host}:{port}", cause=cause, hint="try --host 127.0.0.1 --port 8080")
+    return UsageError(f"cannot listen on {host}:{port}", cause=cause, hint="try --host 127.0.0.1 --port 8080")

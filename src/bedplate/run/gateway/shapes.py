@@ -16,15 +16,15 @@ PREFIX_BYTES = PREFIX_BLOCK_BYTES * MAX_BLOCKS
 CONVERSATION_BYTES = 2048
 
 
-class _Speaker(msgspec.Struct):
+class _MessageRole(msgspec.Struct):
     role: Any = None
 
 
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_decode_speaker = msgspec.json.Decoder(_Speaker).decode
+_decode_speaker = msgspec.json.Decoder(_MessageRole).decode
 
 
-def prefix_hashes(text: bytes, salt: bytes) -> tuple[int, ...]:
+def hash_prefixes(text: bytes, salt: bytes) -> tuple[int, ...]:
     """One 63-bit hash for each block of the text's beginning; each covers the text up to the end of its block."""
     blake2b, key = hashlib.blake2b, salt[:64]
     if len(text) <= PREFIX_BLOCK_BYTES:  # most prompts
@@ -37,24 +37,24 @@ def prefix_hashes(text: bytes, salt: bytes) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-def conversation_of(asked: sse.Asked, salt: bytes) -> int | None:
+def hash_conversation(asked: sse.RequestFields, salt: bytes) -> int | None:
     """The same number for all requests of a conversation: from `prompt_cache_key`, or from its beginning.
 
     The beginning includes the first user message: the system prompt alone would send all conversations to one replica.
     """
     if isinstance(asked.prompt_cache_key, str) and asked.prompt_cache_key:
-        return _number(asked.prompt_cache_key.encode("utf-8", "replace"), salt)
+        return _hash_to_number(asked.prompt_cache_key.encode("utf-8", "replace"), salt)
     for part in (asked.messages, asked.input):
         try:
-            if opening := _opening(_decode_list(part)):
-                return _number(opening, salt)
+            if opening := _read_opening(_decode_list(part)):
+                return _hash_to_number(opening, salt)
         except sse.UNREADABLE:
             continue
-    beginning, _ = asked.text(CONVERSATION_BYTES)
-    return _number(beginning, salt) if beginning else None
+    beginning, _ = asked.get_prompt_text(CONVERSATION_BYTES)
+    return _hash_to_number(beginning, salt) if beginning else None
 
 
-def _opening(messages: list[msgspec.Raw]) -> bytes:
+def _read_opening(messages: list[msgspec.Raw]) -> bytes:
     """All messages up to and including the first user message."""
     opening = b""
     for message in messages[:8]:
@@ -64,5 +64,5 @@ def _opening(messages: list[msgspec.Raw]) -> bytes:
     return opening
 
 
-def _number(data: bytes, salt: bytes) -> int:
+def _hash_to_number(data: bytes, salt: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, key=salt[:64], digest_size=8).digest(), "big") >> 1

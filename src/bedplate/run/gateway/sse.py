@@ -35,19 +35,19 @@ _FINISH = re.compile(rb'"(?:finish|stop)_reason": ?"([a-z_]{1,32})"')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
-class StreamOptions(msgspec.Struct):
+class RequestStreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
 _NOTHING = msgspec.Raw(b"")
 
 
-class Asked(msgspec.Struct):
+class RequestFields(msgspec.Struct):
     """The fields of a request body that decide how it is handled; all others pass through unchanged."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: RequestStreamOptions | None = None
     # The following are read but not validated; the engine does that.
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -61,7 +61,7 @@ class Asked(msgspec.Struct):
     input: msgspec.Raw = _NOTHING
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """The maximum length of the answer."""
         if self.max_completion_tokens is None and self.max_output_tokens is None and self.max_tokens is None:
             return None
@@ -73,7 +73,7 @@ class Asked(msgspec.Struct):
     def _has_messages_alone(self) -> bool:
         return self.tools is self.system is self.instructions is self.prompt is self.input is _NOTHING
 
-    def text(self, most_bytes: int) -> tuple[bytes, int]:
+    def get_prompt_text(self, most_bytes: int) -> tuple[bytes, int]:
         """The beginning of the prompt, as JSON in the order of chat templates, and the length of all of it."""
         length = len(self.messages)
         if length <= most_bytes and self._has_messages_alone():
@@ -88,7 +88,7 @@ class Asked(msgspec.Struct):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Counts(msgspec.Struct):
+class _UsageCounts(msgspec.Struct):
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     input_tokens: _Count | None = None
@@ -106,23 +106,23 @@ class _Counts(msgspec.Struct):
         return max(0, cached) if type(cached) is int else None
 
 
-class _Nested(msgspec.Struct):
-    usage: _Counts | None = None
+class _UsageHolder(msgspec.Struct):
+    usage: _UsageCounts | None = None
 
 
-class _Event(msgspec.Struct):
+class _UsageEvent(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
-    usage: _Counts | None = None
-    message: _Nested | None = None
-    response: _Nested | None = None
+    usage: _UsageCounts | None = None
+    message: _UsageHolder | None = None
+    response: _UsageHolder | None = None
 
 
-class _Last(msgspec.Struct):
+class _LastEvent(msgspec.Struct):
     type: str | None = None
     error: Any = None
 
 
-class Usage:
+class TokenUsage:
     """Tokens of one request as the engine counted them; chunks are never counted."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
@@ -132,7 +132,7 @@ class Usage:
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
 
-    def take(self, event: _Event) -> bool:
+    def take(self, event: _UsageEvent) -> bool:
         found = False
         for holder in (event, event.message, event.response):
             counts = holder.usage if holder is not None else None
@@ -148,22 +148,22 @@ class Usage:
         return found
 
 
-_decode_asked = msgspec.json.Decoder(Asked).decode
-_decode_event = msgspec.json.Decoder(_Event).decode
-_decode_last = msgspec.json.Decoder(_Last).decode
+_decode_asked = msgspec.json.Decoder(RequestFields).decode
+_decode_event = msgspec.json.Decoder(_UsageEvent).decode
+_decode_last = msgspec.json.Decoder(_LastEvent).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Raised by decoding for bytes that are not the expected JSON."""
 
 
-def read_asked(body: bytes) -> Asked:
+def read_request_fields(body: bytes) -> RequestFields:
     """Raises one of `UNREADABLE` for a body that does not have the API's format."""
     if not body.isascii():
         body.decode()  # fields that are skipped are not decoded, and engines fail on invalid UTF-8
     return _decode_asked(body)
 
 
-def with_usage_asked(body: bytes, asked: Asked) -> bytes:
+def add_usage_option(body: bytes, asked: RequestFields) -> bytes:
     """Sets `stream_options.include_usage`, so that the engine reports its token counts."""
     if asked.stream_options is None and b'"stream_options"' not in body:
         # Inserting the field keeps the client's bytes, and is cheap for long prompts.
@@ -177,7 +177,7 @@ def with_usage_asked(body: bytes, asked: Asked) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def with_model(body: bytes, name: str) -> bytes:
+def set_model(body: bytes, name: str) -> bytes:
     """Sets the model's name, for backends that require the served name."""
     encoded = msgspec.json.encode(name)
     if b'"model"' not in body:
@@ -187,7 +187,7 @@ def with_model(body: bytes, name: str) -> bytes:
     return msgspec.json.encode({**_decode_fields(body), "model": msgspec.Raw(encoded)})
 
 
-def whole_events(data: bytes) -> int:
+def measure_complete_events(data: bytes) -> int:
     """How many bytes of `data` are complete events; the rest must wait for more data."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
         return len(data)
@@ -205,7 +205,7 @@ def may_have_usage(events: bytes) -> bool:
     return False
 
 
-def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
+def read_usage(events: bytes, usage: TokenUsage, *, drop: bool) -> bytes:
     """Reads token counts from complete events; with `drop`, removes events that contain nothing else."""
     separator = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     kept = []
@@ -222,7 +222,7 @@ def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
     return separator.join(kept)
 
 
-def read_body_usage(body: bytes, usage: Usage) -> None:
+def read_body_usage(body: bytes, usage: TokenUsage) -> None:
     """Reads the token counts of an answer that is not streamed."""
     if b'"usage"' in body:
         try:
@@ -231,7 +231,7 @@ def read_body_usage(body: bytes, usage: Usage) -> None:
             return
 
 
-def finish_reason(*events: bytes) -> str | None:
+def find_finish_reason(*events: bytes) -> str | None:
     """Why the answer ended, from the last of these events that contains a reason."""
     for data in reversed(events):
         # From the end, where the reason is, since answers may be long.
@@ -243,7 +243,7 @@ def finish_reason(*events: bytes) -> str | None:
     return None
 
 
-def is_whole(api: Api, last_events: bytes) -> bool:
+def is_complete(api: Api, last_events: bytes) -> bool:
     """Whether a stream that ended with these events was complete, or reported an error."""
     last_types = _LAST_TYPES.get(api)
     return last_types is None or any(_is_last(line, last_types) for line in reversed(last_events.splitlines()))
@@ -262,11 +262,11 @@ def _is_last(line: bytes, last_types: frozenset[str]) -> bool:
     return event.error is not None or event.type in last_types
 
 
-def error_body(message: str, kind: str, code: str | None, param: str | None = None) -> bytes:
+def encode_error(message: str, kind: str, code: str | None, param: str | None = None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def error_event(api: Api, message: str, kind: str, code: str, after: bytes = b"") -> bytes:
+def encode_error_event(api: Api, message: str, kind: str, code: str, after: bytes = b"") -> bytes:
     """The last event of a stream that failed, in the format of its API; `after` are the events before it."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     if api == "messages":
@@ -279,18 +279,18 @@ def error_event(api: Api, message: str, kind: str, code: str, after: bytes = b""
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
-def as_openai_error(status: int, body: bytes) -> bytes:
+def convert_to_openai_error(status: int, body: bytes) -> bytes:
     """Converts an engine's error response of any format to an OpenAI error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     try:
         answer = msgspec.json.decode(body)
     except UNREADABLE:
         text = body[:2000].decode("utf-8", "replace").strip()
-        return error_body(text or f"the engine answered with status {status}", kind, None)
+        return encode_error(text or f"the engine answered with status {status}", kind, None)
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     if isinstance(error, dict):
         message = error.get("message") or error.get("detail") or msgspec.json.encode(error).decode()
         code = error.get("code")
         code = None if code is None or code == status else str(code)
-        return error_body(str(message), str(error.get("type") or kind), code, error.get("param"))
-    return error_body(str(error), kind, None)
+        return encode_error(str(message), str(error.get("type") or kind), code, error.get("param"))
+    return encode_error(str(error), kind, None)

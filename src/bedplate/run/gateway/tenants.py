@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from bedplate.run.gateway.fair import SMOOTHING
-from bedplate.values.record import replaced
-from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, Declared, Tenant, key_digest
+from bedplate.values.record import replace_fields
+from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, digest_key
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.watch import TenantMeter
@@ -32,7 +32,7 @@ class KeyDigest(NamedTuple):
     """Seconds since 1970."""
 
 
-class Unaccepted(NamedTuple):
+class Rejection(NamedTuple):
     """Why a request is not accepted, and the response that says so."""
 
     status: int
@@ -41,7 +41,7 @@ class Unaccepted(NamedTuple):
     retry_after_s: int
 
 
-class Bucket:
+class RateBucket:
     """A token bucket: `per_minute` units a minute, also in one burst. A later correction may overdraw it."""
 
     __slots__ = ("_at", "_level", "_per_s", "per_minute")
@@ -52,17 +52,17 @@ class Bucket:
         self._level = float(per_minute)
         self._at = time.monotonic()
 
-    def level(self, now: float) -> float:
+    def read_level(self, now: float) -> float:
         self.take(0.0, now)
         return self._level
 
-    def has(self, amount: float) -> bool:
+    def has_amount(self, amount: float) -> bool:
         """Whether `amount` is certainly available. Needs no clock: the level has only risen since the last update."""
         return amount <= self._level
 
-    def wait_s(self, amount: float, now: float) -> float:
+    def compute_wait_s(self, amount: float, now: float) -> float:
         """How long until `amount` is available; an amount larger than the bucket needs a full bucket."""
-        missing = min(amount, self.per_minute) - self.level(now)
+        missing = min(amount, self.per_minute) - self.read_level(now)
         return missing * 60 / self.per_minute if missing > 0 else 0.0
 
     def take(self, amount: float, now: float) -> None:
@@ -74,13 +74,13 @@ class Bucket:
             self._at = now
         self._level = level - amount
 
-    def left(self) -> tuple[int, int]:
+    def report_remaining(self) -> tuple[int, int]:
         """The available amount at the last update, and the milliseconds until the bucket is full."""
         level = self._level
         return int(level) if level > 0 else 0, int((self.per_minute - level) * 1000 / self._per_s) + 1
 
 
-class Member:
+class TenantState:
     """The current limits and usage of one tenant."""
 
     __slots__ = (
@@ -94,15 +94,15 @@ class Member:
         """Set when its first request has ended."""
         self.in_flight = 0
         self.mean_output = FIRST_OUTPUT_TOKENS
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
+        self.requests: RateBucket | None = None
+        self.tokens: RateBucket | None = None
         self.update(tenant)
 
     def update(self, tenant: Tenant) -> None:
         self.weight = tenant.weight
         self.max_in_flight = tenant.in_flight
-        self.requests = _bucket(self.requests, tenant.requests_per_minute)
-        self.tokens = _bucket(self.tokens, tenant.tokens_per_minute)
+        self.requests = _create_bucket(self.requests, tenant.requests_per_minute)
+        self.tokens = _create_bucket(self.tokens, tenant.tokens_per_minute)
         self._limit_headers = b"".join(
             _LIMIT_HEADERS % (name, limit, name, name)
             for name, limit in ((b"requests", tenant.requests_per_minute), (b"tokens", tenant.tokens_per_minute))
@@ -114,26 +114,30 @@ class Member:
         self.is_admin = tenant.admin or tenant.name == DEFAULT_TENANT
         """Whether it may see other tenants' figures."""
 
-    def cost_tokens(self, body_bytes: int, max_tokens: int | None) -> float:
+    def estimate_cost_tokens(self, body_bytes: int, max_tokens: int | None) -> float:
         """The expected cost of a request, from its length, its `max_tokens` and this tenant's earlier answers."""
         output = self.mean_output if max_tokens is None else min(float(max_tokens), 4 * self.mean_output)
         return body_bytes / BYTES_PER_TOKEN + output
 
-    def limited(self, cost_tokens: float, now: float) -> Unaccepted | None:
+    def check_limits(self, cost_tokens: float, now: float) -> Rejection | None:
         """Why a limit forbids one more request now; `None` where none does."""
         if self.max_in_flight is not None and self.in_flight >= self.max_in_flight:
             message = f"the limit of {self.max_in_flight} concurrent requests is reached"
-            return Unaccepted(429, message, "too_many_in_flight", 1)
+            return Rejection(429, message, "too_many_in_flight", 1)
         requests, tokens = self.requests, self.tokens
-        if requests is not None and not requests.has(1) and (wait_s := requests.wait_s(1, now)):
+        if requests is not None and not requests.has_amount(1) and (wait_s := requests.compute_wait_s(1, now)):
             message = f"the limit of {requests.per_minute:,} requests per minute is reached"
-            return Unaccepted(429, message, "requests_per_minute", max(1, math.ceil(wait_s)))
-        if tokens is not None and not tokens.has(cost_tokens) and (wait_s := tokens.wait_s(cost_tokens, now)):
+            return Rejection(429, message, "requests_per_minute", max(1, math.ceil(wait_s)))
+        if (
+            tokens is not None
+            and not tokens.has_amount(cost_tokens)
+            and (wait_s := tokens.compute_wait_s(cost_tokens, now))
+        ):
             message = (
                 f"the limit of {tokens.per_minute:,} tokens per minute is reached: "
                 f"this request needs about {cost_tokens:,.0f}"
             )
-            return Unaccepted(429, message, "tokens_per_minute", max(1, math.ceil(wait_s)))
+            return Rejection(429, message, "tokens_per_minute", max(1, math.ceil(wait_s)))
         return None
 
     def admit(self, cost_tokens: float, now: float) -> None:
@@ -147,7 +151,9 @@ class Member:
         if self.tokens is not None:
             self.tokens.take(cost_tokens, now)
 
-    def ended(self, charged_tokens: float, used_tokens: float | None, output_tokens: int | None, now: float) -> None:
+    def record_end(
+        self, charged_tokens: float, used_tokens: float | None, output_tokens: int | None, now: float
+    ) -> None:
         """Records the end of a request, and corrects its charge to `used_tokens`, where known."""
         self.in_flight -= 1
         if used_tokens is not None and self.tokens is not None:
@@ -155,13 +161,13 @@ class Member:
         if output_tokens is not None:
             self.mean_output += SMOOTHING * (output_tokens - self.mean_output)
 
-    def headers(self) -> bytes:
+    def format_limit_headers(self) -> bytes:
         """The remaining limits as the headers of OpenAI's API."""
         requests, tokens = self.requests, self.tokens
         if requests is not None and tokens is not None:
-            return self._limit_headers % (*requests.left(), *tokens.left())
+            return self._limit_headers % (*requests.report_remaining(), *tokens.report_remaining())
         only = requests or tokens
-        return self._limit_headers % only.left() if only is not None else b""
+        return self._limit_headers % only.report_remaining() if only is not None else b""
 
 
 class Tenants:
@@ -169,10 +175,10 @@ class Tenants:
 
     def __init__(self, api_key: str | None = None, salt: bytes | None = None) -> None:
         self.salt = salt or secrets.token_bytes(32)
-        self._own = key_digest(api_key.encode(), self.salt) if api_key is not None else None
-        self._members: dict[str, Member] = {}
+        self._own = digest_key(api_key.encode(), self.salt) if api_key is not None else None
+        self._members: dict[str, TenantState] = {}
         self._keys: dict[bytes, KeyDigest] = {}
-        self._declared: dict[str, Declared] = {}
+        self._declared: dict[str, DeclaredTenant] = {}
         self._stored: tuple[Tenant, ...] = ()
         self.turn = object()
         """A token that changes whenever tenants or keys may have changed; cached keys are then looked up again."""
@@ -181,14 +187,14 @@ class Tenants:
         self.replace((), ())
 
     @property
-    def several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether more than one tenant has a key."""
         return len({key.tenant for key in self._keys.values()}) > 1
 
-    def member(self, name: str) -> Member | None:
+    def get_member(self, name: str) -> TenantState | None:
         return self._members.get(name)
 
-    def members(self) -> list[Member]:
+    def list_members(self) -> list[TenantState]:
         return list(self._members.values())
 
     def replace(self, tenants: Iterable[Tenant], keys: Iterable[KeyDigest]) -> None:
@@ -197,45 +203,45 @@ class Tenants:
         self._keys = {key.digest: key for key in keys}
         if self._own is not None:
             self._keys[self._own] = KeyDigest(self._own, DEFAULT_TENANT)
-        self._know()
+        self._rebuild_members()
 
-    def declare(self, declared: Iterable[Declared]) -> None:
+    def declare(self, declared: Iterable[DeclaredTenant]) -> None:
         """Sets the tenants of the intent file. Their limits take precedence over those in the store.
 
         An endpoint with declared tenants requires a key, even while none of them has one.
         """
         self._declared = {one.name: one for one in declared}
-        self._know()
+        self._rebuild_members()
 
-    def _know(self) -> None:
+    def _rebuild_members(self) -> None:
         self.turn = object()
-        known = {tenant.name: tenant for tenant in (*map(_named, self._declared), *self._stored)}
+        known = {tenant.name: tenant for tenant in (*map(_create_tenant, self._declared), *self._stored)}
         known.setdefault(DEFAULT_TENANT, Tenant(name=DEFAULT_TENANT))
         before, self._members = self._members, {}
         for name, tenant in known.items():
-            allowed = overlaid(tenant, self._declared.get(name))
-            member = self._members[name] = before.get(name) or Member(allowed)
+            allowed = apply_declared_limits(tenant, self._declared.get(name))
+            member = self._members[name] = before.get(name) or TenantState(allowed)
             member.update(allowed)
         self.default = self._members[DEFAULT_TENANT]
         self._keys = {digest: key for digest, key in self._keys.items() if key.tenant in self._members}
         self.is_open = self.is_open and not self._keys and not self._declared
 
-    def find(self, given: bytes) -> Key | None:
+    def find(self, given: bytes) -> VerifiedKey | None:
         """Returns the key's owner; `None` for a key that is unknown or has expired."""
-        digest = key_digest(given, self.salt)
+        digest = digest_key(given, self.salt)
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest):
             return None
-        found = Key(given, self._members[key.tenant], key.expires_s, self.turn)
+        found = VerifiedKey(given, self._members[key.tenant], key.expires_s, self.turn)
         return None if found.has_expired else found
 
 
-class Key:
+class VerifiedKey:
     """A valid key, cached so that the next request on the connection needs no lookup."""
 
     __slots__ = ("_given", "_turn", "expires_s", "member")
 
-    def __init__(self, given: bytes, member: Member, expires_s: float | None, turn: object) -> None:
+    def __init__(self, given: bytes, member: TenantState, expires_s: float | None, turn: object) -> None:
         self._given = given
         self.member = member
         self.expires_s = expires_s
@@ -245,24 +251,24 @@ class Key:
     def has_expired(self) -> bool:
         return self.expires_s is not None and time.time() >= self.expires_s
 
-    def is_still(self, given: bytes, turn: object) -> bool:
+    def is_valid_for(self, given: bytes, turn: object) -> bool:
         """Whether this is the same key, and still valid."""
         return turn is self._turn and hmac.compare_digest(given, self._given) and not self.has_expired
 
 
-def overlaid(stored: Tenant, declared: Declared | None) -> Tenant:
+def apply_declared_limits(stored: Tenant, declared: DeclaredTenant | None) -> Tenant:
     """The stored tenant with the declared limits, which take precedence."""
     if declared is None:
         return stored
     limits = {name: value for name in LIMITS if (value := getattr(declared, name)) is not None}
-    return replaced(stored, **limits)
+    return replace_fields(stored, **limits)
 
 
-def _named(name: str) -> Tenant:
+def _create_tenant(name: str) -> Tenant:
     return Tenant(name=name)
 
 
-def _bucket(before: Bucket | None, per_minute: int | None) -> Bucket | None:
+def _create_bucket(before: RateBucket | None, per_minute: int | None) -> RateBucket | None:
     if per_minute is None:
         return None
-    return before if before is not None and before.per_minute == per_minute else Bucket(per_minute)
+    return before if before is not None and before.per_minute == per_minute else RateBucket(per_minute)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import httptools
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.backend import Backend
-    from bedplate.run.gateway.exchange import Exchange
+    from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.exchange import GatewayExchange
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -27,7 +27,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
         self.pool = pool
         self.address = address
-        self.exchange: Exchange | None = None
+        self.exchange: GatewayExchange | None = None
         self.transport: asyncio.Transport | None = None
         self.used = False
         self._parser = httptools.HttpResponseParser(self)
@@ -38,7 +38,7 @@ class EngineConnection(asyncio.Protocol):
         self._ends_at_close = False
         self._paused = False
 
-    def send(self, exchange: Exchange, request: bytes) -> None:
+    def send(self, exchange: GatewayExchange, request: bytes) -> None:
         self.exchange = exchange
         if self.transport is not None:
             self.transport.write(request)
@@ -72,19 +72,19 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._broke(exchange, error)
+            self._handle_invalid_answer(exchange, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         ended_well = self._ends_at_close and exc is None
         reused = self.used
-        exchange = self._let_go(reusable=False)
+        exchange = self._release_exchange(reusable=False)
         self.transport = None
         if exchange is None:
             return
         if ended_well:
-            exchange.engine_done()
+            exchange.complete_answer()
         else:
-            exchange.engine_lost("it closed the connection", reused)
+            exchange.handle_lost_engine("it closed the connection", reused)
 
     # called by httptools
 
@@ -105,19 +105,19 @@ class EngineConnection(asyncio.Protocol):
             return  # an interim response such as "100 Continue"
         self._ends_at_close = not self._has_end
         if self.exchange is not None:
-            self.exchange.engine_head(status, self._type)
+            self.exchange.receive_head(status, self._type)
 
     def on_body(self, body: bytes) -> None:
         if self.exchange is not None:
-            self.exchange.engine_body(body)
+            self.exchange.receive_body(body)
 
     def on_message_complete(self) -> None:
         if self._status < 200:
             return
-        if exchange := self._let_go(reusable=self._parser.should_keep_alive()):
-            exchange.engine_done()
+        if exchange := self._release_exchange(reusable=self._parser.should_keep_alive()):
+            exchange.complete_answer()
 
-    def _broke(self, exchange: Exchange, error: Exception) -> None:
+    def _handle_invalid_answer(self, exchange: GatewayExchange, error: Exception) -> None:
         how = f"its answer is not valid HTTP ({error})"
         if isinstance(error, httptools.HttpParserCallbackError):
             how = "internal error in bedplate while forwarding the answer"
@@ -125,12 +125,12 @@ class EngineConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_exception_handler(context)
         reused = self.used
         # The invalid data may follow a complete answer, when the connection already carries the next exchange.
-        following = self._let_go(reusable=False)
-        exchange.engine_lost(how, reused)
+        following = self._release_exchange(reusable=False)
+        exchange.handle_lost_engine(how, reused)
         if following is not None and following is not exchange:
-            following.engine_lost(how, reused)
+            following.handle_lost_engine(how, reused)
 
-    def _let_go(self, *, reusable: bool) -> Exchange | None:
+    def _release_exchange(self, *, reusable: bool) -> GatewayExchange | None:
         exchange, self.exchange = self.exchange, None
         self.used = True
         self._ends_at_close = False
@@ -141,7 +141,7 @@ class EngineConnection(asyncio.Protocol):
 class EnginePool:
     """Connections to one backend."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: GatewayBackend) -> None:
         self.backend = backend
         self.freed: Callable[[], None] = lambda: None
         """Called when a connection has become free."""
@@ -150,7 +150,7 @@ class EnginePool:
         """Connections that carry an exchange, or are being opened for one."""
         self._connecting: set[asyncio.Task[None]] = set()
 
-    def take(self, exchange: Exchange) -> None:
+    def take(self, exchange: GatewayExchange) -> None:
         """Gives the exchange an idle connection, or opens one."""
         fresh = exchange.tried_again
         self.active += 1
@@ -158,12 +158,12 @@ class EnginePool:
         while self._idle and not fresh:
             connection = self._idle.pop()
             if connection.address == address and connection.transport and not connection.transport.is_closing():
-                exchange.engine_ready(connection)
+                exchange.send_to_engine(connection)
                 return
             connection.drop()
         task = asyncio.get_running_loop().create_task(self._connect(exchange, address))
         self._connecting.add(task)
-        task.add_done_callback(self._connect_ended)
+        task.add_done_callback(self._finish_connecting)
 
     def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
         if reusable and connection.transport is not None and not connection.transport.is_closing():
@@ -176,12 +176,12 @@ class EnginePool:
             if connection.transport is not None:
                 connection.transport.abort()
         if was_active:
-            self._freed()
+            self._release()
 
     def abandon(self, connection: EngineConnection) -> None:
         """Ends an exchange whose answer is no longer needed; the engine sees the connection close."""
         connection.drop()
-        self._freed()
+        self._release()
 
     def close(self) -> None:
         for task in list(self._connecting):
@@ -189,10 +189,10 @@ class EnginePool:
         while self._idle:
             self._idle.pop().drop()
 
-    async def _connect(self, exchange: Exchange, address: tuple[str, int] | None) -> None:
+    async def _connect(self, exchange: GatewayExchange, address: tuple[str, int] | None) -> None:
         if address is None:
-            self._freed()
-            exchange.engine_away()
+            self._release()
+            exchange.handle_absent_engine()
             return
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -200,23 +200,23 @@ class EnginePool:
                     lambda: EngineConnection(self, address), *address
                 )
         except (OSError, TimeoutError) as error:
-            self._freed()
-            exchange.engine_lost(f"it does not accept connections ({error})", False)
+            self._release()
+            exchange.handle_lost_engine(f"it does not accept connections ({error})", False)
             return
         if exchange.over:
             connection.drop()
-            self._freed()
+            self._release()
         elif connection.transport is None or connection.transport.is_closing():
-            self._freed()
-            exchange.engine_lost("it closed the connection", False)
+            self._release()
+            exchange.handle_lost_engine("it closed the connection", False)
         else:
-            exchange.engine_ready(connection)
+            exchange.send_to_engine(connection)
 
-    def _connect_ended(self, task: asyncio.Task[None]) -> None:
+    def _finish_connecting(self, task: asyncio.Task[None]) -> None:
         self._connecting.discard(task)
         if task.cancelled():
-            self._freed()
+            self._release()
 
-    def _freed(self) -> None:
+    def _release(self) -> None:
         self.active -= 1
         self.freed()

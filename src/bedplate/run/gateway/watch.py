@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from bedplate.run.gateway.sse import Usage
+from bedplate.run.gateway.sse import TokenUsage
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.backend import Backend
+    from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.routes import Route
 
 _LABELS = ("model", "engine")
@@ -24,7 +24,7 @@ _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300,
 _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
-class Meters:
+class GatewayMetrics:
     """All metrics of one gateway.
 
     They are plain numbers, which cost a tenth of the client library's counters, and are collected when scraped.
@@ -32,33 +32,33 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._meters: dict[tuple[str, str], Meter] = {}
+        self._meters: dict[tuple[str, str], EngineMeter] = {}
         self._tenants: dict[str, TenantMeter] = {}
         self._routes: list[Route] = []
         self._unlogged = 0
         self.registry.register(self)
 
-    def meter(self, model: str, engine: str) -> Meter:
+    def get_meter(self, model: str, engine: str) -> EngineMeter:
         """The meter of a model and engine; their replicas share it."""
         meter = self._meters.get((model, engine))
         if meter is None:
-            meter = self._meters[model, engine] = Meter()
+            meter = self._meters[model, engine] = EngineMeter()
         return meter
 
-    def tenant(self, name: str) -> TenantMeter:
+    def get_tenant_meter(self, name: str) -> TenantMeter:
         meter = self._tenants.get(name)
         if meter is None:
             meter = self._tenants[name] = TenantMeter()
         return meter
 
-    def text(self, routes: list[Route], unlogged: int = 0) -> bytes:
+    def render_all(self, routes: list[Route], unlogged: int = 0) -> bytes:
         self._routes, self._unlogged = routes, unlogged
         return generate_latest(self.registry)
 
-    def text_of(self, tenant: str) -> bytes:
+    def render_tenant(self, tenant: str) -> bytes:
         """The metrics that one tenant may see: its own, and nothing that reveals those of others."""
         own = CollectorRegistry()
-        own.register(_Collected(list(self._collect_tenants({tenant: self.tenant(tenant)}))))
+        own.register(_FixedCollector(list(self._collect_tenants({tenant: self.get_tenant_meter(tenant)}))))
         return generate_latest(own)
 
     def collect(self) -> Iterator[Metric]:
@@ -93,7 +93,7 @@ class Meters:
         )
         for labels, meter in self._meters.items():
             for family, times in ((ttft, meter.ttft), (token_time, meter.token_time), (duration, meter.duration)):
-                family.add_metric(labels, times.buckets(), times.sum_s)
+                family.add_metric(labels, times.count_buckets(), times.sum_s)
         yield from (ttft, token_time, duration)
 
     @staticmethod
@@ -118,7 +118,7 @@ class Meters:
         waiting = GaugeMetricFamily("bedplate_requests_waiting", "Requests that wait for an engine", labels=("model",))
         for route in self._routes:
             waiting.add_metric((route.model,), len(route.waiting))
-            by_engine: dict[str, list[Backend]] = {}
+            by_engine: dict[str, list[GatewayBackend]] = {}
             for backend in route.backends:
                 by_engine.setdefault(backend.engine, []).append(backend)
             for engine, backends in by_engine.items():
@@ -130,7 +130,7 @@ class Meters:
         yield from (up, restarts, waiting, unlogged)
 
 
-class _Collected:
+class _FixedCollector:
     """A collector of given metrics."""
 
     def __init__(self, metrics: list[Metric]) -> None:
@@ -149,14 +149,14 @@ class TenantMeter:
         self.ended: dict[str, int] = defaultdict(int)
         self.prompt_tokens = self.completion_tokens = 0
 
-    def record(self, outcome: str, usage: Usage | None = None) -> None:
+    def record(self, outcome: str, usage: TokenUsage | None = None) -> None:
         self.ended[outcome] += 1
         if usage is not None:
             self.prompt_tokens += usage.prompt_tokens or 0
             self.completion_tokens += usage.completion_tokens or 0
 
 
-class Times:
+class DurationHistogram:
     """A Prometheus histogram of durations."""
 
     __slots__ = ("_bounds_s", "_counts", "sum_s")
@@ -170,12 +170,12 @@ class Times:
         self._counts[bisect_left(self._bounds_s, took_s)] += 1
         self.sum_s += took_s
 
-    def buckets(self) -> list[tuple[str, float]]:
+    def count_buckets(self) -> list[tuple[str, float]]:
         bounds = (*map(floatToGoString, self._bounds_s), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
-class Meter:
+class EngineMeter:
     """The metrics of one model and engine."""
 
     __slots__ = ("completion_tokens", "duration", "ended", "in_flight", "prompt_tokens", "token_time", "ttft")
@@ -184,14 +184,16 @@ class Meter:
         self.in_flight = 0
         self.prompt_tokens = self.completion_tokens = 0
         self.ended: dict[tuple[str, str], int] = defaultdict(int)
-        self.ttft = Times(_TTFT_BUCKETS_S)
-        self.token_time = Times(_TOKEN_BUCKETS_S)
-        self.duration = Times(_REQUEST_BUCKETS_S)
+        self.ttft = DurationHistogram(_TTFT_BUCKETS_S)
+        self.token_time = DurationHistogram(_TOKEN_BUCKETS_S)
+        self.duration = DurationHistogram(_REQUEST_BUCKETS_S)
 
-    def turned_away(self, api: str) -> None:
+    def record_rejection(self, api: str) -> None:
         self.ended[api, "turned_away"] += 1
 
-    def record(self, api: str, outcome: str, started: float, first: float | None, ended: float, usage: Usage) -> None:
+    def record(
+        self, api: str, outcome: str, started: float, first: float | None, ended: float, usage: TokenUsage
+    ) -> None:
         self.ended[api, outcome] += 1
         self.duration.observe(ended - started)
         if first is not None:

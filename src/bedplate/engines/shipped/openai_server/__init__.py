@@ -3,26 +3,26 @@
 Runs in an engine's environment with uvicorn and starlette (jinja2 and tokenizers only if a backend uses
 `HuggingFaceText`). A backend is one file next to this package: it subclasses `Backend` and calls `serve`.
 
-One thread owns the engine and only computes; one event loop owns all connections. `Worker` connects them.
+One thread owns the engine and only computes; one event loop owns all connections. `EngineWorker` connects them.
 """
 
-from .backend import Backend, Finish, OneByOne, Piece, Refused, Request, Text
-from .serve import parser_for, serve
-from .text import ChatTemplate, HuggingFaceText, read_json, special_tokens, template_of
+from .backend import BackendError, EngineBackend, Finish, GenerationRequest, Piece, SequentialBackend, Text
+from .serve import make_parser, serve
+from .text import ChatTemplate, HuggingFaceText, find_special_tokens, read_json, read_template
 
 __all__ = [
-    "Backend",
+    "BackendError",
     "ChatTemplate",
+    "EngineBackend",
     "Finish",
+    "GenerationRequest",
     "HuggingFaceText",
-    "OneByOne",
     "Piece",
-    "Refused",
-    "Request",
+    "SequentialBackend",
     "Text",
-    "parser_for",
+    "find_special_tokens",
+    "make_parser",
     "read_json",
+    "read_template",
     "serve",
-    "special_tokens",
-    "template_of",
 ]

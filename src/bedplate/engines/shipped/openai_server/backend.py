@@ -12,20 +12,20 @@ UNLIMITED_TOKENS = 1 << 30
 Finish = Literal["stop", "length"]
 
 
-class Refused(Exception):
+class BackendError(Exception):
     """A rejected request, with the reason in the form of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
 
-    def body(self) -> dict[str, Any]:
+    def to_body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class GenerationRequest:
     """A request to a backend. Compared by identity, so that it can be a dictionary key."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -57,7 +57,7 @@ class Request:
 class Piece:
     """The output of one step for one request."""
 
-    request: Request
+    request: GenerationRequest
     _: KW_ONLY
     token: int | None = None
     text: str | None = None
@@ -87,7 +87,7 @@ class Text:
         raise NotImplementedError
 
 
-class Backend:
+class EngineBackend:
     """The engine as seen by the server. Only the worker thread calls its methods, one at a time."""
 
     engine: ClassVar[str]
@@ -110,7 +110,7 @@ class Backend:
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         raise NotImplementedError
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         """Start to compute a request."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class Backend:
         """Compute one step of all admitted requests."""
         raise NotImplementedError
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         """Stop computing an admitted request."""
         raise NotImplementedError
 
@@ -133,17 +133,17 @@ class Backend:
         return None
 
 
-class OneByOne(Backend):
+class SequentialBackend(EngineBackend):
     """An engine that computes one request at a time, as an iterator of pieces."""
 
     def __init__(self) -> None:
-        self._streams: dict[Request, Iterator[Piece]] = {}
+        self._streams: dict[GenerationRequest, Iterator[Piece]] = {}
 
-    def stream(self, request: Request) -> Iterator[Piece]:
+    def stream(self, request: GenerationRequest) -> Iterator[Piece]:
         """The pieces of one answer. The iterator is closed when the request is cancelled."""
         raise NotImplementedError
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         self._streams[request] = self.stream(request)
 
     def step(self) -> list[Piece]:
@@ -155,7 +155,7 @@ class OneByOne(Backend):
                 self.cancel(request)
         return pieces
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         stream = self._streams.pop(request, None)
         if stream is not None and hasattr(stream, "close"):
             stream.close()

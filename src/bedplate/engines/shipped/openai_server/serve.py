@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .backend import Backend
+from .backend import EngineBackend
 
 KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 SUPERVISED_VARIABLE = "BEDPLATE_ENGINE_SUPERVISED"
@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 24 * 3600
 """Timeout of idle connections. The gateway keeps connections open for longer than uvicorn's default of 5 s."""
 
 
-def parser_for(backend: type[Backend]) -> argparse.ArgumentParser:
+def make_parser(backend: type[EngineBackend]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=f"An OpenAI-compatible server for {backend.engine}. "
         f"If {KEY_VARIABLE} is set, clients must send its value as API key.",
@@ -41,9 +41,9 @@ def parser_for(backend: type[Backend]) -> argparse.ArgumentParser:
     return parser
 
 
-def serve(backend: Backend, arguments: Sequence[str] | None = None) -> None:
+def serve(backend: EngineBackend, arguments: Sequence[str] | None = None) -> None:
     """Run the server until it receives a signal. The main function of a backend."""
-    options = parser_for(type(backend)).parse_args(arguments)
+    options = make_parser(type(backend)).parse_args(arguments)
     options.served_name = options.served_name or Path(options.model).name
     if os.environ.get(SUPERVISED_VARIABLE):
         threading.Thread(target=_end_with_stdin, daemon=True).start()
@@ -66,17 +66,17 @@ def serve(backend: Backend, arguments: Sequence[str] | None = None) -> None:
     asyncio.run(_serve(backend, options, listening))
 
 
-async def _serve(backend: Backend, options: argparse.Namespace, listening: socket.socket) -> None:
+async def _serve(backend: EngineBackend, options: argparse.Namespace, listening: socket.socket) -> None:
     import uvicorn
 
     from .endpoints import Endpoints
-    from .worker import Worker
+    from .worker import EngineWorker
 
     class HttpServer(uvicorn.Server):
         def handle_exit(self, *_: object) -> None:
             os._exit(0)
 
-    worker = Worker(backend, options, asyncio.get_running_loop())
+    worker = EngineWorker(backend, options, asyncio.get_running_loop())
     endpoints = Endpoints(backend, worker, options.served_name, os.environ.pop(KEY_VARIABLE, None) or None)
     config = uvicorn.Config(
         endpoints,

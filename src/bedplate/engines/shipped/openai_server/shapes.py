@@ -7,85 +7,87 @@ import time
 import uuid
 from typing import Any, ClassVar
 
-from .backend import Finish, Refused
+from .backend import BackendError, Finish
 from .worker import TokenLogprob
 
 MAX_STOPS = 16
 
 
-class Fields:
+class BodyFields:
     """The JSON object of a request. A wrong type raises an error instead of being converted."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
+    def read_number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.body.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refused(f"{name} must be a number", name)
+            raise BackendError(f"{name} must be a number", name)
         if not low <= value <= high:
-            raise Refused(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
+            raise BackendError(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
         return float(value)
 
-    def maybe_number(self, name: str, low: float, high: float) -> float | None:
-        return None if self.body.get(name) is None else self.number(name, low, low, high)
+    def read_optional_number(self, name: str, low: float, high: float) -> float | None:
+        return None if self.body.get(name) is None else self.read_number(name, low, low, high)
 
-    def integer(self, name: str, low: int, high: int = 1 << 63) -> int | None:
+    def read_integer(self, name: str, low: int, high: int = 1 << 63) -> int | None:
         value = self.body.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-            raise Refused(f"{name} must be an integer", name)
+            raise BackendError(f"{name} must be an integer", name)
         if not low <= value <= high:
-            raise Refused(f"{name} must be at least {low}" if value < low else f"{name} must be at most {high}", name)
+            raise BackendError(
+                f"{name} must be at least {low}" if value < low else f"{name} must be at most {high}", name
+            )
         return int(value)
 
-    def flag(self, name: str) -> bool:
+    def read_flag(self, name: str) -> bool:
         value = self.body.get(name)
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise Refused(f"{name} must be true or false", name)
+            raise BackendError(f"{name} must be true or false", name)
         return value
 
-    def stops(self) -> tuple[str, ...]:
+    def read_stops(self) -> tuple[str, ...]:
         value = self.body.get("stop")
         stops = [value] if isinstance(value, str) else value or []
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise Refused("stop must be a string or a list of strings", "stop")
+            raise BackendError("stop must be a string or a list of strings", "stop")
         if len(stops) > MAX_STOPS:
-            raise Refused(f"stop may contain at most {MAX_STOPS} strings", "stop")
+            raise BackendError(f"stop may contain at most {MAX_STOPS} strings", "stop")
         return tuple(stop for stop in stops if stop)
 
-    def messages(self) -> list[dict[str, Any]]:
+    def read_messages(self) -> list[dict[str, Any]]:
         value = self.body.get("messages")
         if not isinstance(value, list) or not value:
-            raise Refused("messages must be a non-empty list", "messages")
-        return [self._message(message, place) for place, message in enumerate(value)]
+            raise BackendError("messages must be a non-empty list", "messages")
+        return [self._check_message(message, place) for place, message in enumerate(value)]
 
-    def _message(self, message: Any, place: int) -> dict[str, Any]:
+    def _check_message(self, message: Any, place: int) -> dict[str, Any]:
         where = f"messages[{place}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"{where} must be an object with a role", where)
+            raise BackendError(f"{where} must be an object with a role", where)
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(self._part(part, where) for part in content)
+            content = "".join(self._read_part(part, where) for part in content)
         if content is not None and not isinstance(content, str):
-            raise Refused(f"{where}.content must be text", where)
+            raise BackendError(f"{where}.content must be text", where)
         if content is None and not message.get("tool_calls"):
-            raise Refused(f"{where} has no content", where)
+            raise BackendError(f"{where} has no content", where)
         return {**message, "content": content}
 
-    def _part(self, part: Any, where: str) -> str:
+    def _read_part(self, part: Any, where: str) -> str:
         if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise Refused(f"{where} contains {kind}: this server supports only text", where)
+        raise BackendError(f"{where} contains {kind}: this server supports only text", where)
 
 
-class Shape:
+class ResponseFormat:
     """The JSON format of an endpoint's responses."""
 
     whole_kind: ClassVar[str]
@@ -95,70 +97,79 @@ class Shape:
     def __init__(self, model: str) -> None:
         self.base = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def make_opening(self) -> list[dict[str, Any]]:
         return []
 
-    def choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    def make_choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
         raise NotImplementedError
 
-    def whole(
+    def make_response(
         self, text: str, finish: Finish, usage: dict[str, Any], logprobs: list[TokenLogprob] | None
     ) -> dict[str, Any]:
         return {
             **self.base,
             "object": self.whole_kind,
-            "choices": [self.choice(text, finish, logprobs)],
+            "choices": [self.make_choice(text, finish, logprobs)],
             "usage": usage,
         }
 
-    def chunks(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
+    def make_chunks(
+        self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None
+    ) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+    def make_chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self.base, "object": self.chunk_kind, "choices": list(choices)}
 
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self.chunk(), "usage": usage}
+    def make_usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self.make_chunk(), "usage": usage}
 
 
-class ChatShape(Shape):
+class ChatFormat(ResponseFormat):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    def make_choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text}
-        return {"index": 0, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"index": 0, "message": message, "logprobs": self._format_logprobs(logprobs), "finish_reason": finish}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def make_opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [self.chunk({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})]
+        return [self.make_chunk({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})]
 
-    def chunks(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
+    def make_chunks(
+        self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None
+    ) -> list[dict[str, Any]]:
         found = []
         if text or logprobs:
-            entry = self._logprobs(logprobs)
-            found.append(self.chunk({"index": 0, "delta": {"content": text}, "logprobs": entry, "finish_reason": None}))
+            entry = self._format_logprobs(logprobs)
+            found.append(
+                self.make_chunk({"index": 0, "delta": {"content": text}, "logprobs": entry, "finish_reason": None})
+            )
         if finish is not None:
-            found.append(self.chunk({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish}))
+            found.append(self.make_chunk({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish}))
         return found
 
-    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _format_logprobs(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
         return {
             "content": [
-                {**_named(one.text, one.logprob), "top_logprobs": [_named(text, logprob) for text, logprob in one.top]}
+                {
+                    **_format_token(one.text, one.logprob),
+                    "top_logprobs": [_format_token(text, logprob) for text, logprob in one.top],
+                }
                 for one in logprobs
             ]
         }
 
 
-class TextShape(Shape):
+class CompletionFormat(ResponseFormat):
     whole_kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    def make_choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
         entry = None
         if logprobs is not None:
             entry = {
@@ -168,9 +179,11 @@ class TextShape(Shape):
             }
         return {"index": 0, "text": text, "logprobs": entry, "finish_reason": finish}
 
-    def chunks(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
-        return [self.chunk(self.choice(text, finish, logprobs))] if text or logprobs or finish else []
+    def make_chunks(
+        self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None
+    ) -> list[dict[str, Any]]:
+        return [self.make_chunk(self.make_choice(text, finish, logprobs))] if text or logprobs or finish else []
 
 
-def _named(text: str, logprob: float) -> dict[str, Any]:
+def _format_token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

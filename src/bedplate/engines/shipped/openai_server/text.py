@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .backend import Refused, Text
+from .backend import BackendError, Text
 
 
 class HuggingFaceText(Text):
@@ -20,13 +20,13 @@ class HuggingFaceText(Text):
 
         self.folder = Path(folder)
         if not (self.folder / "tokenizer.json").exists():
-            raise Refused(f"{self.folder} has no tokenizer.json")
+            raise BackendError(f"{self.folder} has no tokenizer.json")
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         # Some folders enable truncation and padding, which is for training.
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.config = read_json(self.folder / "tokenizer_config.json")
-        self.template = ChatTemplate(template_of(self.folder, self.config), special_tokens(self.config))
+        self.template = ChatTemplate(read_template(self.folder, self.config), find_special_tokens(self.config))
 
     def encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
@@ -48,21 +48,21 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if self.source is None:
-            raise Refused("this model has no chat template; use /v1/completions", "messages")
+            raise BackendError("this model has no chat template; use /v1/completions", "messages")
         from jinja2 import TemplateError
 
         try:
             if self._compiled is None:
-                self._compiled = _environment().from_string(self.source)
+                self._compiled = _make_environment().from_string(self.source)
             values = {**more, **self.tokens, "messages": messages, "tools": tools, "add_generation_prompt": True}
             return str(self._compiled.render(values))
         except TemplateError as error:
-            raise Refused(f"the model's chat template rejected the messages: {error}", "messages") from error
+            raise BackendError(f"the model's chat template rejected the messages: {error}", "messages") from error
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise Refused(f"the model's chat template cannot render the messages: {error}", "messages") from error
+            raise BackendError(f"the model's chat template cannot render the messages: {error}", "messages") from error
 
 
-def _environment() -> Any:
+def _make_environment() -> Any:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def template_of(folder: Path, config: dict[str, Any]) -> str | None:
+def read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The chat template of a folder, from any of the files that versions of Transformers use."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def template_of(folder: Path, config: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def find_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)
@@ -133,13 +133,13 @@ class Detokenizer:
         self._start, self._shown = self._shown, len(self._tokens)
         return now[len(before) :]
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """The remaining text at the end of the answer."""
         before = self._decode(self._tokens[self._start : self._shown])
         return self._decode(self._tokens[self._start :])[len(before) :]
 
 
-class StopWatch:
+class StopStringFilter:
     """Truncates a text at the first stop string, and holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -156,16 +156,16 @@ class StopWatch:
             self.found = True
             out, self._held = self._held[: min(places)], ""
             return out
-        keep = max(_overlap(self._held, stop) for stop in self.stops)
+        keep = max(_count_overlap(self._held, stop) for stop in self.stops)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         out, self._held = self._held, ""
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def _count_overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

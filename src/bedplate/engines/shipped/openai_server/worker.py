@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .backend import Backend, Finish, Piece, Refused, Request, Text
-from .text import Detokenizer, StopWatch
+from .backend import BackendError, EngineBackend, Finish, GenerationRequest, Piece, Text
+from .text import Detokenizer, StopStringFilter
 
 PROGRESS_MARK = "bedplate-engine: loading "
 
@@ -34,13 +34,13 @@ class Delta:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
-    error: Refused | None = None
+    error: BackendError | None = None
 
 
-class Answer:
+class AnswerStream:
     """A request in the worker: converts pieces to text and counts tokens."""
 
-    def __init__(self, request: Request, text: Text | None, put: Callable[[Delta], None]) -> None:
+    def __init__(self, request: GenerationRequest, text: Text | None, put: Callable[[Delta], None]) -> None:
         self.request = request
         self.put = put
         self.prompt_tokens = len(request.prompt)
@@ -50,7 +50,7 @@ class Answer:
         self.done = False
         self._text = text
         self._detokenizer = Detokenizer(text.decode) if text is not None else None
-        self._stop = StopWatch(request.stop)
+        self._stop = StopStringFilter(request.stop)
 
     def feed(self, piece: Piece) -> Delta:
         """Add one piece. If it ends the answer, `done` is set."""
@@ -60,7 +60,7 @@ class Answer:
             self.cached_tokens = piece.cached_tokens
         if piece.error is not None:
             self.done = True
-            return Delta(error=Refused(piece.error, status=500))
+            return Delta(error=BackendError(piece.error, status=500))
         self.completion_tokens += piece.tokens
         text = piece.text
         if text is None:
@@ -69,28 +69,28 @@ class Answer:
         if finish is None and self.completion_tokens >= self.request.max_tokens:
             finish = "length"
         if finish is not None and self._detokenizer is not None and piece.text is None:
-            text += self._detokenizer.rest()
+            text += self._detokenizer.flush()
         text = self._stop.feed(text)
         if self._stop.found:
             finish = "stop"
         elif finish is not None:
-            text += self._stop.rest()
+            text += self._stop.flush()
         self.done = finish is not None
-        return Delta(text=text, logprobs=self._logprobs(piece), finish=finish)
+        return Delta(text=text, logprobs=self._make_logprobs(piece), finish=finish)
 
-    def _logprobs(self, piece: Piece) -> tuple[TokenLogprob, ...]:
+    def _make_logprobs(self, piece: Piece) -> tuple[TokenLogprob, ...]:
         if self.request.logprobs is None or piece.logprob is None:
             return ()
-        top = tuple((self._name(token), logprob) for token, logprob in piece.top[: self.request.logprobs])
-        text = self._name(piece.token) if piece.token is not None else piece.text or ""
+        top = tuple((self._decode_token(token), logprob) for token, logprob in piece.top[: self.request.logprobs])
+        text = self._decode_token(piece.token) if piece.token is not None else piece.text or ""
         return (TokenLogprob(text=text, logprob=piece.logprob, top=top),)
 
-    def _name(self, token: int | str) -> str:
+    def _decode_token(self, token: int | str) -> str:
         if isinstance(token, str):
             return token
         return self._text.decode([token]) if self._text is not None else str(token)
 
-    def usage(self) -> dict[str, Any]:
+    def count_usage(self) -> dict[str, Any]:
         counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -101,10 +101,10 @@ class Answer:
         return counts
 
 
-class Worker:
+class EngineWorker:
     """The engine's thread and its request queue."""
 
-    def __init__(self, backend: Backend, options: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, backend: EngineBackend, options: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> None:
         self.backend = backend
         self.loaded = 0.0
         self.ready = False
@@ -116,20 +116,20 @@ class Worker:
         self._options = options
         self._loop = loop
         self._changed = threading.Condition()
-        self._queue: deque[Answer] = deque()
+        self._queue: deque[AnswerStream] = deque()
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
-        self._active: dict[Request, Answer] = {}
+        self._active: dict[GenerationRequest, AnswerStream] = {}
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def submit(self, answer: Answer) -> None:
+    def submit(self, answer: AnswerStream) -> None:
         with self._changed:
             self._queue.append(answer)
             self.waiting = len(self._queue)
             self._changed.notify()
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: AnswerStream) -> None:
         with self._changed:
             answer.cancelled = True
             if answer in self._queue:
@@ -148,36 +148,36 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.backend.load(self._options, self._tell)
-            self._tell(1.0)
+            self.backend.load(self._options, self._report_progress)
+            self._report_progress(1.0)
             self.ready = True
             while True:
-                self._once()
+                self._run_step()
         except BaseException as error:
-            if isinstance(error, Refused):  # the model cannot be loaded: the message explains why
+            if isinstance(error, BackendError):  # the model cannot be loaded: the message explains why
                 print(f"bedplate-engine: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
             else:
                 traceback.print_exc()
                 sys.stderr.flush()
             self.failed = True
             # The engine is in an unknown state. Clients get an error; then the supervisor restarts it.
-            self._later(self._give_up)
+            self._call_in_loop(self._give_up)
 
-    def _tell(self, share: float) -> None:
+    def _report_progress(self, share: float) -> None:
         self.loaded = min(max(share, self.loaded), 1.0)
         print(f"{PROGRESS_MARK}{self.loaded:.3f}", flush=True)  # noqa: T201
 
-    def _once(self) -> None:
+    def _run_step(self) -> None:
         with self._changed:
             while not (self._queue or self._calls or self._active):
                 self._changed.wait()
             calls, self._calls = self._calls, deque()
         for what, future in calls:
-            self._do(what, future)
+            self._run_call(what, future)
         for answer in [answer for answer in self._active.values() if answer.cancelled]:
             self.backend.cancel(answer.request)
-            self._end(answer, "cancelled")
-        self._admit()
+            self._end_answer(answer, "cancelled")
+        self._admit_waiting()
         if self._active:
             pieces = self.backend.step()
             ended = {piece.request for piece in pieces if piece.finish or piece.error}
@@ -185,7 +185,7 @@ class Worker:
                 self._deliver(piece, piece.request in ended)
             self.kv_use = self.backend.kv_use()
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         while len(self._active) < self.backend.slots:
             with self._changed:
                 if not self._queue:
@@ -197,9 +197,9 @@ class Worker:
                 continue
             try:
                 self.backend.admit(answer.request)
-            except Refused as error:
+            except BackendError as error:
                 self.outcomes["error"] += 1
-                self._later(answer.put, Delta(error=error))
+                self._call_in_loop(answer.put, Delta(error=error))
                 continue
             self._active[answer.request] = answer
             self.running = len(self._active)
@@ -215,33 +215,33 @@ class Worker:
         if answer.done:
             if not ended:
                 self.backend.cancel(answer.request)
-            self._end(answer, "error" if delta.error else "ok")
+            self._end_answer(answer, "error" if delta.error else "ok")
         if delta.text or delta.logprobs or answer.done:
-            self._later(answer.put, delta)
+            self._call_in_loop(answer.put, delta)
 
-    def _end(self, answer: Answer, outcome: str) -> None:
+    def _end_answer(self, answer: AnswerStream, outcome: str) -> None:
         del self._active[answer.request]
         self.running = len(self._active)
         self.prompt_tokens += answer.prompt_tokens
         self.outcomes[outcome] += 1
 
-    def _do(self, what: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+    def _run_call(self, what: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         try:
             result = what()
-        except Refused as error:
-            self._later(_settle, future, None, error)
+        except BackendError as error:
+            self._call_in_loop(_settle, future, None, error)
         except Exception as error:
             traceback.print_exc()
-            self._later(_settle, future, None, Refused(f"the engine failed: {error}", status=500))
+            self._call_in_loop(_settle, future, None, BackendError(f"the engine failed: {error}", status=500))
         else:
-            self._later(_settle, future, result, None)
+            self._call_in_loop(_settle, future, result, None)
 
-    def _later(self, what: Callable[..., None], *arguments: Any) -> None:
+    def _call_in_loop(self, what: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is exiting
             self._loop.call_soon_threadsafe(what, *arguments)
 
     def _give_up(self) -> None:
-        error = Refused("the engine failed and is being restarted", status=500)
+        error = BackendError("the engine failed and is being restarted", status=500)
         for answer in [*self._active.values(), *self._queue]:
             answer.put(Delta(error=error))
         for _, future in self._calls:
