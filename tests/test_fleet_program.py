@@ -289,7 +289,7 @@ class TestChecks:
             checks.answers_four_at_once(Scripted("yes", "yet", "yes", gap=3.0), ["a?"])
 
     def test_a_different_answer_without_logprobs_fails(self) -> None:
-        with pytest.raises(Wrong, match="not told"):
+        with pytest.raises(Wrong, match="is unknown"):
             checks.answers_four_at_once(Scripted("yes", "yet", "yes"), ["a?"])
 
     def test_a_near_tie_is_reported_with_its_evidence(self) -> None:

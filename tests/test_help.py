@@ -81,7 +81,12 @@ def test_a_named_verb_is_built_alone_and_with_the_same_help() -> None:
     for name in map(get_verb_name, VERBS):
         alone = typer.main.get_command(build_app_for([name, "--help"]))
         assert isinstance(alone, click.Group) and list(alone.commands) == [name]
-        shown = alone.commands[name].get_help(click.Context(alone.commands[name], info_name=name, terminal_width=80))
-        assert shown == read_help(name)
+        whole = typer.main.get_command(app)
+        assert isinstance(whole, click.Group)
+        shown, expected = (
+            tree.commands[name].get_help(click.Context(tree.commands[name], info_name=name, terminal_width=80))
+            for tree in (alone, whole)
+        )
+        assert shown == expected
     for words in ([], ["--help"], ["plann"], ["--version", "plan"]):
         assert build_app_for(words) is app

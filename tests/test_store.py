@@ -121,8 +121,8 @@ def test_several_processes_write_concurrently(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from bedplate import store; from bedplate.values.result import Result\n"
         "for n in range(10):\n"
-        "    store.add(Result(at=f'2026-11-0{sys.argv[2]}T10:00:{n:02}Z', machine='m1', engine='vllm', model='x',\n"
-        "                     concurrency=1, prompt_tokens=1, output_tokens=1), Path(sys.argv[1]))\n"
+        "    store.add_result(Result(at=f'2026-11-0{sys.argv[2]}T10:00:{n:02}Z', machine='m1', engine='vllm',\n"
+        "                     model='x', concurrency=1, prompt_tokens=1, output_tokens=1), Path(sys.argv[1]))\n"
     )
     children = [subprocess.Popen([sys.executable, "-c", program, str(path), str(number)]) for number in range(1, 5)]
     assert [child.wait(HANG_S) for child in children] == [0] * 4

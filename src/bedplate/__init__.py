@@ -23,7 +23,7 @@ __all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve"
 _FACE = {
     "bench": ("bedplate.measure.bench", "bench"),
     "decide": ("bedplate.decide.choose", "decide"),
-    "inspect": ("bedplate.run.models", "known_model"),
+    "inspect": ("bedplate.run.models", "find_known_model"),
     "plan": ("bedplate.decide.planning", "plan"),
     "probe": ("bedplate.facts.hardware", "probe"),
     "serve": ("bedplate.serving.serve", "serve"),

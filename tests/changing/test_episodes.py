@@ -107,7 +107,7 @@ def test_parses_shares(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-5", "a tenth", "nan"])
 def test_rejects_invalid_shares(text: str) -> None:
-    with pytest.raises(UsageError, match="no share"):
+    with pytest.raises(UsageError, match="is not a share"):
         parse_share(text)
 
 

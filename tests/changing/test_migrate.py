@@ -407,8 +407,8 @@ def test_plan_is_made_for_the_requested_engine(tmp_path: Path, monkeypatch: pyte
         seen.update(engine=wanted[0].engine, workload=wanted[0].workload, **more)  # type: ignore[attr-defined]
         return (first.decided,)
 
-    monkeypatch.setattr("bedplate.changing.migrate.decided", decided)
-    monkeypatch.setattr("bedplate.changing.migrate.readied", lambda one, progress, **more: first)
+    monkeypatch.setattr("bedplate.changing.migrate.decide_engines", decided)
+    monkeypatch.setattr("bedplate.changing.migrate.prepare_model", lambda one, progress, **more: first)
 
     async def then(host: Host) -> None:
         await add(host, first)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
 else:
     sys.path.insert(0, str(Path(__file__).parents[2] / "src" / "bedplate" / "engines" / "shipped"))
-    from openai_server import Piece, Text, serve
+    from openai_server import BackendError, EngineBackend, GenerationRequest, Piece, Text, serve
 
 BEGIN, END = 256, 257
 STEP_S = 0.002

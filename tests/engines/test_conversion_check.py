@@ -25,7 +25,7 @@ PROGRAM = Path(bedplate.engines.__file__).parent / "shipped" / "conversion_check
 check: Any = importlib.import_module("bedplate.engines.shipped.conversion_check")
 
 
-class Words(check.Reader):  # type: ignore[misc]
+class Words(check.ComparedModel):  # type: ignore[misc]
     """A model whose tokens are characters, and which repeats its input."""
 
     name = "words"
@@ -34,14 +34,14 @@ class Words(check.Reader):  # type: ignore[misc]
         self.wrong, self.wrong_answers, self.gap = wrong, wrong_answers, gap
         self.asked = 0
 
-    def ids(self, text: str, begin: bool = False) -> list[int]:
+    def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return [ord(letter) + (letter in self.wrong) for letter in text]
 
-    def text(self, ids: list[int]) -> str:
+    def detokenize(self, ids: list[int]) -> str:
         return "".join(chr(one) for one in ids)
 
     def answer(self, ids: list[int]) -> list[Any]:
-        return [check.Said(65 + number, self.gap) for number in range(check.ANSWER_TOKENS)]
+        return [check.PredictedToken(65 + number, self.gap) for number in range(check.ANSWER_TOKENS)]
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
         self.asked += len(written)
@@ -73,10 +73,10 @@ class TestTokenIds:
         class Composing(Words):
             normalizes = True
 
-            def ids(self, text: str, begin: bool = False) -> list[int]:
+            def tokenize(self, text: str, begin: bool = False) -> list[int]:
                 import unicodedata
 
-                return super().ids(unicodedata.normalize("NFC", text))
+                return super().tokenize(unicodedata.normalize("NFC", text))
 
         check.compare_ids(Words(), Composing())
 
@@ -116,7 +116,7 @@ class TestAnswers:
 
     @given(of=st.integers(1, 80), share=st.sampled_from([0.55, 0.85, 0.97]))
     def test_binomial_tail_is_a_distribution_function(self, of: int, share: float) -> None:
-        found = [check.at_most(count, of, share) for count in range(of + 1)]
+        found = [check.compute_binomial_tail(count, of, share) for count in range(of + 1)]
         assert found == sorted(found) and abs(found[-1] - 1) < 1e-9
 
 
@@ -135,7 +135,7 @@ class TestFormats:
     def test_format_is_detected_from_the_files(self, files: dict[str, Any], kind: str, tmp_path: Path) -> None:
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))
-        assert check.kind_of(tmp_path) == kind
+        assert check.detect_format(tmp_path) == kind
 
     def test_formats_without_a_comparison_are_not_a_failure(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
@@ -149,10 +149,10 @@ def test_exllama_uses_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=files))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "of the user")
     monkeypatch.chdir(tmp_path)
-    check.ExLlama(tmp_path, "exllamav3")
+    check.ExLlamaModel(tmp_path, "exllamav3")
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "of the user"
     (tmp_path / "exllamav3-kernels").mkdir()
-    check.ExLlama(tmp_path, "exllamav3")
+    check.ExLlamaModel(tmp_path, "exllamav3")
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "exllamav3-kernels")
 
 

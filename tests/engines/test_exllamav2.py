@@ -33,7 +33,7 @@ def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
     assert argv[0] == "exllamav2-server"
-    return core.parser_for(program.ExLlamaV2).parse_args(argv[1:])
+    return core.make_parser(program.ExLlamaV2Backend).parse_args(argv[1:])
 
 
 @given(chosen=plans(EXL))
@@ -128,7 +128,7 @@ def test_generator_results_become_pieces(result: dict[str, Any], expected: list[
     """In the form that generator/dynamic.py of 0.3.2 gives them (constructed)."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
-    assert [(one.token, one.finish) for one in program._pieces(core.Request(), result)] == expected
+    assert [(one.token, one.finish) for one in program._make_pieces(core.GenerationRequest(), result)] == expected
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_backend_computes_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "exllamav2.generator", inside)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(tensor=lambda rows, dtype: rows, long="long"))
     monkeypatch.setattr(program, "HuggingFaceText", lambda folder: None)
-    backend = program.ExLlamaV2()
+    backend = program.ExLlamaV2Backend()
     done: list[float] = []
     (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_theta": 100000.0}}')
     argv = ("exllamav2-server", "--model", str(tmp_path), "--context", "1000", "--cache-bits", "8")
@@ -191,11 +191,11 @@ def test_backend_computes_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch,
     assert done == [0.45, 1.0] and config.rotary_embedding_base == 100000.0
     assert config.no_sdpa, "its version gives PyTorch's attention no mask"
 
-    one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0)
+    one = core.GenerationRequest(prompt=[1, 2], max_tokens=9, temperature=0)
     backend.admit(one)
     assert [(piece.token, piece.finish) for piece in (*backend.step(), *backend.step())] == [(5, None), (2, "stop")]
     assert jobs[0].input_ids == [[1, 2]] and jobs[0].stop_conditions == [2] and cancelled == []
-    two = core.Request(prompt=[3], max_tokens=9, temperature=0)
+    two = core.GenerationRequest(prompt=[3], max_tokens=9, temperature=0)
     backend.admit(two)
     assert [piece.token for piece in backend.step()] == [6]
     backend.cancel(two)
@@ -214,4 +214,4 @@ def test_reads_the_rope_base_of_transformers_5(config: dict[str, Any], base: flo
     """Written by Transformers 5; where ExLlamaV2 finds its own word, that is as good."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
-    assert program._turning_base(str(tmp_path)) == base
+    assert program._read_rope_base(str(tmp_path)) == base

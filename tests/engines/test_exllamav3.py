@@ -28,7 +28,7 @@ def import_server() -> Any:
 def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "exllamav3-server"
-    return core.parser_for(import_server().ExLlamaV3).parse_args(argv[1:])
+    return core.make_parser(import_server().ExLlamaV3Backend).parse_args(argv[1:])
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ class TestPieces:
 
     def pieces(self, **result: Any) -> list[tuple[int | None, str | None, int, str | None, int | None]]:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
-        found = import_server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
+        found = import_server()._make_pieces(core.GenerationRequest(), {"stage": "streaming", "eos": False, **result})
         return [(one.token, one.text, one.tokens, one.finish, one.cached_tokens) for one in found]
 
     def test_tokens_become_pieces(self) -> None:
@@ -181,17 +181,17 @@ class TestPieces:
 
 class TestPlacement:
     def test_uses_the_first_cards(self) -> None:
-        place = import_server()._placement
+        place = import_server()._choose_placement
         assert place(1, False, 8) == {"device": "cuda:0"}
         assert place(2, False, 4) == {"reserve_per_device": [0.5, 0.5, -1.0, -1.0], "tensor_p": False}
         assert place(2, True, 2) == {"reserve_per_device": [0.5, 0.5], "tensor_p": True}
 
     def test_eos_tokens_of_both_configurations_are_used(self, tmp_path: Any) -> None:
-        assert import_server()._ends(str(tmp_path), [7, None]) == [7]
+        assert import_server()._list_eos_tokens(str(tmp_path), [7, None]) == [7]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
-        assert import_server()._ends(str(tmp_path), [7]) == [7, 8]
+        assert import_server()._list_eos_tokens(str(tmp_path), [7]) == [7, 8]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-        assert import_server()._ends(str(tmp_path), [7]) == [7, 9]
+        assert import_server()._list_eos_tokens(str(tmp_path), [7]) == [7, 9]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def load_backend(
     monkeypatch.setitem(sys.modules, "exllamav3", told)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(import_server(), "HuggingFaceText", lambda folder: None)
-    backend = import_server().ExLlamaV3()
+    backend = import_server().ExLlamaV3Backend()
     argv = ("exllamav3-server", "--model", "m", "--slots", "2", "--context", "1000", *more)
     backend.load(parse_server_options(argv), lambda done: None)
     return backend, told
@@ -287,8 +287,8 @@ class TestBackend:
         end = [{"job": 0, "stage": "streaming", "eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}]
         late = [{"job": 1, "stage": "streaming", "eos": False, "token_ids": Tokens(12)}]
         backend, told = load_backend(monkeypatch, [started, both, end, late])
-        one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0, seed=3)
-        two = core.Request(prompt=[4], max_tokens=9, ignore_eos=True, top_k=5)
+        one = core.GenerationRequest(prompt=[1, 2], max_tokens=9, temperature=0, seed=3)
+        two = core.GenerationRequest(prompt=[4], max_tokens=9, ignore_eos=True, top_k=5)
         backend.admit(one)
         backend.admit(two)
         assert (told.jobs[0].input_ids, told.jobs[0].stop_conditions, told.jobs[0].seed) == ([[1, 2]], [2], 3)
@@ -305,8 +305,8 @@ class TestBackend:
     def test_rejects_a_request_larger_than_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         backend, _ = load_backend(monkeypatch, [])
-        with pytest.raises(core.Refused, match="larger than the cache"):
-            backend.admit(core.Request(prompt=[1], max_tokens=5000))
+        with pytest.raises(core.BackendError, match="larger than the cache"):
+            backend.admit(core.GenerationRequest(prompt=[1], max_tokens=5000))
 
     def test_options_reach_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, told = load_backend(

@@ -21,10 +21,10 @@ class Header:
         self.fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
         self.fields["general.architecture"] = fields.get("architecture", "llama")
 
-    def text(self, key: str) -> str | None:
+    def read_text(self, key: str) -> str | None:
         return self.fields.get(key)
 
-    def flag(self, key: str) -> bool | None:
+    def read_flag(self, key: str) -> bool | None:
         return self.fields.get(key)
 
 
@@ -101,21 +101,21 @@ class TestPreTokenizers:
 )
 def test_bos_token_is_added_as_the_file_says(fields: dict[str, Any], begins: bool) -> None:
     tokenizer = SimpleNamespace(bos_token="<s>", add_bos_token=not begins)
-    program.set_begin(tokenizer, Header(**fields))
+    program.set_bos_token(tokenizer, Header(**fields))
     assert tokenizer.add_bos_token is begins
     without = SimpleNamespace(bos_token=None, add_bos_token=False)
-    program.set_begin(without, Header(**fields))
+    program.set_bos_token(without, Header(**fields))
     assert without.add_bos_token is False
 
 
 class TestRopeParameters:
     def test_adds_the_rope_base_of_transformers_4(self) -> None:
         now = {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}, "hidden_size": 576}
-        assert program.with_older_names(now) == {**now, "rope_theta": 100000.0}
+        assert program.add_older_names(now) == {**now, "rope_theta": 100000.0}
 
     def test_adds_the_rope_scaling_of_transformers_4(self) -> None:
         scaled = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
-        found = program.with_older_names({"rope_parameters": scaled})
+        found = program.add_older_names({"rope_parameters": scaled})
         assert found["rope_theta"] == 500000.0 and found["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
 
     @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ class TestRopeParameters:
         [{"rope_theta": 1e6}, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {"rope_parameters": None}],
     )
     def test_configurations_without_a_single_rope_base_are_unchanged(self, config: dict[str, Any]) -> None:
-        assert program.with_older_names(config) == config
+        assert program.add_older_names(config) == config

@@ -59,9 +59,10 @@ def check_command(engine_id: str, argv: Sequence[str], monkeypatch: pytest.Monke
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         monkeypatch.setitem(sys.modules, "openai_server", core)
         program = importlib.import_module(f"bedplate.engines.shipped.{SHIPPED[engine_id]}")
-        classes = (one for one in vars(program).values() if isinstance(one, type) and issubclass(one, core.Backend))
+        types = (one for one in vars(program).values() if isinstance(one, type))
+        classes = (one for one in types if issubclass(one, core.EngineBackend))
         backend = next(one for one in classes if one.__module__ == program.__name__)
-        core.parser_for(backend).parse_args(argv[start:])
+        core.make_parser(backend).parse_args(argv[start:])
         return
     file = {"llama.cpp": "llama_cpp"}.get(engine_id, engine_id)
     parse_options(file, [*(["MODEL"] if read_options(file)["positional"] else []), *argv[start:]])
@@ -185,7 +186,7 @@ def test_offers_more_or_fewer_layers_on_the_host() -> None:
 
 
 def test_shipped_launcher_accepts_tuned_options() -> None:
-    parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").parser()
+    parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").make_parser()
     one, chosen = get_engine("llama.cpp"), make_plan("llama.cpp", "cpu")
     knobs = one.knobs(machine("cpu"), chosen)
     last = {knob.name: knob.choices[-1].value for knob in knobs}

@@ -253,7 +253,7 @@ class TestLauncher:
         chosen = make_plan()
         launch = LLAMA.launch(replace_fields(chosen, model=replace_fields(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
-        options = launcher.parser().parse_args(launch.argv[1:])
+        options = launcher.make_parser().parse_args(launch.argv[1:])
         assert options.model == chosen.model.files[0] and options.alias == chosen.model.served_name
         assert (options.host, options.port) == ("127.0.0.1", 4321)
         assert options.parallel == 2 and options.ctx_size == 2 * 1024
@@ -269,11 +269,11 @@ class TestLauncher:
         self, launcher: ModuleType, wrong: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as ended:
-            launcher.parser().parse_args(["--model", "m.gguf", *wrong])
+            launcher.make_parser().parse_args(["--model", "m.gguf", *wrong])
         assert ended.value.code == 2 and "llama-server: error:" in capsys.readouterr().err
 
     def test_defines_each_option_once(self, launcher: ModuleType) -> None:
-        parser: argparse.ArgumentParser = launcher.parser()
+        parser: argparse.ArgumentParser = launcher.make_parser()
         names = [name for action in parser._actions for name in action.option_strings]
         assert len(names) == len(set(names))
 
@@ -410,7 +410,7 @@ class TestCommandLines:
         said = parse_options("llama_cpp", launch.argv[1:])
         assert said["--port"] == 8123 and said["-c"] == chosen.settings.context_tokens * chosen.settings.slots
         if chosen.settings.device in LLAMA.built_for:
-            assert launch.argv[0] == "llama-server" and launcher.parser().parse_args(launch.argv[1:])
+            assert launch.argv[0] == "llama-server" and launcher.make_parser().parse_args(launch.argv[1:])
         else:
             assert launch.argv[0] == "llama.cpp-build/bin/llama-server"
         self.preparation_holds(chosen, launch, said)

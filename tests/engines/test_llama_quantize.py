@@ -43,14 +43,14 @@ def test_every_tensor_has_the_type_of_the_original_program(name: str, label: str
             expected[tensor] = listed[0]
         else:
             expected.update({f"blk.{layer}.{tensor}": one for layer, one in enumerate(listed)})
-    told = quantize.Shape(
+    told = quantize.ModelProperties(
         shape["architecture"], shape["layers"], shape["experts"], shape["heads"], shape["kv_heads"], shape["tied"]
     )
-    values = sum(quantize.role_of(tensor) == "value" for tensor in expected)
-    chooser = quantize.Chooser(label, told, values)
-    ordered = sorted(expected, key=lambda tensor: (quantize.layer_of(tensor), tensor))
+    values = sum(quantize.find_role(tensor) == "value" for tensor in expected)
+    chooser = quantize.TensorTypeChooser(label, told, values)
+    ordered = sorted(expected, key=lambda tensor: (quantize.parse_layer(tensor), tensor))
     chosen = {
-        tensor: chooser.type_for(tensor, count_columns(tensor, shape))
+        tensor: chooser.choose_type(tensor, count_columns(tensor, shape))
         for tensor in ordered
         if quantize.is_quantized(tensor, 2)
     }

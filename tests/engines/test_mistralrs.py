@@ -35,7 +35,7 @@ def import_server() -> Any:
 def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "mistralrs-server"
-    return core.parser_for(import_server().MistralRs).parse_args(argv[1:])
+    return core.make_parser(import_server().MistralRsBackend).parse_args(argv[1:])
 
 
 def make_gguf_model(**changes: Any) -> Model:
@@ -175,9 +175,9 @@ class TestFiles:
     def test_reads_template_and_special_tokens_of_a_gguf(self, tmp_path: Path) -> None:
         file = tmp_path / "a.gguf"
         file.write_bytes(self.HEADER)
-        found = import_server().gguf_strings(file)
+        found = import_server().read_gguf_metadata(file)
         assert found["tokenizer.chat_template"] == "{{ bos_token }}" and found["tokenizer.ggml.scores"] is None
-        assert import_server().gguf_special_tokens(found) == {"bos_token": "<s>", "eos_token": "</s>"}
+        assert import_server().find_gguf_special_tokens(found) == {"bos_token": "<s>", "eos_token": "</s>"}
 
     @given(cut=st.integers(0, len(HEADER) - 1))
     @settings(deadline=None)
@@ -185,21 +185,21 @@ class TestFiles:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         file = tmp_path_factory.mktemp("cut") / "a.gguf"
         file.write_bytes(self.HEADER[:cut])
-        with pytest.raises(core.Refused):
-            import_server().gguf_strings(file)
+        with pytest.raises(core.BackendError):
+            import_server().read_gguf_metadata(file)
 
     def test_reads_the_built_in_model(self, builtin_gguf: Path) -> None:
-        found = import_server().gguf_strings(builtin_gguf)
+        found = import_server().read_gguf_metadata(builtin_gguf)
         assert "<|im_start|>" in found["tokenizer.chat_template"]
-        assert import_server().gguf_special_tokens(found)["eos_token"] == "<|im_end|>"
+        assert import_server().find_gguf_special_tokens(found)["eos_token"] == "<|im_end|>"
 
     def test_configuration_of_transformers_5_is_rewritten(self, tmp_path: Path) -> None:
         config = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "model_type": "llama"}
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "model.safetensors").write_bytes(b"weights")
-        twin = import_server().readable(tmp_path)
+        twin = import_server().make_readable(tmp_path)
         said = json.loads((twin / "config.json").read_text())
         assert twin != tmp_path and said["rope_theta"] == 1e5 and said["rope_scaling"] is None
         assert (twin / "model.safetensors").read_bytes() == b"weights"
         (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": 1e5}))
-        assert import_server().readable(tmp_path) == tmp_path
+        assert import_server().make_readable(tmp_path) == tmp_path

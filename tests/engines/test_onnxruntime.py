@@ -37,7 +37,7 @@ def import_server() -> Any:
 def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "onnxruntime-server"
-    return core.parser_for(import_server().OnnxRuntime).parse_args(argv[1:])
+    return core.make_parser(import_server().OnnxRuntimeBackend).parse_args(argv[1:])
 
 
 def make_encoder(**changes: Any) -> Model:
@@ -202,25 +202,25 @@ class TestPooling:
         ],
     )
     def test_pooling_ignores_padding(self, how: str, expected: list[list[int]]) -> None:
-        assert import_server()._pooled(self.STATES, self.MASK, how).tolist() == expected
+        assert import_server()._pool(self.STATES, self.MASK, how).tolist() == expected
 
     def test_reads_pooling_of_sentence_transformers(self, tmp_path: Path) -> None:
-        assert import_server()._pooling(tmp_path) == ("mean", False)
+        assert import_server()._read_pooling(tmp_path) == ("mean", False)
         kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
         (tmp_path / "modules.json").write_text(json.dumps(modules))
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-        assert import_server()._pooling(tmp_path) == ("cls", True)
+        assert import_server()._read_pooling(tmp_path) == ("cls", True)
 
     def test_computes_logprobs(self) -> None:
-        said = import_server()._logprobs(np.log(np.array([[[0.5, 0.25, 0.25]]])), 1, 2)
+        said = import_server()._compute_logprobs(np.log(np.array([[[0.5, 0.25, 0.25]]])), 1, 2)
         assert said["logprob"] == pytest.approx(np.log(0.25)) and said["top"][0][0] == 0
 
 
 def test_rejects_a_model_that_is_not_a_folder(tmp_path: Path) -> None:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
-    options = core.parser_for(import_server().OnnxRuntime).parse_args(["--model", str(tmp_path / "none")])
-    with pytest.raises(core.Refused, match="is not a folder"):
-        import_server().OnnxRuntime().load(options, lambda share: None)
+    options = core.make_parser(import_server().OnnxRuntimeBackend).parse_args(["--model", str(tmp_path / "none")])
+    with pytest.raises(core.BackendError, match="is not a folder"):
+        import_server().OnnxRuntimeBackend().load(options, lambda share: None)
     assert isinstance(ORT.settle(CPU, make_encoder(), EMBED), Settings)

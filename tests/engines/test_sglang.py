@@ -196,7 +196,7 @@ class TestOnACpu:
         here = decide(machine("H100 SXM", 1), model(LLAMA), many, installable=True)
         assert (on_paper.engine, here.engine) == ("sglang", "vllm")
         why = next(refusal.why for refusal in here.refused if refusal.engine == "sglang")
-        assert "does not install" in why
+        assert "cannot install" in why
 
     def test_engines_for_cpus_are_preferred(self) -> None:
         for work in (Workload(), Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)):
@@ -217,20 +217,20 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 class TestLauncher:
     def test_placeholder_names_raise_when_called(self, launcher: ModuleType) -> None:
-        launcher.stand_in("absent_kernels", ending="_cpu")
+        launcher.add_placeholders("absent_kernels", ending="_cpu")
         from absent_kernels import fill_cpu  # type: ignore[import-not-found]
 
         with pytest.raises(NotImplementedError, match=r"absent_kernels\.fill_cpu is not available on CPUs"):
             fill_cpu(1, size=2)
 
     def test_placeholder_has_only_names_with_the_ending(self, launcher: ModuleType) -> None:
-        made = launcher.stand_in("absent_kernels", ending="_cpu")["absent_kernels"]
+        made = launcher.add_placeholders("absent_kernels", ending="_cpu")["absent_kernels"]
         assert not hasattr(made, "rmsnorm") and not hasattr(made, "__version__")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("absent_kernels.allreduce")
 
     def test_placeholders_of_submodules(self, launcher: ModuleType) -> None:
-        launcher.stand_in("absent_vision", "absent_vision.transforms")
+        launcher.add_placeholders("absent_vision", "absent_vision.transforms")
         import absent_vision.transforms as found  # type: ignore[import-not-found]
 
         assert found.__name__ == "absent_vision.transforms" and callable(found.Compose)

@@ -337,7 +337,7 @@ def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path, capsys: p
     code = """
 import sys, time
 from pathlib import Path
-from bedplate.facts.workload import summarise
+from bedplate.facts.workload import summarize_trace
 from bedplate.values import to_json
 def peak_kib():
     # Not getrusage, which starts at the peak of the parent.
@@ -345,7 +345,7 @@ def peak_kib():
     return int(status.partition("VmHWM:")[2].split()[0])
 before = peak_kib()
 began = time.perf_counter()
-summary = summarise(sys.argv[1])
+summary = summarize_trace(sys.argv[1])
 took = time.perf_counter() - began
 print(took, time.process_time(), (peak_kib() - before) / 1024)
 print(to_json(summary))

@@ -89,7 +89,8 @@ def test_any_text_has_the_token_ids_of_llama_cpp(
     ]
     argv = [str(pytorch.interpreter), "-I", "-c", IDS, str(next(unpacked.glob("*/tokenizer.json")))]
     done = subprocess.run(argv, input=json.dumps(texts), capture_output=True, text=True, check=True)
-    theirs = check.Llama(builtin_gguf, json.dumps(build_command(llama_environment, Launch(argv=("llama-server",)))))
+    command = build_command(llama_environment, Launch(argv=("llama-server",)))
+    theirs = check.LlamaCppModel(builtin_gguf, json.dumps(command))
     try:
         for text, ids in zip(texts, json.loads(done.stdout), strict=True):
             assert theirs.ids(text, begin=True) == ids, text

@@ -199,8 +199,8 @@ def test_a_separate_process_raises_the_same_errors() -> None:
 
 def test_a_separate_process_ends_with_its_caller(null: NullServer) -> None:
     code = "import sys\nfrom bedplate.measure.load import *\nfrom bedplate.values.run import Load\n"
-    code += f"measure_apart(Target.of({null.url!r}), Load(concurrency=1, prompt_tokens=8, output_tokens=2), seconds=60,"
-    code += " check=False, watch=lambda moment: print(moment, flush=True))"
+    code += f"target, load = LoadTarget.from_url({null.url!r}), Load(concurrency=1, prompt_tokens=8, output_tokens=2)\n"
+    code += "measure_apart(target, load, seconds=60, check=False, watch=lambda moment: print(moment, flush=True))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None and caller.stdout.readline() == "warm-up\n"
         (child,) = psutil.Process(caller.pid).children()

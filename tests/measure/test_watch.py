@@ -335,7 +335,7 @@ def test_a_window_that_ends_during_a_reading_has_a_last_reading() -> None:
     class Slow(EngineMeters):
         looking, answered, looks = threading.Event(), threading.Event(), 0
 
-        def look(self) -> GaugeReading:
+        def read_gauges(self) -> GaugeReading:
             self.looks += 1
             self.looking.set()
             assert self.answered.wait(HANG_S)

@@ -33,8 +33,8 @@ from bedplate.values import replace_fields
 
 FETCH = """
 from bedplate.run.builtin import fetch_builtin
-from bedplate.progress import Silent
-class Notes(Silent):
+from bedplate.progress import SilentProgress
+class Notes(SilentProgress):
     def note(self, text): print(text, flush=True)
 print("path", fetch_builtin(Notes()), flush=True)
 """

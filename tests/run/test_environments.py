@@ -35,12 +35,12 @@ from bedplate.values import Launch
 
 UNREACHABLE = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0"}
 INSTALL = """
-from bedplate.engines import engine
+from bedplate.engines import get_engine
 from bedplate.run.environments import make_environment
-from bedplate.progress import Silent
-class Notes(Silent):
+from bedplate.progress import SilentProgress
+class Notes(SilentProgress):
     def note(self, text): print(text, flush=True)
-print("path", make_environment(engine("llama.cpp"), Notes()).path, flush=True)
+print("path", make_environment(get_engine("llama.cpp"), Notes()).path, flush=True)
 """
 
 

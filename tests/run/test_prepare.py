@@ -221,7 +221,7 @@ class TestOnce:
         own_program = Path(own.path) / "bin" / "own"
         own_program.write_text(MAKE)
         first = prepare(plan_for(source), [step("own", source, "folder")], own)
-        monkeypatch.setattr(module, "shipped", lambda file: b"another")
+        monkeypatch.setattr(module, "read_shipped", lambda file: b"another")
         assert prepare(plan_for(source), [step("own", source, "folder")], own) != first
 
     def test_inputs_of_a_finished_step_may_be_removed(
@@ -569,10 +569,10 @@ import sys
 from pathlib import Path
 from tests.run.test_prepare import Fake, make_fake_environment, module, plan_for, prepare, step
 env, source, program = map(Path, sys.argv[1:])
-module.all_engines = lambda: {"fake": Fake()}
+module.load_engines = lambda: {"fake": Fake()}
 module.engine_by_id = lambda engine_id: Fake()
-module.gguf_server = lambda own, progress: None
-class Notes(module.Silent):
+module.build_gguf_server_command = lambda own, progress: None
+class Notes(module.SilentProgress):
     def note(self, text): print(text, flush=True)
 steps = [step(program.name, source, "folder")]
 print(prepare(plan_for(source), steps, make_fake_environment(env), Notes()), flush=True)

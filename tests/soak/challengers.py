@@ -14,7 +14,7 @@ ENGINES = """\
 from pathlib import Path
 
 from bedplate.engines.llama_cpp import LlamaCpp
-from bedplate.values import Launch, Plan, replaced
+from bedplate.values import Launch, Plan, replace_fields
 
 FRONT = str(Path(__file__).with_name("front.py"))
 
@@ -25,7 +25,7 @@ class Wrong(LlamaCpp):
 
     def launch(self, plan: Plan, port: int) -> Launch:
         real = super().launch(plan, port)
-        return replaced(real, argv=("python", FRONT, self.id, str(port), *real.argv[1:]))
+        return replace_fields(real, argv=("python", FRONT, self.id, str(port), *real.argv[1:]))
 
 
 class Slow(Wrong):
@@ -39,7 +39,7 @@ class Dying(LlamaCpp):
 
     def launch(self, plan: Plan, port: int) -> Launch:
         real = super().launch(plan, port)
-        return replaced(real, argv=("python", "-c", "print('no good'); raise SystemExit(3)"))
+        return replace_fields(real, argv=("python", "-c", "print('no good'); raise SystemExit(3)"))
 
 
 WRONG, SLOW, DYING = Wrong(), Slow(), Dying()

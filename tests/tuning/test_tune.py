@@ -123,7 +123,7 @@ class InterruptAfter(TuningListener):
         self.count = count
         self.seen: list[TrialMeasurement] = []
 
-    def taken(self, turned: tuple[SettingChange, ...], taken: TrialMeasurement, tuned: TuningRun) -> None:
+    def report_measurement(self, turned: tuple[SettingChange, ...], taken: TrialMeasurement, tuned: TuningRun) -> None:
         self.seen.append(taken)
         if len(self.seen) == self.count:
             raise KeyboardInterrupt
@@ -150,7 +150,7 @@ class RefusalRecorder(TuningListener):
     def __init__(self) -> None:
         self.found: list[RefusedSetting] = []
 
-    def refused(self, refused: RefusedSetting) -> None:
+    def report_refusal(self, refused: RefusedSetting) -> None:
         self.found.append(refused)
 
 

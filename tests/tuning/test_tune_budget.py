@@ -68,7 +68,7 @@ class SimulatedEngines(Engines):
 
     def warm(self, alive: TrialEngine, limit_s: float) -> None: ...
 
-    def rest(self, point: Point) -> None:
+    def wait_until_idle(self, point: Point) -> None:
         self.tuner.pass_time(0.2)
 
 
@@ -110,7 +110,7 @@ class SimulatedProver(Prover):
         super().__init__(tuner.state, tuner.budget, tuner.engines, tuner.answers)
         self.tuner = tuner
 
-    def work(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+    def measure_side(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
         self.engines.get(point)
         tuner = self.tuner
         before, took_s = tuner.now, tuner.pass_time(rounds * tuner.get_burst_s(point))

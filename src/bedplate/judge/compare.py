@@ -36,7 +36,7 @@ def compare(
     chance: float = CHANCE,
     same_work: bool = False,
 ) -> Verdict:
-    """Compares b, the challenger, with a, the engine in service. Raises BadQuestion if no cells are comparable.
+    """Compares b, the challenger, with a, the engine in service. Raises UsageError if no cells are comparable.
 
     `prices` are those of the machines that each side was measured on. `chance` is the error probability of the
     verdict; a caller that compares repeatedly passes a smaller one.

@@ -39,7 +39,7 @@ class MatchedCells(NamedTuple):
 
 
 def match_cells(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str] = ()) -> MatchedCells:
-    """Pairs the newest cells of both sides under the same load. Raises BadQuestion if none are comparable.
+    """Pairs the newest cells of both sides under the same load. Raises UsageError if none are comparable.
 
     Of several versions, quantizations or devices of one engine, the one that was measured last on both sides counts.
     """

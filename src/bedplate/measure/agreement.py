@@ -95,7 +95,7 @@ def is_clear(known: ReferenceAnswer) -> bool:
 async def ask(
     url: str, pairs: Pairs, *, model: str, key: str | None = None, in_flight: int = 4, limit_s: float = REQUEST_LIMIT_S
 ) -> list[Reply]:
-    """Requests the next token after each prefix. `url` is the root, without /v1. A failed request is a `FailedRequest`."""
+    """Request the next token after each prefix. `url` is the root, without /v1. A failed one is a `FailedRequest`."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,7 +1,8 @@
 """A model of continuous batching: requests share forward passes, and prompts run between the tokens of others.
 
-`PassWork` is what one rank has to do, counted by `physics`; `Efficiencies` are the shares of a chip's rates that an engine
-reaches. The functions that compute times from both use only arithmetic, so that a fit can pass whole columns of rows.
+`PassWork` is what one rank has to do, counted by `physics`; `Efficiencies` are the shares of a chip's rates that an
+engine reaches. The functions that compute times from both use only arithmetic, so that a fit can pass whole columns of
+rows.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I does not add the folder of the script
-    from openai_server import HuggingFaceText, Piece, read_json, serve
+    from openai_server import GenerationRequest, HuggingFaceText, Piece, SequentialBackend, read_json, serve
 
 PAGE_TOKENS = 256
 

@@ -37,10 +37,16 @@ if TYPE_CHECKING:
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
     from openai_server import (
+        BackendError,
         ChatTemplate,
+        Finish,
+        GenerationRequest,
         Piece,
+        SequentialBackend,
         Text,
+        find_special_tokens,
         read_json,
+        read_template,
         serve,
     )
 

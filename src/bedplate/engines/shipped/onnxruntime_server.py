@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     )
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
-    from openai_server import HuggingFaceText, Piece, read_json, serve
+    from openai_server import (
+        BackendError,
+        EngineBackend,
+        Finish,
+        GenerationRequest,
+        HuggingFaceText,
+        Piece,
+        read_json,
+        serve,
+    )
 
 SPINNING = "session.intra_op.allow_spinning"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from bedplate.measure.load.target import LoadTarget as LoadTarget
 
 _MODULES = {
-    "OwnError": "own",
-    "Prepared": "preparing",
-    "Rule": "repeating",
-    "Target": "target",
+    "ClientErrorFigures": "own",
+    "LoadTarget": "target",
+    "PreparedEndpoint": "preparing",
+    "RepeatRule": "repeating",
+    "compute_delivered_tok_s": "repeating",
     "measure": "generator",
     "measure_apart": "apart",
-    "output_tok_s": "repeating",
+    "measure_client_error": "own",
     "prepare": "preparing",
     "run": "loops",
-    "self_check": "own",
     "serve_null": "null_server",
 }
 __all__ = sorted(_MODULES)
