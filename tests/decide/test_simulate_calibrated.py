@@ -101,7 +101,7 @@ def test_gaps_with_a_prompt_are_excluded_from_token_gaps(here: ModuleType) -> No
 def test_throughput_at_several_speeds_is_for_the_same_work(here: ModuleType) -> None:
     """Not the mean of the speeds, which would overestimate a machine with varying speed."""
     guess = here.Guess(pass_s=0.01, sequence_s=0.001, prompt_token_s=0.0001, share=1.0)
-    limits, asked = here.Limits(4, 512, 400, reserves=True), here.Asked(64, 32, 4, (30.0,), 0.5, 4000)
+    limits, asked = here.ReplicaLimits(4, 512, 400, reserves=True), here.Asked(64, 32, 4, (30.0,), 0.5, 4000)
     steps = guess.steps(4, 512, 4)
     even, uneven = (here.foretold(steps, limits, asked, spread).tok_s for spread in (0.0, 0.4))
     assert uneven == pytest.approx(even, rel=0.02)
