@@ -325,3 +325,36 @@ def test_facts_about_an_engine_are_in_its_own_file() -> None:
         ]
     print("\n".join(found))
     assert len(found) <= ENGINES_NAMED_OUTSIDE
+
+
+# names
+
+
+def test_a_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+VERBS_IN_ED = {"embed", "feed"}
+
+
+def test_no_function_is_named_by_a_bare_participle() -> None:
+    """`replace_fields`, not `replaced`. The name of a `bedplate` command is that of its function."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.parent.name == "cli":
+            continue
+        for node in ast.walk(parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node):
+                name = node.name.strip("_")
+                if re.fullmatch(r"[a-z]+ed", name) and name not in VERBS_IN_ED:
+                    found.append(f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}")
+    assert found == []
+
+
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(one) for one in node.decorator_list)

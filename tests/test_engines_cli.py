@@ -29,7 +29,7 @@ from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS
 from bedplate.engines import Features, load_engines
 from bedplate.engines.names import ORCHESTRATORS
 from bedplate.facts.hardware import probe
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.run.environments import EngineEnvironment
 from bedplate.run.models import find_intended_model
 from bedplate.show.columns import Column, SplitTable

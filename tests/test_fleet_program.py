@@ -38,7 +38,7 @@ from tests.measure.samples_of_agreement import make_plan
 
 from bedplate.engines import load_engines
 from bedplate.facts.hardware import probe
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.measure.agreement import is_position_sensitive
 from bedplate.measure.reference import read_shipped_references
 from bedplate.run.prepare import get_prepared_dir

@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from tests.commands import invoke, run
 
 from bedplate.decide.catalogue import Catalogue, CatalogueEntry
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.show.models import format_context, format_parameters, render_models
 from bedplate.values import Figure, Hardware, Offload, Workload, from_json, replace_fields
 

@@ -13,7 +13,7 @@ from tests.conftest import HANG_S
 
 from bedplate import store
 from bedplate.errors import ExternalFailure
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import replace_fields
 from bedplate.values.result import Result
 

@@ -13,7 +13,7 @@ import uvloop
 
 from bedplate import store
 from bedplate.run.gateway import Gateway, GatewayBackend
-from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.values.tenant import Tenant, TenantKey, digest_key
 
 

@@ -49,8 +49,8 @@ def measure() -> list[dict[str, object]]:
 
 def predict(rows: list[dict[str, int]]) -> None:
     from bedplate.decide.memory import fit
+    from bedplate.facts.hypothetical import make_simulated_hardware
     from bedplate.facts.known_models import find_model
-    from bedplate.facts.simulated import make_simulated_hardware
     from bedplate.values import Workload
 
     model = find_model("meta-llama/Meta-Llama-3.1-8B")

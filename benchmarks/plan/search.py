@@ -15,8 +15,8 @@ import sys
 import time
 
 from bedplate.decide import decide
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Workload
 from bedplate.values.intent import Operations
 

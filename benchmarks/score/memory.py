@@ -16,8 +16,8 @@ from pathlib import Path
 from bedplate.decide.memory import fit
 from bedplate.errors import BedplateError
 from bedplate.facts.chips import find_chip
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Model, Parallelism, Workload
 
 ENGINES = {"hf transformers": "pytorch", "mlx (mlx-lm)": "mlx", "vllm": "vllm", "llama.cpp": "llama.cpp"}

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from bedplate.decide import decide
 from bedplate.decide.simulate import MeanLengths, compute_outcome, make_deployment, make_synthetic, simulate
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import look_up_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import LatencyTarget, Workload
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.commands import invoke
 
 from bedplate.bundling.make import _find_linked_folders, make_bundle
-from bedplate.bundling.opened import (
+from bedplate.bundling.serve_bundle import (
     OpenBundle,
     check_bundle,
     check_files,

@@ -38,7 +38,7 @@ from bedplate.changing.shadow import (
 )
 from bedplate.changing.shadow_elsewhere import parse_engine
 from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, fix_length, parse_usage, split_windows
-from bedplate.decide.together import Need
+from bedplate.decide.placement import Need
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
 from bedplate.measure.load import LoadTarget

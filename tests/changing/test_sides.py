@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.changing.sides import (
+from bedplate.changing.outcomes import (
     LEAST_SEEN,
     LatencyLimits,
     ObservedRequest,
@@ -121,7 +121,7 @@ def test_tally_counts_until_closed() -> None:
 
 
 def test_tally_drops_old_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedplate.changing.sides.MOST_KEPT", 10)
+    monkeypatch.setattr("bedplate.changing.outcomes.MOST_KEPT", 10)
     tally = RequestTally()
     for _ in range(9):
         tally.add(make_ended())

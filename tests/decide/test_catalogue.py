@@ -23,10 +23,10 @@ from bedplate.decide.catalogue import (
     search_models,
     with_everyday_context,
 )
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model, list_known_names, look_up_model
 from bedplate.facts.library import LocatedModel
 from bedplate.facts.released import find_release_year
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Figure, Hardware, Workload, replace_fields
 from bedplate.values.result import Result
 

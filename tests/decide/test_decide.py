@@ -14,8 +14,8 @@ from bedplate.decide.memory import fit
 from bedplate.engines import get_engine, load_engines
 from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS
 from bedplate.errors import NotPossible, UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model, make_model_from_facts
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import (
     Cpu,

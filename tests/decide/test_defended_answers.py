@@ -9,8 +9,8 @@ import pytest
 from bedplate.decide import decide
 from bedplate.decide.memory import fit
 from bedplate.engines import get_engine
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Decision, Parallelism, Workload, replace_fields
 from bedplate.values.intent import Operations
 from bedplate.values.workload import LatencyTarget

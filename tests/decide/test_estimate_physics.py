@@ -22,8 +22,8 @@ from bedplate.decide.estimate.physics import (
     get_shape,
 )
 from bedplate.facts.chips import find_chip, load_chips
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model, make_model_from_facts
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Figure, replace_fields
 
 MODELS = (

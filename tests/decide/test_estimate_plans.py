@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide.estimate import Expectation, compute_expectation, estimate_for, get_limit
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Workload
 from bedplate.values.fit import Offload
 

@@ -8,8 +8,8 @@ from tests.commands import invoke
 from bedplate import store
 from bedplate.decide import decide
 from bedplate.decide.evidence import compute_factor, gather_evidence
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Decision, Parallelism, Workload, replace_fields
 from bedplate.values.intent import Operations
 from bedplate.values.result import Result

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bedplate.decide import decide
 from bedplate.decide.layouts import can_divide, can_divide_experts, count_fast_cards, list_layouts
 from bedplate.engines import get_engine, load_engines
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import apply_label, find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Model, Parallelism, Workload, replace_fields
 
 MACHINES = (

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bedplate.decide.memory import fit, get_kv_bytes_on_device, get_weight_bytes_on_device
 from bedplate.errors import UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Workload, from_json, to_json
 from bedplate.values.fit import Fit
 

@@ -8,8 +8,8 @@ from bedplate.decide import decide
 from bedplate.decide.intent import override, parse_fields, resolve_hardware, to_intent
 from bedplate.decide.questions import COUNTS, describe_layout, list_changes, list_purchasable, procure, serves
 from bedplate.facts.chips import find_chip
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.run.models import find_intended_model
 from bedplate.values import Decision, LatencyTarget, Workload, replace_fields
 from bedplate.values.intent import Intent, Operations

@@ -31,8 +31,8 @@ from bedplate.decide.simulate.routers import make_random_router
 from bedplate.decide.simulate.search import list_splits
 from bedplate.decide.simulate.times import make_decode_table, make_prompt_table, speed_up
 from bedplate.errors import NotPossible, UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import look_up_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.facts.traces import BadRows, detect_format, open_trace, parse_trace
 from bedplate.values import LatencyTarget, Workload, from_json, to_json
 from bedplate.values.intent import Operations

@@ -6,9 +6,9 @@ import pytest
 from tests.engines.plans import machine, model
 
 from bedplate.decide import decide
-from bedplate.decide.together import ServiceAsk, divide_machine, subtract_needs
+from bedplate.decide.placement import ServiceAsk, divide_machine, subtract_needs
 from bedplate.errors import NotPossible
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Hardware, Model, Workload
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from bedplate.decide import decide
 from bedplate.decide.planning import plan as planned
 from bedplate.engines import get_engine
 from bedplate.engines.knobs import apply_values
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import Decision, Figure, Workload, from_json, replace_fields, to_json
 from bedplate.values.run import Load

@@ -14,7 +14,7 @@ from tests.conftest import HANG_S
 from tests.deploy.intents import PROMPTS, WITH_DYNAMO, build_platform, emit_files
 
 from bedplate.deploy.dynamo import estimate_prefill_share, split_workers
-from bedplate.deploy.served import describe_containers
+from bedplate.deploy.service_containers import describe_containers
 
 READS = """
 import json, sys

@@ -7,8 +7,8 @@ import functools
 from hypothesis import strategies as st
 
 from bedplate.engines import Engine
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Hardware, Model, Parallelism, Plan, Settings, Workload, replace_fields
 
 MODELS = (

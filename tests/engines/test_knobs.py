@@ -23,8 +23,8 @@ from bedplate.engines.knobs import (
     with_engine_defaults,
 )
 from bedplate.errors import UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import apply_label
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.values import Model, Parallelism, Plan, Workload, from_json, replace_fields, to_json
 from bedplate.values.tuning import SettingChoice, TunableSetting
 

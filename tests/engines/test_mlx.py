@@ -16,7 +16,7 @@ from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
 from bedplate.engines.mlx import ARCHITECTURES, FP8_ARCHITECTURES, Mlx
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Hardware, Plan, Settings, Workload, replace_fields
 
 MLX = Mlx()

@@ -14,7 +14,7 @@ from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload, replace_fields
 
 TORCH = PyTorch()

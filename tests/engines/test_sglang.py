@@ -19,7 +19,7 @@ from tests.engines.plans import machine, model, plan, plans
 import bedplate.engines
 from bedplate.decide import decide
 from bedplate.engines.sglang import CPU_ARCHITECTURES, PARSERS, Sglang
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Accelerator, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "sglang"

@@ -24,7 +24,7 @@ from bedplate.facts.apple import (
 from bedplate.facts.chips import find_chip
 from bedplate.facts.cpu import parse_sysctl
 from bedplate.facts.devices import FoundAccelerators
-from bedplate.facts.simulated import estimate_shared_limit
+from bedplate.facts.hypothetical import estimate_shared_limit
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 GIB = 1 << 30

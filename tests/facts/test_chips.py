@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bedplate.errors import UsageError
 from bedplate.facts.chips import GIB, Chip, DataType, find_accelerator_chip, find_chip, load_chips
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Accelerator
 
 ROOT = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ from bedplate.facts.hardware import (
     read_memory,
     read_os_version,
 )
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.show.probe import describe_hardware, describe_links, describe_speed_limit, render_hardware, shorten_name
 from bedplate.values import (
     Accelerator,

@@ -11,7 +11,7 @@ from tests.commands import invoke
 from bedplate import store
 from bedplate.decide.intent import read_intent
 from bedplate.errors import NotPossible
-from bedplate.facts.observed import summarize_observed
+from bedplate.facts.observed_workload import summarize_observed
 from bedplate.facts.workload import to_workload
 from bedplate.run.gateway.shapes import hash_prefixes
 from bedplate.values import from_json

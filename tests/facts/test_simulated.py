@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bedplate.errors import UsageError
 from bedplate.facts.chips import GIB, load_chips
-from bedplate.facts.simulated import FIELDS, estimate_idle_free_bytes, make_simulated_hardware
+from bedplate.facts.hypothetical import FIELDS, estimate_idle_free_bytes, make_simulated_hardware
 from bedplate.values import Hardware
 from bedplate.values.record import from_json, to_json
 

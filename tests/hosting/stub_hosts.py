@@ -17,7 +17,7 @@ from tests.conftest import HANG_S, has_no_new_children, wait_for
 from tests.engines.plans import machine
 
 from bedplate.decide import decide, plan
-from bedplate.decide.together import ServiceAsk, divide_machine
+from bedplate.decide.placement import ServiceAsk, divide_machine
 from bedplate.hosting.host import Host
 from bedplate.hosting.memory import MemoryLimits
 from bedplate.progress import SilentProgress

@@ -25,14 +25,15 @@ from tests.run.test_supervisor import until
 from bedplate.changing.migrate import MigrationRequest, migrate
 from bedplate.changing.shadow import ShadowRequest, run_shadow
 from bedplate.decide.intent import read_intent
-from bedplate.decide.together import HOST
+from bedplate.decide.placement import HOST
 from bedplate.engines import Engine, KnownFailure, get_engine, load_engines
 from bedplate.engines.shipped import ray_serve
 from bedplate.errors import BedplateError, NotPossible, UsageError
-from bedplate.hosting import on_dynamo, on_ray, orchestrated
+from bedplate.hosting import on_dynamo, on_ray
+from bedplate.hosting import orchestration as orchestrated
 from bedplate.hosting.detached import DetachedInput
 from bedplate.hosting.host import Host
-from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole
+from bedplate.hosting.orchestration import OrchestratedProcess, ProcessRole
 from bedplate.hosting.orchestrators import choose_orchestrator
 from bedplate.hosting.ordering import make_order
 from bedplate.hosting.status import collect_status

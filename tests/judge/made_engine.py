@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tests.judge.made_cells import MODEL, make_cell, make_repeat, with_engine, with_settings
 
 from bedplate.decide.estimate.physics import ModelShape, count_weight_bytes, get_shape
-from bedplate.judge.ground import Roofline
+from bedplate.judge.roofline import Roofline
 from bedplate.run.models import find_known_model
 from bedplate.values import Figure, replace_fields
 from bedplate.values.run import Cell, Load, Sample

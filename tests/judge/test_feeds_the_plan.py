@@ -10,8 +10,8 @@ from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repea
 
 from bedplate import store
 from bedplate.decide import decide
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
-from bedplate.facts.simulated import make_simulated_hardware
 from bedplate.judge.compare import compare
 from bedplate.measure.summary import make_result
 from bedplate.run.builtin import read_builtin_facts

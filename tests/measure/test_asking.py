@@ -12,7 +12,7 @@ from tests.measure.endpoints import Script, make_completion, serve_script
 from tests.measure.samples_of_agreement import make_plan, make_reference
 
 from bedplate import store
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.measure import agreement as measured
 from bedplate.measure.agreement import (
     QUICK,

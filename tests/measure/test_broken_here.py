@@ -13,7 +13,7 @@ from bedplate import store
 from bedplate.decide import decide
 from bedplate.engines import get_engine
 from bedplate.errors import ExternalFailure
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import Decision, Settings, Workload
 from bedplate.values.agreement import Agreement

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import UsageError
-from bedplate.measure.load.own import list_client_limits
+from bedplate.measure.load.client_error import list_client_limits
 from bedplate.measure.load.prompts import Prompts
 from bedplate.measure.load.repeating import RepeatRule, compute_delivered_tok_s, find_halt_reason
 from bedplate.measure.load.schedule import check_load, compute_stagger_s, schedule_arrivals

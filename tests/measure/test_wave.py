@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bedplate.errors import ExternalFailure
+from bedplate.measure.burst import APART_S, BurstCall, send_burst, send_burst_apart
 from bedplate.measure.load import LoadTarget, PreparedEndpoint, prepare, run, serve_null
 from bedplate.measure.summary import compute_output_tok_s
-from bedplate.measure.wave import APART_S, BurstCall, send_burst, send_burst_apart
 from bedplate.values.run import Load
 
 LOAD = Load(concurrency=4, prompt_tokens=32, output_tokens=8)

@@ -14,10 +14,10 @@ from tests.conftest import wait_for
 
 from bedplate.engines import Engine
 from bedplate.errors import ExternalFailure, UsageError
-from bedplate.run import kept as module
 from bedplate.run import prepare as prepare_module
-from bedplate.run.kept import list_prepared, remove_prepared, select_prepared
+from bedplate.run import prepared_weights as module
 from bedplate.run.prepare import PreparationRecord, get_prepared_dir, hash_identity
+from bedplate.run.prepared_weights import list_prepared, remove_prepared, select_prepared
 
 
 class Maker(Engine):
@@ -179,6 +179,6 @@ class TestRemoved:
         def refuse(folder: Path) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr("bedplate.run.kept.shutil.rmtree", refuse)
+        monkeypatch.setattr("bedplate.run.prepared_weights.shutil.rmtree", refuse)
         with pytest.raises(ExternalFailure, match="cannot write"):
             remove_prepared(list_prepared())

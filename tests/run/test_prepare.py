@@ -21,7 +21,7 @@ from tests.conftest import HANG_S, have_ended, wait_for
 from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
 from bedplate.engines.base import get_converted_path
 from bedplate.errors import ExternalFailure
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.home import get_home
 from bedplate.progress import SilentProgress
 from bedplate.run import prepare as module

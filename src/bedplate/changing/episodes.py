@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bedplate.facts.observed import MODEL_APIS
+from bedplate.facts.observed_workload import MODEL_APIS
 from bedplate.facts.traces import BYTES_PER_TOKEN
 from bedplate.measure.flags import flag_cell
 from bedplate.measure.prefixes import choose_spread

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 
 from bedplate.changing.challenger import ThreadProgress, describe_plan, find_address, get_last_address
-from bedplate.changing.sides import (
+from bedplate.changing.outcomes import (
     LEAST_SEEN,
     LatencyLimits,
     ObservedRequest,
@@ -26,8 +26,8 @@ from bedplate.changing.sides import (
     explain_worse,
     summarize_latency,
 )
+from bedplate.decide.placement import HOST, count_need
 from bedplate.decide.planning import plan as plan_of
-from bedplate.decide.together import HOST, count_need
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure.answers import (

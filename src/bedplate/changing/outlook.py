@@ -12,7 +12,7 @@ from bedplate import store
 from bedplate.decide import decide
 from bedplate.errors import BedplateError
 from bedplate.facts.hardware import probe
-from bedplate.facts.observed import summarize_observed
+from bedplate.facts.observed_workload import summarize_observed
 from bedplate.facts.workload import to_workload
 from bedplate.hosting.drift import ENOUGH, SPAN_S, describe_drift
 from bedplate.measure.knee import MET

@@ -36,15 +36,15 @@ from bedplate.changing.episodes import (
 from bedplate.changing.shadow_elsewhere import REHEARSED, UNKNOWN_ELSEWHERE, probe_url
 from bedplate.changing.shadow_mirror import REQUEST_LIMIT_S, MeasuredSides, RequestMirror
 from bedplate.changing.standstill import EnginePauser
-from bedplate.decide.together import Need, count_need
+from bedplate.decide.placement import Need, count_need
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.judge.compare import compare
 from bedplate.measure.answers import AnswerBasis, EngineAddress, check_challenger, collect_basis, warm_up_engine
 from bedplate.measure.bench import describe_environment
 from bedplate.measure.load import LoadTarget, prepare
-from bedplate.measure.load.apart import MeasureCall, ProcessMessage, make_error
-from bedplate.measure.load.own import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
+from bedplate.measure.load.client_error import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
 from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.separate_process import MeasureCall, ProcessMessage, make_error
 from bedplate.measure.moments import format_now, make_run_id
 from bedplate.run.prepare import hash_model_content
 from bedplate.run.ready import PreparedModel, decide_engines, prepare_model, select_accelerators

@@ -122,7 +122,7 @@ def bundle(
     if target is None and (given := [f"--{name}" for name, value in only_for.items() if value is not None]):
         raise UsageError(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
     if check is not None:
-        from bedplate.bundling.opened import check_bundle
+        from bedplate.bundling.serve_bundle import check_bundle
 
         found = check_bundle(check, TerminalProgress())
         shown, value = render_checked(check, found), to_json(found)

@@ -9,7 +9,7 @@ import typer
 from bedplate.cli.options import ElectricityPrice, Json, PricePerHour, read_price
 
 if TYPE_CHECKING:
-    from bedplate.measure.kept import StoredCells
+    from bedplate.measure.stored import StoredCells
     from bedplate.values.cost import Price
     from bedplate.values.verdict import Verdict
 
@@ -63,8 +63,8 @@ def compare(
     from bedplate.decide.evidence import PROVEN_GAIN
     from bedplate.facts.hardware import probe
     from bedplate.judge.compare import compare as judge
-    from bedplate.measure.kept import find_cells, require_one_engine
     from bedplate.measure.questions import parse_target
+    from bedplate.measure.stored import find_cells, require_one_engine
     from bedplate.store import compute_fingerprint
 
     target = parse_target(slo) if slo is not None else None

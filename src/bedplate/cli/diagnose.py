@@ -42,7 +42,7 @@ def diagnose(
     """
     from bedplate.cli.judging import diagnose_cells
     from bedplate.facts.hardware import probe
-    from bedplate.measure.kept import find_cells, select_engine
+    from bedplate.measure.stored import find_cells, select_engine
     from bedplate.run.models import find_known_model
     from bedplate.store import compute_fingerprint
 

@@ -27,11 +27,11 @@ app = typer.Typer(
 def prepared(context: typer.Context, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
-    from bedplate.run.kept import list_prepared
+    from bedplate.run.prepared_weights import list_prepared
 
     found = list_prepared()
     if json:
-        from bedplate.run.kept import PreparedList
+        from bedplate.run.prepared_weights import PreparedList
         from bedplate.values import to_json
 
         print(to_json(PreparedList(prepared=tuple(found))))  # noqa: T201
@@ -62,8 +62,8 @@ def remove(
 ) -> None:
     """Remove converted weights. The next start that needs them converts again. Weights in use are kept."""
     from bedplate.errors import NotPossible, UsageError
-    from bedplate.run.kept import remove_prepared as remove_kept
-    from bedplate.run.kept import select_prepared
+    from bedplate.run.prepared_weights import remove_prepared as remove_kept
+    from bedplate.run.prepared_weights import select_prepared
     from bedplate.values.units import format_size
 
     if not ids and not stale and not unused:

@@ -89,7 +89,7 @@ def report(
 
 def _load_run(named: str | None) -> Run:
     from bedplate import store
-    from bedplate.measure.kept import read_run_file
+    from bedplate.measure.stored import read_run_file
 
     if named is not None and (named.endswith(".json") or Path(named).is_file()):
         return read_run_file(Path(named))
@@ -106,7 +106,7 @@ def _add_price(run: Run, price_per_hour: float | None, electricity_price: float 
 def _find_model_facts(cells: list[Cell], models: list[Model]) -> dict[tuple[str, str | None], Model]:
     """The facts of each measured model, with its weights as they were served."""
     from bedplate.cli.judging import find_named_model
-    from bedplate.judge.ground import apply_quantization
+    from bedplate.judge.roofline import apply_quantization
 
     found = {}
     for name, label in {(cell.subject.model, cell.subject.quantization) for cell in cells}:

@@ -51,7 +51,7 @@ DOCUMENTS = (
     Document("request", "workload FILE", ("values.workload:RequestShape",), form="lines", is_input=True),
     Document("engines", "engines --json", ("run.engine_listing:EngineList",)),
     Document("engine", "engines show ID --json", ("run.engine_listing:EnginePage",)),
-    Document("prepared", "prepared --json", ("run.kept:PreparedList",)),
+    Document("prepared", "prepared --json", ("run.prepared_weights:PreparedList",)),
     Document("doctor", "doctor --json", ("facts.doctor:DoctorReport",)),
     Document("endpoint", "serve --json", ("values.endpoint:Endpoint",)),
     Document("services", "ps --json", ("hosting.services:RunningService",), form="list"),

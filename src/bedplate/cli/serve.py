@@ -187,7 +187,7 @@ def serve(
 
 def _read_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
     """The intent that the bundle was made for, and its engine."""
-    from bedplate.bundling.opened import read_bundle
+    from bedplate.bundling.serve_bundle import read_bundle
     from bedplate.errors import UsageError
     from bedplate.values.intent import Intent
 

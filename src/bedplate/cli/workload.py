@@ -93,7 +93,7 @@ def workload(
     if model is not None and observed is None:
         raise UsageError("--model needs --observed", hint="add --observed 24h, or leave out --model")
     if observed is not None:
-        from bedplate.facts.observed import summarize_observed as observe
+        from bedplate.facts.observed_workload import summarize_observed as observe
         from bedplate.values.units import parse_duration
 
         summary = observe(parse_duration(observed, "--observed"), model=model)

@@ -187,7 +187,7 @@ def find_remedies(nearest: EngineCandidate, work: Workload) -> tuple[Remedy, ...
 
 def _count_enough_cards(nearest: EngineCandidate, work: Workload) -> int | None:
     """The smallest usual number of the same GPUs for which a layout fits."""
-    from bedplate.facts.simulated import make_simulated_hardware  # imported here because most plans fit
+    from bedplate.facts.hypothetical import make_simulated_hardware  # imported here because most plans fit
 
     cards, chip = find_cards(nearest.hardware, nearest.engine.vendors), nearest.target.chip
     each = nearest.fit.devices[0]

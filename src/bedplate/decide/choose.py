@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bedplate.decide.apply_tuning import with_tuning
 from bedplate.decide.candidates import SERVER_EFFORT, EngineCandidate, choose_candidate, find_wrong_answers
 from bedplate.decide.case import STORED_BITS, DecisionCase, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
 from bedplate.decide.explain import estimate_candidate, list_reasons
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
-from bedplate.decide.tuned import with_tuning
 from bedplate.decide.wording import describe_remedy
 from bedplate.engines import Engine, load_engines
 from bedplate.engines import get_engine as engine_by_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bedplate.decide.apply_tuning import describe_tuning, use_measured_figures
 from bedplate.decide.candidates import (
     COMFORT_TPOT_S,
     PRECISE_BITS,
@@ -16,7 +17,6 @@ from bedplate.decide.case import DecisionCase
 from bedplate.decide.estimate import to_estimate
 from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.rules import DecisionRule
-from bedplate.decide.tuned import describe_tuning, use_measured_figures
 from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.values import Estimate, Figure, Reason, replace_fields
 from bedplate.values.cost import compute_cost_per_million

@@ -83,7 +83,7 @@ def to_intent(data: object, lines: Mapping[str, int] | None = None, origin: str 
 
 def override(intent: Intent, **options: Any) -> Intent:
     """The intent with the command line's options applied; `None`: the option was not given."""
-    from bedplate.facts.simulated import FIELDS as HARDWARE_FIELDS
+    from bedplate.facts.hypothetical import FIELDS as HARDWARE_FIELDS
 
     given = {ALIASES.get(name, name): value for name, value in options.items() if value is not None}
     data: dict[str, Any] = msgspec.to_builtins(intent)
@@ -172,7 +172,7 @@ def resolve_hardware(intent: Intent) -> Hardware:
         if path.suffix == ".json" or _is_file(path):
             return from_json(Hardware, _read_text(path), origin=path.name)
         named = {"accelerator": named}
-    from bedplate.facts.simulated import make_simulated_hardware
+    from bedplate.facts.hypothetical import make_simulated_hardware
 
     return make_simulated_hardware(named)
 

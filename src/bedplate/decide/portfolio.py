@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from bedplate.decide.candidates import COMFORT_TPOT_S
 from bedplate.decide.choose import decide
+from bedplate.decide.placement import Decides, ServiceAsk, divide_machine
 from bedplate.decide.rules import STANDARD_ENGINE
-from bedplate.decide.together import Decides, ServiceAsk, divide_machine
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Decision, Hardware, Model, Parallelism
 from bedplate.values.intent import Intent, NodePool, Operations, Service
 from bedplate.values.portfolio import Placement, Portfolio

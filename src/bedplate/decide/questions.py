@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from bedplate.decide.choose import decide, explain_too_slow
 from bedplate.errors import UsageError
 from bedplate.facts.chips import Chip, load_chips
-from bedplate.facts.simulated import make_simulated_hardware
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Decision, Hardware, Model, Workload, units
 from bedplate.values.intent import Operations
 from bedplate.values.record import Record

@@ -9,7 +9,7 @@ from bedplate._version import __version__
 from bedplate.deploy.kubernetes import Files, write_heading, write_image_contexts
 from bedplate.deploy.platform import PlacedService, Platform
 from bedplate.deploy.pods import Tree, annotate_arguments
-from bedplate.deploy.served import GIB, PORT, SETTINGS, ServiceContainers, describe_containers
+from bedplate.deploy.service_containers import GIB, PORT, SETTINGS, ServiceContainers, describe_containers
 from bedplate.deploy.yaml_writer import CommentedValue, annotate, write_document
 from bedplate.engines.traits import MODELS
 from bedplate.errors import NotPossible

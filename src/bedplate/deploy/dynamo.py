@@ -31,7 +31,14 @@ from bedplate.deploy.pods import (
 )
 from bedplate.deploy.queues import choose_queue
 from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, compute_bounds, write_behavior, write_replica_bounds
-from bedplate.deploy.served import DRAIN_S, GIB, ServiceContainers, describe_containers, find_engines, with_slots
+from bedplate.deploy.service_containers import (
+    DRAIN_S,
+    GIB,
+    ServiceContainers,
+    describe_containers,
+    find_engines,
+    with_slots,
+)
 from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.engines import DynamoWorker, Engine
 from bedplate.errors import NotPossible

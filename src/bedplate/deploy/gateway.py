@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bedplate.deploy.images import ENDPOINT_PICKER
 from bedplate.deploy.pods import Tree, make_selector, write_container_security, write_metadata
-from bedplate.deploy.served import PORT, ServiceContainers, find_engines
+from bedplate.deploy.service_containers import PORT, ServiceContainers, find_engines
 from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines import MetricNames
 from bedplate.errors import NotPossible

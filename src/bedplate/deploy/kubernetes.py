@@ -23,7 +23,7 @@ from bedplate.deploy.pods import (
 )
 from bedplate.deploy.queues import choose_queue, write_queues
 from bedplate.deploy.scaling import write_pod_monitor, write_scaled_object
-from bedplate.deploy.served import GIB, PORT, ServiceContainers, describe_containers
+from bedplate.deploy.service_containers import GIB, PORT, ServiceContainers, describe_containers
 from bedplate.deploy.yaml_writer import annotate, write_document, write_documents
 from bedplate.errors import NotPossible
 from bedplate.values import Launch

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
-from bedplate.deploy.served import DRAIN_S, GIB, PORT, SETTINGS, ServiceContainers, VolumeStep
+from bedplate.deploy.service_containers import DRAIN_S, GIB, PORT, SETTINGS, ServiceContainers, VolumeStep
 from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.engines.traits import MODELS
 from bedplate.values.intent import DeployTarget

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bedplate.decide.portfolio import make_pool_machine
 from bedplate.deploy.platform import Platform, make_slug
 from bedplate.deploy.pods import Tree, write_metadata
-from bedplate.deploy.served import GIB, NODE_SHARE, NodeSelector, ServiceContainers, make_node_selector
+from bedplate.deploy.service_containers import GIB, NODE_SHARE, NodeSelector, ServiceContainers, make_node_selector
 from bedplate.deploy.yaml_writer import annotate
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values.intent import DeployTarget, NodePool

@@ -26,7 +26,7 @@ from bedplate.deploy.pods import (
 )
 from bedplate.deploy.queues import choose_queue
 from bedplate.deploy.scaling import FULL, QUIET_S, compute_bounds, explain_maximum
-from bedplate.deploy.served import DRAIN_S, PORT, ServiceContainers, describe_containers, find_engines
+from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers, describe_containers, find_engines
 from bedplate.deploy.yaml_writer import annotate, strip_comments, write_document
 from bedplate.errors import NotPossible
 from bedplate.facts.chips import find_accelerator_chip

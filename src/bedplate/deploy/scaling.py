@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bedplate.deploy.pods import Tree, make_selector, write_metadata
-from bedplate.deploy.served import MOST_TIMES, ServiceContainers
+from bedplate.deploy.service_containers import MOST_TIMES, ServiceContainers
 from bedplate.deploy.yaml_writer import annotate
 from bedplate.values.intent import DeployTarget
 from bedplate.values.units import format_seconds

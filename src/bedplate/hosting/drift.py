@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bedplate.decide import decide
 from bedplate.decide.wording import join_alternatives
 from bedplate.errors import BedplateError
-from bedplate.facts.observed import summarize_observed
+from bedplate.facts.observed_workload import summarize_observed
 from bedplate.facts.workload import to_workload
 from bedplate.values import Decision, Workload
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bedplate.decide.memory import fit
-from bedplate.decide.together import HOST, Need
+from bedplate.decide.placement import HOST, Need
 from bedplate.engines import KnownFailure
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.memory import LoadedModel, MemoryLimits, choose_unloads, sum_needs
-from bedplate.hosting.orchestrated import ProcessRole
+from bedplate.hosting.orchestration import ProcessRole
 from bedplate.run.gateway import BackendState, Gateway, GatewayBackend
-from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.starting import EngineStart, PlanBackend, create_supervisor
 from bedplate.run.supervisor import EngineLog, Supervisor
 from bedplate.run.trials import PATIENT
 from bedplate.values.units import format_memory, format_seconds
 
 if TYPE_CHECKING:
-    from bedplate.hosting.orchestrated import OrchestratedProcess, Orchestration
+    from bedplate.hosting.orchestration import OrchestratedProcess, Orchestration
     from bedplate.progress import Progress
     from bedplate.run.listening import ListenOptions
     from bedplate.run.ready import PreparedModel

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bedplate.decide.memory import get_free_bytes
-from bedplate.decide.together import HOST, Need
+from bedplate.decide.placement import HOST, Need
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.values import Hardware
 from bedplate.values.units import format_memory

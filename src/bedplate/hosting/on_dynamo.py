@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from bedplate.decide.together import HOST, Need
+from bedplate.decide.placement import HOST, Need
 from bedplate.deploy.dynamo import choose_parser_options, get_worker, select_engine_options
 from bedplate.deploy.images import DYNAMO_VERSION as VERSION
 from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
 from bedplate.engines.vllm import CPU_RECIPE as VLLM_CPU
 from bedplate.engines.vllm import ENGINE as VLLM
 from bedplate.errors import NotPossible, UsageError
-from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole, make_private_folder
+from bedplate.hosting.orchestration import OrchestratedProcess, ProcessRole, make_private_folder
 from bedplate.run.environments import EngineEnvironment, make_environment
 from bedplate.run.ready import prepare_model
 from bedplate.values import Launch, Plan, replace_fields

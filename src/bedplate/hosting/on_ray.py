@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bedplate.decide.together import HOST, Need
+from bedplate.decide.placement import HOST, Need
 from bedplate.deploy.images import RAY_VERSION as VERSION
 from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.shipped.ray_serve import NODE, READY, RESOURCE
 from bedplate.errors import UsageError
 from bedplate.hosting.memory import sum_needs
-from bedplate.hosting.orchestrated import OrchestratedProcess, ProcessRole, make_private_folder
+from bedplate.hosting.orchestration import OrchestratedProcess, ProcessRole, make_private_folder
 from bedplate.run.environments import EngineEnvironment, build_command, make_environment
 from bedplate.run.ready import prepare_model
 from bedplate.run.supervisor import LONGEST_START_S, build_engine_variables, find_free_port

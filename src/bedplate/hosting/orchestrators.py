@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bedplate.errors import UsageError
-from bedplate.hosting.orchestrated import NAMES, OrchestratorSetup
+from bedplate.hosting.orchestration import NAMES, OrchestratorSetup
 
 if TYPE_CHECKING:
     from bedplate.engines import EnvironmentRecipe

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bedplate.errors import UsageError
-from bedplate.hosting.orchestrated import REPLICAS
+from bedplate.hosting.orchestration import REPLICAS
 from bedplate.values.endpoint import Orchestrator
 from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Service
 from bedplate.values.service import ModelOrder, Order

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from bedplate.engines import load_engines
-from bedplate.judge.ground import Roofline
 from bedplate.judge.observed import RequestBreakdown, count_slots
+from bedplate.judge.roofline import Roofline
 from bedplate.judge.spending import find_excess_threads
 from bedplate.values import Figure
 from bedplate.values.diagnosis import GainPrediction, Limit, LoadDiagnosis, SpentOn, SuggestedChange

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from bedplate.judge.advice import DiagnosedCell, advise_changes, predict_gains
 from bedplate.judge.findings import collect_evidence, list_unknowns, write_sentence
-from bedplate.judge.ground import Roofline, build_roofline
 from bedplate.judge.observed import break_down_cells, find_single_request
+from bedplate.judge.roofline import Roofline, build_roofline
 from bedplate.judge.spending import attribute_time
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Cell

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bedplate.decide.estimate.physics import count_all_reduce_bytes
-from bedplate.judge.ground import Roofline
 from bedplate.judge.observed import (
     FULL_CACHE,
     RequestBreakdown,
@@ -14,6 +13,7 @@ from bedplate.judge.observed import (
     count_slots,
     find_maximum,
 )
+from bedplate.judge.roofline import Roofline
 from bedplate.judge.spending import (
     choose_queue_limit,
     compute_links_ms,

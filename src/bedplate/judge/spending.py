@@ -9,8 +9,8 @@ from bedplate.decide.estimate.physics import (
     count_linear_ops,
     count_weight_bytes,
 )
-from bedplate.judge.ground import Roofline
 from bedplate.judge.observed import RequestBreakdown, is_cache_full
+from bedplate.judge.roofline import Roofline
 from bedplate.measure.summary import list_invalid_reasons
 from bedplate.values.diagnosis import Limit, LoadDiagnosis, SpentOn, TimeShare
 from bedplate.values.run import Cell

@@ -59,7 +59,7 @@ RESIDUALS_OF = {
 
 def _predict_peak_memory(case: PublishedCase) -> RowPrediction | PredictionRefusal:
     from bedplate.decide.memory import fit
-    from bedplate.facts.simulated import make_simulated_hardware
+    from bedplate.facts.hypothetical import make_simulated_hardware
     from bedplate.values import Workload
 
     if case.prompt_tokens is None or case.output_tokens is None:

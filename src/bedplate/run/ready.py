@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from bedplate.decide import decide, plan
-from bedplate.decide.together import MachinePart, Need, ServiceAsk, divide_machine
+from bedplate.decide.placement import MachinePart, Need, ServiceAsk, divide_machine
 from bedplate.engines import Engine, get_plan_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import find_cards

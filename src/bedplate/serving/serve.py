@@ -22,7 +22,7 @@ from bedplate.hosting.control import ControlServer
 from bedplate.hosting.host import Host, HostedService
 from bedplate.hosting.memory import MemoryLimits
 from bedplate.hosting.operations import make_host_operations
-from bedplate.hosting.orchestrated import NAMES, Orchestration, OrchestratorSetup
+from bedplate.hosting.orchestration import NAMES, Orchestration, OrchestratorSetup
 from bedplate.hosting.orchestrators import choose_orchestrator
 from bedplate.hosting.systemd import notify
 from bedplate.hosting.tenants import list_warnings
@@ -38,7 +38,7 @@ from bedplate.values.service import Build, ModelOrder, Order, ServiceRecord
 from bedplate.values.units import format_seconds
 
 if TYPE_CHECKING:
-    from bedplate.bundling.opened import OpenBundle
+    from bedplate.bundling.serve_bundle import OpenBundle
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 """Checks the answers of an engine; gets its private URL and the key that it requires."""
@@ -115,7 +115,7 @@ def serve_order(
     if order.bundle is None:
         _serve_order(order, hooks, listen, fallback, detached)
         return
-    from bedplate.bundling.opened import open_bundle
+    from bedplate.bundling.serve_bundle import open_bundle
 
     with open_bundle(Path(order.bundle), hooks.progress) as bundle:
         _serve_order(bundle.replace_model(order), hooks, listen, fallback, detached, bundle)

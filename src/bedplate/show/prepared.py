@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bedplate.run.kept import PreparedWeights
+from bedplate.run.prepared_weights import PreparedWeights
 from bedplate.show.columns import Column, SplitTable
 from bedplate.values.units import format_size
 

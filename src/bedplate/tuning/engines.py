@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from bedplate.engines.knobs import is_native
+from bedplate.measure.burst import send_warm_up
 from bedplate.measure.load import PreparedEndpoint, prepare
 from bedplate.measure.load import run as run_loop
-from bedplate.measure.wave import send_warm_up
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.starting import EngineStart
 from bedplate.tuning.budget import REQUEST_LIMIT_S, Budget

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from bedplate.errors import ExternalFailure, NotPossible
+from bedplate.measure.burst import BurstCall, send_burst_apart
 from bedplate.measure.flags import TOO_BUSY, flag_cell
 from bedplate.measure.load import ClientErrorFigures
 from bedplate.measure.watch import Watcher
-from bedplate.measure.wave import BurstCall, send_burst_apart
 from bedplate.tuning.answers import AnswerChecker
 from bedplate.tuning.budget import Budget
 from bedplate.tuning.comparison import is_settled, make_proof, make_side, summarize_round

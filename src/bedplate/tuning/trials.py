@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible
 from bedplate.judge.diagnose import build_roofline, diagnose_subject
 from bedplate.measure.bench import describe_environment
+from bedplate.measure.burst import send_burst
 from bedplate.measure.flags import BUSY, SWAPPED_BYTES
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import format_now
 from bedplate.measure.summary import compute_output_tok_s, list_tpots, list_ttfts, meets
 from bedplate.measure.watch import Watcher
-from bedplate.measure.wave import send_burst
 from bedplate.tuning.budget import REQUEST_LIMIT_S, Budget
 from bedplate.tuning.comparison import LOST, SPEED_KEPT, compute_median
 from bedplate.tuning.engines import Engines

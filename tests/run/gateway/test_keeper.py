@@ -12,8 +12,8 @@ import pytest
 
 from bedplate import store
 from bedplate.errors import ExternalFailure
-from bedplate.run.gateway import keeper as keeper_module
-from bedplate.run.gateway.keeper import RequestContent, RequestRecorder
+from bedplate.run.gateway import recorder as keeper_module
+from bedplate.run.gateway.recorder import RequestContent, RequestRecorder
 from bedplate.run.gateway.shapes import MAX_BLOCKS, hash_conversation, hash_prefixes
 from bedplate.run.gateway.sse import read_request_fields
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest

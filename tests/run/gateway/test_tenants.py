@@ -17,7 +17,7 @@ from bedplate import store
 from bedplate.errors import ExternalFailure
 from bedplate.hosting.tenants import add_key, change_tenant, revoke
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.keeper import RequestRecorder
+from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.gateway.tenants import KeyDigest, RateBucket, Tenants, TenantState
 from bedplate.values.tenant import DeclaredTenant, Tenant, digest_key
 

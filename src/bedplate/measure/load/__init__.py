@@ -9,27 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bedplate.measure.load.apart import measure_apart as measure_apart
+    from bedplate.measure.load.client_error import ClientErrorFigures as ClientErrorFigures
+    from bedplate.measure.load.client_error import measure_client_error as measure_client_error
     from bedplate.measure.load.generator import measure as measure
     from bedplate.measure.load.loops import run as run
     from bedplate.measure.load.null_server import serve_null as serve_null
-    from bedplate.measure.load.own import ClientErrorFigures as ClientErrorFigures
-    from bedplate.measure.load.own import measure_client_error as measure_client_error
     from bedplate.measure.load.preparing import PreparedEndpoint as PreparedEndpoint
     from bedplate.measure.load.preparing import prepare as prepare
     from bedplate.measure.load.repeating import RepeatRule as RepeatRule
     from bedplate.measure.load.repeating import compute_delivered_tok_s as compute_delivered_tok_s
+    from bedplate.measure.load.separate_process import measure_apart as measure_apart
     from bedplate.measure.load.target import LoadTarget as LoadTarget
 
 _MODULES = {
-    "ClientErrorFigures": "own",
+    "ClientErrorFigures": "client_error",
     "LoadTarget": "target",
     "PreparedEndpoint": "preparing",
     "RepeatRule": "repeating",
     "compute_delivered_tok_s": "repeating",
     "measure": "generator",
-    "measure_apart": "apart",
-    "measure_client_error": "own",
+    "measure_apart": "separate_process",
+    "measure_client_error": "client_error",
     "prepare": "preparing",
     "run": "loops",
     "serve_null": "null_server",

@@ -1,5 +1,5 @@
 """The process of the load generator; see `apart`."""
 
-from bedplate.measure.load.apart import main
+from bedplate.measure.load.separate_process import main
 
 main()

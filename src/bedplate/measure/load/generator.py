@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from bedplate.measure.load.answers import StreamedAnswer, read
+from bedplate.measure.load.client_error import ClientErrorFigures, list_client_limits, measure_client_error
 from bedplate.measure.load.driver import (
     LoadDriver,
     LoadRecord,
@@ -16,7 +17,6 @@ from bedplate.measure.load.driver import (
     Watch,
     estimate_requests,
 )
-from bedplate.measure.load.own import ClientErrorFigures, list_client_limits, measure_client_error
 from bedplate.measure.load.preparing import PreparedEndpoint, prepare
 from bedplate.measure.load.schedule import check_load, schedule_arrivals
 from bedplate.measure.load.target import LoadTarget

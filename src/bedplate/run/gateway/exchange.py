@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.backend import FinishedRequest
-from bedplate.run.gateway.keeper import RequestContent
+from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
 from bedplate.values.traffic import ServedRequest
 

@@ -21,7 +21,7 @@ from bedplate.values.traffic import ServedRequest
 if TYPE_CHECKING:
     from bedplate.run.gateway import sse
     from bedplate.run.gateway.backend import GatewayBackend
-    from bedplate.run.gateway.keeper import RequestContent, RequestRecorder
+    from bedplate.run.gateway.recorder import RequestContent, RequestRecorder
     from bedplate.run.gateway.tenants import KeyDigest, TenantState
     from bedplate.values.tenant import Tenant
 

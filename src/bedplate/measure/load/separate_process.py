@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from bedplate import errors
+from bedplate.measure.load.client_error import ClientErrorFigures
 from bedplate.measure.load.driver import Watch
 from bedplate.measure.load.generator import measure
 from bedplate.measure.load.loops import run
-from bedplate.measure.load.own import ClientErrorFigures
 from bedplate.measure.load.preparing import PreparedEndpoint
 from bedplate.measure.load.target import LoadTarget
 from bedplate.values.record import Record

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator
 
 if TYPE_CHECKING:
-    from bedplate.decide.together import Need
+    from bedplate.decide.placement import Need
     from bedplate.engines import Engine
     from bedplate.hosting.host import HostedEngine
     from bedplate.progress import Progress

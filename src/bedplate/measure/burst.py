@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from time import monotonic_ns
 
 from bedplate.errors import ExternalFailure
-from bedplate.measure.load.apart import run_process, serve_call
+from bedplate.measure.load.client_error import ClientErrorFigures, measure_client_error
 from bedplate.measure.load.driver import LoadRecord, Watch
 from bedplate.measure.load.generator import make_repeat
-from bedplate.measure.load.own import ClientErrorFigures, measure_client_error
 from bedplate.measure.load.preparing import PreparedEndpoint
+from bedplate.measure.load.separate_process import run_process, serve_call
 from bedplate.measure.load.target import LoadTarget
 from bedplate.measure.load.wire import ask
 from bedplate.values.record import Record
@@ -118,7 +118,7 @@ class BurstCall(Record, frozen=True, kw_only=True):
 
 def send_burst_apart(work: BurstCall, watch: Watch) -> Repeat | None:
     """Sends a burst from a separate process, so that the caller does not delay it. Raises OutsideFailed on failure."""
-    return run_process("bedplate.measure.wave", work, watch)
+    return run_process("bedplate.measure.burst", work, watch)
 
 
 async def _run_burst(work: BurstCall, watch: Watch) -> Repeat | None:
