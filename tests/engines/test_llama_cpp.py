@@ -312,7 +312,7 @@ class TestLauncher:
         show = """
 import json, runpy, sys
 launcher = runpy.run_path(sys.argv[1])
-p = launcher["params"](launcher["parser"]().parse_args(sys.argv[2:]))
+p = launcher["make_params"](launcher["make_parser"]().parse_args(sys.argv[2:]))
 print(json.dumps({
     "path": p.model.path, "alias": sorted(p.model_alias), "hosts": list(p.hostnames), "port": p.port,
     "http": p.n_threads_http, "ctx": p.n_ctx, "slots": p.n_parallel, "threads": p.cpuparams.n_threads,
