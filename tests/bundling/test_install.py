@@ -205,6 +205,21 @@ def test_overlay_imports_its_own_packages_before_those_of_the_target(
     assert run(ENGINE_OF_TEST="1")[2] == "1", "a variable that the user set keeps its value"
 
 
+def test_packages_have_bytecode_even_if_the_environment_forbids_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it, each process of an engine would compile its packages at each start."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "one.py").write_text("x = 1\n")
+    (tmp_path / "lib" / "other.py").write_text("not valid for this Python\n")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    install.compile_bytecode(tmp_path, install.ProgressLines())
+    assert [file.name.partition(".")[0] for file in (tmp_path / "lib" / "__pycache__").iterdir()] == ["one"]
+    assert "not compiled" not in capsys.readouterr().err
+
+
 def test_printed_commands_are_quoted_for_a_shell() -> None:
     manifest = {"model_place": "models/bundled/one/a b.gguf", "engines": [{"engine": "vllm"}]}
     (command,) = install.list_serve_commands(manifest, Path("/a home"))
