@@ -74,7 +74,7 @@ def space() -> tuple[TunableSetting, ...]:
     hardware = probe()
     chosen = choose_plan("llama.cpp", hardware, fetch_facts(None, hardware, SilentProgress()), LOAD, None)
     found = []
-    for knob in chosen.engine.knobs(hardware, chosen.plan):
+    for knob in chosen.engine.list_settings(hardware, chosen.plan):
         if knob.name in SPACE:
             choices = tuple(one for one in knob.choices if one.value in SPACE[knob.name])
             found.append(replace_fields(knob, choices=choices))

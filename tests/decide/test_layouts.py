@@ -55,7 +55,7 @@ def count_groups(model: Model) -> int:
 )
 def test_every_layout_is_valid(named: tuple[str, int, int | None], name: str, label: str | None, which: str) -> None:
     hardware, model, one = make_machine(*named), make_model(name, label), get_engine(which)
-    if one.target(hardware) is None:
+    if one.find_target(hardware) is None:
         return
     found = list(list_layouts(hardware, one, model))
     assert Parallelism() in found and len(found) == len(set(found))
@@ -148,7 +148,7 @@ def test_gpus_without_fast_links_use_pipeline_stages() -> None:
 def test_engine_without_parallelism_uses_one_device() -> None:
     model = make_model("meta-llama/Meta-Llama-3.1-8B", None)
     for one in load_engines().values():
-        if not one.ways and one.target(make_machine("H100 SXM", 8)) is not None:
+        if not one.ways and one.find_target(make_machine("H100 SXM", 8)) is not None:
             assert list(list_layouts(make_machine("H100 SXM", 8), one, model)) == [Parallelism()]
 
 

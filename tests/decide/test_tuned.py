@@ -28,7 +28,7 @@ def make_tuning(work: Workload = WORK, **values: str) -> TuningRun:
     decision = decide(MACHINE, MODEL, work, "llama.cpp")
     before = planned(decision, MODEL, work)
     llama = get_engine("llama.cpp")
-    after = apply_values(before, llama.knobs(MACHINE, before), values)
+    after = apply_values(before, llama.list_settings(MACHINE, before), values)
     turned = tuple(SettingChange(knob=name, value=value) for name, value in values.items())
     side = {"argv": (), "output_tok_s": make_gain(100), "ttft_ms": make_gain(900), "tpot_ms": make_gain(20)}
     return TuningRun(

@@ -45,9 +45,9 @@ def plan(
     settings: Settings | None = None,
 ) -> Plan:
     work = workload or Workload(concurrency=16, context_tokens=8192)
-    target = engine.target(on)
+    target = engine.find_target(on)
     assert target is not None
-    forms = engine.weights(target, which, work)
+    forms = engine.list_weights(target, which, work)
     chosen = next(form for form in forms if label is None or form.label == label)
     return Plan(
         engine=engine.id, engine_version=engine.version or "", model=which, workload=work, weights=chosen,
@@ -70,13 +70,13 @@ def plans(draw: st.DrawFn, engine: Engine) -> Plan:
         structured_output=draw(st.booleans()),
         precision_sensitive=draw(st.booleans()),
     )
-    target = engine.target(on)
-    forms = engine.weights(target, which, work) if target is not None else ()
+    target = engine.find_target(on)
+    forms = engine.list_weights(target, which, work) if target is not None else ()
     if target is None or not forms or engine.refuse(on, which, work) is not None:
         on, which = machine("H100 SXM"), model("meta-llama/Llama-3.1-8B-Instruct")
-        target = engine.target(on)
+        target = engine.find_target(on)
         assert target is not None
-        forms = engine.weights(target, which, work)
+        forms = engine.list_weights(target, which, work)
     size = st.sampled_from([1, 2, 4, 8])
     tensor = draw(size) if target.device != "cpu" and "tensor" in engine.ways else 1
     expert = tensor if which.num_experts and "expert" in engine.ways and draw(st.booleans()) else 1

@@ -59,11 +59,11 @@ def test_several_cards_are_the_first_ones() -> None:
 
 
 def test_weight_formats() -> None:
-    target = EXL.target(RTX)
+    target = EXL.find_target(RTX)
     assert target is not None
 
     def list_labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
-        return [(form.label, form.made) for form in EXL.weights(target, which, Workload(**asked))]  # type: ignore[arg-type]
+        return [(form.label, form.made) for form in EXL.list_weights(target, which, Workload(**asked))]  # type: ignore[arg-type]
 
     assert list_labels(model(LLAMA)) == [(one, "converted") for one in BPW]
     assert list_labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]

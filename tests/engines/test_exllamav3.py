@@ -85,15 +85,15 @@ class TestLaunch:
 
 class TestModels:
     def test_bits_per_weight(self) -> None:
-        target = EXL.target(RTX)
+        target = EXL.find_target(RTX)
         assert target is not None
-        forms = EXL.weights(target, model(LLAMA), Workload())
+        forms = EXL.list_weights(target, model(LLAMA), Workload())
         assert tuple(form.label for form in forms) == BPW and {form.made for form in forms} == {"converted"}
-        exact = EXL.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        exact = EXL.list_weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in exact] == ["8.0BPW"]
         ready = replace_fields(model(LLAMA), format="exl3", quantization="4.0BPW")
-        assert [form.made for form in EXL.weights(target, ready, Workload())] == ["as it is"]
-        oss = EXL.weights(target, model("openai/gpt-oss-20b"), Workload())
+        assert [form.made for form in EXL.list_weights(target, ready, Workload())] == ["as it is"]
+        oss = EXL.list_weights(target, model("openai/gpt-oss-20b"), Workload())
         assert oss[0].label == "5.0BPW"
 
     @pytest.mark.parametrize(

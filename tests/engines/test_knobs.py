@@ -73,7 +73,7 @@ def test_every_value_of_every_knob_gives_a_valid_command(
     engine_id: str, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, chosen = get_engine(engine_id), make_plan(engine_id, on)
-    knobs = one.knobs(machine(on, 1), chosen)
+    knobs = one.list_settings(machine(on, 1), chosen)
     assert knobs and len({knob.name for knob in knobs}) == len(knobs)
     before = one.launch(chosen, 8000)
     for knob in knobs:
@@ -118,7 +118,7 @@ def test_16_bit_weights_may_be_quantized() -> None:
     one, mac = get_engine("mlx"), make_simulated_hardware({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
     chosen = plan(one, mac, model(LLAMA, folder=True))
     assert chosen.weights.made == "as it is"
-    turned = apply_values(chosen, one.knobs(mac, chosen), {"weights": "8-BIT"})
+    turned = apply_values(chosen, one.list_settings(mac, chosen), {"weights": "8-BIT"})
     assert (turned.weights.label, turned.weights.format, turned.weights.made) == ("8-BIT", "mlx", "converted")
     steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
     assert [step.where for step in steps] == [one.launch(turned, 0).argv[2]]
@@ -126,10 +126,10 @@ def test_16_bit_weights_may_be_quantized() -> None:
 
 def test_first_tries_the_concurrency_of_one_cuda_graph() -> None:
     one, chosen = get_engine("exllamav3"), make_plan("exllamav3", "RTX 4090")
-    crowded = next(knob for knob in one.knobs(machine("RTX 4090", 1), chosen) if knob.name == "slots")
+    crowded = next(knob for knob in one.list_settings(machine("RTX 4090", 1), chosen) if knob.name == "slots")
     assert (chosen.settings.slots, crowded.first) == (16, ("8",))
     few = replace_fields(chosen, settings=replace_fields(chosen.settings, slots=4))
-    assert next(knob for knob in one.knobs(machine("RTX 4090", 1), few) if knob.name == "slots").first == ()
+    assert next(knob for knob in one.list_settings(machine("RTX 4090", 1), few) if knob.name == "slots").first == ()
     assert one.launch(chosen, 8000).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in one.launch(with_engine_defaults(chosen), 8000).env
 
@@ -167,7 +167,7 @@ def test_native_build_may_replace_the_package() -> None:
 def test_offers_other_layouts_of_several_cards() -> None:
     one, on = get_engine("vllm"), machine("H100 SXM", 4)
     chosen = plan(one, on, model(LLAMA, folder=True), layout=Parallelism(tensor=4))
-    knob = next(knob for knob in one.knobs(on, chosen) if knob.name == "layout")
+    knob = next(knob for knob in one.list_settings(on, chosen) if knob.name == "layout")
     assert [choice.value for choice in knob.choices] == ["4 x 1", "1 x 4", "2 x 2"]
     argv = one.launch(apply_values(chosen, (knob,), {"layout": "2 x 2"}), 8000).argv
     for option in ("--tensor-parallel-size", "--pipeline-parallel-size"):
@@ -178,8 +178,8 @@ def test_offers_more_or_fewer_layers_on_the_host() -> None:
     one, on = get_engine("llama.cpp"), machine("RTX 4090", 1)
     whole = make_plan("llama.cpp", "RTX 4090")
     partly = replace_fields(whole, settings=replace_fields(whole.settings, gpu_layers=20))
-    assert "gpu-layers" not in [knob.name for knob in one.knobs(on, whole)]
-    knob = next(knob for knob in one.knobs(on, partly) if knob.name == "gpu-layers")
+    assert "gpu-layers" not in [knob.name for knob in one.list_settings(on, whole)]
+    knob = next(knob for knob in one.list_settings(on, partly) if knob.name == "gpu-layers")
     assert [choice.value for choice in knob.choices] == ["16", "18", "19", "20", "21", "22", "24"]
     argv = one.launch(apply_values(partly, (knob,), {"gpu-layers": "24"}), 8000).argv
     assert argv[argv.index("--n-gpu-layers") + 1] == "24"
@@ -188,7 +188,7 @@ def test_offers_more_or_fewer_layers_on_the_host() -> None:
 def test_shipped_launcher_accepts_tuned_options() -> None:
     parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").make_parser()
     one, chosen = get_engine("llama.cpp"), make_plan("llama.cpp", "cpu")
-    knobs = one.knobs(machine("cpu"), chosen)
+    knobs = one.list_settings(machine("cpu"), chosen)
     last = {knob.name: knob.choices[-1].value for knob in knobs}
     options = parser.parse_args(one.launch(apply_values(chosen, knobs, last), 8000).argv[1:])
     assert options.ubatch_size == 2048 and options.cache_type_k == "q8_0"
@@ -201,26 +201,28 @@ def test_first_batch_size_holds_one_prompt() -> None:
     one, found = get_engine("llama.cpp"), make_plan("llama.cpp", "cpu")
     asked = found.workload.prompt_tokens + found.settings.slots
     assert found.settings.batch_tokens == asked
-    (batch,) = (knob for knob in one.knobs(machine("cpu"), found) if knob.name == "batch")
+    (batch,) = (knob for knob in one.list_settings(machine("cpu"), found) if knob.name == "batch")
     assert (batch.now, batch.first) == (str(asked), ())
     chosen = replace_fields(found, settings=replace_fields(found.settings, batch_tokens=None))
-    (batch,) = (knob for knob in one.knobs(machine("cpu"), chosen) if knob.name == "batch")
+    (batch,) = (knob for knob in one.list_settings(machine("cpu"), chosen) if knob.name == "batch")
     assert batch.first == (str(asked),) and str(asked) in [choice.value for choice in batch.choices]
     long = replace_fields(chosen, workload=replace_fields(chosen.workload, prompt_tokens=4000))
-    (batch,) = (knob for knob in one.knobs(machine("cpu"), long) if knob.name == "batch")
+    (batch,) = (knob for knob in one.list_settings(machine("cpu"), long) if knob.name == "batch")
     assert batch.first == ()
 
 
 def test_offers_no_setting_that_is_ignored_on_a_cpu() -> None:
-    names = {knob.name for knob in get_engine("vllm").knobs(machine("cpu"), make_plan("vllm", "cpu"))}
+    names = {knob.name for knob in get_engine("vllm").list_settings(machine("cpu"), make_plan("vllm", "cpu"))}
     assert "threads" in names and "async-scheduling" not in names
-    knobs = {knob.name: knob for knob in get_engine("llama.cpp").knobs(machine("cpu"), make_plan("llama.cpp", "cpu"))}
+    knobs = {
+        knob.name: knob for knob in get_engine("llama.cpp").list_settings(machine("cpu"), make_plan("llama.cpp", "cpu"))
+    }
     assert "poll" not in knobs and [one.value for one in knobs["flash-attn"].choices] == ["auto", "off"]
 
 
 def test_gguf_weights_are_requantized_from_the_file() -> None:
     one, chosen = get_engine("llama.cpp"), make_plan("llama.cpp", "cpu")
-    turned = apply_values(chosen, one.knobs(machine("cpu"), chosen), {"weights": "Q8_0"})
+    turned = apply_values(chosen, one.list_settings(machine("cpu"), chosen), {"weights": "Q8_0"})
     steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
     assert [step.argv[:3] for step in steps] == [("llama-quantize", "--allow-requantize", "/models/it is here/a.gguf")]
     assert steps[0].where in one.launch(turned, 0).argv and turned.weights.made == "converted"

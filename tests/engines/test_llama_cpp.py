@@ -114,7 +114,7 @@ class TestExplain:
 
 class TestProgress:
     def test_progress_of_a_real_start(self) -> None:
-        told = [LLAMA.progress(line) for line in read_capture("started").splitlines()]
+        told = [LLAMA.read_progress(line) for line in read_capture("started").splitlines()]
         assert [value for value in told if value is not None] == [0.0, 1.0]
 
     def test_progress_of_several_stages(self) -> None:
@@ -122,7 +122,7 @@ class TestProgress:
             payload = {"stages": ["text_model", "mmproj"], "current": current, "value": value}
             return "cmd_child_to_router:state:" + json.dumps({"state": "loading", "payload": payload})
 
-        assert [LLAMA.progress(line(*at)) for at in (("text_model", 0.5), ("mmproj", 0.0), ("mmproj", 1.0))] == [
+        assert [LLAMA.read_progress(line(*at)) for at in (("text_model", 0.5), ("mmproj", 0.0), ("mmproj", 1.0))] == [
             0.25,
             0.5,
             1.0,
@@ -138,15 +138,15 @@ class TestProgress:
         ],
     )
     def test_other_lines_are_no_progress(self, said: str) -> None:
-        assert LLAMA.progress(f"cmd_child_to_router:state:{said}") is None
+        assert LLAMA.read_progress(f"cmd_child_to_router:state:{said}") is None
 
 
 def test_metrics_are_read() -> None:
-    idle, busy = LLAMA.read(read_capture("metrics-idle")), LLAMA.read(read_capture("metrics-busy"))
+    idle, busy = LLAMA.read_metrics(read_capture("metrics-idle")), LLAMA.read_metrics(read_capture("metrics-busy"))
     assert (idle.running, idle.waiting) == (0, 0)
     assert (busy.running, busy.waiting) == (1, 1)
     assert busy.kv_use is None and busy.preemptions is None
-    assert LLAMA.read("").running is None
+    assert LLAMA.read_metrics("").running is None
 
 
 class TestSettings:
@@ -388,7 +388,7 @@ print(json.dumps({
 
             slots = json.loads(get("/slots"))
             assert [slot["n_ctx"] for slot in slots] == [1024, 1024]
-            assert LLAMA.read(get("/metrics")).running == 0
+            assert LLAMA.read_metrics(get("/metrics")).running == 0
             assert json.loads(get("/v1/models"))["data"][0]["id"] == chosen.model.served_name
             with pytest.raises(urllib.error.HTTPError):
                 get("/")  # no page of its own
@@ -514,30 +514,35 @@ class TestWeights:
         ],
     )
     def test_the_most_faithful_first(self, card: str, name: str, labels: list[str]) -> None:
-        target = LLAMA.target(machine(card))
+        target = LLAMA.find_target(machine(card))
         assert target is not None
-        assert [form.label for form in LLAMA.weights(target, model(name), Workload())] == labels
-        exact = LLAMA.weights(target, model(name), Workload(precision_sensitive=True))
+        assert [form.label for form in LLAMA.list_weights(target, model(name), Workload())] == labels
+        exact = LLAMA.list_weights(target, model(name), Workload(precision_sensitive=True))
         assert {form.label for form in exact} <= {"BF16", "F16", "Q8_0", "MXFP4"}
 
     def test_rows_unsuited_to_k_quants_get_smaller_blocks(self) -> None:
-        target = LLAMA.target(machine("cpu"))
+        target = LLAMA.find_target(machine("cpu"))
         assert target is not None
         narrow = replace_fields(model("Qwen/Qwen3-32B"), hidden_size=576)
-        assert [form.label for form in LLAMA.weights(target, narrow, Workload())] == ["F16", "Q8_0", "Q5_1", "Q4_1"]
+        assert [form.label for form in LLAMA.list_weights(target, narrow, Workload())] == [
+            "F16",
+            "Q8_0",
+            "Q5_1",
+            "Q4_1",
+        ]
         chosen = engine_plan(LLAMA, machine("cpu"), narrow, label="Q4_1")
         (_, last) = [step for step in LLAMA.launch(chosen, 1).prepare if step.kind == "convert"]
         assert last.argv[3] == "Q4_1" and last.where.endswith("-Q4_1.gguf")
 
     def test_gguf_is_loaded_directly(self) -> None:
-        target = LLAMA.target(machine("cpu"))
+        target = LLAMA.find_target(machine("cpu"))
         assert target is not None
-        forms = LLAMA.weights(target, read_builtin_facts(), Workload(precision_sensitive=True))
+        forms = LLAMA.list_weights(target, read_builtin_facts(), Workload(precision_sensitive=True))
         assert [(form.label, form.made) for form in forms] == [(read_builtin_facts().quantization, "as it is")]
 
     def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
         old = replace_fields(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
-        target = LLAMA.target(replace_fields(machine("RTX 4090", 1), accelerators=(old,)))
+        target = LLAMA.find_target(replace_fields(machine("RTX 4090", 1), accelerators=(old,)))
         assert target is not None and target.device == "cpu"
 
     def test_it_does_not_classify(self) -> None:
@@ -570,12 +575,12 @@ class TestBuilding:
         )
 
     def test_builds_for_the_installed_cpu(self) -> None:
-        (only,) = LLAMA.variants(self.on("avx", "avx2"), "cpu")
+        (only,) = LLAMA.list_variants(self.on("avx", "avx2"), "cpu")
         assert "-DGGML_NATIVE=ON" in only.options and not any("CUDA" in option for option in only.options)
 
     def test_offers_a_variant_without_amx(self) -> None:
         """GCC 12 on such a machine: SIGILL in `tilezero`."""
-        first, second = LLAMA.variants(self.on("avx", "avx2", "fma", "avx512f", "amx_tile", "amx_int8"), "cpu")
+        first, second = LLAMA.list_variants(self.on("avx", "avx2", "fma", "avx512f", "amx_tile", "amx_int8"), "cpu")
         assert "-DGGML_NATIVE=ON" in first.options
         assert second.name == "AMX" and not any("AMX" in option for option in second.options)
         assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON", "-DGGML_FMA=ON", "-DGGML_AVX512_BF16=OFF"} <= {*second.options}
@@ -590,14 +595,14 @@ class TestBuilding:
         ],
     )
     def test_builds_for_the_installed_cards(self, cards: tuple[str | None, ...], built_for: str) -> None:
-        (only,) = LLAMA.variants(self.on("avx2", cards=cards), "cuda")
+        (only,) = LLAMA.list_variants(self.on("avx2", cards=cards), "cuda")
         assert "-DGGML_CUDA=ON" in only.options
         assert f"-DCMAKE_CUDA_ARCHITECTURES={built_for}" in only.options
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
     def test_every_cmake_option_exists_in_the_source(self, device: Device) -> None:
         known = {*read_options("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
-        for variant in LLAMA.variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
+        for variant in LLAMA.list_variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
             assert {option[2:].partition("=")[0] for option in variant.options} <= known
 
     def test_an_existing_build_needs_no_build_steps(self) -> None:

@@ -102,21 +102,21 @@ class TestWeights:
         ],
     )
     def test_weights_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
-        target = LMDEPLOY.target(machine(card))
+        target = LMDEPLOY.find_target(machine(card))
         assert target is not None
-        assert [form.label for form in LMDEPLOY.weights(target, model(name), Workload())] == offered
+        assert [form.label for form in LMDEPLOY.list_weights(target, model(name), Workload())] == offered
 
     def test_precision_sensitive_workloads_are_not_quantized(self) -> None:
-        target = LMDEPLOY.target(machine("H100 SXM"))
+        target = LMDEPLOY.find_target(machine("H100 SXM"))
         assert target is not None
-        offered = LMDEPLOY.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        offered = LMDEPLOY.list_weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in offered] == ["BF16"]
 
     def test_unsupported_group_sizes_are_not_offered(self) -> None:
-        target, stored = LMDEPLOY.target(machine("H100 SXM")), model(AWQ)
+        target, stored = LMDEPLOY.find_target(machine("H100 SXM")), model(AWQ)
         assert target is not None and stored.quantization_details is not None
         odd = replace_fields(stored, quantization_details=replace_fields(stored.quantization_details, group_size=64))
-        assert LMDEPLOY.weights(target, odd, Workload()) == ()
+        assert LMDEPLOY.list_weights(target, odd, Workload()) == ()
 
 
 class TestRefuse:
@@ -168,10 +168,10 @@ def test_parsers_by_model(name: str, tools: str | None, reasoning: str | None) -
 
 
 def test_reads_metrics() -> None:
-    state = LMDEPLOY.read((CAPTURES / "metrics.txt").read_text())
+    state = LMDEPLOY.read_metrics((CAPTURES / "metrics.txt").read_text())
     # Those that wait before the engine wait too.
     assert (state.running, state.waiting, state.kv_use, state.preemptions) == (7, 5, 0.25, None)
-    nothing = LMDEPLOY.read("")
+    nothing = LMDEPLOY.read_metrics("")
     assert nothing.running is None and nothing.waiting is None and nothing.kv_use is None
 
 
@@ -199,8 +199,8 @@ def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
         )
         for card in ("H100 SXM", "NVIDIA T4")
         for name in (LLAMA, AWQ, MISTRAL, "openai/gpt-oss-120b", "Qwen/Qwen3-32B")
-        if (target := LMDEPLOY.target(machine(card))) is not None
-        for form in LMDEPLOY.weights(target, model(name), Workload())
+        if (target := LMDEPLOY.find_target(machine(card))) is not None
+        for form in LMDEPLOY.list_weights(target, model(name), Workload())
     ]
     converted = [step.argv for launch in launches for step in launch.prepare if step.kind == "convert"]
     lines = tmp_path / "lines.json"

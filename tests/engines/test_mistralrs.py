@@ -75,7 +75,7 @@ class TestPackages:
         assert any("/v0.9.5" in word for word in step.argv)
 
     def test_older_cards_have_no_wheel_and_are_not_used(self) -> None:
-        target = RS.target(machine("NVIDIA T4"))
+        target = RS.find_target(machine("NVIDIA T4"))
         assert target is not None and target.device == "cpu"
 
     def test_other_devices_use_the_wheel_of_the_index(self) -> None:
@@ -85,13 +85,13 @@ class TestPackages:
 
 class TestModels:
     def test_weight_formats(self) -> None:
-        target = RS.target(CPU)
+        target = RS.find_target(CPU)
         assert target is not None
-        labels = [form.label for form in RS.weights(target, model(LLAMA), Workload())]
+        labels = [form.label for form in RS.list_weights(target, model(LLAMA), Workload())]
         assert labels == ["BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M"]
-        exact = RS.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        exact = RS.list_weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in exact] == ["BF16", "Q8_0"]
-        assert [form.made for form in RS.weights(target, make_gguf_model(), Workload())] == ["as it is"]
+        assert [form.made for form in RS.list_weights(target, make_gguf_model(), Workload())] == ["as it is"]
 
     @pytest.mark.parametrize(
         ("which", "why"),

@@ -26,9 +26,9 @@ SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "mlx_server.py"
 
 
 def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
-    target = MLX.target(on)
+    target = MLX.find_target(on)
     assert target is not None
-    return [(form.label, form.made) for form in MLX.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
+    return [(form.label, form.made) for form in MLX.list_weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
 
 
 class TestLaunch:

@@ -184,15 +184,17 @@ def free_port() -> int:
 
 class TestWeightsAndRefusals:
     def test_weight_formats(self) -> None:
-        target = OLLAMA.target(machine("cpu"))
+        target = OLLAMA.find_target(machine("cpu"))
         assert target is not None
-        made = [form.label for form in OLLAMA.weights(target, model(LLAMA), Workload())]
+        made = [form.label for form in OLLAMA.list_weights(target, model(LLAMA), Workload())]
         assert made == ["F16", "Q8_0", "Q4_K_M"]
-        exact = OLLAMA.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        exact = OLLAMA.list_weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in exact] == ["F16", "Q8_0"]
-        kept = OLLAMA.weights(target, model("openai/gpt-oss-120b"), Workload())
+        kept = OLLAMA.list_weights(target, model("openai/gpt-oss-120b"), Workload())
         assert [(form.label, form.made) for form in kept] == [("MXFP4", "converted")]
-        assert [form.made for form in OLLAMA.weights(target, make_gguf_model("/m/x.gguf"), Workload())] == ["as it is"]
+        assert [form.made for form in OLLAMA.list_weights(target, make_gguf_model("/m/x.gguf"), Workload())] == [
+            "as it is"
+        ]
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B-Instruct-AWQ"])
     def test_refuses_architectures_that_it_cannot_import(self, name: str) -> None:
@@ -237,7 +239,7 @@ def test_known_failures(case: dict[str, str]) -> None:
 
 def test_unknown_logs_are_not_explained() -> None:
     assert OLLAMA.explain('level=INFO msg="Listening on 127.0.0.1:11434 (version 0.32.15)"') is None
-    assert OLLAMA.read("llamacpp:requests_processing 3\n") == EngineState()
+    assert OLLAMA.read_metrics("llamacpp:requests_processing 3\n") == EngineState()
 
 
 def test_engine_is_listed() -> None:

@@ -91,7 +91,7 @@ class TestLaunch:
         launch = ORT.launch(plan(ORT, machine("H100 SXM"), model(LLAMA)), 1)
         assert "onnxruntime-genai-cuda==0.18.0 onnxruntime-gpu==1.31.1 " in launch.prepare[0].what
         assert "use_paged_attention=true" in launch.prepare[1].argv and "cuda" in launch.argv
-        recipe, plain = ORT.recipe_for("cuda"), ORT.recipe_for("cpu")
+        recipe, plain = ORT.find_recipe("cuda"), ORT.find_recipe("cpu")
         assert recipe is not None and " ".join(recipe.packages) == launch.prepare[0].what
         assert plain == ORT.recipe and plain != recipe
 
@@ -103,14 +103,14 @@ class TestLaunch:
 
 class TestModels:
     def test_weight_formats(self) -> None:
-        cpu, card = ORT.target(CPU), ORT.target(machine("H100 SXM"))
+        cpu, card = ORT.find_target(CPU), ORT.find_target(machine("H100 SXM"))
         assert cpu is not None and card is not None
         llama = model(LLAMA)
-        assert [form.label for form in ORT.weights(cpu, llama, Workload())] == ["F32", "INT8", "INT4"]
-        assert [form.label for form in ORT.weights(card, llama, Workload())] == ["BF16", "INT8", "INT4"]
-        exact = ORT.weights(cpu, llama, Workload(precision_sensitive=True))
+        assert [form.label for form in ORT.list_weights(cpu, llama, Workload())] == ["F32", "INT8", "INT4"]
+        assert [form.label for form in ORT.list_weights(card, llama, Workload())] == ["BF16", "INT8", "INT4"]
+        exact = ORT.list_weights(cpu, llama, Workload(precision_sensitive=True))
         assert [form.label for form in exact] == ["F32", "INT8"] and {form.made for form in exact} == {"converted"}
-        assert set(PRECISIONS) >= {form.label for form in ORT.weights(card, llama, Workload())}
+        assert set(PRECISIONS) >= {form.label for form in ORT.list_weights(card, llama, Workload())}
 
     @pytest.mark.parametrize(
         ("which", "work", "why"),

@@ -461,7 +461,7 @@ class TestCancelling:
         lines = [self.open(endless, stream=True) for _ in range(4)]
 
         def state() -> tuple[float | None, ...]:
-            read = Shipped().read(endless.ask("/metrics")[1])
+            read = Shipped().read_metrics(endless.ask("/metrics")[1])
             return (read.running, read.waiting, read.kv_use)
 
         # The use of the cache is reported by the next step, shortly after the requests are counted.
@@ -493,7 +493,7 @@ class TestLifecycle:
         finally:
             server.process.kill()
         lines = server.process.communicate()[0].decode().splitlines()
-        assert [Shipped().progress(line) for line in lines] == [0.25, 1.0]
+        assert [Shipped().read_progress(line) for line in lines] == [0.25, 1.0]
 
     def test_exits_when_stdin_closes(self) -> None:
         server = start(env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
@@ -640,11 +640,11 @@ class TestTemplates:
 
 
 def test_parses_progress_lines() -> None:
-    read = Shipped().progress
+    read = Shipped().read_progress
     assert read("bedplate-engine: loading 0.250") == 0.25 and read("bedplate-engine: loading 1.000\n") == 1.0
     assert read("loading 0.5") is None and read("bedplate-engine: loading x") is None
 
 
 def test_missing_metrics_are_none() -> None:
-    state = Shipped().read("")
+    state = Shipped().read_metrics("")
     assert (state.running, state.waiting, state.kv_use) == (None, None, None)

@@ -23,9 +23,9 @@ MAC = make_simulated_hardware({"accelerator": "M4 Max", "ram_gb": 64, "os": "mac
 
 
 def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
-    target = TORCH.target(on)
+    target = TORCH.find_target(on)
     assert target is not None
-    return [(form.label, form.made) for form in TORCH.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
+    return [(form.label, form.made) for form in TORCH.list_weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
 
 
 class TestLaunch:
@@ -95,7 +95,7 @@ class TestModels:
         chosen = plan(TORCH, here, model(LLAMA))
         assert list_labels(here, LLAMA) == offered
         assert parse_options("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
-        dtype = next(knob for knob in TORCH.knobs(here, chosen) if knob.name == "dtype")
+        dtype = next(knob for knob in TORCH.list_settings(here, chosen) if knob.name == "dtype")
         assert dtype.now == said and dtype.prior == (0.7 if sets == ("avx2",) else 0.15)
 
     def test_fp8_needs_fp8_units(self) -> None:
@@ -152,8 +152,8 @@ def test_parses_loading_progress() -> None:
         "Loading weights:   0%|          | 0/272 [00:00<?, ?it/s]\r"
         "Loading weights:  97%|█████████▋| 263/272 [00:00<00:00, 2547.30it/s]"
     )
-    assert TORCH.progress(printed) == 0.97
-    assert TORCH.progress("INFO:     Application startup complete.") is None
+    assert TORCH.read_progress(printed) == 0.97
+    assert TORCH.read_progress("INFO:     Application startup complete.") is None
 
 
 @pytest.mark.skipif(

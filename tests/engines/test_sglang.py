@@ -116,9 +116,9 @@ def test_every_parser_is_in_its_registry() -> None:
     ],
 )
 def test_weights_by_hardware(card: str, name: str, offered: list[str]) -> None:
-    target = SGLANG.target(machine(card))
+    target = SGLANG.find_target(machine(card))
     assert target is not None
-    assert [form.label for form in SGLANG.weights(target, model(name), Workload())] == offered
+    assert [form.label for form in SGLANG.list_weights(target, model(name), Workload())] == offered
 
 
 def test_refuses_hardware_without_kernels() -> None:
@@ -160,12 +160,12 @@ class TestOnACpu:
         named = {word.partition("=")[0] for word in first.argv}
         assert not named & {"sglang-kernel", "torchvision", "torchaudio", "cuda-python", "flashinfer_python"}
         assert first.download_bytes and first.disk_bytes
-        assert SGLANG.recipe_for("cpu") is not None and SGLANG.recipe_for("cuda") is None
+        assert SGLANG.find_recipe("cpu") is not None and SGLANG.find_recipe("cuda") is None
 
     def test_weights_are_not_quantized(self) -> None:
-        target = SGLANG.target(machine("cpu"))
+        target = SGLANG.find_target(machine("cpu"))
         assert target is not None
-        assert [form.label for form in SGLANG.weights(target, model(LLAMA), Workload())] == ["BF16"]
+        assert [form.label for form in SGLANG.list_weights(target, model(LLAMA), Workload())] == ["BF16"]
         eight = SGLANG.refuse(machine("cpu"), replace_fields(model(LLAMA), quantization="FP8"), Workload())
         assert eight is not None and "FP8 weights on a CPU" in eight.why
 
@@ -189,7 +189,7 @@ class TestOnACpu:
         assert arm is not None and arm.kind == "impossible" and "aarch64" in arm.why
 
     def test_cpu_does_not_replace_a_gpu(self) -> None:
-        old = SGLANG.target(machine("NVIDIA T4"))
+        old = SGLANG.find_target(machine("NVIDIA T4"))
         assert old is None
         many = Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)
         on_paper = decide(machine("H100 SXM", 1), model(LLAMA), many)
@@ -267,9 +267,9 @@ class TestLauncher:
 
 
 def test_reads_metrics() -> None:
-    state = SGLANG.read((CAPTURES / "metrics.txt").read_text())
+    state = SGLANG.read_metrics((CAPTURES / "metrics.txt").read_text())
     assert (state.running, state.waiting, state.kv_use, state.preemptions) == (162, 2826, 0.28, 3)
-    assert SGLANG.read("").running is None
+    assert SGLANG.read_metrics("").running is None
 
 
 @pytest.mark.parametrize("case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["says"])
@@ -293,10 +293,10 @@ def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     for card in ("H100 SXM", "B200", "MI300X"):
         for name in (LLAMA, DEEPSEEK, "openai/gpt-oss-120b", "Qwen/Qwen3-32B", "zai-org/GLM-4.6"):
             on, which = machine(card), model(name)
-            target = SGLANG.target(on)
+            target = SGLANG.find_target(on)
             assert target is not None
             layout = Parallelism(tensor=8, expert=8, attention_data=8) if which.num_experts else Parallelism(tensor=2)
-            for form in SGLANG.weights(target, which, Workload()):
+            for form in SGLANG.list_weights(target, which, Workload()):
                 one = plan(SGLANG, on, which, label=form.label, layout=layout)
                 chosen += [SGLANG.launch(one, 8000), SGLANG.launch_on_node(one, 8000, nodes=2, rank=1, leader="h")]
     lines = tmp_path / "lines.json"

@@ -92,9 +92,9 @@ class TestLaunch:
     ],
 )
 def test_weights_by_generation(card: str, name: str, offered: list[str]) -> None:
-    target = TRT.target(machine(card))
+    target = TRT.find_target(machine(card))
     assert target is not None
-    assert [form.label for form in TRT.weights(target, model(name), Workload())] == offered
+    assert [form.label for form in TRT.list_weights(target, model(name), Workload())] == offered
 
 
 def test_refuses_other_hardware_and_newer_architectures() -> None:
@@ -110,7 +110,7 @@ def test_refuses_other_hardware_and_newer_architectures() -> None:
 
 
 def test_reads_iteration_statistics() -> None:
-    state = TRT.read((CAPTURES / "metrics.json").read_text())
+    state = TRT.read_metrics((CAPTURES / "metrics.json").read_text())
     assert (state.running, state.waiting, state.kv_use) == (1, 0, 3 / 101256)
     for garbled in (
         "",
@@ -121,7 +121,7 @@ def test_reads_iteration_statistics() -> None:
         '[{"kvCacheStats": {"usedNumBlocks": "x", "maxNumBlocks": 1}}]',
         "trt 1",
     ):
-        assert TRT.read(garbled).running is None
+        assert TRT.read_metrics(garbled).running is None
 
 
 @pytest.mark.parametrize("case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["says"])

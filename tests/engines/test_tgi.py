@@ -80,8 +80,8 @@ def test_refuses_newer_models_and_hardware() -> None:
 
 
 def test_reads_metrics() -> None:
-    state = TGI.read((CAPTURES / "metrics.txt").read_text())
-    assert (state.running, state.waiting) == (12, 5) and TGI.read("").running is None
+    state = TGI.read_metrics((CAPTURES / "metrics.txt").read_text())
+    assert (state.running, state.waiting) == (12, 5) and TGI.read_metrics("").running is None
 
 
 @pytest.mark.parametrize("case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["says"])

@@ -51,9 +51,9 @@ class TestLaunchLines:
     def test_tuned_options_exist_in_the_version(self, name: str, version: str) -> None:
         one, on = get_engine(f"{name}@{version}"), machine("H100 SXM", 1)
         chosen = plan(one, on, model(LLAMA, folder=True))
-        for knob in one.knobs(on, chosen):
+        for knob in one.list_settings(on, chosen):
             for choice in knob.choices:
-                turned = apply_values(chosen, one.knobs(on, chosen), {knob.name: choice.value})
+                turned = apply_values(chosen, one.list_settings(on, chosen), {knob.name: choice.value})
                 check_options(f"{name}@{version}", one.launch(turned, 8123).argv)
 
 
@@ -106,7 +106,7 @@ class TestNames:
          (None, "0.32.0")],
     )  # fmt: skip
     def test_unchecked_version_uses_options_of_the_newest_earlier_one(self, version: str | None, options: str) -> None:
-        assert get_engine("vllm").options_version(version) == options
+        assert get_engine("vllm").find_options_version(version) == options
 
     def test_plan_selects_its_engine_version(self) -> None:
         chosen: Plan = plan(get_engine("vllm@0.26.0"), machine("H100 SXM", 1), model(LLAMA))

@@ -184,9 +184,9 @@ class TestWeights:
         ],
     )
     def test_weights_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
-        target = VLLM.target(machine(card))
+        target = VLLM.find_target(machine(card))
         assert target is not None
-        assert [form.label for form in VLLM.weights(target, model(name), Workload())] == offered
+        assert [form.label for form in VLLM.list_weights(target, model(name), Workload())] == offered
 
     @pytest.mark.parametrize(
         ("sets", "label", "said"),
@@ -215,15 +215,15 @@ class TestWeights:
         name = "VLLM_CPU_NUM_OF_RESERVED_CPU"
         assert VLLM.launch(chosen, 1).env.get(name) == said
         assert name not in VLLM.launch(with_engine_defaults(chosen), 1).env
-        knob = next(one for one in VLLM.knobs(here, chosen) if one.name == "threads")
+        knob = next(one for one in VLLM.list_settings(here, chosen) if one.name == "threads")
         assert knob.now == ("all" if said == "0" else "all but one")
         less = apply_values(chosen, (knob,), {"threads": "all but one"})
         assert VLLM.launch(less, 1).env.get(name) == ("1" if said == "0" else None)
 
     def test_precision_sensitive_workloads_get_8_bits_or_more(self) -> None:
-        target = VLLM.target(machine("B200"))
+        target = VLLM.find_target(machine("B200"))
         assert target is not None
-        offered = VLLM.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        offered = VLLM.list_weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in offered] == ["BF16", "FP8"]
 
 
@@ -244,7 +244,7 @@ class TestRefuse:
         assert refused is not None and "gfx900" in refused.why
 
     def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
-        old = VLLM.target(machine("NVIDIA V100 32GB SXM2"))
+        old = VLLM.find_target(machine("NVIDIA V100 32GB SXM2"))
         assert old is not None and old.device == "cpu"
 
 
@@ -263,17 +263,19 @@ class TestSettle:
 
 
 def test_metrics_of_a_real_server() -> None:
-    idle, busy = (VLLM.read((CAPTURES / f"metrics-{name}.txt").read_text()) for name in ("idle", "busy"))
+    idle, busy = (VLLM.read_metrics((CAPTURES / f"metrics-{name}.txt").read_text()) for name in ("idle", "busy"))
     assert (idle.running, idle.waiting, idle.kv_use, idle.preemptions) == (0, 0, 0, 0)
     assert (busy.running, busy.waiting, busy.preemptions) == (2, 2, 0)
     assert busy.kv_use is not None and 0 < busy.kv_use < 0.1
-    assert VLLM.read("").running is None and VLLM.read("vllm:num_requests_running NaN\n").running is None
+    assert (
+        VLLM.read_metrics("").running is None and VLLM.read_metrics("vllm:num_requests_running NaN\n").running is None
+    )
 
 
 def test_metrics_of_several_ranks_are_summed() -> None:
     text = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
     text += 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.5\n'
-    assert VLLM.read(text).running == 7 and VLLM.read(text).kv_use == 0.5
+    assert VLLM.read_metrics(text).running == 7 and VLLM.read_metrics(text).kv_use == 0.5
 
 
 FAILURES = json.loads((CAPTURES / "failures.json").read_text())
@@ -292,7 +294,7 @@ def test_unknown_logs_are_not_explained() -> None:
 
 def test_parses_loading_progress() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]"
-    assert VLLM.progress(line) == 0.5 and VLLM.progress("INFO 11-15 06:04:12 ready") is None
+    assert VLLM.read_progress(line) == 0.5 and VLLM.read_progress("INFO 11-15 06:04:12 ready") is None
 
 
 @pytest.mark.skipif(
@@ -304,9 +306,9 @@ def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     for card in ("H100 SXM", "B200", "MI300X", "NVIDIA T4", "cpu"):
         for name in (LLAMA, DEEPSEEK, "openai/gpt-oss-120b", "Qwen/Qwen3-32B", "zai-org/GLM-4.6"):
             on, which = machine(card), model(name)
-            target = VLLM.target(on)
+            target = VLLM.find_target(on)
             assert target is not None
-            for form in VLLM.weights(target, which, Workload()):
+            for form in VLLM.list_weights(target, which, Workload()):
                 layout = (
                     Parallelism(tensor=8, expert=8, attention_data=8) if which.num_experts else Parallelism(tensor=2)
                 )

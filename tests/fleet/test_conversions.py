@@ -63,9 +63,9 @@ def record(folder: Path) -> PreparationRecord:
 
 def plan_for(model: Model, label: str) -> tuple[Plan, Launch]:
     llama, hardware = get_engine("llama.cpp"), replace_fields(probe(), accelerators=(), links=())
-    target = llama.target(hardware)
+    target = llama.find_target(hardware)
     assert target is not None
-    form = next(form for form in llama.weights(target, model, WORK) if form.label == label)
+    form = next(form for form in llama.list_weights(target, model, WORK) if form.label == label)
     plan = Plan(
         engine=llama.id, engine_version="", model=model, workload=WORK, weights=form,
         settings=llama.settle(hardware, model, WORK),

@@ -25,7 +25,7 @@ def native(bedplate_home: Path) -> EngineEnvironment:
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler, which this machine has not")
     hardware = probe()
-    target = LLAMA.target(hardware)
+    target = LLAMA.find_target(hardware)
     assert target is not None
     return provide_native_environment(LLAMA, hardware, target.device, Notes(), BuildExaminer())
 

@@ -33,9 +33,9 @@ SUMS = [f"What is {n} plus {n}?" for n in range(1, 9)]
 
 def plan(one: Engine, model: Model, label: str | None = None, workload: Workload = WORK) -> Plan:
     hardware = probe()
-    target = one.target(hardware)
+    target = one.find_target(hardware)
     assert target is not None and one.refuse(hardware, model, workload) is None
-    form = next(form for form in one.weights(target, model, workload) if label in (None, form.label))
+    form = next(form for form in one.list_weights(target, model, workload) if label in (None, form.label))
     settings = one.settle(hardware, model, workload)
     return Plan(
         engine=one.id, engine_version=one.version or "", model=model, workload=workload, weights=form, settings=settings

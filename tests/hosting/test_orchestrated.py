@@ -235,9 +235,9 @@ class TestRay:
     def test_port_of_every_engine_is_a_placeholder(self, id: str) -> None:
         one = get_engine(id)
         for on in ("cpu", "H100 SXM", "RTX 4090"):
-            target = one.target(machine(on))
+            target = one.find_target(machine(on))
             which = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
-            if target is None or not one.weights(target, which, Workload()):
+            if target is None or not one.list_weights(target, which, Workload()):
                 continue
             chosen = plan(one, machine(on), which)
             marked, real = on_ray.replace_port(one, chosen), one.launch(chosen, 4321)

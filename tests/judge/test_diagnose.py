@@ -225,6 +225,6 @@ class TestFlags:
 
     def test_advised_flags_depend_on_the_device(self) -> None:
         vllm = load_engines()["vllm"]
-        assert vllm.advice_flags("cpu").cache_memory == "--kv-cache-memory-bytes"
-        assert vllm.advice_flags("cuda").cache_memory == "--gpu-memory-utilization"
-        assert load_engines()["tensorrt-llm"].advice_flags(None).threads is None
+        assert vllm.get_advice_flags("cpu").cache_memory == "--kv-cache-memory-bytes"
+        assert vllm.get_advice_flags("cuda").cache_memory == "--gpu-memory-utilization"
+        assert load_engines()["tensorrt-llm"].get_advice_flags(None).threads is None

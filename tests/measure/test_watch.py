@@ -122,7 +122,7 @@ def test_cache_hit_share_is_between_zero_and_one(states: list[EngineState]) -> N
     ],
 )
 def test_reads_cache_hits_of_engines(name: str, capture: str, hits: float, queries: float) -> None:
-    state = get_engine(name).read((CAPTURES / capture).read_text())
+    state = get_engine(name).read_metrics((CAPTURES / capture).read_text())
     assert (state.cache_hits, state.cache_queries) == (hits, queries)
 
 
@@ -132,7 +132,7 @@ def test_adds_sglangs_cached_tokens_of_all_sources() -> None:
         'sglang:cached_tokens_total{model_name="m",cache_source="device"} 90.0\n'
         'sglang:cached_tokens_total{model_name="m",cache_source="host"} 10.0\n'
     )
-    state = get_engine("sglang").read(text)
+    state = get_engine("sglang").read_metrics(text)
     assert (state.cache_hits, state.cache_queries) == (100, 400)
 
 
@@ -277,27 +277,27 @@ def page() -> Iterator[str]:
 
 
 def test_requests_metrics_with_the_engines_key(page: str) -> None:
-    read = get_engine("llama.cpp").read
+    read = get_engine("llama.cpp").read_metrics
     assert EngineMetrics(page, "secret", read).read_state() == EngineState(running=3)
     assert EngineMetrics(page, None, read).read_state() == EngineState(running=1)
 
 
 def test_requests_metrics_only_once_if_there_are_none(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "status", 404)
-    metrics = EngineMetrics(page, None, get_engine("llama.cpp").read)
+    metrics = EngineMetrics(page, None, get_engine("llama.cpp").read_metrics)
     assert metrics.read_state() is None
     monkeypatch.setattr(Page, "status", 200)
     assert metrics.read_state() is None
 
 
 def test_an_unreachable_engine_has_no_metrics() -> None:
-    assert EngineMetrics("http://127.0.0.1:9", None, get_engine("llama.cpp").read).read_state() is None
+    assert EngineMetrics("http://127.0.0.1:9", None, get_engine("llama.cpp").read_metrics).read_state() is None
 
 
 def test_takes_readings_from_begin_to_end(process_tree: subprocess.Popen[bytes], page: str) -> None:
     meters = EngineMeters()
     meters.pid = process_tree.pid
-    meters.metrics = EngineMetrics(page, None, get_engine("llama.cpp").read)
+    meters.metrics = EngineMetrics(page, None, get_engine("llama.cpp").read_metrics)
     with Watcher(meters) as watcher:
         watcher.mark("warm-up")
         watcher.mark("begin")

@@ -139,7 +139,7 @@ def test_installs_bare_packages_without_dependencies(wheels: Path, own_home: Pat
 
 def test_rejects_device_without_recipe(own_home: Path) -> None:
     class OnCpus(Tiny):
-        def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+        def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
             return self.recipe if device == "cpu" else None
 
     assert find_environment(OnCpus(), "cuda") is None
@@ -151,7 +151,7 @@ def test_uses_recipe_of_the_device(own_home: Path, monkeypatch: pytest.MonkeyPat
     cards = EnvironmentRecipe(packages=("for-cards==1",), download_bytes=1, disk_bytes=1, check="")
 
     class Both(Tiny):
-        def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+        def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
             return cards if device == "cuda" else self.recipe
 
     asked: list[EnvironmentRecipe] = []

@@ -97,7 +97,7 @@ class Built(Engine):
     version = "1.0"
     build: ClassVar[SourceBuild | None] = BUILD
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
+    def list_variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
         return (BuildVariant(options=("-DKIND=fast",)), BuildVariant(name="LUCK", options=("-DKIND=safe",)))
 
 

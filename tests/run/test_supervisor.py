@@ -490,7 +490,7 @@ class TestLog:
 
     def test_error_in_progress_parser_does_not_block_the_engine(self, tmp_path: Path) -> None:
         class Confused(Fake):
-            def progress(self, line: str) -> float | None:
+            def read_progress(self, line: str) -> float | None:
                 raise KeyError(line)
 
         async def then(one: Supervisor, backend: Recorder) -> None:

@@ -282,7 +282,7 @@ def test_short_budget_keeps_a_clear_gain_after_one_measurement() -> None:
 def test_lossy_weights_are_tried_only_if_allowed() -> None:
     llama, on = get_engine("llama.cpp"), machine("cpu")
     facts = replace_fields(apply_label(model("Qwen/Qwen3-32B"), "Q4_1"), format="gguf", files=("/models/a.gguf",))
-    knobs = llama.knobs(on, plan(llama, on, facts))
+    knobs = llama.list_settings(on, plan(llama, on, facts))
     strict, loose = (order_settings(knobs, None, {"weights"}, lossy=lossy)[0].values for lossy in (False, True))
     assert set(strict) == {"Q4_1", "Q8_0", "F16"} and set(loose) == {*strict, "Q4_0"}
 
@@ -295,7 +295,7 @@ def test_candidates_with_time_continue_without_the_others() -> None:
 
 def test_engine_defaults_come_first_if_they_were_better() -> None:
     vllm, on = get_engine("vllm"), machine("cpu")
-    knobs = vllm.knobs(on, plan(vllm, on, model("Qwen/Qwen3-32B")))
+    knobs = vllm.list_settings(on, plan(vllm, on, model("Qwen/Qwen3-32B")))
     usual = [lever.name for lever in order_settings(knobs, "KV cache", hints={"split-kv"})]
     better = order_settings(knobs, "KV cache", hints={"split-kv"}, as_own=True)
     assert usual[0] == "split-kv" and usual[1] != "compile"
@@ -307,9 +307,9 @@ def test_dtype_comes_first_on_a_cpu_without_bf16() -> None:
     first = {}
     for sets in (("avx2",), ("avx2", "avx512_bf16")):
         here = replace_fields(on, cpu=replace_fields(on.cpu, instruction_sets=sets))
-        first[sets[-1]] = order_settings(torch.knobs(here, plan(torch, here, model("Qwen/Qwen3-32B"))), "compute")[
-            0
-        ].name
+        first[sets[-1]] = order_settings(
+            torch.list_settings(here, plan(torch, here, model("Qwen/Qwen3-32B"))), "compute"
+        )[0].name
     assert first["avx2"] == "dtype" and first["avx512_bf16"] != "dtype"
 
 
@@ -332,7 +332,7 @@ def test_plan_value_is_not_part_of_a_point() -> None:
 
 def test_bottleneck_decides_the_order_of_settings() -> None:
     llama, on = get_engine("llama.cpp"), machine("cpu")
-    knobs = llama.knobs(on, plan(llama, on, model("Qwen/Qwen3-32B")))
+    knobs = llama.list_settings(on, plan(llama, on, model("Qwen/Qwen3-32B")))
     by_compute = [lever.name for lever in order_settings(knobs, "compute")]
     by_cache = [lever.name for lever in order_settings(knobs, "KV cache")]
     assert by_compute.index("ubatch") < by_compute.index("kv-type")

@@ -139,7 +139,7 @@ class SimulatedTuner(Tuner):
             engine=one.id, engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
             workload=chosen.plan.workload, budget_s=budget_s,
         )  # fmt: skip
-        knobs = one.knobs(on, chosen.plan)
+        knobs = one.list_settings(on, chosen.plan)
         super().__init__(
             TuningState(on, facts, chosen, knobs, kept, SilentProgress(), TuningListener(), path, lambda: self.now)
         )

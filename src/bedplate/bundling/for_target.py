@@ -253,12 +253,12 @@ def _find_engine_contents(
             recipe.environment,
             recipe.as_of,
         )
-    installed = engine.recipe_for(target.device)
+    installed = engine.find_recipe(target.device)
     if overlay is not None or installed is None or version not in (None, engine.version):
         asked = f"{engine.id}@{version}" if version else engine.id
         over = f" over torch {overlay.torch}" if overlay else ""
         known = [f"{engine.id}@{one.version} over torch {one.torch} and CUDA {one.cuda}" for one in engine.overlays]
-        if engine.recipe_for(target.device) is not None:
+        if engine.find_recipe(target.device) is not None:
             known.append(f"{engine.id}@{engine.version} without --overlay")
         raise NotPossible(
             f"bedplate has no recipe for {asked}{over} on {target.name}",
@@ -393,7 +393,7 @@ def _add_engine(
 
 def _add_libraries(engine: Engine, download: _PackageDownloader, folder: Path) -> Iterator[str]:
     """Add libraries that the engine needs if the target's system lacks them."""
-    recipe = engine.recipe_for(download.target.device)
+    recipe = engine.find_recipe(download.target.device)
     for library in recipe.libraries if recipe is not None else ():
         holder = Path(tempfile.mkdtemp(prefix="library-", dir=download.scratch))
         download.install(library.soname, [library.package], holder)

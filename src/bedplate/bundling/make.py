@@ -142,7 +142,7 @@ def _collect_for_this_machine(intent: Intent, engine: str | None, progress: Prog
         return _collect_for_image(intent, engine, hardware)
     (found,) = decide_engines([wanted], hardware, progress)
     chosen = engine_by_id(found.plan.engine)
-    recipe = chosen.recipe_for(found.plan.settings.device)
+    recipe = chosen.find_recipe(found.plan.settings.device)
     if recipe is None:
         return _collect_for_image(intent, chosen.id, hardware)
     made = prepare_model(found, progress)
@@ -475,7 +475,7 @@ def _list_recipe_packages(recipe: EnvironmentRecipe | None) -> tuple[str, ...]:
 
 def get_recipe_packages(engine: Engine, plan: Plan) -> tuple[str, ...]:
     """Return the packages that this version of bedplate installs for the engine."""
-    return _list_recipe_packages(engine.recipe_for(plan.settings.device))
+    return _list_recipe_packages(engine.find_recipe(plan.settings.device))
 
 
 def _get_wheel_bytes(one: importlib.metadata.Distribution) -> int:

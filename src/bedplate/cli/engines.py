@@ -98,7 +98,7 @@ def build(engine: EngineName) -> None:
 
     one, machine = engine_by_id(engine), probe()
     get_source_build(one)
-    target = one.target(machine)
+    target = one.find_target(machine)
     device = target.device if target is not None else "cpu"
     try:
         found = provide_native_environment(one, machine, device, TerminalProgress(), BuildExaminer())

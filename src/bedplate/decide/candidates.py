@@ -217,11 +217,11 @@ def _compute_shortage(need: DeviceNeed, engine: Engine) -> float:
 
 def _choose_target(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, ComputeTarget | None]:
     """The part of the machine that the engine uses; a CPU build does not use the accelerators."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None or target.device == "cpu":
         return _remove_cards(hardware), target
     if installable and target.device not in engine.built_for:
-        return _remove_cards(hardware), engine.target(_remove_cards(hardware))
+        return _remove_cards(hardware), engine.find_target(_remove_cards(hardware))
     return hardware, target
 
 
@@ -233,7 +233,7 @@ def _remove_cards(hardware: Hardware) -> Hardware:
 
 def _list_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> Iterator[tuple[Weights, Model]]:
     """The engine's weight formats in order of preference, each with the model in that format."""
-    offered = engine.weights(target, case.model, case.workload)
+    offered = engine.list_weights(target, case.model, case.workload)
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
         # FP8 comes before 16 bits for many requests: half the bytes to read, hardly any loss, and the chip has units.
         eights = [form for form in offered if form.label == "FP8"]

@@ -317,7 +317,7 @@ class EngineSearch:
         if self.installable or not on_cpu or not self.case.hardware.accelerators:
             return False
         return any(
-            (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
+            (target := engine.find_target(self.case.hardware)) is not None and target.device != "cpu"
             for engine in self.engines.values()
         )
 
@@ -391,7 +391,7 @@ class EngineSearch:
         if doubt is not None and chosen is not None:
             return engine.make_refusal(doubt.kind, doubt.why, doubt.hint)
         found = self.get_candidate(engine)
-        if isinstance(found, Refusal) and not self._leaves_gpu_idle(engine.target(case.hardware)):
+        if isinstance(found, Refusal) and not self._leaves_gpu_idle(engine.find_target(case.hardware)):
             return found
         if doubt is not None:
             return engine.make_refusal(doubt.kind, doubt.why, doubt.hint)
@@ -434,10 +434,10 @@ def _count_nodes(chosen: EngineCandidate) -> int:
 
 def _can_install(engine: Engine, hardware: Hardware) -> bool:
     """Whether bedplate can install it; a CPU build does not count if the engine supports this machine's GPU."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if engine.recipe is None or target is None or target.device not in engine.built_for:
         return engine.recipe is not None
-    return engine.recipe_for(target.device) is not None
+    return engine.find_recipe(target.device) is not None
 
 
 def find_doubt(engine: Engine, case: DecisionCase) -> Doubt | None:

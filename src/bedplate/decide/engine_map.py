@@ -164,10 +164,10 @@ def build_rows(engines: Mapping[str, Engine], hardware: Hardware, results: Seque
 
 
 def build_row(engine: Engine, hardware: Hardware, measured: Result | None) -> EngineRow:
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     recipe = engine.recipe
     if target is not None and target.device in engine.built_for:
-        recipe = engine.recipe_for(target.device)
+        recipe = engine.find_recipe(target.device)
     return EngineRow(
         engine=engine.id,
         name=engine.name,
@@ -195,7 +195,7 @@ def get_status(engine: Engine, hardware: Hardware) -> EngineSupport:
     model = make_sample_model()
     if refusal := engine.refuse(hardware, model, ONE):
         return EngineSupport(runs=False, why=refusal.why)
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     one, many = (find_doubt(engine, DecisionCase(hardware, model, work, Operations())) for work in (ONE, MANY_USERS))
     return EngineSupport(
         runs=True,

@@ -18,7 +18,7 @@ MOST_PIPELINE = 32
 def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
     """All layouts that this engine supports on some or all of the cards; replicas use the remaining cards."""
     cards = len(find_cards(hardware, engine.vendors))
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None or target.device == "cpu" or cards <= 1:
         yield Parallelism()
         return

@@ -72,7 +72,7 @@ class MemoryDemand:
 
 def select_cards(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
     """The accelerators that a layout uses, of those that the engine supports."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None or target.device == "cpu":
         return ()
     cards = tuple(find_cards(hardware, engine.vendors))
@@ -146,7 +146,7 @@ def _fit_on_cards(
         return cache_each * here - shared * (here - 1)
 
     def compute_activations(requests: int) -> float:
-        return engine.activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
+        return engine.compute_activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
 
     def compute_high(requests: int) -> float:
         return weights + compute_cache(requests) + (compute_activations(requests) + use.device_bytes) * (1 + use.spread)
@@ -167,11 +167,11 @@ def _fit_on_cards(
 
 def _fit_on_host(hardware: Hardware, model: Model, engine: Engine, asked: MemoryDemand) -> Fit:
     usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.compute_kv_bytes(asked.tokens, engine.cache_bits(model))
+    cache_each = model.compute_kv_bytes(asked.tokens, engine.get_cache_bits(model))
     use = engine.uses
 
     def compute_overhead(requests: int) -> float:
-        return engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
+        return engine.compute_overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
 
     def fits(requests: int) -> bool:
         return model.weight_bytes + cache_each * requests + compute_overhead(requests) * (1 + use.spread) <= usable
@@ -220,7 +220,7 @@ def _fit_offloaded(
     dense, with_experts = model.weight_bytes - experts, model.num_moe_layers or layers
 
     def compute_overhead(requests: int) -> float:
-        return use.device_bytes + engine.activation_bytes(model, asked.prompt_tokens * requests)
+        return use.device_bytes + engine.compute_activation_bytes(model, asked.prompt_tokens * requests)
 
     def split(requests: int) -> _Split:
         room = count * (usable - compute_overhead(requests) * (1 + use.spread))
@@ -235,7 +235,7 @@ def _fit_offloaded(
 
     def compute_host(requests: int, part: _Split) -> DeviceNeed:
         cache = cache_each * requests - part.card_cache
-        own = engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
+        own = engine.compute_overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
         return _make_host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
 
     def fits(requests: int) -> bool:

@@ -180,7 +180,7 @@ def _write_healthcheck(unit: ServiceContainers) -> CommentedValue:
     url = f"http://127.0.0.1:{PORT}{unit.launch.health_path}"
     return annotate(
         {
-            "test": ["CMD", *unit.engine.health_command(url)],
+            "test": ["CMD", *unit.engine.get_health_command(url)],
             "interval": "15s",
             "timeout": "10s",
             "retries": 8,

@@ -230,7 +230,7 @@ def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
 def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | None, role: str, count: int) -> Tree:
     scaled = role == "worker" and compute_bounds(unit)[0] != compute_bounds(unit)[1]
     rdma = deploy.rdma if role != "worker" or unit.nodes > 1 else None
-    unit = replace(unit, files=unit.engine.dynamo_files(unit.plan, role))
+    unit = replace(unit, files=unit.engine.list_dynamo_files(unit.plan, role))
     container: Tree = {
         "name": "main",
         "image": annotate(unit.image.name, unit.image.note),
@@ -285,7 +285,7 @@ def build_arguments(unit: ServiceContainers, role: str) -> tuple[str, ...]:
     if worker.names_served:
         found += ["--served-model-name", unit.plan.model.served_name]
     found += select_engine_options(worker, unit.launch.argv)
-    own = unit.engine.dynamo_options(role, unit.plan.workload.task)
+    own = unit.engine.get_dynamo_options(role, unit.plan.workload.task)
     return tuple(_join_values([*found, *own, *choose_parser_options(worker, unit.launch.argv)]))
 
 
@@ -349,7 +349,7 @@ def write_settings(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTa
     return [
         {
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": write_metadata(f"{unit.name}-{role}", deploy),
-            "data": unit.engine.dynamo_files(unit.plan, role),
+            "data": unit.engine.list_dynamo_files(unit.plan, role),
         }
         for role in roles
     ]  # fmt: skip

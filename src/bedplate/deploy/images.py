@@ -40,7 +40,7 @@ class Image:
 
 def choose_image(engine: Engine, settings: Settings, gfx: str | None, arch: str, registry: str | None) -> Image | None:
     """Choose the published image for a plan, or describe one to build; `None` if neither is possible."""
-    found = engine.published_image(settings.device, gfx, arch)
+    found = engine.find_published_image(settings.device, gfx, arch)
     if found is None:
         return _describe_own_image(engine, settings, registry)
     return Image(found.name, found.note, user=found.user, group=found.group, python=found.python)
@@ -48,7 +48,7 @@ def choose_image(engine: Engine, settings: Settings, gfx: str | None, arch: str,
 
 def _describe_own_image(engine: Engine, settings: Settings, registry: str | None) -> Image | None:
     device = settings.device
-    recipe = engine.recipe_for(device)
+    recipe = engine.find_recipe(device)
     if recipe is None or device not in ("cpu", "cuda") or not engine.container.allowed:
         return None
     base = CUDA if engine.compiles_kernels else None
@@ -76,7 +76,7 @@ def _write_dockerfile(engine: Engine, recipe: EnvironmentRecipe, settings: Setti
             f"COPY --from={PYTHON} /usr/local/bin/uv /usr/local/bin/uv",
         ]
     lines += ["RUN uv venv --python 3.12 /opt/engine \\"]
-    lines += [f"    && {uv.format('install')} {shlex.join((*torch, *engine.requirements(settings)))}"]
+    lines += [f"    && {uv.format('install')} {shlex.join((*torch, *engine.list_requirements(settings)))}"]
     if recipe.bare:
         lines.append(f"RUN {uv.format('install')} --no-deps {shlex.join(recipe.bare)}")
     if recipe.removes:

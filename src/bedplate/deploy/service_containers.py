@@ -202,7 +202,7 @@ class ServiceContainers:
         argv = self.launch.argv
         cut = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
         command, rest = argv[:cut], argv[cut:]
-        rest = (*rest, *self.engine.stop_options(self.grace_s - DRAIN_S - 5))
+        rest = (*rest, *self.engine.get_stop_options(self.grace_s - DRAIN_S - 5))
         return command, tuple(_join_options(rest)) if self.engine.container.joins_values else rest
 
 
@@ -236,7 +236,8 @@ def describe_containers(
     result = ServiceContainers(
         placed=placed, engine=engine, plan=plan, launch=launch, image=image, replicas=replicas,
         most_replicas=min(replicas + spare, MOST_TIMES * replicas), nodes=nodes, cards=-(-cards // nodes),
-        files=engine.container_files(plan), steps=(), selector=make_node_selector(placed.node, chip, device == "cpu"),
+        files=engine.list_container_files(plan), steps=(),
+        selector=make_node_selector(placed.node, chip, device == "cpu"),
     )  # fmt: skip
     return _add_steps(result)
 
@@ -306,10 +307,10 @@ def make_volume_path(name: str) -> str:
 
 def _write_launch(engine: Engine, plan: Plan, image: Image) -> Launch:
     """Return the engine's launch command with paths and addresses inside its container."""
-    launch = engine.in_container(engine.launch(plan, PORT), image.name)
+    launch = engine.adapt_to_container(engine.launch(plan, PORT), image.name)
     made = get_converted_path(plan) if plan.weights.made == "converted" else None
     named = {"127.0.0.1": "0.0.0.0"}  # noqa: S104
-    named |= {name: f"{SETTINGS}/{name}" for name in engine.container_files(plan)}
+    named |= {name: f"{SETTINGS}/{name}" for name in engine.list_container_files(plan)}
     named |= {made: make_volume_path(made)} if made is not None else {}
     argv = [named.get(word, word) for word in launch.argv]
     if argv[0] == "python":
@@ -328,7 +329,7 @@ def _list_steps(unit: ServiceContainers) -> Iterator[VolumeStep]:
     if placed.plan.source is not None:
         raise _make_refusal(placed, "its weights must first be dequantized from a GGUF file")
     yield from _write_fetch_step(unit)
-    if stored := unit.engine.store_step(plan):
+    if stored := unit.engine.plan_store_step(plan):
         note = f"import {plan.model.name} into the engine's store as {stored.model}"
         yield VolumeStep("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
     elif plan.weights.made == "converted":
@@ -364,7 +365,7 @@ def _write_convert_step(unit: ServiceContainers) -> VolumeStep:
     label, source = plan.weights.label, plan.model_path
     steps = [step for step in unit.launch.prepare if step.kind == "convert"]
     note = f"converts {plan.model.name} to {label}; skipped if the result is already on the volume"
-    if own := unit.engine.container_conversion(plan, source, made):
+    if own := unit.engine.plan_container_conversion(plan, source, made):
         image, cards = own.image or unit.image.name, unit.cards if own.on_cards else 0
         return VolumeStep("convert", image, ("sh", "-c", _make_atomic(made, own.command)), note, cards=cards)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):

@@ -88,7 +88,7 @@ def write_script(plan: Plan, decision: Decision) -> str:
     if launch is None:
         raise NotPossible(f"there is nothing to launch: no plan runs {plan.engine}")
     device = plan.settings.device
-    recipe = engine.recipe_for(device)
+    recipe = engine.find_recipe(device)
     title = f"{plan.model.name} ({decision.quantization}) with {engine.name} {plan.engine_version}"
     needs = _list_needs(plan, launch, engine)
     parts = [
@@ -123,7 +123,7 @@ def _list_needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | 
     if _runs_in_container(launch):
         return [("docker", "docker with GPU access")]
     found: list[tuple[str | None, str]] = [("python3", "python3 with venv"), (None, "a package index")]
-    recipe = engine.recipe_for(plan.settings.device)
+    recipe = engine.find_recipe(plan.settings.device)
     for step in launch.prepare:
         if step.kind == "install" and _is_own(step, engine) and not step.argv:
             if recipe is None:
@@ -166,7 +166,7 @@ def _write_programs(recipe: EnvironmentRecipe, variable: str = "env") -> Iterato
 
 def _write_helper(helper: Engine) -> Iterator[str]:
     """Yield the environment of another engine that converts the weights."""
-    (step,) = helper.installation() or (None,)
+    (step,) = helper.plan_installation() or (None,)
     if helper.recipe is None or step is None:
         return
     sizes = f" ({_describe_sizes(step)})" if _describe_sizes(step) else ""

@@ -101,7 +101,7 @@ def get_engine(name: str) -> Engine:
     if engine_id in known and not at:
         return known[engine_id]
     if engine_id in known and version:
-        return known[engine_id].at(version)
+        return known[engine_id].at_version(version)
     near = difflib.get_close_matches(engine_id, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UsageError(f"no engine is called {name!r}", hint=f"{hint}known: {', '.join(known)}")
@@ -110,5 +110,5 @@ def get_engine(name: str) -> Engine:
 def get_plan_engine(plan: Plan) -> Engine:
     """The engine of a plan, in the version that the plan was made for."""
     one = get_engine(plan.engine)
-    version = one.version_of(plan)
+    version = one.get_version(plan)
     return one if version == one.version else get_engine(f"{plan.engine}@{version}")

@@ -302,7 +302,7 @@ class Engine:
     node_starter: ClassVar[str | None] = None
     """The launcher that starts its ranks on several nodes, if its own command does not."""
 
-    def at(self, version: str) -> Engine:
+    def at_version(self, version: str) -> Engine:
         """Return the same engine in another version; launch commands and plans are then for that version."""
         one = copy.copy(self)
         one.version, one.is_version_named = version, True
@@ -313,10 +313,10 @@ class Engine:
         """The version that bedplate installs by default."""
         return type(self).version
 
-    def version_of(self, plan: Plan) -> str | None:
+    def get_version(self, plan: Plan) -> str | None:
         return self.version if plan.engine_version in NO_VERSION else plan.engine_version
 
-    def options_version(self, version: str | None) -> str | None:
+    def find_options_version(self, version: str | None) -> str | None:
         """The checked version whose options apply: `version` itself, else the newest before it, else the oldest."""
         known = [one for one in (self.pinned_version, *self.checked_versions) if one is not None]
         if version is None or not known or version in known:
@@ -330,7 +330,7 @@ class Engine:
             return self.make_refusal(
                 "impossible", f"does not run on {hardware.os}", f"a machine with {_join_with_or(self.systems)}"
             )
-        if self.target(hardware) is None:
+        if self.find_target(hardware) is None:
             return self._refuse_hardware(hardware)
         if workload.task not in self.tasks:
             return self.make_refusal(
@@ -343,7 +343,7 @@ class Engine:
             )
         return None
 
-    def target(self, hardware: Hardware) -> ComputeTarget | None:
+    def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The accelerators or else the CPU of this machine that it would use; `None`: it supports neither."""
         cards = find_cards(hardware, self.vendors)
         first = cards[0] if cards else None
@@ -361,7 +361,7 @@ class Engine:
             )
         return ComputeTarget(device="cpu", count=1) if self.cpu else None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         """The weight formats in which it can load the model on this target, the most faithful first.
 
         Files that are already quantized are loaded as they are.
@@ -372,7 +372,7 @@ class Engine:
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         """The largest settings for this workload on this machine, whether or not they fit."""
-        target = self.target(hardware)
+        target = self.find_target(hardware)
         asked = workload.compute_in_flight()
         stated = workload.concurrency is not None or workload.users > 1
         slots = asked if stated else max(asked, self.default_slots)
@@ -380,10 +380,10 @@ class Engine:
             slots=min(slots, self.max_slots) if self.max_slots else slots,
             context_tokens=min(workload.request_tokens, model.max_context or workload.request_tokens),
             device=target.device if target is not None else "cpu",
-            memory_share=self.memory_share(hardware),
+            memory_share=self.choose_memory_share(hardware),
         )
 
-    def memory_share(self, hardware: Hardware) -> float | None:
+    def choose_memory_share(self, hardware: Hardware) -> float | None:
         """The engine's option for its share of a device's memory; `None` if it has none.
 
         An option that counts from the total must leave what other processes hold: the engine refuses to start else.
@@ -399,15 +399,15 @@ class Engine:
                         share = min(share, math.floor(100 * self.uses.share * free) / 100)
         return max(share, SHARE_MARGIN)
 
-    def cache_bits(self, model: Model) -> int:
+    def get_cache_bits(self, model: Model) -> int:
         """Bits of each key and value in host memory, unless fewer are requested."""
         return 16
 
-    def overhead_bytes(self, model: Model, settings: Settings) -> float:
+    def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         """Host memory in addition to weights and KV cache."""
-        return self.uses.process_bytes + self.activation_bytes(model, settings.context_tokens)
+        return self.uses.process_bytes + self.compute_activation_bytes(model, settings.context_tokens)
 
-    def activation_bytes(self, model: Model, prompt_tokens: int) -> float:
+    def compute_activation_bytes(self, model: Model, prompt_tokens: int) -> float:
         """Memory for 16-bit activations during prefill, on a device that holds the full width."""
         tokens = min(prompt_tokens, self.uses.prefill_tokens or prompt_tokens)
         width = model.intermediate_size or 4 * (model.hidden_size or 0)
@@ -425,16 +425,16 @@ class Engine:
         """Whether this version's compile cache depends on the key that protects its port."""
         return False
 
-    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         """The recipe for this device, if packages differ by device."""
         return self.recipe
 
-    def requirements(self, settings: Settings) -> tuple[str, ...]:
+    def list_requirements(self, settings: Settings) -> tuple[str, ...]:
         """Arguments of `uv pip install` for the plan's device: its recipe's packages, unless they differ by GPU."""
-        recipe = self.recipe_for(settings.device)
+        recipe = self.find_recipe(settings.device)
         return recipe.packages if recipe is not None else ()
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
+    def list_variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
         """Configurations of `build` for this machine, the best first; empty: it cannot be built here."""
         return ()
 
@@ -442,7 +442,7 @@ class Engine:
         """The preparation steps that build the engine itself; not needed if a build exists."""
         return ()
 
-    def connections(self, settings: Settings) -> int | None:
+    def get_max_connections(self, settings: Settings) -> int | None:
         """Maximum number of concurrent connections of its HTTP server; `None`: no limit."""
         return None
 
@@ -454,7 +454,7 @@ class Engine:
         """The command on one of several nodes; `None`: it does not distribute a model over nodes."""
         return None
 
-    def advice_flags(self, device: str | None) -> AdviceFlags:
+    def get_advice_flags(self, device: str | None) -> AdviceFlags:
         """The options for this device, if their names differ by device."""
         return self.flags
 
@@ -470,50 +470,50 @@ class Engine:
         """Whether flash attention was used, by the notes of a published row."""
         return True
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         """The image that its project publishes for a device; `None`: an image is built from the recipe if possible."""
         return None
 
-    def in_container(self, launch: Launch, image: str) -> Launch:
+    def adapt_to_container(self, launch: Launch, image: str) -> Launch:
         """The launch inside the image, if program names or folders differ there."""
         return launch
 
-    def container_files(self, plan: Plan) -> dict[str, str]:
+    def list_container_files(self, plan: Plan) -> dict[str, str]:
         """Contents by name of the files that its launch refers to."""
         return {}
 
-    def stop_options(self, seconds: int) -> tuple[str, ...]:
+    def get_stop_options(self, seconds: int) -> tuple[str, ...]:
         """Options that give running requests this many seconds to finish on SIGTERM."""
         return ()
 
-    def health_command(self, url: str) -> tuple[str, ...]:
+    def get_health_command(self, url: str) -> tuple[str, ...]:
         """A command in the image that succeeds if the server responds."""
         return ("python3", "-c", f"import urllib.request as web; web.urlopen('{url}', timeout=8)")
 
-    def store_step(self, plan: Plan) -> StoreStep | None:
+    def plan_store_step(self, plan: Plan) -> StoreStep | None:
         """How the model is added to the engine's model store; `None`: it serves files directly."""
         return None
 
-    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+    def plan_container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
         """How weights are converted in a container, if the steps of the launch do not work there."""
         return None
 
-    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+    def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         """Options of a Dynamo worker for its role: worker, prefill or decode."""
         return ()
 
-    def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
+    def list_dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
         """The files of `container_files` for a Dynamo worker of this role."""
-        return self.container_files(plan)
+        return self.list_container_files(plan)
 
-    def installation(self) -> tuple[Preparation, ...]:
+    def plan_installation(self) -> tuple[Preparation, ...]:
         if self.recipe is None:
             return ()
         what, where = " ".join(self.recipe.packages), OWN_ENVIRONMENT
         download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
         return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         """Settings that `bedplate tune` may change on this machine; empty: it is not tuned."""
         return ()
 
@@ -521,7 +521,7 @@ class Engine:
         """Options for speculative decoding with a draft model of the same vocabulary; empty: not supported."""
         return ()
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         """The loaded share of the model, if this log line reports it."""
         return None
 
@@ -529,7 +529,7 @@ class Engine:
         """The known failure that this log shows."""
         return None
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         """The engine's load from its own metrics."""
         return EngineState()
 
@@ -601,7 +601,7 @@ def plan_download(plan: Plan) -> tuple[Preparation, ...]:
 
 def plan_helper_installation(helper: Engine) -> tuple[Preparation, ...]:
     """The installation of another engine, in whose environment a step of this plan runs."""
-    return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
+    return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.plan_installation())
 
 
 def _parse_version(version: str) -> tuple[int, ...]:

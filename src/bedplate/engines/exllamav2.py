@@ -148,13 +148,13 @@ class ExLlamaV2(BedplateServedEngine):
         if odd := _list_odd_widths(model):
             why = f"needs layer sizes that are multiples of {WIDTH_STEP}, and this model has {odd}"
             return self.make_refusal("impossible", why, "another model, or llama.cpp, which supports any size")
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             why = f"loads 16-bit or GPTQ weights, not {model.quantization}"
             return self.make_refusal("impossible", why, "the same model in BF16, or as EXL2")
         return None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "exl2":
             return (Weights(label=label, made="as it is", format="exl2"),)
@@ -183,12 +183,12 @@ class ExLlamaV2(BedplateServedEngine):
         if cards > 1:
             # It fills one visible card after the other.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.installation(), plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
+        steps = [*self.plan_installation(), plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*plan_download(plan), _plan_conversion(plan)]
         return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         # Without flash-attn it computes one request at a time, so there are no batching settings.
         return keep_tunable([make_cache_knob(plan, "cache.py of 0.3.2: ExLlamaV2Cache_Q8")])
 

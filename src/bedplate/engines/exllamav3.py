@@ -187,13 +187,13 @@ class ExLlamaV3(BedplateServedEngine):
             return self.make_refusal(
                 "impossible", why, "a model with such a hidden size; exllamav2 needs a multiple of 32"
             )
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             why = f"has no conversion of {model.quantization} weights that suits this workload"
             return self.make_refusal("impossible", why, "the same model in BF16, or as EXL3")
         return None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "exl3":
             return (Weights(label=label, made="as it is", format="exl3"),)
@@ -229,7 +229,7 @@ class ExLlamaV3(BedplateServedEngine):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.installation(), plan_compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
+        steps = [*self.plan_installation(), plan_compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*plan_download(plan), _plan_conversion(plan)]
         env = get_kernel_env("exllamav3")
@@ -239,7 +239,7 @@ class ExLlamaV3(BedplateServedEngine):
             env["OMP_NUM_THREADS"] = "1"
         return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         settings, asked = plan.settings, plan.workload.compute_in_flight()
         chunk = settings.batch_tokens or CHUNK
         found = make_slots_knob(plan, {1, GRAPH_BATCH_SIZE, asked, 2 * asked}, own=None, source=_GRAPHS)

@@ -312,7 +312,7 @@ class LlamaCpp(Engine):
     # Measured on a CPU: 1 to 3 s.
     container = ContainerTraits(start_s=10.0)
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or ("BF16" if model.format != "gguf" else "Q4_K_M")
         if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
             return (Weights(label=label, made="as it is", format="gguf"),)
@@ -335,7 +335,7 @@ class LlamaCpp(Engine):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         in_flight = workload.compute_in_flight()
         stated = workload.concurrency is not None or workload.users > 1
-        target = self.target(hardware)
+        target = self.find_target(hardware)
         device = target.device if target is not None else "cpu"
         slots = min(in_flight if stated else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
         return Settings(
@@ -348,7 +348,7 @@ class LlamaCpp(Engine):
             batch_tokens=_choose_batch_tokens(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
         )
 
-    def overhead_bytes(self, model: Model, settings: Settings) -> float:
+    def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
         return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0)
 
@@ -381,7 +381,7 @@ class LlamaCpp(Engine):
             argv += ["--chat-template", template]
         return apply_tuned_options(Launch(argv=tuple(argv), prepare=self._plan_steps(plan, built)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
         found = [_make_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
         found += _make_thread_knobs(hardware, plan) if on_cpu else _make_card_knobs(plan)
@@ -391,7 +391,7 @@ class LlamaCpp(Engine):
     def get_draft_options(self, model: str) -> tuple[str, ...]:
         return ("--spec-type", "draft-simple", "--spec-draft-model", model)
 
-    def variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
+    def list_variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
         options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_choose_cuda_architectures(hardware, device))
         found = [BuildVariant(options=(*options, "-DGGML_NATIVE=ON"))]
         sets = hardware.cpu.instruction_sets
@@ -409,7 +409,7 @@ class LlamaCpp(Engine):
     def _plan_steps(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
         quantized = converted and plan.weights.label in (*K_QUANTS, *SMALL_BLOCKS)
-        steps = [] if built else list(self.installation())
+        steps = [] if built else list(self.plan_installation())
         if converted and plan.model.format == "gguf":
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
             return (
@@ -429,7 +429,7 @@ class LlamaCpp(Engine):
     def _plan_build(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
         return _plan_cmake(plan.settings, [SERVER, *([QUANTIZER] if quantizes else [])]) if built else []
 
-    def connections(self, settings: Settings) -> int | None:
+    def get_max_connections(self, settings: Settings) -> int | None:
         return _count_http_threads(settings) - SPARE_HTTP_THREADS
 
     def is_current(self, version: str, backend: str) -> bool:
@@ -449,7 +449,7 @@ class LlamaCpp(Engine):
         flag = notes.get("fa", "").lower()
         return flag in ("1", "true", "on") if flag else current
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         kinds: dict[Device, str] = {"cpu": "server", "cuda": "server-cuda", "rocm": "server-rocm",
                                     "vulkan": "server-vulkan", "xpu": "server-intel"}  # fmt: skip
         if device not in kinds:
@@ -457,13 +457,13 @@ class LlamaCpp(Engine):
         note = "not every build has an image: this is the known image nearest to the plan's version"
         return ContainerImage(name=f"{IMAGES}:{kinds[device]}-{IMAGE_BUILD}", note=note)
 
-    def in_container(self, launch: Launch, image: str) -> Launch:
+    def adapt_to_container(self, launch: Launch, image: str) -> Launch:
         return replace_fields(launch, argv=(f"/app/{SERVER}", *launch.argv[1:]))
 
-    def health_command(self, url: str) -> tuple[str, ...]:
+    def get_health_command(self, url: str) -> tuple[str, ...]:
         return make_curl_command(url)
 
-    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+    def plan_container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
         label = plan.weights.label
         plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
         quantized = label not in plain and label not in ("MXFP4", "NVFP4")
@@ -474,7 +474,7 @@ class LlamaCpp(Engine):
         image = f"{IMAGES}:full-{IMAGE_BUILD}"
         return ContainerConversion(command=f"{convert}{quantize}", image=image, on_cards=False)
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         mark = "cmd_child_to_router:state:"
         if mark not in line:
             return None
@@ -490,7 +490,7 @@ class LlamaCpp(Engine):
     def explain(self, log: str) -> KnownFailure | None:
         return find_known_failure(log, _KNOWN_FAILURES)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         cached = sum_samples(metrics, "llamacpp:prompt_tokens_cached_total")
         computed = sum_samples(metrics, "llamacpp:prompt_tokens_total")
         return EngineState(

@@ -192,7 +192,7 @@ class LmDeploy(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if method != "16-bit":
             runs = _runs(model, label, method, target)
@@ -232,7 +232,7 @@ class LmDeploy(Engine):
         argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         return Launch(argv=tuple(argv), env=get_hub_variables(plan), prepare=self._prepare(plan))
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device != "cuda":
             return None
         note = "tag by the project's naming scheme; the newest checked tag is v0.16.0-cu12.8"
@@ -241,7 +241,7 @@ class LmDeploy(Engine):
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         before = sum_samples(metrics, "lmdeploy:num_api_requests_waiting")
         inside = sum_samples(metrics, "lmdeploy:num_requests_waiting")
         waiting = [count for count in (before, inside) if count is not None]

@@ -139,15 +139,15 @@ class MistralRs(BedplateServedEngine):
             return self.make_refusal(
                 "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
             )
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             stored = model.quantization or "these"
             return self.make_refusal(
                 "impossible", f"does not load {stored} weights on this device", "the same model in BF16, or as GGUF"
             )
         return None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "gguf":
             # It has kernels for the plain and the K types, not for the I types.
@@ -164,7 +164,7 @@ class MistralRs(BedplateServedEngine):
         chosen = super().settle(hardware, model, workload)
         if chosen.device == "cpu":
             return replace_fields(chosen, threads=hardware.cpu.allowed_physical_cores)
-        target = self.target(hardware)
+        target = self.find_target(hardware)
         if chosen.device != "cuda" or target is None or target.capability is None:
             return chosen
         return replace_fields(chosen, compute_capability=".".join(map(str, target.capability)))
@@ -180,8 +180,8 @@ class MistralRs(BedplateServedEngine):
             Launch(argv=tuple(argv), env=env, prepare=self._plan_installation(plan.settings)), plan.settings
         )
 
-    def requirements(self, settings: Settings) -> tuple[str, ...]:
-        usual = super().requirements(settings)
+    def list_requirements(self, settings: Settings) -> tuple[str, ...]:
+        usual = super().list_requirements(settings)
         if settings.device != "cuda":
             return usual
         _, *rest = usual
@@ -190,13 +190,13 @@ class MistralRs(BedplateServedEngine):
 
     def _plan_installation(self, settings: Settings) -> tuple[Preparation, ...]:
         if settings.device != "cuda":
-            return self.installation()
-        words = self.requirements(settings)
+            return self.plan_installation()
+        words = self.list_requirements(settings)
         what = f"{' '.join(words[2:])}, from its release for CUDA"
         argv = ("uv", "pip", "install", *words)
         return (Preparation(kind="install", what=what, where=OWN_ENVIRONMENT, argv=argv),)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         found = [_make_weights_knob(plan)]
         if plan.settings.device == "cpu":
             cores, source = hardware.cpu.allowed_physical_cores, "rayon and candle, which it uses"

@@ -174,15 +174,15 @@ class Mlx(Engine):
             return self.make_refusal(
                 "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
             )
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             stored = model.quantization or "these"
             return self.make_refusal(
                 "impossible", f"does not load {stored} weights", "the same model in BF16, or in MLX format"
             )
         return None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "mlx":
             return (Weights(label=label, made="as it is", format="mlx"),)
@@ -206,7 +206,7 @@ class Mlx(Engine):
         argv = ["mlx-server", "--model", get_converted_path(plan) if converted else plan.model_path]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
-        steps = (*self.installation(), *([_plan_conversion(plan)] if converted else []))
+        steps = (*self.plan_installation(), *([_plan_conversion(plan)] if converted else []))
         if uses_engine_defaults(settings):
             return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
@@ -223,7 +223,7 @@ class Mlx(Engine):
             argv += ["--kv-bits", "8"]
         return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=steps), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         settings, asked = plan.settings, plan.workload.compute_in_flight()
         step = settings.batch_tokens or ENGINE_DEFAULT_STEP
         readers = min(settings.slots, PROMPT_CONCURRENCY)

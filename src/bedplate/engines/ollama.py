@@ -143,16 +143,16 @@ class Ollama(Engine):
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
             return refused
-        target = self.target(hardware)
-        if target is None or self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is None or self.list_weights(target, model, workload):
             return None
         what = f"{model.quantization or 'BF16'} weights of the architecture {model.architecture}"
         return self.make_refusal("impossible", f"cannot import {what}", "a GGUF file of the same model")
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
-            return LLAMA_CPP.weights(target, model, workload)
+            return LLAMA_CPP.list_weights(target, model, workload)
         if model.format != "facts" and model.architecture not in IMPORTS:
             return ()
         if label == "MXFP4" and model.architecture == "gpt_oss":
@@ -168,8 +168,8 @@ class Ollama(Engine):
         alone = "embed" in (model.task, workload.task) or model.architecture.replace("_", "") in ONE_AT_A_TIME
         return replace_fields(settings, slots=1) if alone else settings
 
-    def overhead_bytes(self, model: Model, settings: Settings) -> float:
-        return LLAMA_CPP.overhead_bytes(model, settings) + SERVER_BYTES
+    def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
+        return LLAMA_CPP.compute_overhead_bytes(model, settings) + SERVER_BYTES
 
     def launch(self, plan: Plan, port: int) -> Launch:
         # It is ready before the model is loaded: the first request loads it, and it stays loaded.
@@ -185,19 +185,19 @@ class Ollama(Engine):
             health_path="/api/version",
         )
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device not in ("cpu", "cuda", "rocm"):
             return None
         return ContainerImage(name=f"ollama/ollama:{self.version}{'-rocm' if device == 'rocm' else ''}")
 
-    def in_container(self, launch: Launch, image: str) -> Launch:
+    def adapt_to_container(self, launch: Launch, image: str) -> Launch:
         # At start-up it deletes files without a manifest, and the volume is read-only.
         return replace_fields(launch, env={**launch.env, "OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"})
 
-    def health_command(self, url: str) -> tuple[str, ...]:
+    def get_health_command(self, url: str) -> tuple[str, ...]:
         return ("ollama", "list")
 
-    def store_step(self, plan: Plan) -> StoreStep | None:
+    def plan_store_step(self, plan: Plan) -> StoreStep | None:
         """Only a running server can add a model to the store: the step runs one until it is done."""
         name, quantize = make_create_command(plan)[2], make_create_command(plan)[5:]
         command = (

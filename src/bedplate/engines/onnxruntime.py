@@ -177,14 +177,14 @@ class OnnxRuntime(BedplateServedEngine):
         if model.format == "safetensors" and model.architecture not in (*known, "unknown"):
             why = f"its {'exporter' if reads else 'builder'} does not support the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "the same model as ONNX")
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             return self.make_refusal(
                 "impossible", f"cannot convert {model.quantization} weights", "the same model in BF16, or as ONNX"
             )
         return None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "F32"
         if model.format == "onnx":
             return (Weights(label=label, made="as it is", format="onnx"),)
@@ -219,7 +219,7 @@ class OnnxRuntime(BedplateServedEngine):
             steps += [*plan_download(plan), _plan_export(plan)] if reads else [_plan_build(plan)]
         return apply_tuned_options(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         settings, asked = plan.settings, plan.workload.compute_in_flight()
         found = [_make_weights_knob(plan)]
         if not _is_encoder(plan.model, plan.workload):
@@ -238,12 +238,12 @@ class OnnxRuntime(BedplateServedEngine):
             )  # fmt: skip
         return keep_tunable(found)
 
-    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return CUDA_RECIPE if device == "cuda" else self.recipe
 
     def _plan_installation(self, plan: Plan) -> Preparation:
-        (step,) = self.installation()
-        recipe = self.recipe_for(plan.settings.device) or RECIPE
+        (step,) = self.plan_installation()
+        recipe = self.find_recipe(plan.settings.device) or RECIPE
         return replace_fields(
             step, what=" ".join(recipe.packages), download_bytes=recipe.download_bytes, disk_bytes=recipe.disk_bytes
         )

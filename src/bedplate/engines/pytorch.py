@@ -137,17 +137,17 @@ class PyTorch(Engine):
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
             return refused
-        target = self.target(hardware)
-        if target is not None and not self.weights(target, model, workload):
+        target = self.find_target(hardware)
+        if target is not None and not self.list_weights(target, model, workload):
             why = f"does not load {model.quantization} weights on this device"
             return self.make_refusal("impossible", why, "the same model in BF16")
         return None
 
-    def target(self, hardware: Hardware) -> ComputeTarget | None:
+    def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 four requests of 512 + 128 tokens took 44 s in 32 bits, and more than five minutes in BF16.
-        return widen_on_older_arm(super().target(hardware), hardware)
+        return widen_on_older_arm(super().find_target(hardware), hardware)
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if label in SIXTEEN_BIT:
             if target.features == FLOAT32_ONLY and label != "F32":
@@ -174,7 +174,7 @@ class PyTorch(Engine):
         )
         return replace_fields(settled, threads=threads) if settled.device == "cpu" else settled
 
-    def cache_bits(self, model: Model) -> int:
+    def get_cache_bits(self, model: Model) -> int:
         return get_compute_bits(model)
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -182,7 +182,7 @@ class PyTorch(Engine):
         argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
         if uses_engine_defaults(settings):
             env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-            return Launch(argv=tuple(argv), env=env, prepare=self.installation())
+            return Launch(argv=tuple(argv), env=env, prepare=self.plan_installation())
         argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto")]
         argv += ["--dtype", _choose_dtype(plan)]
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
@@ -194,16 +194,16 @@ class PyTorch(Engine):
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
         return apply_tuned_options(
-            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.installation()), settings
+            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.plan_installation()), settings
         )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         device = plan.settings.device
         found = [*_make_batching_knobs(plan), *(_make_cpu_knobs(hardware, plan) if device == "cpu" else [])]
         found += _make_card_knobs(plan) if device == "cuda" else []
         return keep_tunable(found)
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         # The progress bar is one growing line: the last number is the newest.
         found = re.findall(r"Loading weights: +(\d{1,3})%", line)
         return int(found[-1]) / 100 if found else None

@@ -270,14 +270,14 @@ class Sglang(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def target(self, hardware: Hardware) -> ComputeTarget | None:
+    def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The CPU only if it is x86 and there is no GPU of a supported vendor."""
-        found = super().target(hardware)
+        found = super().find_target(hardware)
         if found is None or found.device != "cpu":
             return found
         return found if not find_cards(hardware, self.vendors) and hardware.cpu.arch in X86 else None
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if target.device == "cpu":
             return (choose_plain_weights(label, target),) if method == "16-bit" else ()
@@ -317,10 +317,10 @@ class Sglang(Engine):
         if smallest is None or (smallest.free_bytes or 0) >= ALONE_SHARE * (smallest.memory_bytes or 0):
             return None
         free = smallest.free_bytes or 0
-        rest = (self.uses.device_bytes + self.activation_bytes(model, prompt_tokens)) * (1 + self.uses.spread)
+        rest = (self.uses.device_bytes + self.compute_activation_bytes(model, prompt_tokens)) * (1 + self.uses.spread)
         return min(self.uses.share, max(0.1, math.floor(100 * (free - rest) / free) / 100))
 
-    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return self.recipe if device == "cpu" else None
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -343,11 +343,11 @@ class Sglang(Engine):
         argv += _get_loading_options(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
-        argv += _get_layout_options(layout, self.options_version(plan.engine_version))
+        argv += _get_layout_options(layout, self.find_options_version(plan.engine_version))
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
-            known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+            known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
             parsers = find_parsers(plan.model, known)
             argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         argv += ["--enable-metrics", *(_get_cpu_options(plan) if on_cpu else [])]
@@ -355,7 +355,7 @@ class Sglang(Engine):
             Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan)), settings
         )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
         return keep_tunable(
             [*_make_scheduler_knobs(plan), *(_make_cpu_knobs(hardware, plan) if on_cpu else _make_card_knobs(plan))]
@@ -367,7 +367,7 @@ class Sglang(Engine):
         argv = (*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank))
         return replace_fields(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device == "rocm":
             newer = gfx in ("gfx950", "gfx1250")
             build = "v0.5.21-rocm720-mi35x-20261006" if newer else "v0.5.20-rocm10-mi30x-20260920"
@@ -378,12 +378,12 @@ class Sglang(Engine):
         tag = f"lmsysorg/sglang:v{self.version}{'-xeon' if device == 'cpu' else ''}"
         return ContainerImage(name=tag, note="tag by the project's naming scheme, not checked", python=True)
 
-    def in_container(self, launch: Launch, image: str) -> Launch:
+    def adapt_to_container(self, launch: Launch, image: str) -> Launch:
         # The image contains the project's program, not bedplate's wrapper.
         own = launch.argv[0] == "sglang-server"
         return replace_fields(launch, argv=("sglang", *launch.argv[1:])) if own else launch
 
-    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+    def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
             return get_dynamo_pooling_options(task)
         disaggregation = (
@@ -393,13 +393,13 @@ class Sglang(Engine):
         # The router counts in blocks of 16 tokens, which is vLLM's default.
         return (*get_dynamo_event_options(role), "--page-size", "16", *disaggregation)
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         return parse_shard_progress(line)
 
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         return EngineState(
             running=sum_samples(metrics, "sglang:num_running_reqs"),
             waiting=sum_samples(metrics, "sglang:num_queue_reqs"),
@@ -410,7 +410,7 @@ class Sglang(Engine):
         )
 
     def _refuse_on_cpu(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        target = self.target(hardware)
+        target = self.find_target(hardware)
         if target is None or target.device != "cpu":
             return None
         if workload.task != "generate":
@@ -427,7 +427,7 @@ class Sglang(Engine):
         return self.make_refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 CPU")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        package, where = f"sglang=={self.version_of(plan)}", OWN_ENVIRONMENT
+        package, where = f"sglang=={self.get_version(plan)}", OWN_ENVIRONMENT
         if plan.settings.device == "cpu":
             return _plan_cpu_installation(where)
         if plan.settings.device == "rocm":

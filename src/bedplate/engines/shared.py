@@ -224,8 +224,8 @@ def set_default_context(settings: Settings, model: Model, workload: Workload) ->
 
 def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
     """Why it cannot run weights of this quantization here, although it supports their format."""
-    target = engine.target(hardware)
-    if target is None or engine.weights(target, model, workload):
+    target = engine.find_target(hardware)
+    if target is None or engine.list_weights(target, model, workload):
         return None
     where = target.chip.name if target.chip is not None else {"cpu": "a CPU"}.get(target.device, target.device.upper())
     return engine.make_refusal(
@@ -244,7 +244,7 @@ def refuse_architecture(engine: Engine, model: Model, known: frozenset[str]) -> 
 
 def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Refusal | None:
     """Why it does not support this AMD GPU."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None or target.device != "rocm":
         return None
     card = next(card for card in hardware.accelerators if card.vendor == "amd")

@@ -212,7 +212,7 @@ class TensorRtLlm(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         capability = target.capability or _HOPPER
         if method != "16-bit":
@@ -251,38 +251,38 @@ class TensorRtLlm(Engine):
         srun = ["srun", "--nodes", str(nodes), "--ntasks", str(ranks), "--ntasks-per-node", str(-(-ranks // nodes))]
         return replace_fields(launch, argv=(*srun, "--mpi=pmix", "trtllm-llmapi-launch", *launch.argv))
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         return ContainerImage(name=IMAGE, python=True) if device == "cuda" else None
 
-    def container_files(self, plan: Plan) -> dict[str, str]:
+    def list_container_files(self, plan: Plan) -> dict[str, str]:
         # Without it there are no Prometheus metrics.
         return {OPTIONS_FILE: f"{write_options(plan)}return_perf_metrics: true\n"}
 
-    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+    def plan_container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
         words = [f"{made}.part" if word == get_converted_path(plan) else word for word in _plan_conversion(plan).argv]
         cloned = f"git clone --depth 1 --branch {OPTIMIZER.tag} {OPTIMIZER.repository} /cache/modelopt"
         begin = f"rm -rf /cache/modelopt && {cloned} && cd /cache/modelopt/{OPTIMIZER.path}"
         return ContainerConversion(command=f"{begin} && {shlex.join(['python3', *words[1:]])}")
 
-    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+    def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         disaggregation = ("--disaggregation-mode", role) if role != "worker" else ()
         return (*disaggregation, *(("--publish-kv-events",) if role != "decode" else ()))
 
-    def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
+    def list_dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
         """Options by role: a prefill worker cannot overlap steps, and prefill and decode workers transfer KV cache."""
-        lines = [self.container_files(plan)[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
+        lines = [self.list_container_files(plan)[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
         if role != "worker":
             lines += [f"disable_overlap_scheduler: {'true' if role == 'prefill' else 'false'}"]
             lines += ["cache_transceiver_config:", "  backend: DEFAULT"]
         return {OPTIONS_FILE: "\n".join(lines) + "\n"}
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         return parse_shard_progress(line)
 
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         """From its `/metrics`, a JSON list of the iterations since the previous request."""
         try:
             newest = json.loads(metrics)[-1]

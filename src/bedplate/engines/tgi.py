@@ -149,7 +149,7 @@ class Tgi(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         old = target.capability is not None and target.capability < (8, 0)
         if method != "16-bit":
@@ -210,21 +210,21 @@ class Tgi(Engine):
         pull = Preparation(kind="download", what=image, where="the container store", argv=("docker", "pull", image))
         return Launch(argv=tuple(argv), prepare=(pull,))
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device not in ("cuda", "rocm"):
             return None
         return ContainerImage(name=IMAGE if device == "cuda" else f"{IMAGE}-rocm")
 
-    def in_container(self, launch: Launch, image: str) -> Launch:
+    def adapt_to_container(self, launch: Launch, image: str) -> Launch:
         return replace_fields(launch, argv=("text-generation-launcher", *launch.argv[launch.argv.index(image) + 1 :]))
 
-    def health_command(self, url: str) -> tuple[str, ...]:
+    def get_health_command(self, url: str) -> tuple[str, ...]:
         return make_curl_command(url)
 
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         return EngineState(
             running=sum_samples(metrics, "tgi_batch_current_size"), waiting=sum_samples(metrics, "tgi_queue_size")
         )

@@ -344,11 +344,11 @@ class Vllm(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
-    def target(self, hardware: Hardware) -> ComputeTarget | None:
+    def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.
-        return widen_on_older_arm(super().target(hardware), hardware)
+        return widen_on_older_arm(super().find_target(hardware), hardware)
 
-    def weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
+    def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if method == "16-bit":
             return self._list_plain_weights(target, model, workload, label)
@@ -383,7 +383,7 @@ class Vllm(Engine):
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
         return replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
 
-    def cache_bits(self, model: Model) -> int:
+    def get_cache_bits(self, model: Model) -> int:
         return get_compute_bits(model)
 
     def needs_stable_key(self, version: str) -> bool:
@@ -391,7 +391,7 @@ class Vllm(Engine):
         numbers = re.match(r"(\d+)\.(\d+)", version)
         return numbers is not None and tuple(map(int, numbers.groups())) < (0, 32)
 
-    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -426,7 +426,7 @@ class Vllm(Engine):
             Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan)), settings
         )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
         found = [*_make_scheduler_knobs(plan), *(_make_cpu_knobs(hardware) if on_cpu else _make_card_knobs(plan))]
         return keep_tunable(found)
@@ -449,7 +449,7 @@ class Vllm(Engine):
             return {}
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
 
-    def advice_flags(self, device: str | None) -> AdviceFlags:
+    def get_advice_flags(self, device: str | None) -> AdviceFlags:
         if device != "cpu":
             return self.flags
         named = {"cache_memory": "--kv-cache-memory-bytes", "threads": "VLLM_CPU_OMP_THREADS_BIND"}
@@ -460,7 +460,7 @@ class Vllm(Engine):
         found = re.match(r"v?0\.(\d+)", version)
         return found is None or int(found[1]) >= 8
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         names: dict[Device, str] = {
             "cuda": f"vllm/vllm-openai:v{self.version}",
             "rocm": f"vllm/vllm-openai-rocm:v{self.version}",
@@ -473,23 +473,23 @@ class Vllm(Engine):
         # The image supports this user in addition to root (docker/Dockerfile of August 2026).
         return ContainerImage(name=names[device], note=note, user=2000, group=0, python=True)
 
-    def stop_options(self, seconds: int) -> tuple[str, ...]:
+    def get_stop_options(self, seconds: int) -> tuple[str, ...]:
         # Without it, running requests are aborted on SIGTERM.
         return ("--shutdown-timeout", str(seconds))
 
-    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+    def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
             return get_dynamo_pooling_options(task)
         disaggregation = ("--disaggregation-mode", role, "--kv-transfer-config", _TRANSFER) if role != "worker" else ()
         return (*get_dynamo_event_options(role), *disaggregation)
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         return parse_shard_progress(line)
 
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _CORE_DIED)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         return EngineState(
             running=sum_samples(metrics, "vllm:num_requests_running"),
             waiting=sum_samples(metrics, "vllm:num_requests_waiting"),
@@ -504,13 +504,13 @@ class Vllm(Engine):
     def _get_parser_options(self, plan: Plan) -> list[str]:
         if plan.workload.task != "generate":
             return []
-        known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+        known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
         parsers = find_parsers(plan.model, known)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
         return [*tools, *join_options([("--reasoning-parser", parsers.reasoning)])]
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = list(_plan_installation(plan.settings.device, self.version_of(plan)))
+        steps = list(_plan_installation(plan.settings.device, self.get_version(plan)))
         if plan.weights.made == "converted":
             steps += plan_download(plan)
             steps += plan_compression(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")

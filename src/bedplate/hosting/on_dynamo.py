@@ -107,7 +107,7 @@ class DynamoPackages(Engine):
     def __init__(self, *, real: bool) -> None:
         self.real = real
 
-    def recipe_for(self, device: Device) -> EnvironmentRecipe | None:
+    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         if not self.real:
             return ALONE
         return {"cpu": WITH_VLLM_CPU, "cuda": WITH_VLLM_CUDA}.get(device)
@@ -242,8 +242,8 @@ class VllmWorker(DynamoWorkerProcess):
             argv += ["--block-size", str(BLOCK_TOKENS)]
         return Launch(argv=tuple(argv), env={**launch.env, **self._make_variables(port)})
 
-    def progress(self, line: str) -> float | None:
-        return VLLM.progress(line)
+    def read_progress(self, line: str) -> float | None:
+        return VLLM.read_progress(line)
 
     def explain(self, log: str) -> KnownFailure | None:
         return VLLM.explain(log)

@@ -176,7 +176,7 @@ def replace_port(engine: Engine, plan: Plan) -> Launch:
 
 def compute_max_ongoing(plan: Plan) -> int:
     """Concurrent requests of a replica: as many as it computes, and the same number again in its engine's queue."""
-    most = engine_by_id(plan.engine).connections(plan.settings)
+    most = engine_by_id(plan.engine).get_max_connections(plan.settings)
     return 2 * plan.settings.slots if most is None else max(1, min(2 * plan.settings.slots, most))
 
 

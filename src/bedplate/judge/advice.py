@@ -54,7 +54,7 @@ class DiagnosedCell(NamedTuple):
 
     def find_flag(self, setting: Setting, value: object = None) -> str | None:
         engine = load_engines().get(self.engine)
-        name = getattr(engine.advice_flags(self.roofline.device), setting) if engine is not None else None
+        name = getattr(engine.get_advice_flags(self.roofline.device), setting) if engine is not None else None
         if name is None or value is None:
             return name
         return f"{name}={value}" if name.isupper() else f"{name} {value}"

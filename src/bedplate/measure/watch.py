@@ -449,7 +449,7 @@ def make_meters(started: RunningEngine) -> EngineMeters:
     meters = EngineMeters()
     meters.pid = started.pid
     meters.on_card = started.start.plan.settings.device not in ("cpu", "metal")
-    meters.metrics = EngineMetrics(started.own_url, started.backend.engine_key, started.start.engine.read)
+    meters.metrics = EngineMetrics(started.own_url, started.backend.engine_key, started.start.engine.read_metrics)
     return meters
 
 

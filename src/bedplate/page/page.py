@@ -285,7 +285,9 @@ class LiveFigures:
         if with_metrics and url is not None and engine.state == "ready":
             metrics = self._metrics.get((url, key))
             if metrics is None:
-                metrics = self._metrics[url, key] = EngineMetrics(url, key, engine_by_id(engine.plan.engine).read)
+                metrics = self._metrics[url, key] = EngineMetrics(
+                    url, key, engine_by_id(engine.plan.engine).read_metrics
+                )
         return EngineProbe(engine.id, engine.pid, metrics, engine.plan.settings.device != "cpu")
 
     def _keep_states(self) -> None:

@@ -109,7 +109,7 @@ def find_environment(engine: Engine, device: Device = "cpu") -> EngineEnvironmen
     """The engine's environment for a device; an adopted one takes precedence."""
     if adopted := find_adopted(engine):
         return adopted
-    recipe = engine.recipe_for(device)
+    recipe = engine.find_recipe(device)
     return read_environment(get_environment_path(engine, recipe, device)) if recipe is not None else None
 
 
@@ -324,7 +324,7 @@ def add_library_path(environment: Path, given: Mapping[str, str]) -> dict[str, s
 
 
 def _get_recipe(engine: Engine, device: Device) -> EnvironmentRecipe:
-    recipe = engine.recipe_for(device)
+    recipe = engine.find_recipe(device)
     if recipe is None:
         raise ExternalFailure(
             f"this version of bedplate cannot install {engine.name}",

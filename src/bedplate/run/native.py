@@ -147,7 +147,7 @@ def find_usable_build(engine: Engine, hardware: Hardware, device: Device) -> Eng
 def _list_build_paths(
     engine: Engine, build: SourceBuild, hardware: Hardware, device: Device
 ) -> tuple[Toolchain, list[tuple[BuildVariant, Path]]]:
-    variants = engine.variants(hardware, device)
+    variants = engine.list_variants(hardware, device)
     if not variants:
         raise UsageError(f"{engine.name} cannot be built for {device}", hint="omit --build native")
     tools = find_toolchain(engine.name, device, os.environ)

@@ -275,14 +275,14 @@ def _choose_build_engine(engine: str | None, hardware: Hardware) -> Engine:
         hint = f"--engine {' or '.join(one.id for one in buildable_engines)}"
         raise UsageError("--build native needs the name of an engine", hint=hint)
     get_source_build(chosen)
-    if (target := chosen.target(hardware)) is not None:
+    if (target := chosen.find_target(hardware)) is not None:
         find_toolchain(chosen.name, target.device, os.environ)
     return chosen
 
 
 def _describe_idle_accelerators(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
     """A note that the packaged engine does not use this machine's accelerators, if a native build would."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None or target.device == chosen.settings.device or engine.build is None:
         return None
     cards = " and ".join(dict.fromkeys(card.name for card in find_cards(hardware, engine.vendors)))
@@ -348,7 +348,7 @@ def _choose_environment(
 
 def is_installed(engine: Engine, hardware: Hardware) -> bool:
     """Whether it can be started without an installation; native builds do not count, since they need --build native."""
-    target = engine.target(hardware)
+    target = engine.find_target(hardware)
     if target is None:
         return False
     if find_adopted(engine) is not None:

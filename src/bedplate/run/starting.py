@@ -49,7 +49,7 @@ class PlanBackend(GatewayBackend):
         super().__init__(model, plan.engine, plan.engine_version, aliases, share=share)
         self.slots = plan.settings.slots
         self.context_tokens = plan.settings.context_tokens
-        self.max_connections = engine_by_id(plan.engine).connections(plan.settings)
+        self.max_connections = engine_by_id(plan.engine).get_max_connections(plan.settings)
 
 
 def create_supervisor(

@@ -469,7 +469,7 @@ class Supervisor:
 
     def _read_line(self, line: str) -> None:
         try:
-            done = self.engine.progress(line)
+            done = self.engine.read_progress(line)
         except Exception as error:  # a bug in an engine's file must not stop the reading of its output
             self.log.write(f"# bedplate could not parse the previous line: {error!r}")
             return

@@ -153,7 +153,7 @@ def choose_plan(
 
 def list_settings(chosen: ModelDecision) -> tuple[TunableSetting, ...]:
     """List the tunable settings of the engine, and the choice of the native build if there is one."""
-    found = chosen.engine.knobs(chosen.hardware, chosen.plan)
+    found = chosen.engine.list_settings(chosen.hardware, chosen.plan)
     if not found or chosen.build == "native" or find_adopted(chosen.engine) is not None:
         return found
     native = find_usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)

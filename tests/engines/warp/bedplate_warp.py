@@ -60,19 +60,19 @@ class Warp(Engine):
         argv = ["warp-serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--name", plan.model.served_name, "--lanes", str(plan.settings.slots)]
         return apply_tuned_options(
-            Launch(argv=tuple(argv), prepare=self.installation(), health_path="/health"), plan.settings
+            Launch(argv=tuple(argv), prepare=self.plan_installation(), health_path="/health"), plan.settings
         )
 
-    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
+    def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         return keep_tunable([make_slots_knob(plan, (1, 2, 4), own=2, source="warp-serve --help")])
 
-    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+    def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         return ContainerImage(name=f"registry.example/warp:{self.version}", python=True)
 
-    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+    def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         return ("--warp-role", role)
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         found = dict(re.findall(r"^warp_(\w+) (\d+)$", metrics, re.MULTILINE))
         return EngineState(running=float(found.get("running", 0)), waiting=float(found.get("waiting", 0)))
 

@@ -58,11 +58,11 @@ class BedplateServedEngine(Engine):
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         return [*argv, "--slots", str(plan.settings.slots), "--context", str(plan.settings.context_tokens)]
 
-    def progress(self, line: str) -> float | None:
+    def read_progress(self, line: str) -> float | None:
         found = re.match(r"bedplate-engine: loading ([01](?:\.\d+)?)$", line.strip())
         return float(found[1]) if found else None
 
-    def read(self, metrics: str) -> EngineState:
+    def read_metrics(self, metrics: str) -> EngineState:
         figures = dict(re.findall(r"^bedplate_engine_(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
         return EngineState(
             running=_parse_number(figures.get("requests_running")),
