@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -204,6 +204,15 @@ class TestTurn:
     def test_a_check_may_return_a_mark(self, turn: program.EngineRun) -> None:
         assert turn.check("agreement", lambda: Mark(state="ok", shown="3 of 3")) and turn.check("usage", lambda: "x")
         assert turn.row.marks["agreement"].shown == "3 of 3" and turn.row.marks["usage"].state == "ok"
+
+    def test_no_time_for_a_prefix_is_not_a_failure(
+        self, turn: program.EngineRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(program.checks, "choose_prefixes", lambda reference: [("a", "b")])
+        clock.now += 100 - program.LAST_RESERVE_S
+        endpoint, reference = cast(Any, None), cast(Any, None)
+        assert not turn.check("agreement", lambda: turn._agreement(endpoint, reference))
+        assert turn.row.marks["agreement"].state == "cut short" and exit_code([turn.row]) == 0
 
     def test_only_the_stop_check_runs_after_the_time_limit(self, turn: program.EngineRun, clock: Clock) -> None:
         clock.now += 101

@@ -164,6 +164,8 @@ class EngineRun:
             limit_s = ENOUGH_S if done >= LEAST_PREFIXES else MOST_S
             return time.monotonic() - began < limit_s and self.budget.left_s() > LAST_RESERVE_S
 
+        if not may_go_on(0):
+            raise OutOfTime
         found = checks.compare_next_tokens(
             at,
             self.plan,
