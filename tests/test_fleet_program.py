@@ -208,7 +208,7 @@ class TestTurn:
     def test_no_time_for_a_prefix_is_not_a_failure(
         self, turn: program.EngineRun, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(program.checks, "choose_prefixes", lambda reference: [("a", "b")])
+        monkeypatch.setattr("tests.fleet.checks.choose_prefixes", lambda reference: [("a", "b")])
         clock.now += 100 - program.LAST_RESERVE_S
         endpoint, reference = cast(Any, None), cast(Any, None)
         assert not turn.check("agreement", lambda: turn._agreement(endpoint, reference))
