@@ -23,7 +23,7 @@ from tests.hosting.stub_hosts import (
 )
 from tests.run.test_supervisor import until
 
-from bedplate.changing.migrate import MigrationRun, migrate, read_steps, replace_decision
+from bedplate.changing.migrate import MigrationRun, measure_free_memory, migrate, read_steps, replace_decision
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
 from bedplate.run.ready import PreparedModel
@@ -275,6 +275,16 @@ class TestBothOnOneGpu:
             assert planned == [None, free]
 
         with_host(then, tmp_path, hardware=hardware)
+
+
+def test_gpu_that_does_not_report_its_free_memory_counts_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its total would be taken for free otherwise."""
+    hardware = machine("H200 SXM", 1)
+    silent = replace_fields(hardware.accelerators[0], free_bytes=None)
+    monkeypatch.setattr(
+        "bedplate.changing.migrate.probe", lambda *, recall: replace_fields(hardware, accelerators=(silent,))
+    )
+    assert [card.free_bytes for card in measure_free_memory(hardware).accelerators] == [0]
 
 
 def with_slots(ready: PreparedModel, slots: int, need: dict[str, int]) -> PreparedModel:

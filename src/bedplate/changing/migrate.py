@@ -549,9 +549,11 @@ def uses_gpu(ready: PreparedModel) -> bool:
 
 
 def measure_free_memory(hardware: Hardware) -> Hardware:
-    """The same machine with the GPU memory that is free now."""
+    """The same machine with the GPU memory that is free now; a GPU that does not report it counts as full."""
     now = {(card.vendor, card.index): card.free_bytes for card in probe(recall=False).accelerators}
-    cards = tuple(replace_fields(card, free_bytes=now.get((card.vendor, card.index))) for card in hardware.accelerators)
+    cards = tuple(
+        replace_fields(card, free_bytes=now.get((card.vendor, card.index)) or 0) for card in hardware.accelerators
+    )
     return replace_fields(hardware, accelerators=cards)
 
 

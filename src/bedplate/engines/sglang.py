@@ -298,7 +298,7 @@ class Sglang(Engine):
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         if settings.device != "cpu":
             return replace_fields(
-                settings, memory_share=self._share_beside_others(hardware, model, settings.context_tokens)
+                settings, memory_share=self._choose_share_beside_others(hardware, model, settings.context_tokens)
             )
         settings = replace_fields(settings, memory_share=None)
         stated = workload.concurrency is not None or workload.users > 1
@@ -306,7 +306,7 @@ class Sglang(Engine):
         threads = hardware.cpu.allowed_physical_cores
         return replace_fields(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
 
-    def _share_beside_others(self, hardware: Hardware, model: Model, prompt_tokens: int) -> float | None:
+    def _choose_share_beside_others(self, hardware: Hardware, model: Model, prompt_tokens: int) -> float | None:
         """`--mem-fraction-static` where other processes hold much of a GPU's memory; `None` leaves it to SGLang.
 
         SGLang derives what it leaves to activations and CUDA graphs from the GPU's total memory, but counts the share
