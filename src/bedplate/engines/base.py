@@ -380,7 +380,7 @@ class Engine:
             slots=min(slots, self.max_slots) if self.max_slots else slots,
             context_tokens=min(workload.request_tokens, model.max_context or workload.request_tokens),
             device=target.device if target is not None else "cpu",
-            memory_share=self.choose_memory_share(hardware),
+            memory_share=None if target is not None and target.device == "cpu" else self.choose_memory_share(hardware),
         )
 
     def choose_memory_share(self, hardware: Hardware) -> float | None:

@@ -300,7 +300,6 @@ class Sglang(Engine):
             return replace_fields(
                 settings, memory_share=self._choose_share_beside_others(hardware, model, settings.context_tokens)
             )
-        settings = replace_fields(settings, memory_share=None)
         stated = workload.concurrency is not None or workload.users > 1
         slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
         threads = hardware.cpu.allowed_physical_cores

@@ -375,10 +375,8 @@ class Vllm(Engine):
         if settings.device == "cpu":
             stated = workload.concurrency is not None or workload.users > 1
             slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
-            return replace_fields(
-                settings, slots=slots, threads=hardware.cpu.allowed_physical_cores, batch_tokens=BATCH_TOKENS,
-                memory_share=None,
-            )  # fmt: skip
+            threads = hardware.cpu.allowed_physical_cores
+            return replace_fields(settings, slots=slots, threads=threads, batch_tokens=BATCH_TOKENS)
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
         return replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
