@@ -355,7 +355,9 @@ def bench_shape(name: str, shape: str) -> Callable[[Taking], None]:
     return take
 
 
-def side_by_side(shape: str, sides: Sequence[str], loads: str, rounds: int) -> Callable[[Taking], None]:
+def side_by_side(
+    shape: str, sides: Sequence[str], loads: str, rounds: int, first_loads: str = ""
+) -> Callable[[Taking], None]:
     def take(step: Taking) -> None:
         named = []
         for side in sides:
@@ -364,6 +366,8 @@ def side_by_side(shape: str, sides: Sequence[str], loads: str, rounds: int) -> C
         began = time.time()
         short = ["--loads", "1:32/8,2:48/8/32", "--rounds", "3", "--seconds", "1"]
         words = short if step.tiny else ["--loads", loads, "--rounds", str(rounds), "--seconds", "4"]
+        if first_loads:
+            words = [*words, "--first-loads", "2:64/2,2:64/2/56" if step.tiny else first_loads]
         try:
             step.command(
                 [sys.executable, str(HERE / "side_by_side.py"), step.model(shape), "--sides", ",".join(named), *words,
@@ -380,6 +384,27 @@ def take_compare(step: Taking) -> None:
     side_by_side("8b", ("vllm", "sglang"), "64,64:2048/128/1792", 4)(step)
     a, b = (step.folder / f"{step.engine(name)}.json" for name in ("vllm", "sglang"))
     step.bedplate("compare", str(a), str(b), "--allow", "quantization", to="compare.txt", needed=False)
+
+
+BOTTLENECKS = {
+    "few sequences": "vllm:slots=8",
+    "small KV cache": "vllm:--num-gpu-blocks-override=640",
+    "no CUDA graphs": "vllm:--enforce-eager",
+}
+
+
+def take_bottlenecks(step: Taking) -> None:
+    """Bottlenecks made on purpose beside the plan without them: what `diagnose` says of each, and what is gained."""
+    sides = ["vllm", "vllm:slots=1"] if step.tiny else ["vllm", *BOTTLENECKS.values()]
+    try:
+        # The fourth bottleneck, a long prefill, is a workload: without a shared prefix and with one.
+        side_by_side("8b", sides, "1,64", 3, "16:4096/16,16:4096/16/4080")(step)
+    finally:
+        for run in sorted(step.folder.glob("*.json")):
+            if run.stem != "verdicts" and not run.stem.startswith("diagnosis"):
+                step.bedplate("diagnose", str(run), to=f"diagnosis-{run.stem}.txt", needed=False, limit_s=60)
+                words = ["diagnose", str(run), "--json"]
+                step.bedplate(*words, to=f"diagnosis-{run.stem}.json", needed=False, limit_s=60)
 
 
 def take_migrate(step: Taking) -> None:
@@ -543,6 +568,7 @@ STEPS = (
         side_by_side("8b", ("vllm", "vllm:defaults"), "1,64", 5),
         VLLM,
     ),
+    Step("bottlenecks", "vLLM: four bottlenecks made on purpose, and diagnose", 470, take_bottlenecks, VLLM),
     Step("moe-vllm", "vLLM: mixture of experts at 1, 16, 64, 256", 190, bench_shape("vllm", "moe"), VLLM),
     Step("sglang-serve", "SGLang: built-in model, cold and warm start, start-up check", 240, serve_twice("sglang"),
          (*SGLANG, "pytorch")),

@@ -3,10 +3,16 @@
     python benchmarks/card/side_by_side.py MODEL --sides vllm,vllm:defaults --loads 1,64 --out DIR
     python benchmarks/card/side_by_side.py MODEL --sides vllm,sglang --loads 64,64:2048/128/1792 --out DIR
 
-A side is an engine with the plan's settings, or `ENGINE:defaults`: the same weights, and of the settings only what the
-engine cannot do without. All sides stay loaded, each with the same part of the GPU's memory (`--share`), so that drift
-affects all of them equally: in each round every side answers the same prompts, in alternating order.
-A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]].
+A side is one of these:
+
+    ENGINE                      with the plan's settings
+    ENGINE:defaults             the same weights, and of the settings only what the engine cannot do without
+    ENGINE:CHANGE[+CHANGE]      the plan with other settings: slots=N, or an option of the engine
+                                (--enforce-eager, --num-gpu-blocks-override=640)
+
+All sides stay loaded, each with the same part of the GPU's memory (`--share`), so that drift affects all of them
+equally: in each round every side answers the same prompts, in alternating order.
+A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]]; those of `--first-loads` are measured on the first side alone.
 
 Writes one run file for each side after every round (SIDE.json) and what `compare` says of each pair (verdicts.json).
 """
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +46,7 @@ from bedplate.run.prepare import hash_model_content
 from bedplate.run.ready import fetch_facts, plan_engine, prepare_model
 from bedplate.run.starting import RunningEngine, run_engine
 from bedplate.values import Hardware, Launch, Model, Plan, Workload, replace_fields, to_json
+from bedplate.values.decision import TunedSettings
 from bedplate.values.run import Cell, Load, Quality, Repeat, Run, RunEnvironment, Subject
 from bedplate.values.service import ModelOrder
 
@@ -106,12 +114,29 @@ def work_of(loads: Sequence[Load], facts: Model) -> Workload:
     )
 
 
+def with_changes(plan: Plan, changes: Sequence[str]) -> Plan:
+    fields: dict[str, Any] = {}
+    options: list[str] = []
+    for change in changes:
+        setting, equals, value = change.partition("=")
+        if setting.startswith("-"):
+            options += [setting, *([value] if equals else [])]
+        elif setting == "slots":
+            fields[setting] = int(value)
+        else:
+            raise SystemExit(f"{change}: a change is slots=N or an option of the engine")
+    turned = replace_fields(plan.settings.turned or TunedSettings(), options=tuple(options))
+    return replace_fields(plan, settings=replace_fields(plan.settings, **fields, turned=turned))
+
+
 def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: float | None, stack: ExitStack) -> Side:
     engine_id, _, how = name.partition(":")
     wanted = ModelOrder(model=facts.name, workload=work, engine=engine_id, untuned=True)
     chosen = plan_engine(wanted, facts, hardware, Progress())
     if how == DEFAULTS:
         chosen = replace(chosen, plan=with_engine_defaults(chosen.plan))
+    elif how:
+        chosen = replace(chosen, plan=with_changes(chosen.plan, how.split("+")))
     ready = prepare_model(chosen, Progress(), to_measure=True)
     say(f"starting {name}")
     started = stack.enter_context(
@@ -165,10 +190,14 @@ def words(load: Load) -> str:
     return f"{load.concurrency}:{load.prompt_tokens}/{load.output_tokens}{shared}"
 
 
+def file_name(side: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", side.lower())
+
+
 def cells_of(side: Side, run: str, machine: str) -> tuple[Cell, ...]:
     return tuple(
         Cell(
-            id=f"{run}-{side.name.replace(':', '-')}-{words(load).replace(':', '-').replace('/', '-')}",
+            id=f"{run}-{file_name(side.name)}-{words(load).replace(':', '-').replace('/', '-')}",
             run=run, at=repeats[0].at or "", machine=machine, subject=side.subject, load=load, repeats=tuple(repeats),
             exact_output=all(bool(one.exact_output) for one in repeats), quality=NOT_CHECKED,
             notes="side by side with others on one GPU", halt="most",
@@ -184,10 +213,10 @@ def write(
         cells = cells_of(side, run, environment.machine)
         told = replace_fields(facts, files=(), chat_template=None)
         one = Run(id=run, at=format_now(), environment=environment, cells=cells, finished=finished, models=(told,))
-        (out / f"{side.name.replace(':', '-')}.json").write_text(to_json(one))
+        (out / f"{file_name(side.name)}.json").write_text(to_json(one))
     verdicts: list[dict[str, Any]] = []
     for a, b in itertools.combinations(sides, 2):
-        for load in a.repeats:
+        for load in (one for one in a.repeats if one in b.repeats):
             try:
                 found = compare(
                     [one for one in cells_of(a, run, environment.machine) if one.load == load],
@@ -213,6 +242,7 @@ def main() -> None:
     parser.add_argument("model", help="a model folder; `builtin` is the built-in model")
     parser.add_argument("--sides", default="vllm,vllm:defaults")
     parser.add_argument("--loads", default="1,64")
+    parser.add_argument("--first-loads", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--share", type=float, help="of the GPU's memory, for each side (default: 0.88 / sides)")
@@ -222,7 +252,8 @@ def main() -> None:
     names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
     hardware = probe()
     facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
-    work, environment, run = work_of(loads, facts), describe_environment(hardware, sys.argv), make_run_id()
+    alone = [read_load(text) for text in given.first_loads.split(",") if text]
+    work, environment, run = work_of([*loads, *alone], facts), describe_environment(hardware, sys.argv), make_run_id()
     own: dict[int, ClientErrorFigures] = {}
     share = given.share or round(0.88 / len(names), 2)
     try:
@@ -230,8 +261,9 @@ def main() -> None:
             # One after the other: an engine counts the memory that is free when it starts.
             sides = [start(name, hardware, facts, work, share, stack) for name in names]
             for turn in range(given.rounds):
-                for place, load in enumerate(loads):
-                    for side in sides if (turn + place) % 2 == 0 else reversed(sides):
+                for place, load in enumerate([*loads, *alone]):
+                    measured = sides if place < len(loads) else sides[:1]
+                    for side in measured if (turn + place) % 2 == 0 else reversed(measured):
                         measure_once(side, load, place * 1000 + turn, given.seconds, 6 * given.seconds, own)
                 write(sides, given.out, environment, run, facts, finished=turn == given.rounds - 1)
     except BedplateError as error:

@@ -57,6 +57,15 @@ class TestLaunch:
         assert "--quantization" not in said and "--tensor-parallel-size" not in said
         assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
 
+    def test_few_sequences_do_not_leave_prompts_without_cuda_graphs(self) -> None:
+        def find_largest_graph(slots: int, gpu: str = "H100 SXM") -> object:
+            chosen = plan(VLLM, machine(gpu, 1), model(LLAMA), workload=Workload(concurrency=slots))
+            return parse_launch(VLLM.launch(chosen, 8000).argv).get("--max-cudagraph-capture-size")
+
+        assert find_largest_graph(64) == 512
+        assert find_largest_graph(256) is None, "vLLM captures graphs of up to 512 tokens by itself"
+        assert find_largest_graph(64, "AMD Instinct MI300X") is None, "not measured there"
+
     def test_local_folder_needs_no_network(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000)
         assert parse_launch(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"

@@ -85,6 +85,10 @@ RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 LARGE_CARD_BYTES = 70 * GIB
 LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 """vLLM's defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
+GRAPH_TOKENS = 512
+"""vLLM captures CUDA graphs for steps of up to twice `--max-num-seqs` tokens, at most this many (config/vllm.py of
+0.26.0 and 0.32.0). With 64 sequences it launched the kernels of a prompt of 512 tokens one by one: TTFT 32 ms instead
+of 21 ms on an H200. All graphs up to this size took 5 s and 0.5 to 0.9 GiB there, instead of 2 s and 0.16 GiB."""
 COMPILE_S = 90.0
 """Assumed compile time at start-up on a CPU, until one was measured."""
 MASTER_PORT = 29501
@@ -410,6 +414,8 @@ class Vllm(Engine):
         each = -(-settings.slots // groups)
         batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
         argv += ["--max-num-seqs", str(each), *join_options([("--max-num-batched-tokens", batch)])]
+        if settings.device == "cuda" and plan.workload.task == "generate" and 2 * each < GRAPH_TOKENS:
+            argv += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
         argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
         argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
         if settings.kv_type == "fp8":
