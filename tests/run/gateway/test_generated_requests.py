@@ -1,0 +1,35 @@
+"""Requests generated from a grammar: the gateway never fails, and what reaches the engine is well-formed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+
+from tests.soak.grammar import generate_request
+from tests.soak.hostile import send_request
+
+from .scripted import start_gateway, wait_until
+
+REQUESTS, AT_ONCE = 400, 64
+CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+async def test_no_generated_request_fails_in_the_gateway_or_reaches_the_engine_malformed() -> None:
+    async with start_gateway(api_key="the key") as setup:
+        numbers = iter(range(REQUESTS))
+
+        async def run_client() -> None:
+            for number in numbers:
+                sent = generate_request(random.Random(number), "small", "the key")
+                answer = await send_request("127.0.0.1", setup.port, sent, limit_s=1.0)
+                assert b" 500 " not in answer and b" 502 " not in answer, (number, answer[:500])
+
+        await asyncio.gather(*(run_client() for _ in range(AT_ONCE)))
+        await wait_until(lambda: not setup.gateway.connections, "all connections to end")
+        assert len(setup.engine.seen) > REQUESTS / 10, "few requests reach the engine: the grammar is too wild"
+        for seen in setup.engine.seen:
+            assert seen.method == "POST" and seen.target.startswith("/")
+            assert len(seen.header("content-length")) == 1 and not seen.header("transfer-encoding")
+            assert seen.header("host") == ["127.0.0.1"] and not seen.header("authorization")
+            assert not any(CONTROLS.search(name + value) for name, value in seen.headers), seen.headers
