@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -268,10 +269,11 @@ def models_dir(given: argparse.Namespace) -> Path:
     return Path(given.models) if given.models else given.out / "weights"
 
 
-def last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
-    errors = [line for line in lines[-40:] if line.startswith(("error", "Error"))]
-    return (errors or lines or [""])[-1][:300]
+def last_line(path: Path, lines: int = 40) -> str:
+    """The last error in the last lines, else the last line."""
+    found = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.exists() else []
+    errors = [line for line in found[-lines:] if line.startswith(("error", "Error"))]
+    return (errors or found or [""])[-1][:300]
 
 
 # steps
@@ -507,21 +509,64 @@ def take_out_of_memory(step: Taking) -> None:
 
 
 def take_busy_gpu(step: Taking) -> None:
-    """Another process holds 60 GB and computes: what doctor, plan, serve and bench say."""
+    """Another process holds 60 GB and computes: `bench` waits for it, then refuses and names it."""
     engine, model = step.engine("vllm"), step.model("8b")
     with step.held_memory("60 * 10**9", COMPUTE):
-        step.bedplate("doctor", to="doctor.txt", needed=False)
+        step.bedplate("probe", to="probe.txt", needed=False)
         step.bedplate("plan", model, "--engine", engine, "--concurrency", "64", to="plan.txt", needed=False)
-        began = time.time()
-        sizes = ["--prompt-tokens", "32", "--output-tokens", "8"] if step.tiny else []
-        step.bedplate(
-            "bench", model, "--engines", engine, "--concurrency", step.loads(64), "--seconds", "4", "--repeats", "1",
-            *sizes, "--no-quality", "-o", str(step.folder / "run.json"), needed=False, limit_s=150,
-        )  # fmt: skip
-        if not step.given.dry_run:
-            step.copy_logs("bench", began)
-    if shutil.which("nvidia-smi"):
-        step.command(["nvidia-smi", "-q", "-d", "PERFORMANCE,CLOCK,POWER,TEMPERATURE"], to="performance.txt")
+        if shutil.which("nvidia-smi"):
+            step.command(["nvidia-smi", "-q"], to="nvidia-smi-q.txt", needed=False)
+            step.command(["nvidia-smi", "pmon", "-c", "1", "-s", "u"], to="nvidia-smi-pmon.txt", needed=False)
+        if step.tiny:
+            return
+        code, _ = step.bedplate("bench", model, "--engines", engine, "--wait-for-gpu", "8s", needed=False)
+    if not step.given.dry_run:
+        check_refusal(step, code, "(process ")
+
+
+def check_refusal(step: Taking, code: int, words: str) -> None:
+    text = last_line(step.folder / "log.txt", lines=8)
+    step.keep("refused.json", {"status": code, "error": text})
+    if code != 3 or words not in text:
+        raise StepFailed(f"bench did not refuse the GPU: status {code}, {text}")
+
+
+def take_shared_gpu(step: Taking) -> None:
+    """A service starts beside a process that computes, and `bench` flags it; then two benches measure it at once."""
+    short = ("--prompt-tokens", "32", "--output-tokens", "8", "--seconds", "1")
+    sizes = short if step.tiny else ("--prompt-tokens", "128", "--output-tokens", "64", "--seconds", "4")
+    users = "2" if step.tiny else "16"
+
+    def bench(url: str, to: str, *more: str) -> int:
+        words = ("bench", "--url", url, "--concurrency", users, *sizes, "--repeats", "1", "--no-quality", *more)
+        code, _ = step.bedplate(*words, "-o", str(step.folder / f"{to}.json"), to=f"{to}.txt", needed=False)
+        return code
+
+    with contextlib.ExitStack() as other, concurrent.futures.ThreadPoolExecutor() as pool:
+        other.enter_context(step.held_memory("10 * 10**9", COMPUTE))
+        with step.service(step.engine("vllm"), "shared", "--users", users, check=False) as endpoint:
+            url = endpoint["url"]
+            codes = {"beside a process": bench(url, "beside-a-process", "--allow-busy-gpu")}
+            other.close()
+            first = pool.submit(bench, url, "first", "--wait-for-gpu", "20s", "--repeats", "3")
+            while not first.done() and not any((home() / "run" / "measuring").glob("*.json")):
+                time.sleep(0.2)
+            codes["second, refused"] = bench(url, "second", "--wait-for-gpu", "1s")
+            codes["third, allowed"] = bench(url, "third", "--allow-busy-gpu")
+            codes["first"] = first.result()
+    if step.given.dry_run:
+        return
+    flags = {name: list_flags(step.folder / f"{name}.json") for name in ("beside-a-process", "first", "third")}
+    step.keep("outcome.json", {"statuses": codes, "flags": flags})
+    expected = {"beside a process": 0, "second, refused": 3, "third, allowed": 0, "first": 0}
+    if not step.tiny and (codes != expected or not all("busy" in kinds for kinds in flags.values())):
+        raise StepFailed(f"statuses {codes}, flags {flags}")
+
+
+def list_flags(path: Path) -> dict[str, str]:
+    """Kinds and texts of the flags in a run file."""
+    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    return {flag["kind"]: flag["text"] for cell in cells for flag in cell["flags"]}
 
 
 def take_tune(step: Taking) -> None:
@@ -582,7 +627,9 @@ STEPS = (
     ),
     Step("migrate", "vLLM to SGLang and back under 64 streams", 280, take_migrate, (*BOTH, "pytorch")),
     Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 190, bench_shape("sglang", "moe"), SGLANG),
-    Step("busy-gpu", "another process uses the GPU", 70, take_busy_gpu, VLLM),
+    Step("busy-gpu", "bench refuses a GPU that another process uses", 45, take_busy_gpu, VLLM),
+    Step("shared-gpu", "serve and bench beside another process, and two benches at once", 110, take_shared_gpu,
+         (*VLLM, "pytorch")),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
     Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune, VLLM),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),

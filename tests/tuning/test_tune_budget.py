@@ -27,13 +27,13 @@ from bedplate.tuning.answers import AnswerChecker
 from bedplate.tuning.engines import Engines
 from bedplate.tuning.points import OWN, make_point
 from bedplate.tuning.pool import TrialEngine, TuningPool
-from bedplate.tuning.proof import Prover
+from bedplate.tuning.proof import Prover, is_disturbed
 from bedplate.tuning.search import Point, TuningListener
 from bedplate.tuning.state import TuningState
 from bedplate.tuning.trials import Trials, TrialUse
 from bedplate.tuning.tune import Tuner, choose_plan
 from bedplate.values import replace_fields
-from bedplate.values.run import Load, Quality, Repeat
+from bedplate.values.run import Load, Quality, Repeat, ResourceUse
 from bedplate.values.tuning import Trial, TrialMeasurement, TuningRun
 
 LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
@@ -276,6 +276,20 @@ def test_round_disturbed_by_other_processes_does_not_count(tmp_path: Path) -> No
     assert max(one.seconds for one in own.taken) < 2 * min(one.seconds for one in own.taken)
     assert found.notes[-1] == f"1 of {len(own.taken) + 1} rounds do not count: other processes used the CPU"
     assert found.is_proven
+
+
+@pytest.mark.parametrize(
+    ("use", "on_cpu", "disturbed"),
+    [
+        (ResourceUse(other_cpu_share=0.5), True, True),
+        (ResourceUse(other_cpu_share=0.5), False, False),
+        (ResourceUse(other_gpu_share=0.5), False, True),
+        (ResourceUse(other_gpu_share=0.2), False, False),
+        (ResourceUse(other_measurements=(77,)), False, True),
+    ],
+)
+def test_use_of_the_engines_device_disturbs_a_round(use: ResourceUse, on_cpu: bool, disturbed: bool) -> None:
+    assert is_disturbed(Repeat(seconds=1.0, use=use), on_cpu=on_cpu) == disturbed
 
 
 def test_slow_engine_defaults_are_stopped_but_not_refused(tmp_path: Path) -> None:

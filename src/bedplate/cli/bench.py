@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bedplate.cli.options import (
+    AllowBusyGpu,
     ElectricityPrice,
     IntentFile,
     Json,
     ModelName,
     PricePerHour,
+    WaitForGpu,
     parse_engine_and_version,
     read_price,
     write_file,
@@ -135,6 +137,8 @@ def bench(
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Also compare answers with the float32 reference.")
     ] = True,
+    wait_for_gpu: WaitForGpu = "60s",
+    allow_busy_gpu: AllowBusyGpu = False,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and the arrivals.")] = 0,
     resume: Annotated[
         str | None,
@@ -220,6 +224,8 @@ def bench(
                 check_quality=quality,
                 native=_is_native(build),
                 resume=_find_run_to_resume(resume),
+                wait_for_gpu_s=parse_duration(wait_for_gpu, "--wait-for-gpu"),
+                allow_busy_gpu=allow_busy_gpu,
                 progress=teller,
                 teller=teller,
                 command=("bedplate", *sys.argv[1:]),

@@ -51,6 +51,19 @@ ModelName = Annotated[
         show_default=False,
     ),
 ]
+WaitForGpu = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="How long to wait for a GPU that another process uses, before giving up.",
+    ),
+]
+AllowBusyGpu = Annotated[
+    bool,
+    typer.Option(
+        "--allow-busy-gpu", help="Measure although another process uses the GPU; the results are flagged busy."
+    ),
+]
 IntentFile = Annotated[
     Path | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import EngineId, IntentFile, Json, ModelName, write_file
+from bedplate.cli.options import AllowBusyGpu, EngineId, IntentFile, Json, ModelName, WaitForGpu, write_file
 
 if TYPE_CHECKING:
     from bedplate.values.run import Load
@@ -99,6 +99,8 @@ def tune(
         float | None,
         typer.Option(min=0.0, help="Price of this machine per hour, for --objective cost.", show_default=False),
     ] = None,
+    wait_for_gpu: WaitForGpu = "60s",
+    allow_busy_gpu: AllowBusyGpu = False,
     list_: Annotated[bool, typer.Option("--list", help="List the tunable settings; run nothing.")] = False,
     resume: Annotated[
         str | None,
@@ -173,6 +175,8 @@ def tune(
                 price_per_hour=price,
                 workload=workload,
                 resume="" if resume == "last" else resume,
+                wait_for_gpu_s=parse_duration(wait_for_gpu, "--wait-for-gpu"),
+                allow_busy_gpu=allow_busy_gpu,
                 progress=teller,
                 teller=teller,
             )

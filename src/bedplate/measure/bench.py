@@ -24,6 +24,15 @@ from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure import quality as quality_of
 from bedplate.measure.flags import flag_cell
+from bedplate.measure.gpu_reservation import (
+    WAIT_S,
+    GpuPolicy,
+    GpuReservation,
+    assume_free,
+    find_endpoint_gpus,
+    list_planned_gpus,
+    reserve_gpus,
+)
 from bedplate.measure.knee import choose_next_load
 from bedplate.measure.load import (
     ClientErrorFigures,
@@ -109,6 +118,8 @@ class BenchRun:
     qualities: dict[str, Quality] = field(default_factory=dict)
     own: dict[int, ClientErrorFigures] = field(default_factory=dict)
     spent_s: float = 0.0
+    gpu_policy: GpuPolicy = field(default_factory=lambda: GpuPolicy("bench"))
+    reservation: GpuReservation | None = None
 
     @property
     def matrix(self) -> BenchMatrix:
@@ -150,6 +161,8 @@ def bench(
     check_quality: bool = True,
     native: bool = False,
     resume: str | None = None,
+    wait_for_gpu_s: float = WAIT_S,
+    allow_busy_gpu: bool = False,
     progress: Progress | None = None,
     teller: BenchListener | None = None,
     command: Sequence[str] = (),
@@ -160,12 +173,19 @@ def bench(
     `engines`: ids, or "installed", or "all" for all installable engines. With `url` an endpoint is measured instead.
     `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
     Ctrl-C stops the run and keeps the measured cells; `resume` continues a stopped run.
+    `wait_for_gpu_s`: how long to wait for a GPU that another process uses; then an error is raised. With
+    `allow_busy_gpu` it is measured anyway, and flagged.
     """
     progress, teller = progress or SilentProgress(), teller or BenchListener()
     hardware = probe()
+    policy = GpuPolicy("bench", wait_for_gpu_s, allow_busy_gpu)
     if resume is not None:
         found = store.find_run(resume or None, path)
-        return found if found.finished else _measure_run(_resume_run(found, hardware, progress, teller, path))
+        if found.finished:
+            return found
+        one = _resume_run(found, hardware, progress, teller, path)
+        one.gpu_policy = policy
+        return _measure_run(one)
     if os.name != "posix" and url is None:
         raise ExternalFailure(
             "engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url"
@@ -196,7 +216,7 @@ def bench(
         describe_environment(hardware, command), price=price if price is not None and price.is_given else None
     )
     run = Run(id=make_run_id(), at=format_now(), environment=environment, matrix=matrix)
-    one = BenchRun(run, hardware, progress, teller, path)
+    one = BenchRun(run, hardware, progress, teller, path, gpu_policy=policy)
     one.shapes = _read_trace_shapes(matrix)
     return _measure_run(one)
 
@@ -303,8 +323,27 @@ def handle_sigterm() -> Iterator[None]:
 
 
 def _measure_engines(one: BenchRun) -> None:
+    """Measures engines that it starts, once no other process uses their GPU."""
+    one.facts = fetch_facts(one.matrix.model, one.hardware, one.progress)
+    with reserve_gpus(_list_wanted_gpus(one), one.gpu_policy, one.progress) as one.reservation:
+        if one.reservation is not None and one.reservation.waited:
+            one.hardware = probe()  # memory on the GPU has been freed
+        _measure_planned_engines(one, one.facts)
+
+
+def _list_wanted_gpus(one: BenchRun) -> tuple[str, ...]:
+    """The GPUs that the engines would use if no other process used them."""
+    if not one.hardware.has_vendor("nvidia"):
+        return ()
+    free, found = assume_free(one.hardware), []
+    for engine_id in one.matrix.engines:
+        with contextlib.suppress(NotPossible):
+            found.append(_plan_subject(one, engine_id, free))
+    return list_planned_gpus(found)
+
+
+def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
     matrix = one.matrix
-    one.facts = facts = fetch_facts(matrix.model, one.hardware, one.progress)
     refused: list[Refusal] = []
     for engine_id in matrix.engines:
         try:
@@ -344,7 +383,8 @@ def _measure_engines(one: BenchRun) -> None:
         raise ExternalFailure("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
 
 
-def _plan_subject(one: BenchRun, engine_id: str) -> ModelDecision:
+def _plan_subject(one: BenchRun, engine_id: str, hardware: Hardware | None = None) -> ModelDecision:
+    """`hardware`: another state of the machine than that of the run."""
     loads = one.matrix.loads
     if one.facts is None:
         raise RuntimeError("no model")
@@ -362,7 +402,8 @@ def _plan_subject(one: BenchRun, engine_id: str) -> ModelDecision:
     )
     wanted = ModelOrder(model=one.matrix.model, workload=workload, engine=engine_id)
     build: Build = "native" if one.matrix.native else "packages"
-    return plan_engine(wanted, one.facts, one.hardware, one.progress, build=build, path=one.path)
+    progress = one.progress if hardware is None else SilentProgress()
+    return plan_engine(wanted, one.facts, hardware or one.hardware, progress, build=build, path=one.path)
 
 
 def _estimate_in_flight(load: Load) -> int:
@@ -403,7 +444,7 @@ def _measure_engine(one: BenchRun, subject: ModelDecision, turn: int) -> None:
             one,
             _make_started_subject(one, ready, started),
             LoadTarget.from_url(started.url, key=started.key, model=name),
-            make_meters(started),
+            make_meters(started, one.reservation),
             quality,
             turn,
             notes=place,
@@ -427,14 +468,21 @@ def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) 
 
 
 def _measure_endpoint(one: BenchRun) -> None:
-    """Measures an endpoint that is known only by its URL."""
+    """Measures an endpoint that is known only by its URL, once no other process uses its GPU, if it is a local one."""
     matrix = one.matrix
     key = read_key(matrix.key_env)
     target = LoadTarget.from_url(str(matrix.url), key=key, model=matrix.served_model)
-    prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
     meters = EngineMeters()
     if target.host in ("127.0.0.1", "localhost", "::1"):
         meters.pid = find_listening_pid(target.port)
+    gpus = find_endpoint_gpus(meters.pid)
+    with reserve_gpus(gpus, one.gpu_policy, one.progress, engine_pid=meters.pid) as meters.reservation:
+        _measure_target(one, target, meters)
+
+
+def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> None:
+    matrix, key = one.matrix, target.key
+    prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
     one.facts = fetch_facts(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
     engine = "endpoint"
     subject = Subject(

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from bedplate.measure.summary import compute_cached_share, list_samples
-from bedplate.values.run import Cell, Flag, Sample
+from bedplate.values.run import Cell, Flag, ResourceUse, Sample
 from bedplate.values.units import format_size
 
 BUSY, TOO_BUSY = 0.10, 0.25
-"""CPU share of other processes. Above the second, the cell of an engine on the CPU is invalid."""
+"""Share of the CPU or GPU that other processes used. Above the second, the cell of an engine on it is invalid."""
 THROTTLED = 0.9
 SWAPPED_BYTES, TOO_MUCH_SWAPPED_BYTES = 16_000_000, 256_000_000
 CACHED, TOO_MUCH_CACHED = 0.05, 0.10
@@ -115,6 +115,7 @@ def _flag_machine(cell: Cell) -> Iterator[Flag]:
         on_cpu = cell.subject.device in (None, "cpu")
         text = f"other processes used {others:.0%} of the CPU"
         yield Flag(kind="busy", text=text, invalid=on_cpu and others > TOO_BUSY)
+    yield from _flag_gpu(uses)
     clock = min((use.clock_share for use in uses if use.clock_share is not None), default=None)
     reasons = tuple(dict.fromkeys(reason for use in uses for reason in use.throttled))
     if (clock is not None and clock < THROTTLED) or any(reason in HEAT for reason in reasons):
@@ -124,6 +125,19 @@ def _flag_machine(cell: Cell) -> Iterator[Flag]:
     if swapped > SWAPPED_BYTES:
         text = f"the machine swapped {format_size(swapped)}"
         yield Flag(kind="swapped", text=text, invalid=swapped > TOO_MUCH_SWAPPED_BYTES)
+
+
+def _flag_gpu(uses: Sequence[ResourceUse]) -> Iterator[Flag]:
+    """Other processes on the engine's GPU. Another measurement puts it under load, even if nobody reports how much."""
+    share = max((use.other_gpu_share for use in uses if use.other_gpu_share is not None), default=None)
+    names = dict.fromkeys(name for use in uses for name in use.other_gpu_processes)
+    benches = dict.fromkeys(pid for use in uses for pid in use.other_measurements)
+    if not names and not benches and (share or 0.0) <= BUSY:
+        return
+    amount = f"used {share:.0%} of the GPU" if share is not None and share > BUSY else "were on the GPU"
+    who = [*names, *(f"another measurement of bedplate (process {pid})" for pid in benches)]
+    text = f"other processes {amount}{': ' if who else ''}{'; '.join(who)}"
+    yield Flag(kind="busy", text=text, invalid=bool(benches) or (share or 0.0) > TOO_BUSY)
 
 
 def _flag_quality(cell: Cell) -> Iterator[Flag]:

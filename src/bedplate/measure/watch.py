@@ -16,13 +16,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bedplate.engines import EngineState
 from bedplate.run.starting import RunningEngine
 from bedplate.values.run import EngineSeries, ResourceUse
+
+if TYPE_CHECKING:
+    from bedplate.measure.gpu_reservation import GpuReservation
+    from bedplate.measure.gpu_use import OtherGpuUse
 
 LOOK_S = 1.0
 SCRAPE_LIMIT_S = 2.0
@@ -61,6 +65,8 @@ class GaugeReading(msgspec.Struct, frozen=True, kw_only=True):
     clock_share: float | None = None
     reasons: tuple[str, ...] = ()
     state: EngineState | None = None
+    other_gpu: OtherGpuUse | None = None
+    other_measurements: tuple[int, ...] = ()
 
 
 # summaries
@@ -90,6 +96,10 @@ def compute_use(
     if (_subtract_counters(first.heat_events, last.heat_events) or 0) > 0:
         reasons["heat"] = None
     swapped = _subtract_counters(first.swapped_bytes, last.swapped_bytes)
+    seen = [look.other_gpu for look in looks if look.other_gpu is not None]
+    shares = [one.share for one in seen if one.share is not None]
+    busy = [process for one in seen if one.is_busy for process in one.processes]
+    names = {process.pid: process.describe(with_user=False) for process in busy}
     return ResourceUse(
         peak_memory_bytes=_find_maximum(look.memory_bytes for look in looks),
         peak_gpu_bytes=_find_maximum(look.gpu_bytes for look in looks),
@@ -97,6 +107,9 @@ def compute_use(
         energy_source=None if energy_j is None else "nvml" if on_card else "rapl",
         engine_cpu_s=engine_s,
         other_cpu_share=others,
+        other_gpu_share=_compute_mean(shares),
+        other_gpu_processes=tuple(names.values()),
+        other_measurements=tuple(dict.fromkeys(pid for look in looks for pid in look.other_measurements)),
         clock_share=min((look.clock_share for look in looks if look.clock_share is not None), default=None),
         throttled=tuple(reasons),
         swapped_bytes=None if swapped is None else round(swapped),
@@ -414,6 +427,8 @@ class EngineMeters:
         self.cores = len(self._allowed) if self._allowed else psutil.cpu_count() or 1
         self.pid: int | None = None
         self.on_card = False
+        self.reservation: GpuReservation | None = None
+        """Watches for other processes on the engine's GPUs."""
         self.metrics: EngineMetrics | None = None
 
     def read_counters(self) -> CounterReading:
@@ -431,7 +446,7 @@ class EngineMeters:
         )
 
     def read_gauges(self) -> GaugeReading:
-        pids = list_process_tree(self.pid) if self.pid is not None else []
+        pids, held = list_process_tree(self.pid) if self.pid is not None else [], self.reservation
         share, reasons = (
             self.cards.read_clock() if self.cards is not None and self.on_card else (measure_processor_clock(), ())
         )
@@ -440,13 +455,16 @@ class EngineMeters:
             gpu_bytes=self.cards.measure_gpu_bytes(pids) if self.cards is not None and self.on_card else None,
             clock_share=share,
             reasons=reasons,
+            other_gpu=held.read_others() if held is not None else None,
+            other_measurements=tuple(one.pid for one in held.list_other_measurements()) if held is not None else (),
             state=self.metrics.read_state() if self.metrics is not None else None,
         )
 
 
-def make_meters(started: RunningEngine) -> EngineMeters:
+def make_meters(started: RunningEngine, reservation: GpuReservation | None = None) -> EngineMeters:
     """The meters of a running engine."""
     meters = EngineMeters()
+    meters.reservation = reservation
     meters.pid = started.pid
     meters.on_card = started.start.plan.settings.device not in ("cpu", "metal")
     meters.metrics = EngineMetrics(started.own_url, started.backend.engine_key, started.start.engine.read_metrics)

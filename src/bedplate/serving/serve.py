@@ -131,6 +131,7 @@ def _serve_order(
 ) -> None:
     above = choose_orchestrator(order)
     hardware = probe()
+    gpu_notes = _note_gpu_users(hardware, hooks.progress)
     found = decide_engines(
         order.services if above is None else above.services,
         hardware,
@@ -149,9 +150,23 @@ def _serve_order(
         hooks.on_claim(record)
         made = [_prepare_service(one, hooks, above) for one in found]
         on = above.make_orchestration(made[0], record.name, logs) if above is not None else None
-        _run(_ServeSession(order, hooks, listen, hardware, made, record, logs, on).run())
+        _run(_ServeSession(order, hooks, listen, hardware, made, record, logs, on, gpu_notes).run())
     finally:
         records.forget(record)
+
+
+def _note_gpu_users(hardware: Hardware, progress: Progress) -> tuple[str, ...]:
+    """Reports other processes on the GPUs. Services of this BEDPLATE_HOME are not others."""
+    if not hardware.has_vendor("nvidia"):
+        return ()
+    from bedplate.measure.gpu_use import describe_gpu_users
+    from bedplate.measure.watch import list_process_tree
+
+    own = {pid for one in records.list_running() for pid in list_process_tree(one.pid)}
+    found = describe_gpu_users(hardware.accelerators, {os.getpid(), *own})
+    for text in found:
+        progress.note(text)
+    return found
 
 
 def _prepare_service(one: ModelDecision, hooks: ServeHooks, above: OrchestratorSetup | None) -> PreparedModel:
@@ -219,7 +234,9 @@ class _ServeSession:
         record: ServiceRecord,
         logs: Path,
         on: Orchestration | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = notes
         self.order, self.hooks, self.listen, self.hardware = order, hooks, listen, hardware
         self.made, self.record, self.logs, self.on = made, record, logs, on
         self._checks: list[asyncio.Task[None]] = []
@@ -231,6 +248,8 @@ class _ServeSession:
         room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
         control = ControlServer(host, {**make_host_operations(self.record), **CHANGING_OPERATIONS})
+        for text in self.notes:
+            host.say(text, aloud=False)
         live = add_live_page(host)
         declare_tenants(host, self.order)
         # The port is bound first: without it there is no point in starting engines.

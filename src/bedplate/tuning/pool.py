@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bedplate.measure.answers import EngineAddress
+from bedplate.measure.gpu_reservation import GpuReservation
 from bedplate.measure.load import LoadTarget
 from bedplate.measure.watch import EngineMeters, make_meters
 from bedplate.progress import SilentProgress
@@ -33,6 +34,7 @@ class TuningPool:
     """Engines that stay loaded between measurements; the least recently used one is stopped first."""
 
     most: int
+    reservation: GpuReservation | None = None
     running: dict[Point, TrialEngine] = field(default_factory=dict)
 
     def get(self, point: Point, make: Callable[[], EngineStart]) -> TrialEngine:
@@ -47,7 +49,7 @@ class TuningPool:
         stack = ExitStack()
         started = stack.enter_context(run_engine(start, SilentProgress()))
         target = LoadTarget.from_url(started.url, key=started.key, model=start.plan.model.served_name)
-        self.running[point] = TrialEngine(started, target, make_meters(started), stack)
+        self.running[point] = TrialEngine(started, target, make_meters(started, self.reservation), stack)
         return self.running[point]
 
     def end(self, point: Point) -> None:

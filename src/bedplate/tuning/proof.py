@@ -81,9 +81,10 @@ class Prover:
         shape = choose_shape(times, self.state.best, against, self.state.left_s + late_s - starts)
         repeats: dict[Point, dict[int, Repeat]] = {point: {} for point in shape.sides}
         disturbed: set[int] = set()
+        on_cpu = self.state.chosen.plan.settings.device == "cpu"
 
         def select_undisturbed() -> dict[Point, list[Repeat]]:
-            """Leave out, for every side, the rounds in which other processes used the CPU."""
+            """Leave out, for every side, the rounds in which other processes used the engine's device."""
             return {
                 side: [one for turn, one in taken.items() if turn not in disturbed] for side, taken in repeats.items()
             }  # fmt: skip
@@ -102,7 +103,7 @@ class Prover:
                     self.state.note(words)
                 return None
             repeats[side][turn] = repeat
-            if self.state.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
+            if is_disturbed(repeat, on_cpu=on_cpu):
                 disturbed.add(turn)
             self.state.teller.report_round(
                 name_side(side), turn, summarize_round(repeat, self.state.kept.load), self.state.kept
@@ -128,7 +129,8 @@ class Prover:
         if found.cut and self.state.best:
             notes.append(f"the budget was used up after {found.turns} rounds of the proof")
         if disturbed:
-            notes.append(f"{len(disturbed)} of {found.turns} rounds do not count: other processes used the CPU")
+            device = "CPU" if on_cpu else "GPU"
+            notes.append(f"{len(disturbed)} of {found.turns} rounds do not count: other processes used the {device}")
         self.state.note(*notes)
         return select_undisturbed()
 
@@ -173,3 +175,9 @@ class Prover:
 
 def name_side(point: Point) -> SideName:
     return "own defaults" if point == OWN else "tuned" if point else "plan"
+
+
+def is_disturbed(repeat: Repeat, *, on_cpu: bool) -> bool:
+    """Whether other processes used too much of the device that the engine runs on."""
+    use = repeat.use
+    return bool(use.other_measurements) or ((use.other_cpu_share if on_cpu else use.other_gpu_share) or 0.0) > TOO_BUSY

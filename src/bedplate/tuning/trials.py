@@ -22,7 +22,7 @@ from bedplate.tuning.pool import TrialEngine
 from bedplate.tuning.search import Point, compute_score
 from bedplate.tuning.state import TuningState
 from bedplate.values import replace_fields
-from bedplate.values.run import Load, Repeat
+from bedplate.values.run import Load, Repeat, ResourceUse
 from bedplate.values.tuning import RefusedKind, Trial, TrialMeasurement
 
 LEAST_SEEN, FEW_TOKENS = 3, 16
@@ -98,17 +98,26 @@ class Trials:
             repeat = run_loop(send_burst(alive.target, load, self.engines.prepare_target(alive), self._number, limit_s))
             watcher.mark("end")
         use, engine = watcher.summarize_readings()
-        if use.other_cpu_share is not None and use.other_cpu_share > BUSY and not self._busy_told:
-            self._busy_told = True
-            share = f"{use.other_cpu_share:.0%}"
-            note = f"other processes used {share} of the CPU during the measurement: this makes the figures worse"
-            self.state.note(note)
-            self.state.progress.note(note)
+        self._tell_if_busy(use)
         energy = use.energy_j
         made = sum(one.output_tokens or 0 for one in repeat.samples) if repeat is not None else 0
         peak = use.peak_gpu_bytes if alive.meters.on_card and use.peak_gpu_bytes else use.peak_memory_bytes
         used = TrialUse(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
         return (replace_fields(repeat, use=use, engine=engine) if repeat is not None else None), used
+
+    def _tell_if_busy(self, use: ResourceUse) -> None:
+        """Note other processes once."""
+        shares = {"CPU": use.other_cpu_share or 0.0, "GPU": use.other_gpu_share or 0.0}
+        busy = [f"{share:.0%} of the {device}" for device, share in shares.items() if share > BUSY]
+        if use.other_measurements:
+            busy.append("the same GPU for another measurement")
+        if busy and not self._busy_told:
+            self._busy_told = True
+            names = f" ({'; '.join(use.other_gpu_processes)})" if use.other_gpu_processes else ""
+            used = " and ".join(busy)
+            note = f"other processes used {used} during the measurement{names}: this makes the figures worse"
+            self.state.note(note)
+            self.state.progress.note(note)
 
     def _summarize(
         self, repeat: Repeat | None, used: TrialUse, limit_s: float, bar: float | None

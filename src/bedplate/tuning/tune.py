@@ -18,6 +18,14 @@ from bedplate.engines.knobs import make_build_knob, make_draft_knob
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, describe_hardware, handle_sigterm
+from bedplate.measure.gpu_reservation import (
+    WAIT_S,
+    GpuPolicy,
+    GpuReservation,
+    assume_free,
+    list_planned_gpus,
+    reserve_gpus,
+)
 from bedplate.measure.moments import format_now, make_run_id
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.environments import find_adopted, read_registered_versions
@@ -70,6 +78,8 @@ def tune(
     price_per_hour: float | None = None,
     workload: Workload | None = None,
     resume: str | None = None,
+    wait_for_gpu_s: float = WAIT_S,
+    allow_busy_gpu: bool = False,
     progress: Progress | None = None,
     teller: TuningListener | None = None,
     path: Path | None = None,
@@ -78,7 +88,8 @@ def tune(
 
     `knobs` restricts the settings to change; `more_knobs` adds settings, and so does `draft`, a draft model for
     speculative decoding. `lossy` allows weights with lower accuracy than the plan's, within what their bits explain.
-    `resume` continues an interrupted tuning by its id; "" is the newest.
+    `resume` continues an interrupted tuning by its id; "" is the newest. `wait_for_gpu_s`: how long to wait for a GPU
+    that another process uses; then an error is raised. With `allow_busy_gpu` it is measured anyway.
     """
     progress, teller = progress or SilentProgress(), teller or TuningListener()
     hardware = probe()
@@ -89,35 +100,44 @@ def tune(
         price_per_hour, workload, draft = before.price_per_hour, before.workload, before.draft
     load = load or Load(concurrency=4)
     facts = fetch_facts(model, hardware, progress)
-    chosen = choose_plan(engine, hardware, facts, load, workload, native=native, path=path)
-    found = (*list_settings(chosen), *more_knobs, *_make_draft_settings(chosen, draft))
-    check_settings(found, knobs, chosen)
-    kept = before or TuningRun(
-        id=make_run_id(),
-        at=format_now(milliseconds=True),
-        machine=compute_fingerprint(hardware),
-        hardware=describe_hardware(hardware),
-        bedplate=__version__,
-        engine=chosen.engine.id,
-        engine_version=chosen.plan.engine_version,
-        build="native" if native else "wheel",
-        model=facts.name,
-        asked_model=model,
-        weights_id=hash_model_content(facts)[:12] if facts.files else None,
-        load=load,
-        workload=chosen.plan.workload,
-        parallelism=chosen.plan.parallelism,
-        objective=objective,
-        target=target,
-        price_per_hour=price_per_hour,
-        lossy=lossy,
-        knobs=tuple(knobs),
-        draft=draft,
-        budget_s=budget_s or BUDGET_S,
-    )
-    if before is not None and budget_s is not None:
-        kept = replace_fields(kept, budget_s=kept.spent_s + budget_s)
-    return Tuner(TuningState(hardware, facts, chosen, found, kept, progress, teller, path)).run()
+    gpus: tuple[str, ...] = ()
+    if hardware.has_vendor("nvidia"):
+        planned = choose_plan(engine, assume_free(hardware), facts, load, workload, native=native, path=path)
+        gpus = list_planned_gpus([planned])
+    policy = GpuPolicy("tune", wait_for_gpu_s, allow_busy_gpu)
+    with reserve_gpus(gpus, policy, progress) as reservation:
+        if reservation is not None and reservation.waited:
+            hardware = probe()  # memory on the GPU has been freed
+        chosen = choose_plan(engine, hardware, facts, load, workload, native=native, path=path)
+        found = (*list_settings(chosen), *more_knobs, *_make_draft_settings(chosen, draft))
+        check_settings(found, knobs, chosen)
+        kept = before or TuningRun(
+            id=make_run_id(),
+            at=format_now(milliseconds=True),
+            machine=compute_fingerprint(hardware),
+            hardware=describe_hardware(hardware),
+            bedplate=__version__,
+            engine=chosen.engine.id,
+            engine_version=chosen.plan.engine_version,
+            build="native" if native else "wheel",
+            model=facts.name,
+            asked_model=model,
+            weights_id=hash_model_content(facts)[:12] if facts.files else None,
+            load=load,
+            workload=chosen.plan.workload,
+            parallelism=chosen.plan.parallelism,
+            objective=objective,
+            target=target,
+            price_per_hour=price_per_hour,
+            lossy=lossy,
+            knobs=tuple(knobs),
+            draft=draft,
+            budget_s=budget_s or BUDGET_S,
+        )
+        if before is not None and budget_s is not None:
+            kept = replace_fields(kept, budget_s=kept.spent_s + budget_s)
+        state = TuningState(hardware, facts, chosen, found, kept, progress, teller, path)
+        return Tuner(state, reservation).run()
 
 
 def choose_plan(
@@ -206,9 +226,9 @@ def _find_unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuni
 class Tuner:
     """One tuning: a search with trials within a budget, and the proof of the result."""
 
-    def __init__(self, state: TuningState) -> None:
+    def __init__(self, state: TuningState, reservation: GpuReservation | None = None) -> None:
         self.state = state
-        self.pool = TuningPool(1)
+        self.pool = TuningPool(1, reservation)
         self.budget = Budget(state, self.pool)
         self.engines = Engines(state, self.budget, self.pool)
         self.answers = AnswerChecker(state, self.budget, self.engines)

@@ -119,6 +119,12 @@ class ResourceUse(Record, frozen=True, kw_only=True):
     engine_cpu_s: float | None = None
     other_cpu_share: Share | None = None
     """Share of the machine's CPU time that neither the engine nor the client used: other processes used the CPU."""
+    other_gpu_share: Share | None = None
+    """Share of the engine's GPU that other processes used, of the busiest one if it has several."""
+    other_gpu_processes: tuple[str, ...] = ()
+    """Those processes: program, process id and memory, as far as the system names them."""
+    other_measurements: tuple[int, ...] = ()
+    """Process ids of other `bench` and `tune` commands that measured on the same GPU meanwhile."""
     clock_share: float | None = None
     """The lowest CPU or GPU clock under load, divided by its usual clock. Below about 0.9 it was throttled."""
     throttled: tuple[str, ...] = ()
