@@ -544,7 +544,8 @@ def take_shared_gpu(step: Taking) -> None:
 
     with contextlib.ExitStack() as other, concurrent.futures.ThreadPoolExecutor() as pool:
         other.enter_context(step.held_memory("10 * 10**9", COMPUTE))
-        with step.service(step.engine("vllm"), "shared", "--users", users, check=False) as endpoint:
+        model = step.model("8b")
+        with step.service(step.engine("vllm"), "shared", model, "--users", users, check=False) as endpoint:
             url = endpoint["url"]
             codes = {"beside a process": bench(url, "beside-a-process", "--allow-busy-gpu")}
             other.close()
@@ -628,8 +629,7 @@ STEPS = (
     Step("migrate", "vLLM to SGLang and back under 64 streams", 280, take_migrate, (*BOTH, "pytorch")),
     Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 190, bench_shape("sglang", "moe"), SGLANG),
     Step("busy-gpu", "bench refuses a GPU that another process uses", 45, take_busy_gpu, VLLM),
-    Step("shared-gpu", "serve and bench beside another process, and two benches at once", 110, take_shared_gpu,
-         (*VLLM, "pytorch")),
+    Step("shared-gpu", "serve and bench beside another process, and two benches at once", 120, take_shared_gpu, VLLM),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
     Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune, VLLM),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),
