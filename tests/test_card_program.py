@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -120,3 +121,12 @@ def test_a_command_over_budget_is_stopped_with_its_children(
     os.set_blocking(alive, True)
     assert os.read(alive, 1) == b""
     os.close(alive)
+
+
+def test_models_are_made_with_functions_that_the_converter_has() -> None:
+    """The converter is imported by its path in an engine's environment, where no type checker sees it."""
+    from bedplate.engines.shipped import gguf_to_folder
+
+    source = (PROGRAM.parents[1] / "models" / "random_llama.py").read_text()
+    used = set(re.findall(r"\bconverter\.(\w+)", source))
+    assert len(used) >= 3 and not [name for name in used if not hasattr(gguf_to_folder, name)]

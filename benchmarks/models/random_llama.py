@@ -185,9 +185,10 @@ def write_tokenizer(like: Path, out: Path) -> dict[str, Any]:
 
     sys.path.insert(0, str(SHIPPED))
     converter: Any = importlib.import_module("gguf_to_folder")
-    tokenizer, header = AutoTokenizer.from_pretrained(str(like.parent), gguf_file=like.name), converter.Header(like)
+    tokenizer = AutoTokenizer.from_pretrained(str(like.parent), gguf_file=like.name)
+    header = converter.GgufMetadata(like)
     converter.set_pre_tokenizer(tokenizer.backend_tokenizer, header)
-    converter.set_begin(tokenizer, header)
+    converter.set_bos_token(tokenizer, header)
     tokenizer.save_pretrained(out)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return {"vocab_size": len(tokenizer), **{name: value for name, value in ids.items() if value is not None}}
