@@ -279,6 +279,17 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
+def test_no_reasoning_parser_for_a_template_without_reasoning() -> None:
+    def find_parser(template: str | None) -> object:
+        facts = replace_fields(model("Qwen/Qwen3-30B-A3B"), chat_template=template)
+        return parse_launch(SGLANG.launch(plan(SGLANG, machine("H100 SXM", 1), facts), 8000).argv).get(
+            "--reasoning-parser"
+        )
+
+    assert find_parser(None) == find_parser("{% if enable_thinking %}<think>{% endif %}") == "qwen3"
+    assert find_parser("{{ messages[0].content }}<|im_end|>") is None
+
+
 def test_unknown_logs_are_not_explained() -> None:
     assert SGLANG.explain("The server is fired up and ready to roll!") is None
 

@@ -84,6 +84,17 @@ def find_family(model: Model) -> str | None:
     return None
 
 
+_REASONING = re.compile(r"think|reason|analysis", re.IGNORECASE)
+"""What every chat template of a reasoning model contains: its markers, its switch, or the name of its channel."""
+
+
 def find_parsers(model: Model, known: Mapping[str, Parsers]) -> Parsers:
-    """The parsers of the model's family among an engine's `known` ones."""
-    return known.get(find_family(model) or "", Parsers())
+    """The parsers of the model's family among an engine's `known` ones.
+
+    A model of the family whose chat template has no reasoning gets no reasoning parser: SGLang does not start if the
+    tokenizer lacks the parser's marker.
+    """
+    found = known.get(find_family(model) or "", Parsers())
+    if model.chat_template is not None and not _REASONING.search(model.chat_template):
+        return found._replace(reasoning=None)
+    return found

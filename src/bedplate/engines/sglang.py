@@ -173,6 +173,14 @@ _KNOWN_FAILURES: FailurePatterns = (
     ),
 )
 
+_SCHEDULER_FAILURE: FailurePatterns = (
+    (
+        # SGLang then kills all of its processes, which looks like a system without memory.
+        r"Scheduler hit an exception: Traceback(?:.*\n)+?(?P<why>\w*(?:Error|Exception)\b.*)",
+        KnownFailure(message="its scheduler failed: {why}", hint="see the engine's log"),
+    ),
+)
+
 OVERLAY_0_5_15 = OverlayRecipe(
     version="0.5.15",
     packages=("sglang==0.5.15",),
@@ -396,7 +404,7 @@ class Sglang(Engine):
         return parse_shard_progress(line)
 
     def explain(self, log: str) -> KnownFailure | None:
-        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+        return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _SCHEDULER_FAILURE)
 
     def read_metrics(self, metrics: str) -> EngineState:
         return EngineState(
