@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tarfile
 from functools import cache
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from bedplate.judge.diagnose import build_roofline, diagnose
 from bedplate.measure.summary import make_rows
 from bedplate.values.record import from_json
-from bedplate.values.run import Run
+from bedplate.values.run import Cell, Run
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "card" / "results"
-FIRST, SECOND = "h200-2026-11-17", "h200-2026-11-17-b"
+FIRST, SECOND, THIRD = "h200-2026-11-17", "h200-2026-11-17-b", "h200-2026-11-17-c"
 
 
 @cache
@@ -58,9 +60,12 @@ def test_start_times() -> None:
     assert cold / found[0] >= 3
 
 
-@pytest.mark.parametrize(("engine", "name"), [("vLLM", "vllm-8b"), ("SGLang", "sglang-8b")])
-def test_speed(engine: str, name: str) -> None:
-    run = from_json(Run, read_files(FIRST)[f"{name}/run.json"].encode())
+@pytest.mark.parametrize(
+    ("engine", "archive", "name"),
+    [("vLLM", FIRST, "vllm-8b"), ("SGLang", FIRST, "sglang-8b"), ("vLLM, experts", THIRD, "moe-vllm")],
+)
+def test_speed(engine: str, archive: str, name: str) -> None:
+    run = from_json(Run, read_files(archive)[f"{name}/run.json"].encode())
     measured = {row.concurrency: row for row in make_rows(run)}
     lines = PAGE[PAGE.index(f"| {engine} | 1 |") :].splitlines()[:4]
     for level, line in zip((1, 16, 64, 256), lines, strict=True):
@@ -91,3 +96,53 @@ def test_comparison(words: str) -> None:
     figures += [*read_numbers(told[3]), *read_numbers(told[4])]
     assert figures == read_numbers(line.partition("tokens")[2])[: len(figures)]
     assert "Stay with vllm" in printed
+
+
+def read_run(name: str) -> Run:
+    return from_json(Run, read_files(THIRD)[f"bottlenecks/{name}.json"].encode())
+
+
+def select_loads(run: Run, *loads: tuple[int, int, int]) -> tuple[Cell, ...]:
+    """The cells of these loads: concurrency, prompt tokens and shared prefix."""
+    return tuple(
+        cell
+        for cell in run.cells
+        if (cell.load.concurrency, cell.load.prompt_tokens, cell.load.shared_prefix_tokens) in loads
+    )
+
+
+def compute_speed(cell: Cell) -> float:
+    return statistics.median((one.delivered_tokens or 0.0) / one.seconds for one in cell.repeats)
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "run", "load", "without"),
+    [
+        ("few sequences", "vllm-slots-8", (64, 512, 0), (64, 512, 0)),
+        ("small KV cache", "vllm-num-gpu-blocks-override-640", (64, 512, 0), (64, 512, 0)),
+        ("no CUDA graphs", "vllm-enforce-eager", (64, 512, 0), (64, 512, 0)),
+        ("long prefill", "vllm", (16, 4096, 0), (16, 4096, 4080)),
+    ],
+)
+def test_diagnose_names_bottlenecks_and_predicts_their_gain(
+    bottleneck: str, run: str, load: tuple[int, int, int], without: tuple[int, int, int]
+) -> None:
+    made = read_run(run)
+    cells = select_loads(made, (1, 512, 0), load)
+    roofline = build_roofline(cells[0].subject, made.models[0], None, made.environment)
+    (found,) = diagnose([(cells, roofline)]).bottlenecks
+    gain = found.predictions[0].gain.value
+    before, (after,) = cells[-1], select_loads(read_run("vllm"), without)
+    measured = compute_speed(after) / compute_speed(before)
+    _, slow, fast, limit, predicted, told = find_row(bottleneck)
+    assert (*read_numbers(slow), *read_numbers(fast)) == (round(compute_speed(before)), round(compute_speed(after)))
+    assert (found.limit, float(predicted), float(told)) == (limit, round(gain, 2), round(measured, 2))
+    assert abs(gain / measured - 1) < 0.3
+
+
+def test_busy_gpu_is_refused_and_flagged() -> None:
+    refused = read_json(THIRD, "busy-gpu/refused.json")
+    assert refused["status"] == 3 and refused["error"].removeprefix("error: ") in " ".join(PAGE.split())
+    outcome = read_json(THIRD, "shared-gpu/outcome.json")
+    assert outcome["statuses"]["second, refused"] == 3
+    assert all("busy" in flags for flags in outcome["flags"].values())

@@ -256,6 +256,7 @@ class Sglang(Engine):
         cache_memory="--mem-fraction-static",
         cache_type="--kv-cache-dtype fp8_e4m3",
         batch_tokens="--chunked-prefill-size",
+        no_graphs="--disable-cuda-graph",
     )
     noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
     metric_names = MetricNames(

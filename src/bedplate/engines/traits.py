@@ -20,6 +20,8 @@ class AdviceFlags(msgspec.Struct, frozen=True, kw_only=True):
     cache_memory: str | None = None
     cache_type: str | None = None
     batch_tokens: str | None = None
+    no_graphs: str | None = None
+    """Turns captured CUDA graphs off."""
 
 
 class NotedOptions(msgspec.Struct, frozen=True, kw_only=True):

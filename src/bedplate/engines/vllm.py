@@ -319,6 +319,7 @@ class Vllm(Engine):
         cache_memory="--gpu-memory-utilization",
         cache_type="--kv-cache-dtype fp8",
         batch_tokens="--max-num-batched-tokens",
+        no_graphs="--enforce-eager",
     )
     noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
     metric_names = MetricNames(

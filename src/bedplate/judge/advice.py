@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from bedplate.decide.estimate.physics import count_attention_ops, count_linear_ops
 from bedplate.engines import load_engines
-from bedplate.judge.observed import RequestBreakdown, count_slots
+from bedplate.judge.observed import RequestBreakdown, SingleRequestTimes, count_slots
 from bedplate.judge.roofline import Roofline
 from bedplate.judge.spending import find_excess_threads
 from bedplate.values import Figure
@@ -21,12 +22,14 @@ MODEL_SPREAD = 0.25
 """Relative error of predictions from measured steps and prefills."""
 OVERHEAD_REMOVED = (0.35, 0.7, 1.0)
 """Share of the runtime overhead that other settings or another engine remove: at least, likely, at most."""
+GRAPHS_REMOVE = (0.8, 0.93, 0.98)
+"""The same for captured CUDA graphs. vLLM on an H200: 0.94 with one request, 0.97 with 64."""
 MOST_PROMPT = 2.0
 """Largest ratio of a prefill's time in a batch to its time alone. vLLM on two cores had 1.6 to 1.9."""
 FEW_STREAMS = 8
 """Below this concurrency, further concurrent requests still share much of a step."""
 
-Setting = Literal["slots", "threads", "cache_memory", "cache_type", "batch_tokens"]
+Setting = Literal["slots", "threads", "cache_memory", "cache_type", "batch_tokens", "no_graphs"]
 """A field of `AdviceFlags`."""
 
 
@@ -37,6 +40,7 @@ class DiagnosedCell(NamedTuple):
     breakdown: RequestBreakdown
     attribution: LoadDiagnosis
     roofline: Roofline
+    alone: SingleRequestTimes | None
 
     @property
     def engine(self) -> str:
@@ -59,6 +63,11 @@ class DiagnosedCell(NamedTuple):
             return name
         return f"{name}={value}" if name.isupper() else f"{name} {value}"
 
+    @property
+    def lacks_graphs(self) -> bool:
+        """Whether CUDA graphs were turned off."""
+        return self.roofline.device == "cuda" and self.find_flag("no_graphs") in self.cell.subject.argv
+
 
 # predicted gains
 
@@ -72,7 +81,9 @@ def _predict_one_batch(diagnosed: DiagnosedCell) -> Iterator[GainPrediction]:
     breakdown, in_flight = diagnosed.breakdown, diagnosed.in_flight
     if breakdown.queue_ms <= 0.05 * breakdown.request_ms:
         return
-    now, then = estimate_cycle_ms(breakdown, breakdown.batch), estimate_cycle_ms(breakdown, in_flight)
+    least_ms = _compute_least_prompt_ms(diagnosed, breakdown.prompt)
+    now = estimate_cycle_ms(breakdown, breakdown.batch, least_ms)
+    then = estimate_cycle_ms(breakdown, in_flight, least_ms)
     change = f"all {in_flight:.0f} requests in one batch"
     yield _make_prediction(change, "output_tok_s", in_flight / then / (breakdown.batch / now))
     soonest, latest = _estimate_ttft_ms(breakdown, in_flight, then)
@@ -94,9 +105,12 @@ def _predict_narrower_weights(diagnosed: DiagnosedCell) -> Iterator[GainPredicti
 
 
 def _predict_cached_prompts(diagnosed: DiagnosedCell) -> Iterator[GainPrediction]:
-    prompts = diagnosed.sum_share_spent_on("prompt", "other prompts")
+    prompts, breakdown = diagnosed.sum_share_spent_on("prompt", "other prompts"), diagnosed.breakdown
     if prompts > 0.1:
-        yield _make_prediction("prompts found in the prefix cache", "output_tok_s", 1 / (1 - min(prompts, 0.98)))
+        left = (
+            1 - prompts + min(prompts, breakdown.batch * _estimate_cached_prompt_ms(diagnosed) / breakdown.request_ms)
+        )
+        yield _make_prediction("prompts found in the prefix cache", "output_tok_s", 1 / max(left, 0.02))
 
 
 def _predict_free_links(diagnosed: DiagnosedCell) -> Iterator[GainPrediction]:
@@ -107,10 +121,14 @@ def _predict_free_links(diagnosed: DiagnosedCell) -> Iterator[GainPrediction]:
 
 def _predict_less_overhead(diagnosed: DiagnosedCell) -> Iterator[GainPrediction]:
     own = diagnosed.sum_share("runtime overhead")
-    least, likely, most = (1 / (1 - min(0.97, own * part)) for part in OVERHEAD_REMOVED)
-    too_many = find_excess_threads(diagnosed.cell, diagnosed.roofline) is not None
+    removed, change = OVERHEAD_REMOVED, "a runtime with less overhead"
+    if diagnosed.lacks_graphs:
+        removed, change = GRAPHS_REMOVE, "captured CUDA graphs"
+    elif find_excess_threads(diagnosed.cell, diagnosed.roofline) is not None:
+        change = "as many threads as cores"
+    least, likely, most = (1 / (1 - min(0.97, own * part)) for part in removed)
     yield GainPrediction(
-        change="as many threads as cores" if too_many else "a runtime with less overhead",
+        change=change,
         metric="output_tok_s",
         gain=Figure(value=likely, low=least, high=most, basis="estimate", source="step time above its lower bound"),
     )
@@ -129,21 +147,44 @@ def _make_prediction(change: str, metric: Metric, gain: float, spread: float = M
     return GainPrediction(change=change, metric=metric, gain=figure)
 
 
-def estimate_cycle_ms(breakdown: RequestBreakdown, batch: float) -> float:
+def estimate_cycle_ms(breakdown: RequestBreakdown, batch: float, least_prompt_ms: float | None = None) -> float:
     """The time of a request in a batch of `batch`: one prefill for each request, and one step for each token.
 
     During one request each of the others ends once, and its successor brings a new prompt.
     """
-    return batch * _estimate_prompt_ms(breakdown) + breakdown.tokens * _estimate_step_ms(breakdown, batch)
+    prompt_ms = _estimate_prompt_ms(breakdown, least_prompt_ms)
+    return batch * prompt_ms + breakdown.tokens * _estimate_step_ms(breakdown, batch)
 
 
-def _estimate_prompt_ms(breakdown: RequestBreakdown) -> float:
-    """The time of a prefill in a batch: at least its time alone, and at most `MOST_PROMPT` times that.
+def _estimate_cached_prompt_ms(diagnosed: DiagnosedCell) -> float:
+    """The time of a prompt that is in the prefix cache: a step, or what its time alone has beyond computing it.
 
-    A longer time has another cause.
+    That is tokenizing, hashing and launching, which the other requests wait for as well.
+    """
+    alone, step_ms = diagnosed.alone, diagnosed.breakdown.step_ms
+    computed_ms = _compute_least_prompt_ms(diagnosed, alone.prompt) if alone is not None else None
+    if alone is None or computed_ms is None:
+        return step_ms
+    return max(step_ms, alone.ttft_ms - alone.step_ms - computed_ms)
+
+
+def _compute_least_prompt_ms(diagnosed: DiagnosedCell, prompt: float) -> float | None:
+    """The time to compute a prompt at the measured rate of a GPU, where the prompts of one pass share its launch."""
+    roofline = diagnosed.roofline
+    if roofline.device != "cuda" or roofline.shape is None or roofline.operations is None:
+        return None
+    computed = count_linear_ops(roofline.shape, prompt, 1) + count_attention_ops(roofline.shape, prompt)
+    return computed / roofline.operations.value * 1000
+
+
+def _estimate_prompt_ms(breakdown: RequestBreakdown, least_ms: float | None) -> float:
+    """The time of a prefill in a batch: at most `MOST_PROMPT` times its time alone. A longer time has another cause.
+
+    At least `least_ms`, or its time alone if that is not known.
     """
     in_batch = (breakdown.prefill_ms + breakdown.behind_ms + breakdown.stalled_ms - breakdown.step_ms) / breakdown.batch
-    return min(max(breakdown.prefill_ms, in_batch), MOST_PROMPT * breakdown.prefill_ms)
+    least_ms = breakdown.prefill_ms if least_ms is None else min(least_ms, breakdown.prefill_ms)
+    return min(max(least_ms, in_batch), MOST_PROMPT * breakdown.prefill_ms)
 
 
 def _estimate_step_ms(breakdown: RequestBreakdown, batch: float) -> float:
@@ -216,6 +257,9 @@ def _advise_overhead(diagnosed: DiagnosedCell) -> Iterator[SuggestedChange]:
     if threads is not None:
         text = f"use {cores} threads instead of {threads}"
         yield SuggestedChange(kind="flag", text=text, flag=diagnosed.find_flag("threads", cores))
+    if diagnosed.lacks_graphs:
+        option = diagnosed.find_flag("no_graphs")
+        yield SuggestedChange(kind="flag", text=f"remove {option}: captured CUDA graphs take one launch for each step")
     text = f"use an engine with less overhead per step than {diagnosed.engine}: bedplate plan"
     yield SuggestedChange(kind="engine", text=text)
     if diagnosed.in_flight < FEW_STREAMS:

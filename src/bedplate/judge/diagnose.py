@@ -61,7 +61,7 @@ def diagnose_subject(cells: Sequence[Cell], roofline: Roofline) -> Bottleneck:
     subject = cells[-1].subject
     attribution = loads[heaviest] if heaviest is not None else loads[-1]
     cell, breakdown = breakdowns[heaviest] if heaviest is not None else breakdowns[-1]
-    diagnosed = DiagnosedCell(cell, breakdown, attribution, roofline) if breakdown is not None else None
+    diagnosed = DiagnosedCell(cell, breakdown, attribution, roofline, alone) if breakdown is not None else None
     return Bottleneck(
         engine=subject.engine,
         engine_version=subject.engine_version,
