@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.conftest import HANG_S
 
+from bedplate.cli.doctor import _check_engines
 from bedplate.facts import doctor
 from bedplate.facts.doctor import (
     DoctorProblem,
@@ -33,6 +35,7 @@ from bedplate.facts.doctor import (
     read_swap_used,
     redact,
 )
+from bedplate.run.environments import EngineEnvironment
 from bedplate.show.doctor import render_report
 from bedplate.values import Accelerator, Cpu, Disk, GpuProcess, Hardware, Memory, from_json, replace_fields, to_json
 
@@ -300,3 +303,23 @@ class TestCommand:
         assert "llama.cpp 2026.1 no longer runs" in " ".join(done.stdout.split())
         assert "bedplate engines remove llama.cpp" in done.stdout
         assert "\x1b" not in done.stdout
+
+
+def test_engines_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def check(path: Path, recipe: object, limit_s: float) -> str | None:
+        both.wait(HANG_S)  # the first check ends only when the second has begun
+        return "broken" if path.name == "b" else None
+
+    found = [
+        EngineEnvironment(
+            engine=engine, version="1", path=f"/{name}", packages=(), python="3", made_at="now", disk_bytes=0
+        )
+        for engine, name in (("pytorch", "b"), ("vllm", "a"))
+    ]
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("bedplate.run.environments.list_installed", lambda: found)
+    monkeypatch.setattr("bedplate.run.environments.explain_not_running", check)
+    assert [(one.engine, one.failure) for one in _check_engines()] == [("pytorch", "broken"), ("vllm", None)]

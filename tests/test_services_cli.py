@@ -12,7 +12,8 @@ from tests.commands import invoke
 from bedplate.cli.terminal import make_console
 from bedplate.hosting import records
 from bedplate.show.services import format_duration, render_list, render_status
-from bedplate.values import Workload
+from bedplate.values import Workload, replace_fields
+from bedplate.values.endpoint import StartPhaseTime
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
 
 
@@ -96,6 +97,17 @@ def test_status_page() -> None:
         "4 users, 2 in flight", "ready at",
     ):  # fmt: skip
         assert word in shown.replace("\n", " ").replace("  ", " ") or word in shown, (word, shown)
+
+
+def test_pages_show_the_phase_of_a_start() -> None:
+    times = (StartPhaseTime(phase="start", seconds=75), StartPhaseTime(phase="load", seconds=4.1))
+    engine = make_engine(1, engine="vllm", state="loading", uptime_s=None, phase="compile", phases=times)
+    model = replace_fields(STATUS.models[0], state="loading", engines=(engine,))
+    status = replace_fields(STATUS, state="starting", models=(model,))
+    assert "starting, compiling" in render_text(render_list([(records.claim_name("chat", "unused"), status)]))
+    shown = " ".join(render_text(render_status(status)).split())
+    assert "loading compiling · 3 in flight" in shown
+    assert "started in 79.1 s: processes 75.0 s, weights 4.1 s" not in shown and "processes 75.0 s" in shown
 
 
 @pytest.mark.parametrize(

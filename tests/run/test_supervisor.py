@@ -488,6 +488,25 @@ class TestLog:
 
         supervise(make_fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
 
+    def test_phase_is_known_before_its_progress_bar_ends_the_line(self, tmp_path: Path) -> None:
+        class Phased(Fake):
+            start_phases = (("^Loading", "load"), ("Capturing", "capture"))
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await until(lambda: backend.phases.current == "capture", "the bar")
+            assert one.log.read_tail().splitlines()[1:] == ["Loading"]
+            go_on.write_text("")
+            await one.wait_for_start()
+            assert [time.phase for time in backend.phases.list_times()] == ["start", "load", "capture"]
+            assert backend.phases.current is None
+
+        go_on = tmp_path / "go on"
+        script = (
+            "import os, time\nprint('Loading')\nprint('\\rCapturing: 0%', end='', flush=True)\n"
+            f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n" + HEALTHY
+        )
+        supervise(make_fake_environment(tmp_path / "env", script), tmp_path / "log", then, kind=Phased())
+
     def test_error_in_progress_parser_does_not_block_the_engine(self, tmp_path: Path) -> None:
         class Confused(Fake):
             def read_progress(self, line: str) -> float | None:

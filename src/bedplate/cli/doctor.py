@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bedplate.facts.doctor import EngineCheck
+    from bedplate.run.environments import EngineEnvironment
 
 EXAMPLES = """Examples:
 
@@ -21,6 +22,8 @@ Keys, passwords and prompts are left out. Exit code 1: a problem was found."""
 
 CHECK_LIMIT_S = 120.0
 UV_LIMIT_S = 10.0
+MOST_CHECKS = 4
+"""Engines that are checked at the same time; each takes up to about a gigabyte of memory."""
 UNKNOWN = "this version of bedplate cannot run it"
 BROKEN = "the Python that it was made with is gone, or its manifest cannot be read"
 
@@ -72,33 +75,50 @@ def _read_uv_version() -> str | None:
 
 
 def _check_engines() -> Iterator[EngineCheck]:
-    """Every environment, with the same checks as after its installation."""
-    from pathlib import Path
+    """Every environment, with the same checks as after its installation, several at a time: some import for 15 s."""
+    import os
+    from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from bedplate.engines import load_engines
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.facts.doctor import EngineCheck
     from bedplate.home import get_engines_dir
-    from bedplate.hosting.orchestrators import find_recipe
-    from bedplate.run.environments import explain_not_running, list_installed
+    from bedplate.run.environments import list_installed
 
-    engines = load_engines()
     whole = list_installed()
-    for environment in whole:
-        engine = engines.get(environment.engine)
-        recipe = engine.recipe if engine is not None else find_recipe(environment.engine)
-        try:
-            why = UNKNOWN if recipe is None else explain_not_running(Path(environment.path), recipe, CHECK_LIMIT_S)
-        except OSError as error:
-            why = str(error)
-        yield EngineCheck(
-            engine=environment.engine,
-            version=environment.version,
-            python=environment.python,
-            disk_bytes=environment.disk_bytes,
-            failure=why,
-        )
+    names = ", ".join(dict.fromkeys(one.engine for one in whole)) or "no engine"
+    with (
+        TerminalProgress().step(f"checking {names}", len(whole)) as update,
+        ThreadPoolExecutor(min(MOST_CHECKS, os.cpu_count() or 1)) as pool,
+    ):
+        checks = [pool.submit(_check_environment, one) for one in whole]
+        for number, _ in enumerate(as_completed(checks), 1):
+            update(number)
+    yield from (check.result() for check in checks)
     for manifest in sorted(get_engines_dir().glob("*/*/bedplate.json")):
         folder = manifest.parent
         if str(folder) not in {environment.path for environment in whole}:
             version = folder.name.rpartition("-")[0] or folder.name
             yield EngineCheck(engine=folder.parent.name, version=version, failure=BROKEN)
+
+
+def _check_environment(environment: EngineEnvironment) -> EngineCheck:
+    from pathlib import Path
+
+    from bedplate.engines import load_engines
+    from bedplate.facts.doctor import EngineCheck
+    from bedplate.hosting.orchestrators import find_recipe
+    from bedplate.run.environments import explain_not_running
+
+    engine = load_engines().get(environment.engine)
+    recipe = engine.recipe if engine is not None else find_recipe(environment.engine)
+    try:
+        why = UNKNOWN if recipe is None else explain_not_running(Path(environment.path), recipe, CHECK_LIMIT_S)
+    except OSError as error:
+        why = str(error)
+    return EngineCheck(
+        engine=environment.engine,
+        version=environment.version,
+        python=environment.python,
+        disk_bytes=environment.disk_bytes,
+        failure=why,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -38,6 +38,7 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.decision import Device
+from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import TunableSetting
 
 SHARE_MARGIN = 0.01
@@ -283,6 +284,8 @@ class Engine:
     """The environment variable with the API key that it then requires from clients."""
     strength: ClassVar[str] = ""
     """When it is the right choice; used as the hint of a refusal."""
+    start_phases: ClassVar[tuple[tuple[str, StartPhase], ...]] = ()
+    """Patterns of log lines with which phases of its start begin; empty: its log does not show them."""
     compiles_kernels: ClassVar[bool] = False
     """Whether it compiles its kernels on the machine where it runs, which needs a compiler."""
     flags: ClassVar[AdviceFlags] = AdviceFlags()
@@ -524,6 +527,10 @@ class Engine:
     def read_progress(self, line: str) -> float | None:
         """The loaded share of the model, if this log line reports it."""
         return None
+
+    def read_phase(self, line: str, argv: Sequence[str]) -> StartPhase | None:
+        """The phase of its start that begins with this log line; `argv` is its command line."""
+        return next((phase for mark, phase in self.start_phases if re.search(mark, line)), None)
 
     def explain(self, log: str) -> KnownFailure | None:
         """The known failure that this log shows."""

@@ -243,6 +243,13 @@ class Sglang(Engine):
     )
     default_slots = 256
     # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
+    # Logs of 0.5.15. Triton kernels are compiled while the first graph is captured, which the log does not show.
+    start_phases = (
+        (r"Load weight begin", "load"),
+        (r"Load weight end|Capture .*graph end", "warm-up"),
+        (r"Capture .*graph begin", "capture"),
+        (r"DeepGEMM JIT .*Compil", "compile"),
+    )
     compile_caches = (
         "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
         "FLASHINFER_WORKSPACE_BASE",

@@ -174,8 +174,11 @@ def find_highest_sample(metrics: str, *names: str) -> float | None:
 
 def parse_shard_progress(line: str) -> float | None:
     """The loaded share from the weight loaders of vLLM, SGLang and transformers: `… checkpoint shards:  50%`."""
-    found = re.search(r"(?:checkpoint shards|safetensors weights[^:]*|Loading weights)[^:]*:\s*(\d{1,3})%", line)
-    return min(int(found[1]), 100) / 100 if found else None
+    # A progress bar may be one growing line: the last number is the newest.
+    found = re.findall(
+        r"(?:checkpoint shards|loading shards|safetensors weights[^:]*|Loading weights)[^:]*:\s*(\d{1,3})%", line
+    )
+    return min(int(found[-1]), 100) / 100 if found else None
 
 
 def _parse_number(text: str) -> float | None:

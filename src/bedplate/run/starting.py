@@ -17,6 +17,7 @@ from bedplate.home import ensure_writable, get_logs_dir
 from bedplate.progress import Progress
 from bedplate.run.environments import EngineEnvironment, build_command
 from bedplate.run.gateway import Gateway, GatewayBackend
+from bedplate.run.start_phases import PhaseTeller
 from bedplate.run.supervisor import Supervisor
 from bedplate.values import Plan
 
@@ -93,6 +94,7 @@ class _EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self.settled = threading.Event()
+        self.backend = PlanBackend(start.plan.model.served_name, start.plan)
         self.started: RunningEngine | None = None
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run_loop, name=f"bedplate-{start.engine.id}")
@@ -113,7 +115,7 @@ class _EngineThread:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         start = self._start
-        backend = PlanBackend(start.plan.model.served_name, start.plan)
+        backend = self.backend
         log = ensure_writable(get_logs_dir()) / f"bench-{start.engine.id}.log"
         supervisor = create_supervisor(start, backend, log, self._progress.note)
         gateway = Gateway([backend]) if self._through_gateway else None
@@ -147,11 +149,13 @@ def run_engine(start: EngineStart, progress: Progress, *, through_gateway: bool 
     """Runs the engine and stops it at the end of the block. Raises the error that prevented its start."""
     name = start.engine.name
     host = _EngineThread(start, progress, through_gateway)
+    phases = PhaseTeller(name, progress.note)
     host.thread.start()
     try:
         with progress.step(f"starting {name}"):
             while not host.settled.wait(WAIT_S):
-                pass
+                phases.update(host.backend.phases)
+            phases.update(host.backend.phases)
         if host.failure is not None:
             raise host.failure
         if host.started is None:

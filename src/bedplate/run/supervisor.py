@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -11,7 +12,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -175,6 +176,11 @@ class EngineLog:
             self.write(text)
         return texts
 
+    @property
+    def unfinished(self) -> str:
+        """The current state of a line that has not ended: a progress bar writes it again after each carriage return."""
+        return self._rest.rpartition(b"\r")[2].decode("utf-8", "replace")
+
     def write(self, text: str) -> None:
         self.tail.append(text)
         line = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -302,6 +308,8 @@ class EngineProcess:
             data = await warden.stderr.read(65536)
             for line in self._log.append_output(data):
                 self._on_line(line)
+            if self._log.unfinished:
+                self._on_line(self._log.unfinished)
 
 
 class Supervisor:
@@ -397,12 +405,13 @@ class Supervisor:
         backend = self.backend
         port = find_free_port(self.engine.highest_port)
         launch = self.engine.launch(self.plan, port)
-        self.process = process = EngineProcess(self.log, self._read_line)
+        self.process = process = EngineProcess(self.log, functools.partial(self._read_line, launch.argv))
         self.log.tail.clear()
         # One line, whatever the options contain; the lines after it are the engine's.
         options = " ".join(word if len(word) < 200 else f"({len(word)} characters)" for word in launch.argv)
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
         backend.progress = None
+        backend.phases.begin(known=bool(self.engine.start_phases))
         backend.worked = False
         env = self._build_variables(launch)
         try:
@@ -422,6 +431,7 @@ class Supervisor:
             self.log.write(f"# not ready after {format_seconds(overdue_s)}; stopped by bedplate")
             was_ready = False
             await process.stop(grace_s=0)
+        backend.phases.end()
         if was_ready:
             backend.address = ("127.0.0.1", port)
             backend.reason = None
@@ -467,14 +477,17 @@ class Supervisor:
             env[self.engine.key_variable] = self.backend.engine_key
         return env
 
-    def _read_line(self, line: str) -> None:
+    def _read_line(self, argv: Sequence[str], line: str) -> None:
         try:
             done = self.engine.read_progress(line)
+            phase = self.engine.read_phase(line, argv)
         except Exception as error:  # a bug in an engine's file must not stop the reading of its output
             self.log.write(f"# bedplate could not parse the previous line: {error!r}")
             return
         if done is not None:
             self.backend.progress = done
+        if phase is not None:
+            self.backend.phases.enter(phase)
 
 
 def build_engine_variables(

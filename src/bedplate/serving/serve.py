@@ -31,6 +31,7 @@ from bedplate.progress import Progress, SilentProgress
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.listening import ListenOptions, check_port
 from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
+from bedplate.run.start_phases import PhaseTeller
 from bedplate.run.trials import Examiner
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
@@ -315,16 +316,23 @@ class _ServeSession:
             name = name if above.real else above.workers
         with self.hooks.progress.step(f"starting {count}{name}{on}", 100) as done:
             began = reported_at = loop.time()
+            phases = PhaseTeller(name, self.hooks.progress.note)
+            service: HostedService | None = None
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
                 done(_compute_progress(service))
+                if service is not None and service.engines:
+                    phases.update(service.engines[0].backend.phases)
                 if loop.time() - reported_at >= REPORT_EVERY_S and service is not None and service.engines:
                     reported_at = loop.time()
-                    last_line = service.engines[0].supervisor.last_words
+                    supervisor = service.engines[0].supervisor
+                    state = supervisor.backend.phases.describe_current() or supervisor.last_words
                     self.hooks.progress.note(
-                        f"{name} has been starting for {format_seconds(reported_at - began)}: {last_line}"
+                        f"{name} has been starting for {format_seconds(reported_at - began)}: {state}"
                     )
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            if service is not None and service.engines:
+                phases.update(service.engines[0].backend.phases)
         if host.stopping.is_set():
             adding.cancel()
             return False
@@ -344,6 +352,7 @@ class _ServeSession:
             name=host.name,
             models=tuple(host.services),
             on=self.on.above if self.on is not None else None,
+            phases=host.engines[0].backend.phases.list_times() if host.engines else (),
         )
 
     def _start_checks(self, host: Host) -> None:

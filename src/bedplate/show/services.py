@@ -8,8 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bedplate.run.start_phases import WORDS
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.decision import ORIGINS
+from bedplate.show.serving import describe_start, list_phase_times
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, ServiceRecord
 from bedplate.values.units import format_memory
 from bedplate.values.workload import Workload
@@ -62,9 +64,9 @@ def _make_row(record: ServiceRecord, status: HostStatus | None) -> list[str | Te
 
 def _list_activities(models: Sequence[ModelStatus]) -> list[str]:
     """Current activities without their progress, which `status` shows."""
-    return list(
-        dict.fromkeys(model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state)
-    )
+    busy = [model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state]
+    phases = [WORDS[engine.phase] for model in models for engine in model.engines if engine.phase is not None]
+    return list(dict.fromkeys((*busy, *phases)))
 
 
 def _format_state(state: str) -> Text:
@@ -130,11 +132,16 @@ def _describe_engine(engine: EngineStatus) -> Text:
         parts.append("receives no new requests")
     if engine.part is not None:
         parts.insert(0, engine.part)
+    if engine.phase is not None:
+        parts.insert(0, WORDS[engine.phase])
     on = f"{engine.device}, {engine.threads} threads" if engine.threads and engine.device == "cpu" else engine.device
     line = Text.assemble(
         (engine.id, "bold"), f" {engine.version}  ", _format_state(engine.state), f"  {' · '.join(parts)}"
     )
     line.append(f" · {on} · {engine.slots} slots", "dim")
+    if engine.phases:
+        times = describe_start(engine.phases) if engine.phase is None else list_phase_times(engine.phases)
+        line.append(f"\n{times}", "dim")
     if engine.reason is not None and engine.state != "ready":
         line.append(f"\n{engine.reason}", "yellow")
     return line

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import RenderableType
 from rich.text import Text
 
 from bedplate.run.gateway.pages import write_curl_command
 from bedplate.values import Endpoint
 from bedplate.values.agreement import Agreement
+from bedplate.values.endpoint import StartPhase, StartPhaseTime
+from bedplate.values.units import format_seconds
 
 SHOWN_DISAGREEMENTS = 3
+PHASE_NAMES: dict[StartPhase, str] = {
+    "start": "processes", "load": "weights", "compile": "compilation", "capture": "CUDA graphs", "warm-up": "warm-up",
+}  # fmt: skip
 
 
 def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> RenderableType:
@@ -18,15 +25,26 @@ def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> R
     if several:
         command = command.replace("-d '{", f'-d \'{{"model":"{endpoint.model}",')
     on = Text(f"        {endpoint.on.text}\n", style="" if endpoint.on.real else "yellow") if endpoint.on else Text()
+    start = Text(f"        {describe_start(endpoint.phases)}\n", style="dim") if endpoint.phases else Text()
     models = f"models {', '.join(endpoint.models)}" if several else f"model {endpoint.model}"
     return Text.assemble(
         ("\n Ready  ", "bold green"),
         (endpoint.url, "bold"),
         f"       {models}\n",
         on,
+        start,
         f"        {command}\n",
         (f"        {then}\n", "dim"),
     )
+
+
+def describe_start(phases: Sequence[StartPhaseTime]) -> str:
+    """The time of a start and of its phases."""
+    return f"started in {format_seconds(sum(one.seconds for one in phases))}: {list_phase_times(phases)}"
+
+
+def list_phase_times(phases: Sequence[StartPhaseTime]) -> str:
+    return ", ".join(f"{PHASE_NAMES[one.phase]} {format_seconds(one.seconds)}" for one in phases)
 
 
 def render_agreement(agreement: Agreement) -> Text:

@@ -5,9 +5,23 @@ from __future__ import annotations
 from typing import Literal
 
 from bedplate.values.record import Record
+from bedplate.values.workload import NotNegative
 
 Orchestrator = Literal["dynamo", "ray"]
 """Orchestrators that bedplate can run on this machine."""
+
+
+StartPhase = Literal["start", "load", "compile", "capture", "warm-up"]
+"""Phases of an engine's start.
+
+start: its processes start and import their packages. load: weights. compile: kernels and graphs. capture: CUDA graphs.
+warm-up: the rest, such as allocating the KV cache and the first runs.
+"""
+
+
+class StartPhaseTime(Record, frozen=True, kw_only=True):
+    phase: StartPhase
+    seconds: NotNegative
 
 
 class EndpointOrchestrator(Record, frozen=True, kw_only=True):
@@ -41,3 +55,5 @@ class Endpoint(Record, frozen=True, kw_only=True):
     """All models served there, including `model`."""
     on: EndpointOrchestrator | None = None
     """The orchestrator that runs the engines; `None`: bedplate runs them itself."""
+    phases: tuple[StartPhaseTime, ...] = ()
+    """How long each phase of the first engine's start took; empty if its log does not show phases."""

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from bedplate.values.decision import Device
-from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator
+from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator, StartPhase, StartPhaseTime
 from bedplate.values.intent import Name, Operations
 from bedplate.values.record import Record
 from bedplate.values.tenant import DeclaredTenant
@@ -97,6 +97,10 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it is not ready."""
     progress: float | None = None
+    phase: StartPhase | None = None
+    """The current phase of its start; `None`: it is ready, or its log does not show phases."""
+    phases: tuple[StartPhaseTime, ...] = ()
+    """How long each phase of its last start took, so far."""
     pid: int | None = None
     device: Device
     threads: int | None = None

@@ -580,6 +580,17 @@ async def test_health_reports_engine_state_and_progress(state: BackendState) -> 
         }
 
 
+async def test_health_reports_the_phase_of_a_start() -> None:
+    async with start_gateway(state="loading") as setup:
+        client = await setup.connect()
+        setup.backend.phases.begin(known=True)
+        setup.backend.phases.enter("compile")
+        state = (await client.get("/health")).json["models"]["small"]
+        assert state["phase"] == "compile" and state["phase_s"] >= 0
+        setup.backend.phases.end()
+        assert "phase" not in (await client.get("/health")).json["models"]["small"]
+
+
 async def test_metrics_count_requests_tokens_and_times() -> None:
     go_on = asyncio.Event()
     async with start_gateway(restarts=2) as setup:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Literal, NamedTuple
 
+from bedplate.run.start_phases import StartPhases
+
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 EJECT_AFTER = 3
 """After this many consecutive failures an engine gets no requests for a while, if other engines are healthy."""
@@ -65,6 +67,8 @@ class GatewayBackend:
         """The API key that the engine requires, so that other users of the machine cannot use its private port."""
         self.progress: float | None = None
         """How much of the model is loaded, 0 to 1, if the engine reports it."""
+        self.phases = StartPhases()
+        """The phases of its start."""
         self.reason: str | None = None
         """Why the engine is not ready."""
         self.retry_after_s = 1
@@ -123,8 +127,9 @@ class GatewayBackend:
             return "bedplate is shutting down"
         if self.state == "restarting":
             return f"{self.engine} stopped and is being restarted"
+        phase = self.phases.describe_current()
         done = f" ({self.progress:.0%})" if self.progress is not None else ""
-        return f"{self.engine} is still loading {self.model}{done}"
+        return f"{self.engine} is still loading {self.model}{f' ({phase})' if phase is not None else done}"
 
     def _notify(self) -> None:
         if self.changed is not None:

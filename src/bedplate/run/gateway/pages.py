@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.client import ClientRequest
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
+    from bedplate.run.start_phases import StartPhases
 
 _log = logging.getLogger(__name__)
 _STARTED = int(time.time())
@@ -157,6 +158,7 @@ def _describe_state(route: Route) -> dict[str, object]:
         return {"engine": None, "state": "loading" if route.wanted else "not loaded", "progress": None}
     state: dict[str, object] = {
         "engine": backends[0].engine, "state": backends[0].state, "progress": backends[0].progress,
+        **_describe_phase(backends[0].phases),
     }  # fmt: skip
     if len(backends) > 1:
         state["backends"] = [
@@ -164,6 +166,7 @@ def _describe_state(route: Route) -> dict[str, object]:
                 "engine": b.engine,
                 "state": b.state,
                 "progress": b.progress,
+                **_describe_phase(b.phases),
                 "share": b.share,
                 "well": b.health.is_healthy,
                 "in_flight": b.in_flight,
@@ -171,6 +174,13 @@ def _describe_state(route: Route) -> dict[str, object]:
             for b in route.backends
         ]
     return state
+
+
+def _describe_phase(phases: StartPhases) -> dict[str, object]:
+    """The current phase of a start, for an engine whose log shows phases."""
+    if phases.current is None:
+        return {}
+    return {"phase": phases.current, "phase_s": round(phases.current_s, 1)}
 
 
 def _describe_model(route: Route) -> dict[str, object]:
