@@ -290,9 +290,9 @@ class _DecisionPrinter:
 
 def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
     if json:
-        import msgspec
+        from bedplate.values import to_json
 
-        print(msgspec.json.encode(endpoint).decode(), flush=True)  # noqa: T201
+        print(to_json(endpoint, indent=-1), flush=True)  # noqa: T201
         return
     from bedplate.cli.terminal import make_console
     from bedplate.show.serving import render_ready

@@ -11,6 +11,8 @@ import shlex
 import unicodedata
 from collections.abc import Iterable
 
+from bedplate.errors import NotPossible
+
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "inf", "nan"])
 """Words that some YAML parsers do not read as strings."""
 _YAML_PLAIN = re.compile(r"(?:--?)?[A-Za-z/_](?:[^\s#:\"'`\\]|:(?=\S)|(?<=\S) (?=\S)|(?<=[^\s])#)*")
@@ -52,7 +54,7 @@ def _escape_json(found: re.Match[str]) -> str:
 
 def write_comment(text: str) -> str:
     """Write one line that begins with `#`, for shell, YAML, Dockerfiles and systemd units."""
-    line = escape_controls(text).strip()
+    line = escape_controls(text).rstrip()
     # Some of these languages continue a line that ends with a backslash.
     return f"# {line}{'.' if line.endswith(chr(92)) else ''}".rstrip()
 
@@ -79,13 +81,21 @@ def join_shell(words: Iterable[str]) -> str:
     return " ".join(map(quote_shell, words))
 
 
+def quote_posix_shell(word: str) -> str:
+    """Quote one word for `sh -c` inside of another file, which escapes control characters itself."""
+    return shlex.quote(word)
+
+
 def join_posix_shell(words: Iterable[str]) -> str:
-    """Quote words for `sh -c` inside of another file, which escapes control characters itself."""
-    return " ".join(map(shlex.quote, words))
+    return " ".join(map(quote_posix_shell, words))
 
 
 def quote_yaml(text: str) -> str:
     """Write a scalar that every YAML parser reads back as this string."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise NotPossible(
+            f"YAML cannot contain {escape_controls(text)}: it is not UTF-8", hint="rename the file or the model"
+        )
     if _YAML_QUANTITY.fullmatch(text):
         return text
     if _YAML_PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS and text.isprintable():
@@ -131,7 +141,7 @@ def escape_compose(text: str) -> str:
 
 def escape_kubernetes(text: str) -> str:
     """Kubernetes substitutes `$(NAME)` in commands and variables; `$$` is a dollar sign."""
-    return re.sub(r"\$(?=[$(])", "$$$$", text)
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def quote_promql(text: str) -> str:
