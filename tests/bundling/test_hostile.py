@@ -25,10 +25,12 @@ from tests.commands import invoke
 from bedplate.bundling import install
 from bedplate.bundling.confinement import check_pins, find_manifest_problem
 from bedplate.bundling.serve_bundle import check_bundle, open_bundle, read_bundle
+from bedplate.bundling.texts import write_readme, write_serve_script
 from bedplate.errors import BedplateError, ExternalFailure, UsageError
 from bedplate.run.prepare import get_prepared_dir
 from bedplate.values import replace_fields, to_json
 from bedplate.values.bundle import MANIFEST, SUMS, TOP, Bundle, BundledFile
+from bedplate.values.quoting import escape_controls
 
 __all__ = ["manifest"]
 on_each_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -391,6 +393,17 @@ def test_two_conversions_of_a_hostile_folder_stay_linked_inside(manifest: Bundle
     write_folder(root, replace_fields(manifest, prepared=("bbbb", "aaaa"), files=listed))
     with sandbox.unchanged("home/prepared"), open_bundle(root):
         assert (get_prepared_dir() / "bbbb" / "folder").read_text() == "weights of aaaa"
+
+
+def test_readme_and_start_script_contain_no_part_of_a_name(manifest: Bundle) -> None:
+    evil = "a\nrm -rf /\x1b[2J`touch canary`"
+    plan = replace_fields(manifest.plan, model=replace_fields(manifest.plan.model, name=evil))
+    hostile = replace_fields(manifest, plan=plan)
+    first, *_ = write_readme(hostile).splitlines()
+    assert first == f"bedplate bundle: {escape_controls(evil)}, with llama.cpp {plan.engine_version}"
+    assert len(write_readme(hostile).splitlines()) == len(write_readme(manifest).splitlines())
+    script = write_serve_script(hostile, "pins.txt", "0", "wheels/$(touch canary).whl")
+    assert "rm -rf /" not in script and "\"$here\"/'wheels/$(touch canary).whl'" in script
 
 
 # install.py

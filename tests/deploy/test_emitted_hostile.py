@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.deploy.schemas import LOADER
 from tests.values.test_quoting import expand_kubernetes
 
-from bedplate.bundling import texts as bundle_texts
 from bedplate.decide import decide, plan
 from bedplate.decide.intent import resolve_hardware, to_intent
 from bedplate.decide.portfolio import make_portfolio
+from bedplate.deploy import emit as emit_module
 from bedplate.deploy.emit import TARGETS, emit_target
 from bedplate.deploy.platform import Platform, place_one_service, place_services
 from bedplate.deploy.shell import write_script
@@ -34,7 +34,7 @@ from bedplate.values.intent import Intent
 from bedplate.values.portfolio import Portfolio
 from bedplate.values.quoting import is_safe
 
-SOURCE = Path(bundle_texts.__file__).parents[1]
+SOURCE = Path(emit_module.__file__).parents[1]
 EMITTERS = [
     *sorted((SOURCE / "deploy").glob("*.py")),
     SOURCE / "hosting" / "systemd.py",
@@ -383,8 +383,3 @@ def test_a_comment_with_a_value_is_found() -> None:
         "HEAD = '#!/x\\n# {a}'"
     ) == [1]
     assert find_comments_with_values('x = f"a {name} # b"\ny = "# plain"') == []
-
-
-@pytest.mark.parametrize("write", [bundle_texts.write_readme, bundle_texts.write_target_readme])
-def test_readme_texts_escape_names(write: Callable[..., str]) -> None:
-    assert "escape_controls" in write.__code__.co_names

@@ -92,16 +92,16 @@ def join_posix_shell(words: Iterable[str]) -> str:
 
 def quote_yaml(text: str) -> str:
     """Write a scalar that every YAML parser reads back as this string."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise NotPossible(
-            f"YAML cannot contain {escape_controls(text)}: it is not UTF-8", hint="rename the file or the model"
-        )
     if _YAML_QUANTITY.fullmatch(text):
         return text
     if _YAML_PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS and text.isprintable():
         return text
     if text.isprintable() and "'" not in text:
         return f"'{text}'" if '"' in text or "\\" in text else f'"{text}"'
+    if re.search("[\ud800-\udfff]", text):
+        raise NotPossible(
+            f"YAML cannot contain {escape_controls(text)}: it is not UTF-8", hint="rename the file or the model"
+        )
     return f'"{"".join(map(_escape_yaml, text))}"'
 
 
