@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "mlx": (MAC, QWEN, "mlx"), "exllamav2": (RTX, QWEN, "exllamav2"),
 }  # fmt: skip
 # Each example writes a deployment. Shrinking a failure would take minutes and shows no more.
-a_third = settings(max_examples=settings().max_examples // 3, phases=[Phase.explicit, Phase.generate])
+a_fifth = settings(max_examples=settings().max_examples // 5, phases=[Phase.explicit, Phase.generate])
 SECRET = "the value of a secret"
 
 hostile = st.lists(
@@ -199,7 +199,7 @@ def test_script_runs_no_part_of_a_name(case: str) -> None:
     check_script(case, evil, evil.replace("/", ""))
 
 
-@a_third
+@a_fifth
 @given(case=st.sampled_from(sorted(CASES)), name=hostile, path=st.none() | hostile)
 def test_script_with_generated_names_runs_only_the_engine(case: str, name: str, path: str | None) -> None:
     check_script(case, name, path)
@@ -273,7 +273,7 @@ def check_container(container: dict[str, Any], target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@a_third
+@a_fifth
 @given(case=st.sampled_from(PLAIN_CASES), name=hostile, path=st.none() | hostile)
 @example(case="ollama", name="a\ntouch canary\n", path=None)
 @example(case="vllm", name="$(VLLM_API_KEY)${HF_TOKEN}", path="a:b$(HF_TOKEN)")
@@ -323,7 +323,7 @@ def build_hostile_platform(names: list[str]) -> Platform:
     return place_services(intent, found, [find_model(QWEN) for _ in intent.services])
 
 
-@a_third
+@a_fifth
 @given(st.lists(hostile.map(lambda text: f"{text}x".encode("utf-8", "replace").decode()), min_size=7, max_size=7))
 @example(["../../outside", "..", "a\n- b", "a: b", 'a"} or vector(1) #', "a/b\n", "$(HF_TOKEN)"])
 def test_hostile_platform_stays_in_its_files_and_scalars(names: list[str]) -> None:
