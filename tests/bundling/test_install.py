@@ -20,6 +20,9 @@ from bedplate.values.bundle import MANIFEST, BundledEngine, BundlePiece, BundleT
 
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
 PIECES = {"piece.000": b"a" * 1000, "piece.001": b"b" * 10}
+BUNDLE_ID = hashlib.sha256(
+    "".join(hashlib.sha256(content).hexdigest() for content in PIECES.values()).encode()
+).hexdigest()[:10]
 DECOMPRESSOR = b"not opened by checks"
 GPU = "NVIDIA H200, 580.95.05, 9.0"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bundles for a target are for Linux")
@@ -43,7 +46,7 @@ class Site:
 
     def needs(self, unpacked_bytes: int = 1000, **target: Any) -> None:
         engine = BundledEngine(
-            engine="vllm", name="vLLM", version="0.26.0", path="engines/vllm", place="engines/vllm/0.26.0-x",
+            engine="vllm", name="vLLM", version="0.26.0", path="engines/vllm", place=f"engines/vllm/0.26.0-{BUNDLE_ID}",
             torch="2.11.0", packages=(), environment={}, check="import vllm",
         )  # fmt: skip
         pieces = tuple(
@@ -56,7 +59,8 @@ class Site:
             "driver": "580", "capability": "9.0",
         }  # fmt: skip
         bundle = TargetBundle(
-            id="abc", bedplate="0.1.0", made_at="2026-11-17T12:00:00+00:00", target=BundleTarget(**(given | target)),
+            id=BUNDLE_ID, bedplate="0.1.0", made_at="2026-11-17T12:00:00+00:00",
+            target=BundleTarget(**(given | target)),
             engines=(engine,), unpacked_bytes=unpacked_bytes, pieces=pieces,
             decompressor=BundlePiece(
                 name="zstandard.zip", size_bytes=len(DECOMPRESSOR), sha256=hashlib.sha256(DECOMPRESSOR).hexdigest()

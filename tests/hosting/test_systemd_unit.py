@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.commands import invoke
 
-from bedplate.hosting.systemd import notify, quote_word, render_unit
+from bedplate.errors import UsageError
+from bedplate.hosting.systemd import notify, render_unit
+from bedplate.values.quoting import is_safe, quote_systemd
 
 
 def parse_fields(text: str) -> dict[str, list[str]]:
@@ -35,7 +37,12 @@ def parse_command(line: str) -> list[str]:
         char = line[at]
         if char == "\\":
             at += 1
-            word += {"n": "\n", "t": "\t", "\\": "\\", '"': '"'}[line[at]]
+            if line[at] == "x":
+                byte = int(line[at + 1 : at + 3], 16)
+                word += chr(byte if byte < 0x80 else 0xDC00 + byte)
+                at += 2
+            else:
+                word += {"\\": "\\", '"': '"'}[line[at]]
         elif quote and char == quote:
             quote = ""
         elif not quote and char == '"':
@@ -54,18 +61,34 @@ def parse_command(line: str) -> list[str]:
     return [*words, word] if word or begun else words
 
 
-@given(
-    st.lists(
-        st.text(
-            st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]) | st.sampled_from("\n\t \"%$\\'"), min_size=1
-        ),
-        min_size=1,
-    )
+odd_words = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0") | st.sampled_from("\n\r\t \"%$\\';\x1b\x85\u2028"), min_size=1
 )
+
+
+@given(st.lists(odd_words, min_size=1))
 def test_quoting_round_trips(words: list[str]) -> None:
-    words = [word for word in words if "\r" not in word]
-    line = " ".join(quote_word(word, command=True) for word in words)
-    assert "\n" not in line and parse_command(line) == words
+    line = " ".join(quote_systemd(word, command=True) for word in words)
+    assert all(map(is_safe, line)), "systemd ends a line at a carriage return too"
+    # Escapes are bytes of UTF-8.
+    assert [word.encode("utf-8", "surrogateescape").decode() for word in parse_command(line)] == words
+
+
+@given(what=odd_words, values=st.lists(odd_words, max_size=2), argument=odd_words)
+@example(what="a\\", values=["x\nExecStartPre=touch canary"], argument="\rExecStartPre=touch canary")
+def test_hostile_words_add_no_setting(what: str, values: list[str], argument: str) -> None:
+    environment = {f"V{number}": value for number, value in enumerate(values)}
+    plain = render_unit("chat", "a", ["/bin/a", "b"], "/home", dict.fromkeys(environment, "c"))
+    text = render_unit("chat", what, ["/bin/a", argument], "/home", environment)
+    lines = [line.partition("=")[0] for line in text.splitlines()]
+    assert lines == [line.partition("=")[0] for line in plain.splitlines()] and "\r" not in text
+    assert not [line for line in text.splitlines() if line.endswith("\\")]
+
+
+@pytest.mark.parametrize("folder", ["/home/a\nExecStartPre=/bin/x", "/home/a\rUser=root", "/home/a\\", "/home/a "])
+def test_folder_that_a_unit_cannot_name_is_refused(folder: str) -> None:
+    with pytest.raises(UsageError, match="cannot name the folder"):
+        render_unit("chat", "a model", ["/bin/a"], folder, {})
 
 
 def test_unit_settings() -> None:
@@ -104,9 +127,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("systemd-analyze is not installed here")
     path = tmp_path / "bedplate-chat.service"
-    path.write_text(
-        render_unit("chat", "a model", [sys.executable, "-m", "bedplate", "serve", "a b"], str(tmp_path), {})
-    )
+    words = [sys.executable, "-m", "bedplate", "serve", "a b", "\r\nUser=root\x1b[2J", ";", "%n $HOME", "\\"]
+    path.write_text(render_unit("chat", "a model\nUser=root\\", words, str(tmp_path), {"A": "\rUser=root"}))
     env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run([program, "--user", "verify", str(path)], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and path.name not in done.stderr, done.stderr

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.resources
+import json
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 
 from bedplate import _version
 from bedplate.bundling.device_code import clear_unused
+from bedplate.bundling.install import DECOMPRESSOR, find_manifest_problem
 from bedplate.bundling.texts import write_target_readme
 from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.engines import Engine, OverlayRecipe
@@ -47,7 +49,7 @@ from bedplate.values.bundle import (
 from bedplate.values.intent import ModelNamed
 from bedplate.values.units import format_size
 
-INSTALLER, DECOMPRESSOR = "install.py", "zstandard.zip"
+INSTALLER = "install.py"
 ZSTANDARD = "zstandard==0.25.0"
 # 201 MB of the FlashAttention 3 library of sglang-kernel 0.4.4, code for other GPUs cleared, on a busy machine: level 6
 # 60.3 MB in 26 s, level 9 57.9 MB in 33 s, level 12 56.1 MB in 83 s; xz -3 52.9 MB in 239 s.
@@ -164,13 +166,13 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
             if "model" not in request.without:
                 _add_model(contents, request.model, progress)
             target = replace_fields(target, glibc=wheels.find_least_glibc(contents.glibc, GLIBC))
-            bundle = _write(contents, target, request.piece_bytes, download, scratch / "bundle")
+            bundle, manifest_sha256 = _write(contents, target, request.piece_bytes, download, scratch / "bundle")
             (scratch / "bundle").rename(output)
     except OSError as error:
         hint = "free some disk space, or name another path with -o"
         raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
     total = sum(file.stat().st_size for file in output.iterdir())
-    return PackedForTarget(path=str(output), size_bytes=total, bundle=bundle)
+    return PackedForTarget(path=str(output), size_bytes=total, manifest_sha256=manifest_sha256, bundle=bundle)
 
 
 def _parse_engine_version(text: str) -> tuple[Engine, str | None]:
@@ -533,7 +535,8 @@ class _PieceWriter:
 
 def _write(
     contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: _PackageDownloader, folder: Path
-) -> TargetBundle:
+) -> tuple[TargetBundle, str]:
+    """Write everything; return the manifest and its hash."""
     files = list(contents.list_files())
     total = sum(file.stat().st_size for _, file in files)
     check_free_space(folder.parent, total, "the bundle")
@@ -573,10 +576,19 @@ def _write(
         decompressor=decompressor,
     )
     installer = importlib.resources.files("bedplate.bundling") / INSTALLER
-    (folder / INSTALLER).write_bytes(installer.read_bytes())
-    (folder / "README.txt").write_text(write_target_readme(bundle))
-    (folder / MANIFEST).write_text(to_json(bundle) + "\n")
-    return bundle
+    extra = {INSTALLER: installer.read_bytes(), "README.txt": write_target_readme(bundle).encode()}
+    for name, content in extra.items():
+        (folder / name).write_bytes(content)
+    listed = tuple(_describe_piece(name, content) for name, content in extra.items())
+    manifest = f"{to_json(replace_fields(bundle, files=listed))}\n".encode()
+    if problem := find_manifest_problem(json.loads(manifest)):
+        raise NotPossible(f"the bundle cannot be packed: {problem}", hint="rename the model's file")
+    (folder / MANIFEST).write_bytes(manifest)
+    return replace_fields(bundle, files=listed), hashlib.sha256(manifest).hexdigest()
+
+
+def _describe_piece(name: str, content: bytes) -> BundlePiece:
+    return BundlePiece(name=name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 class _CountingFile:
@@ -619,5 +631,4 @@ def _add_decompressor(download: _PackageDownloader, folder: Path) -> BundlePiece
     with zipfile.ZipFile(folder / DECOMPRESSOR, "x", zipfile.ZIP_DEFLATED) as archive:
         for file in [site / "zstandard" / "__init__.py", *sorted((site / "zstandard").glob("backend_c.*.so"))]:
             archive.write(file, file.relative_to(site).as_posix())
-    content = (folder / DECOMPRESSOR).read_bytes()
-    return BundlePiece(name=DECOMPRESSOR, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return _describe_piece(DECOMPRESSOR, (folder / DECOMPRESSOR).read_bytes())

@@ -1,6 +1,6 @@
 """Installs a bundle that `bedplate bundle --for` made. It needs only the Python that runs it.
 
-    python3 install.py [--home FOLDER] [--check] [--json]
+    python3 install.py [--home FOLDER] [--check] [--manifest-sha256 HASH] [--json]
 
 For an overlay, run it with the Python that has PyTorch. Everything that is missing on this machine is reported before
 anything is unpacked. Exit codes: 0 installed, 1 not possible on this machine, 2 usage error, 3 external failure.
@@ -44,6 +44,16 @@ INSTALLED = ".bedplate-bundle"
 CHUNK_BYTES = 1 << 20
 SLACK_BYTES = 200_000_000
 CHECK_LIMIT_S = 900
+HEADER_BYTES = 1 << 20
+"""The most that the archive may contain between two files: headers and padding."""
+DECOMPRESSOR_BYTES = 100_000_000
+DECOMPRESSOR = "zstandard.zip"
+TREES = ("engines", "bedplate", "model")
+"""The folders in the archive."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,199}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class InstallFailure(Exception):
@@ -61,12 +71,106 @@ class ProgressLines:
         self._last = 0.0
 
     def note(self, text: str) -> None:
-        print(" " + text, file=sys.stderr, flush=True)
+        print(" " + escape_controls(text), file=sys.stderr, flush=True)
         self._last = time.monotonic()
 
     def tell(self, label: str, done: int, total: int) -> None:
         if time.monotonic() - self._last >= 2:
             self.note(f"{label}: {100 * done // max(1, total)} %")
+
+
+# the manifest
+
+
+def find_manifest_problem(manifest: Any) -> str | None:
+    """Return why the manifest is not valid, or names a path outside of the bundle's own folders; `None`: it is fine."""
+    try:
+        check_manifest_fields(manifest)
+    except KeyError as error:
+        return f"{error.args[0]} is missing"
+    except (TypeError, AttributeError) as error:
+        return f"a value has the wrong type: {error}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_manifest_fields(manifest: Manifest) -> None:
+    for number, piece in enumerate(manifest["pieces"]):
+        check_piece(piece, [f"piece.{number:03}"])
+    check_piece(manifest["decompressor"], [DECOMPRESSOR])
+    for file in manifest.get("files") or []:
+        check_piece(file, ["install.py", "README.txt"])
+    digests = "".join(piece["sha256"] for piece in manifest["pieces"])
+    own = hashlib.sha256(digests.encode()).hexdigest()[:10]
+    require(manifest["id"] == own, "id", manifest["id"])
+    require(is_count(manifest["unpacked_bytes"]), "unpacked_bytes", manifest["unpacked_bytes"])
+    require(isinstance(manifest["target"], dict), "target", manifest["target"])
+    for name in ("system", "machine", "python"):
+        require(isinstance(manifest["target"][name], str), "target." + name, manifest["target"][name])
+    for name in ("glibc", "cuda", "driver", "capability"):
+        value = manifest["target"].get(name)
+        require(value is None or isinstance(value, str), "target." + name, value)
+    names = []
+    for engine in manifest["engines"]:
+        check_engine(engine, own)
+        names.append(engine["engine"])
+    require(len(set(names)) == len(names), "engines", names)
+    place = manifest.get("own_place")
+    require(place is None or is_place(place, ["bundles"], own), "own_place", place)
+    place = manifest.get("model_place")
+    require(place is None or is_model_place(place), "model_place", place)
+
+
+def check_piece(piece: Manifest, names: Iterable[str]) -> None:
+    require(piece["name"] in names, "name", piece["name"])
+    require(is_count(piece["size_bytes"]), "size_bytes", piece["size_bytes"])
+    require(is_match(SHA256, piece["sha256"]), "sha256", piece["sha256"])
+
+
+def check_engine(engine: Manifest, own: str) -> None:
+    for name in ("name", "version", "check"):
+        require(isinstance(engine[name], str), "engines." + name, engine[name])
+    require(is_match(NAME, engine["engine"]), "engines.engine", engine["engine"])
+    require(engine["path"] == "engines/" + engine["engine"], "engines.path", engine["path"])
+    require(is_place(engine["place"], ["engines", engine["engine"]], own), "engines.place", engine["place"])
+    torch = engine.get("torch")
+    require(torch is None or isinstance(torch, str), "engines.torch", torch)
+    for library in engine.get("libraries") or []:
+        require(is_match(NAME, library), "engines.libraries", library)
+    for variable, value in (engine.get("environment") or {}).items():
+        require(is_match(VARIABLE, variable), "engines.environment", variable)
+        require(isinstance(value, str) and "\0" not in value, "engines.environment", value)
+
+
+def require(holds: bool, field: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"its field {field} is not valid: {escape_controls(repr(value))[:200]}")
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_match(pattern: Any, value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def is_place(place: Any, above: list[str], own: str) -> bool:
+    """Whether a path below the home is a folder that belongs to this bundle: its name ends with the bundle's id."""
+    *folders, last = place.split("/")
+    return folders == above and is_match(NAME, last) and last.endswith("-" + own)
+
+
+def is_model_place(place: Any) -> bool:
+    parts = place.split("/")
+    wanted = {"builtin": (3,), "bundled": (3, 4)}.get(parts[1] if parts[0] == "models" and len(parts) > 1 else "", ())
+    return len(parts) in wanted and all(is_plain_name(part) for part in parts[2:])
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether the text is the name of one visible file in its folder."""
+    return 0 < len(name) < 200 and name[0] not in ".-" and "\\" not in name and escape_controls(name) == name
 
 
 # checks
@@ -75,6 +179,7 @@ class ProgressLines:
 def check_pieces(folder: Path, manifest: Manifest, progress: ProgressLines) -> list[str]:
     """Check size and sha256 of the pieces; return the problems."""
     pieces = [*manifest["pieces"], manifest["decompressor"]]
+    pieces += [file for file in manifest.get("files") or [] if (folder / file["name"]).exists()]
     total, done = sum(piece["size_bytes"] for piece in pieces), 0
     problems: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -211,11 +316,41 @@ class JoinedPieces(io.RawIOBase):
             self._file.close()
             self._file = None
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
 
-def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
+
+class LimitedReader:
+    """A stream that fails when the archive has more data than it declares, so that it cannot fill memory or disk."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader, self._left = reader, 0
+
+    def allow(self, count: int) -> None:
+        self._left = count + HEADER_BYTES
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._reader.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError("it has more data than it declares")
+        return data
+
+
+def load_decompressor(folder: Path, scratch: Path) -> Any:
     """Load zstandard for this Python from the bundle."""
-    with zipfile.ZipFile(str(folder / manifest["decompressor"]["name"])) as archive:
-        archive.extractall(str(scratch))  # noqa: S202
+    with zipfile.ZipFile(str(folder / DECOMPRESSOR)) as archive:
+        files = archive.infolist()
+        if sum(file.file_size for file in files) > DECOMPRESSOR_BYTES:
+            raise InstallFailure(3, f"{DECOMPRESSOR} is too large", "check where the bundle is from")
+        for file in files:
+            package, _, name = file.filename.partition("/")
+            if package != "zstandard" or not is_match(NAME, name.lstrip("_")):
+                raise InstallFailure(3, f"{DECOMPRESSOR} has another file: {file.filename}", "check its origin")
+            (scratch / package).mkdir(parents=True, exist_ok=True)
+            (scratch / package / name).write_bytes(archive.read(file))
     sys.path.insert(0, str(scratch))
     try:
         return importlib.import_module("zstandard")
@@ -225,17 +360,55 @@ def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
 
 def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: ProgressLines) -> None:
     total = sum(piece["size_bytes"] for piece in manifest["pieces"])
-    zstandard = load_decompressor(folder, manifest, scratch)
+    zstandard = load_decompressor(folder, scratch)
     paths = [folder / piece["name"] for piece in manifest["pieces"]]
-    joined = JoinedPieces(paths, lambda done: progress.tell("unpacking", done, total))
     try:
-        reader = zstandard.ZstdDecompressor(max_window_size=1 << 30).stream_reader(joined)
-        with tarfile.open(fileobj=reader, mode="r|") as archive:
-            if hasattr(tarfile, "data_filter"):
-                archive.extraction_filter = tarfile.data_filter
-            archive.extractall(str(into))  # noqa: S202
-    except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+        with JoinedPieces(paths, lambda done: progress.tell("unpacking", done, total)) as joined:
+            stream = LimitedReader(zstandard.ZstdDecompressor(max_window_size=1 << 30).stream_reader(joined))
+            stream.allow(0)
+            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+                extract(archive, stream, into, manifest["unpacked_bytes"])
+    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError, RecursionError, MemoryError) as error:
         raise InstallFailure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
+
+
+def extract(archive: tarfile.TarFile, stream: LimitedReader, into: Path, most_bytes: int) -> None:
+    """Write the files of the archive below `into`, an empty folder. Archives contain plain files and nothing else.
+
+    No member becomes a link, so that a path cannot lead out of the folder, and none replaces another.
+    """
+    left = most_bytes
+    while True:
+        stream.allow(0)
+        member = archive.next()
+        if member is None:
+            return
+        parts = member.name.split("/")
+        if not member.isreg() or member.issparse():
+            raise ValueError(f"{member.name} is not a plain file")
+        if parts[0] not in TREES or len(parts) < 2 or not all(is_file_name(part) for part in parts):
+            raise ValueError(f"the path {member.name} leads out of its folders")
+        left -= member.size
+        if member.size < 0 or left < 0:
+            raise ValueError(f"its files are larger than the {most_bytes} bytes that the manifest declares")
+        stream.allow(member.size)
+        goal = into.joinpath(*parts)
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        source = archive.extractfile(member)
+        written = 0
+        with goal.open("xb") as out:
+            while source is not None:
+                chunk = source.read(CHUNK_BYTES)
+                if not chunk:
+                    break
+                written += out.write(chunk)
+        if written != member.size:
+            raise EOFError(f"{member.name} is truncated")
+        goal.chmod(0o755 if member.mode & 0o111 else 0o644)
+
+
+def is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "\\" not in name and escape_controls(name) == name
 
 
 def make_environment(tree: Path, place: Path, engine: Manifest | None = None) -> None:
@@ -260,8 +433,8 @@ def make_environment(tree: Path, place: Path, engine: Manifest | None = None) ->
 def write_programs(site: Path, folder: Path, python: Path) -> None:
     """Write the console scripts of the packages. They need the guard: an engine may re-run its script in a child."""
     first = f"#!{python}\n"
-    if len(first) > 120 or " " in first:
-        first = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
+    if len(first) > 120 or shlex.quote(str(python)) != str(python):
+        first = f"#!/bin/sh\n'''exec' {shlex.quote(str(python))} \"$0\" \"$@\"\n' '''\n"
     for file in sorted(site.glob("*.dist-info/entry_points.txt")):
         points = configparser.ConfigParser(delimiters=("=",), interpolation=None)
         points.optionxform = str  # type: ignore[assignment, method-assign]
@@ -269,7 +442,9 @@ def write_programs(site: Path, folder: Path, python: Path) -> None:
         for name, point in points.items("console_scripts") if points.has_section("console_scripts") else ():
             module, _, function = point.partition("[")[0].strip().partition(":")
             program = folder / name
-            if program.exists() or not function or "/" in name:
+            if not is_match(NAME, name) or not is_match(DOTTED, module) or not is_match(DOTTED, function):
+                continue
+            if program.exists() or program.is_symlink():
                 continue
             program.write_text(
                 "{}import sys\nfrom {} import {}\nif __name__ == '__main__':\n    sys.exit({}())\n".format(
@@ -285,7 +460,8 @@ def move_model(source: Path, place: Path) -> None:
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         goal = folder / file.relative_to(source)
         goal.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(goal)
+        if folder.name != "builtin" or not goal.exists():
+            file.replace(goal)
 
 
 def list_places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
@@ -300,9 +476,28 @@ def list_places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifes
 
 def is_installed(manifest: Manifest, home: Path) -> bool:
     model = manifest.get("model_place")
-    return all((place / INSTALLED).is_file() for _, place, _ in list_places(manifest, home)) and (
+    return all(read_marker(place) == manifest["id"] for _, place, _ in list_places(manifest, home)) and (
         model is None or (home / model).exists()
     )
+
+
+def read_marker(place: Path) -> str | None:
+    """Return the id of the bundle that a folder was installed from."""
+    try:
+        return (place / INSTALLED).read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def remove_old(place: Path, holder: Path) -> None:
+    """Remove an earlier installation; nothing else is ever removed."""
+    if not place.exists() and not place.is_symlink():
+        return
+    if place.is_symlink() or read_marker(place) is None:
+        hint = "move it away, or name another folder with --home"
+        raise InstallFailure(3, f"{place} exists, and no bundle installed it", hint)
+    # Renamed first: an interrupted removal must not leave a folder without its marker.
+    place.rename(Path(tempfile.mkdtemp(dir=str(holder))) / "old")
 
 
 def install(folder: Path, manifest: Manifest, home: Path, progress: ProgressLines) -> None:
@@ -320,7 +515,7 @@ def install(folder: Path, manifest: Manifest, home: Path, progress: ProgressLine
                 tree = staging / path
                 make_environment(tree, place, engine)
                 (tree / INSTALLED).write_text(manifest["id"] + "\n")
-                shutil.rmtree(str(place), ignore_errors=True)
+                remove_old(place, Path(holder))
                 place.parent.mkdir(parents=True, exist_ok=True)
                 tree.rename(place)
                 compile_bytecode(place, progress)
@@ -443,16 +638,42 @@ def get_default_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bedplate"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def escape_controls(text: str) -> str:
+    """Replace characters that control a terminal by their escapes."""
+    return "".join(letter if letter.isprintable() or letter == "\u00a0" else ascii(letter)[1:-1] for letter in text)
+
+
+def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
     try:
-        manifest: Manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        raw = (folder / MANIFEST).read_bytes()
+        found = hashlib.sha256(raw).hexdigest()
+        if sha256 is not None and found != sha256.lower():
+            problem = f"the hash of {folder / MANIFEST} is {found}, not the one that --manifest-sha256 names"
+            raise InstallFailure(3, problem, "copy the bundle again from where it was made")
+        manifest: Manifest = json.loads(raw.decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise InstallFailure(
             3, f"cannot read {folder / MANIFEST}: {error}", "copy it to the folder of install.py again"
         ) from error
-    if manifest.get("schema") != "target-bundle/1":
-        raise InstallFailure(3, "{} has an unknown schema: {}".format(folder / MANIFEST, manifest.get("schema")))
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != "target-bundle/1":
+        raise InstallFailure(3, f"{folder / MANIFEST} has an unknown schema: {schema}")
+    problem_found = find_manifest_problem(manifest)
+    if problem_found is not None:
+        raise InstallFailure(3, f"{folder / MANIFEST} is not safe: {problem_found}", "check where the bundle is from")
     return manifest
+
+
+def parse_sha256(text: str) -> str:
+    if not is_match(SHA256, text.lower()):
+        raise argparse.ArgumentTypeError("it is not a SHA-256 hash, 64 hexadecimal digits")
+    return text.lower()
+
+
+def check_home(home: Path) -> None:
+    """Refuse a path that the scripts in an environment cannot contain."""
+    if any(letter in "'\\" or not letter.isprintable() for letter in str(home)):
+        raise InstallFailure(2, f"{home} has a quote, a backslash or a control character", "choose another --home")
 
 
 def check(folder: Path, manifest: Manifest, home: Path, progress: ProgressLines) -> None:
@@ -484,6 +705,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Installs a bundle of bedplate on this machine, without a network.")
     parser.add_argument("--home", type=Path, help="where to install; default: BEDPLATE_HOME, or ~/.cache/bedplate")
     parser.add_argument("--check", action="store_true", help="check the pieces and this machine; unpack nothing")
+    parser.add_argument("--manifest-sha256", metavar="HASH", type=parse_sha256, help="the manifest must have this hash")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     folder = Path(__file__).resolve().parent
@@ -492,7 +714,8 @@ def main(arguments: list[str] | None = None) -> int:
     result: dict[str, Any] = {"schema": "installed-bundle/1", "home": str(home), "installed": False, "problems": []}
     code = 0
     try:
-        manifest = read_manifest(folder)
+        check_home(home)
+        manifest = read_manifest(folder, options.manifest_sha256)
         result["id"] = manifest["id"]
         check(folder, manifest, home, progress)
         result["commands"] = list_serve_commands(manifest, home)
@@ -509,11 +732,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         code = error.code
         result.update(error=error.message, hint=error.hint, problems=error.problems)
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {escape_controls(error.message)}", file=sys.stderr)
         for problem in error.problems:
-            print(f"  - {problem}", file=sys.stderr)
+            print(f"  - {escape_controls(problem)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            print(f"hint: {escape_controls(error.hint)}", file=sys.stderr)
     if options.json:
         print(json.dumps(result))
     elif code == 0 and options.check:
@@ -521,7 +744,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif code == 0:
         print(f"Installed to {home}. Next:")
         for command in result["commands"]:
-            print(f"  {command}")
+            print("  " + escape_controls(command))
     return code
 
 

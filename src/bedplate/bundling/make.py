@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from bedplate import _version
+from bedplate.bundling.confinement import find_manifest_problem
 from bedplate.bundling.texts import write_readme, write_serve_script
 from bedplate.decide import decide
 from bedplate.decide import plan as plan_decision
@@ -41,13 +42,12 @@ from bedplate.run.prepare import get_prepared_dir
 from bedplate.run.ready import decide_engines, prepare_model
 from bedplate.run.uv import find_engine_python, run_uv
 from bedplate.values import Decision, Hardware, Model, Plan, replace_fields, to_json
-from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, PackedBundle, SiteRequirements
+from bedplate.values.bundle import MANIFEST, SUMS, TOP, Bundle, BundledFile, PackedBundle, SiteRequirements
 from bedplate.values.intent import Intent
 from bedplate.values.service import ModelOrder
 from bedplate.values.units import format_size
 
 CHUNK_BYTES = 1 << 20
-SUMS = "SHA256SUMS"
 ENGINE_PINS, OWN_PINS = "engine-requirements.txt", "bedplate-requirements.txt"
 SLACK_BYTES = 4_000_000
 """Small files and the padding of the archive."""
@@ -374,13 +374,14 @@ def _write_bundle(load: BundleContents, output: Path, progress: Progress) -> Pac
         ) as holder:
             staging = Path(holder) / "bundle"
             with progress.step("packing", total) as tell, _open_sink(output, staging) as sink:
-                bundle = _fill_bundle(load, _BundleWriter(sink, tell, progress.note), Path(holder))
+                bundle, manifest_sha256 = _fill_bundle(load, _BundleWriter(sink, tell, progress.note), Path(holder))
             staging.chmod(0o644 if staging.is_file() else 0o755)
             staging.rename(output)
     except OSError as error:
         hint = "free some disk space, or name another path with -o"
         raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
-    return PackedBundle(path=str(output), size_bytes=_measure_bytes(output), bundle=bundle)
+    size = _measure_bytes(output)
+    return PackedBundle(path=str(output), size_bytes=size, manifest_sha256=manifest_sha256, bundle=bundle)
 
 
 @contextmanager
@@ -393,7 +394,8 @@ def _open_sink(output: Path, staging: Path) -> Iterator[_Sink]:
         yield _FolderSink(staging)
 
 
-def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> Bundle:
+def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> tuple[Bundle, str]:
+    """Write everything; return the manifest and its hash."""
     packed = {wheels.format_pin(one): _pack_package(one, writer, scratch) for one in load.distributions}
     for path, file in load.model_files:
         writer.add_file(path, file)
@@ -436,12 +438,19 @@ def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> 
             "serve", write_serve_script(bundle, OWN_PINS, hashlib.sha256(own_pins.encode()).hexdigest()[:10], uv)
         )
     bundle = replace_fields(bundle, files=tuple(writer.files))
+    if problem := find_manifest_problem(bundle):
+        raise NotPossible(f"the bundle cannot be packed: {problem}", hint="rename this file")
     manifest = to_json(bundle) + "\n"
-    sums = [f"{one.sha256}  {one.path}\n" for one in bundle.files if one.link is None]
-    sums.append(f"{hashlib.sha256(manifest.encode()).hexdigest()}  {MANIFEST}\n")
-    writer.add_text(SUMS, "".join(sums), listed=False)
+    manifest_sha256 = hashlib.sha256(manifest.encode()).hexdigest()
+    writer.add_text(SUMS, write_sums(bundle, manifest_sha256), listed=False)
     writer.add_text(MANIFEST, manifest, listed=False)
-    return bundle
+    return bundle, manifest_sha256
+
+
+def write_sums(bundle: Bundle, manifest_sha256: str) -> str:
+    """Write the list that `sha256sum --check` reads: every file, and the manifest."""
+    sums = [f"{one.sha256}  {one.path}\n" for one in bundle.files if one.link is None]
+    return "".join([*sums, f"{manifest_sha256}  {MANIFEST}\n"])
 
 
 def _pack_package(one: importlib.metadata.Distribution, writer: _BundleWriter, scratch: Path) -> BundledFile:

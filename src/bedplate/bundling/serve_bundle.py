@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import sysconfig
 import tarfile
@@ -16,7 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bedplate.bundling.make import ENGINE_PINS, get_recipe_packages
+from bedplate.bundling.confinement import (
+    MALFORMED,
+    PREPARED,
+    ManifestTree,
+    check_pins,
+    find_file_problem,
+    find_manifest_problem,
+    list_members,
+    list_unlisted,
+    make_unsafe_bundle,
+)
+from bedplate.bundling.install import find_manifest_problem as find_target_problem
+from bedplate.bundling.make import ENGINE_PINS, get_recipe_packages, write_sums
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.home import check_free_space, ensure_writable, get_home, hold_lock, make_disk_failure
@@ -28,7 +42,7 @@ from bedplate.run.uv import WheelFolder, install_only_from
 from bedplate.run.wheels import parse_glibc_version
 from bedplate.store import compute_fingerprint
 from bedplate.values import Hardware, Model, Plan, from_json, replace_fields
-from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, TargetBundle
+from bedplate.values.bundle import MANIFEST, SUMS, Bundle, BundledFile, TargetBundle
 from bedplate.values.service import Order
 from bedplate.values.units import format_size
 
@@ -108,18 +122,50 @@ def _describe_hardware(hardware: Hardware) -> str:
 # opening
 
 
-def read_bundle(path: Path) -> Bundle:
-    """Read only the manifest of a folder or an archive."""
-    path = path.expanduser()
+@dataclass(frozen=True)
+class _Manifest:
+    """A manifest that names nothing outside of its bundle."""
+
+    bundle: Bundle
+    raw: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.raw).hexdigest()
+
+
+def read_bundle(path: Path, sha256: str | None = None) -> Bundle:
+    """Read only the manifest of a folder or an archive; with `sha256`, only a manifest with this hash."""
+    return _read_manifest(path.expanduser(), sha256).bundle
+
+
+def _read_manifest(path: Path, sha256: str | None) -> _Manifest:
+    raw = _read_raw_manifest(path, sha256)
+    if _is_for_target(raw):
+        raise NotPossible(
+            f"{path} must be installed before it can be served",
+            hint=f"run python3 {path / 'install.py'}, which prints the serve command",
+        )
+    bundle = from_json(Bundle, raw, f"{path / MANIFEST if path.is_dir() else path}")
+    if problem := find_manifest_problem(bundle):
+        raise make_unsafe_bundle(path, problem)
+    return _Manifest(bundle, raw)
+
+
+def _read_raw_manifest(path: Path, sha256: str | None) -> bytes:
+    expected = _parse_sha256(sha256) if sha256 is not None else None
     if not path.exists():
         raise UsageError(f"there is no bundle {path}", hint="bedplate bundle creates one")
     try:
         if path.is_dir():
-            raw = (path / MANIFEST).read_bytes()
+            if not stat.S_ISREG((path / MANIFEST).lstat().st_mode):
+                raise FileNotFoundError(MANIFEST)
+            with (path / MANIFEST).open("rb") as file:
+                raw = file.read(MOST_MANIFEST_BYTES)
         else:
-            with tarfile.open(path, "r:") as archive:
-                raw = _open_member(archive, MANIFEST).read(MOST_MANIFEST_BYTES)
-    except (KeyError, FileNotFoundError, tarfile.TarError, EOFError) as error:
+            with _Archive(path) as archive:
+                raw = archive.read_manifest()
+    except (FileNotFoundError, *MALFORMED) as error:
         raise ExternalFailure(
             f"{path} is not a bedplate bundle, or it is incomplete: {MANIFEST}, which is written last, is missing",
             cause=str(error) if isinstance(error, tarfile.TarError) else None,
@@ -127,41 +173,95 @@ def read_bundle(path: Path) -> Bundle:
         ) from error
     except OSError as error:
         raise ExternalFailure(f"cannot read {path}", cause=error.strerror or str(error)) from error
-    if _is_for_target(raw):
-        raise NotPossible(
-            f"{path} must be installed before it can be served",
-            hint=f"run python3 {path / 'install.py'}, which prints the serve command",
-        )
-    bundle = from_json(Bundle, raw, f"{path / MANIFEST if path.is_dir() else path}")
-    if bad := next((file for file in bundle.files if not file.is_inside), None):
+    if expected not in (None, found := hashlib.sha256(raw).hexdigest()):
         raise ExternalFailure(
-            f"{path} is not safe to open: the path {bad.path} leads out of it", hint="check where the bundle is from"
+            f"{path} is not the bundle that --manifest-sha256 names",
+            cause=f"the hash of its {MANIFEST} is {found}",
+            hint="copy it again from where it was made; bedplate bundle printed the hash there",
         )
-    return bundle
+    return raw
+
+
+def _parse_sha256(text: str) -> str:
+    if re.fullmatch(r"[0-9a-fA-F]{64}", text) is None:
+        raise UsageError(
+            f"--manifest-sha256: {text!r} is not a SHA-256 hash", hint="64 hexadecimal digits, as bundle printed them"
+        )
+    return text.lower()
 
 
 def _is_for_target(raw: bytes) -> bool:
     return re.match(rb'\s*\{\s*"schema"\s*:\s*"target-bundle/', raw) is not None
 
 
-def _open_member(archive: tarfile.TarFile, path: str) -> BinaryIO:
-    found = archive.extractfile(f"{TOP}/{path}")
-    if found is None:
-        raise KeyError(path)
-    return found  # type: ignore[return-value]
+class _Archive:
+    """A tar archive that contains only plain files and links of one bundle, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._tar = tarfile.open(path, "r:")  # noqa: SIM115 - closed by the context
+        try:
+            self.members = list_members(self._tar, path)
+        except BaseException:
+            self._tar.close()
+            raise
+
+    def __enter__(self) -> _Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tar.close()
+
+    def read_manifest(self) -> bytes:
+        with self.open_file(MANIFEST) as source:
+            return source.read(MOST_MANIFEST_BYTES)
+
+    def open_file(self, path: str) -> BinaryIO:
+        member = self.members[path]
+        found = self._tar.extractfile(member) if member.isreg() else None
+        if found is None:
+            raise KeyError(path)
+        return found  # type: ignore[return-value]
+
+    def find_damage(self, file: BundledFile) -> str | None:
+        """Compare a member with its manifest entry."""
+        member = self.members.get(file.path)
+        if member is None:
+            return "is missing"
+        if file.link is not None:
+            return None if member.issym() and member.linkname == file.link else "is not the link that was packed"
+        if not member.isreg():
+            return "is not a regular file"
+        if member.size != file.size_bytes:
+            return f"has {member.size:,} bytes instead of {file.size_bytes:,}"
+        digest = hashlib.sha256()
+        try:
+            with self.open_file(file.path) as source:
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+        except (*MALFORMED, OSError):
+            return "is truncated"
+        return None if digest.hexdigest() == file.sha256 else "has a different sha256"
 
 
 @contextlib.contextmanager
-def open_bundle(path: Path, progress: Progress | None = None) -> Iterator[OpenBundle]:
-    """Check and open a bundle. Inside the context, packages are installed only from it, without network."""
+def open_bundle(path: Path, progress: Progress | None = None, sha256: str | None = None) -> Iterator[OpenBundle]:
+    """Check and open a bundle. Inside the context, packages are installed only from it, without network.
+
+    With `sha256`, the manifest must have this hash, and every file is read again.
+    """
     progress = progress or SilentProgress()
     path = path.expanduser().absolute()
-    bundle = read_bundle(path)
+    manifest = _read_manifest(path, sha256)
+    bundle = manifest.bundle
     check_site(bundle)
-    root = path if path.is_dir() else _unpack_archive(path, bundle, progress)
-    check_files(bundle, root, progress)
+    root = path if path.is_dir() else _unpack_archive(path, manifest, progress)
+    check_files(manifest, root, progress, reread=sha256 is not None)
     try:
+        if (root / ENGINE_PINS).is_file():
+            check_pins((root / ENGINE_PINS).read_text(encoding="utf-8"), path)
         _link_prepared(bundle, root)
+    except UnicodeDecodeError as error:
+        raise make_unsafe_bundle(path, f"{ENGINE_PINS} is not text") from error
     except OSError as error:
         raise make_disk_failure(error, get_prepared_dir()) from error
     with install_only_from(WheelFolder(root / "wheels", {bundle.plan.engine: root / ENGINE_PINS})):
@@ -195,13 +295,18 @@ def check_site(bundle: Bundle) -> None:
         )
 
 
-def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) -> None:
-    """Compare each file with the manifest. A file that passed is hashed again only if its size or time changes."""
-    wrong: list[str] = []
+def check_files(manifest: _Manifest, root: Path, progress: Progress | None = None, *, reread: bool = False) -> None:
+    """Compare every file below `root` with the manifest, and refuse files that it does not list.
+
+    A file that passed is hashed again only if its size or time changes, or with `reread`.
+    """
+    bundle = manifest.bundle
+    wrong = [f"{path} is not in the manifest" for path in list_unlisted(bundle, root)]
+    wrong += _find_sums_problem(manifest, root)
     done = 0
     with (progress or SilentProgress()).step("checking the bundle", bundle.size_bytes) as tell:
         for file in bundle.files:
-            if (why := _find_damage(file, root / file.path)) is not None:
+            if (why := _find_damage(file, root, reread=reread)) is not None:
                 wrong.append(f"{file.path} {why}")
             done += file.size_bytes
             tell(done)
@@ -210,6 +315,17 @@ def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) ->
         len(bundle.files),
         f"copy it to {root} again; sha256sum --check SHA256SUMS lists the damaged files",
     )
+
+
+def _find_sums_problem(manifest: _Manifest, root: Path) -> list[str]:
+    """Compare SHA256SUMS, which no entry lists because it contains the manifest's own hash."""
+    path = root / SUMS
+    if not path.is_symlink() and not path.exists():
+        return []
+    expected = write_sums(manifest.bundle, manifest.sha256).encode()
+    listed = BundledFile(path=SUMS, size_bytes=len(expected), sha256=hashlib.sha256(expected).hexdigest())
+    why = _find_damage(listed, root, reread=True)
+    return [f"{SUMS} {why}"] if why is not None else []
 
 
 def _refuse_damaged(wrong: list[str], count: int, hint: str) -> None:
@@ -222,81 +338,76 @@ def _refuse_damaged(wrong: list[str], count: int, hint: str) -> None:
         )
 
 
-def _find_damage(file: BundledFile, path: Path) -> str | None:
+def _find_damage(file: BundledFile, root: Path, *, reread: bool) -> str | None:
     """Compare a file with its manifest entry; return what is wrong with it."""
-    if file.link is not None:
-        return None if path.is_symlink() and str(path.readlink()) == file.link else "is not the link that was packed"
-    if not path.is_file():
-        return "is missing"
-    if (found := path.stat().st_size) != file.size_bytes:
-        return f"has {found:,} bytes instead of {file.size_bytes:,}"
-    return None if hash_file(path) == file.sha256 else "has a different sha256"
-
-
-def _find_damage_in_archive(archive: tarfile.TarFile, file: BundledFile) -> str | None:
-    """Compare a file inside the archive with its manifest entry."""
+    if (why := find_file_problem(file, root)) is not None or file.link is not None:
+        return why
+    if not reread:
+        return None if hash_file(root / file.path) == file.sha256 else "has a different sha256"
     try:
-        member = archive.getmember(f"{TOP}/{file.path}")
-        if file.link is not None:
-            return None if member.linkname == file.link else "is not the link that was packed"
-        digest = hashlib.sha256()
-        with _open_member(archive, file.path) as source:
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-    except (KeyError, tarfile.TarError, EOFError, OSError):
-        return "is missing or truncated"
-    return None if digest.hexdigest() == file.sha256 else "has a different sha256"
+        with (root / file.path).open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if found == file.sha256 else "has a different sha256"
 
 
-def _unpack_archive(path: Path, bundle: Bundle, progress: Progress) -> Path:
+def _unpack_archive(path: Path, manifest: _Manifest, progress: Progress) -> Path:
     """Unpack an archive into bedplate's home. The manifest is written last and marks a complete folder."""
-    with tarfile.open(path, "r:") as archive:
-        raw = _open_member(archive, MANIFEST).read()
-        root = get_home() / "bundles" / hashlib.sha256(raw).hexdigest()[:16]
-        ensure_writable(root.parent)
-        with hold_lock(root, f"unpacking {path.name}", progress.note):
-            if (root / MANIFEST).is_file():
-                return root
-            shutil.rmtree(root, ignore_errors=True)
-            check_free_space(root.parent, bundle.size_bytes, f"the contents of {path.name}")
-            progress.note(f"unpacking {path} ({format_size(bundle.size_bytes)}) to {root}")
-            try:
+    bundle = manifest.bundle
+    root = get_home() / "bundles" / manifest.sha256[:16]
+    ensure_writable(root.parent)
+    with hold_lock(root, f"unpacking {path.name}", progress.note):
+        if (root / MANIFEST).is_file():
+            return root
+        shutil.rmtree(root, ignore_errors=True)
+        check_free_space(root.parent, bundle.size_bytes, f"the contents of {path.name}")
+        progress.note(f"unpacking {path} ({format_size(bundle.size_bytes)}) to {root}")
+        try:
+            with _Archive(path) as archive:
+                if archive.read_manifest() != manifest.raw:
+                    raise tarfile.ReadError("it changed while it was read")
                 _unpack_files(archive, bundle, root, progress)
-                check_files(bundle, root)
-                (root / MANIFEST).write_bytes(raw)
-            except (KeyError, tarfile.TarError, EOFError) as error:
-                shutil.rmtree(root, ignore_errors=True)
-                raise ExternalFailure(f"{path} is damaged", cause=str(error), hint="copy it again") from error
-            except ExternalFailure as error:
-                shutil.rmtree(root, ignore_errors=True)
-                raise ExternalFailure(error.message, cause=error.cause, hint=f"copy {path} again") from error
-            except OSError as error:
-                raise make_disk_failure(error, root) from error
+            check_files(manifest, root)
+            (root / MANIFEST).write_bytes(manifest.raw)
+        except MALFORMED as error:
+            shutil.rmtree(root, ignore_errors=True)
+            raise ExternalFailure(f"{path} is damaged", cause=str(error), hint="copy it again") from error
+        except ExternalFailure as error:
+            shutil.rmtree(root, ignore_errors=True)
+            raise ExternalFailure(error.message, cause=error.cause, hint=f"copy {path} again") from error
+        except OSError as error:
+            raise make_disk_failure(error, root) from error
     return root
 
 
-def _unpack_files(archive: tarfile.TarFile, bundle: Bundle, root: Path, progress: Progress) -> None:
-    """Unpack only files in the manifest: an archive may contain anything."""
+def _unpack_files(archive: _Archive, bundle: Bundle, root: Path, progress: Progress) -> None:
+    """Unpack exactly the files of the manifest, with the sizes that it declares."""
     done = 0
+    root.mkdir()
     with progress.step("unpacking", bundle.size_bytes) as tell:
         for file in bundle.files:
             target = root / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
+            member = archive.members[file.path]
             if file.link is not None:
                 target.symlink_to(file.link)
                 continue
-            with _open_member(archive, file.path) as source, target.open("xb") as out:
+            if member.size != file.size_bytes:
+                raise tarfile.ReadError(f"{file.path} has {member.size:,} bytes instead of {file.size_bytes:,}")
+            with archive.open_file(file.path) as source, target.open("xb") as out:
                 while chunk := source.read(CHUNK_BYTES):
                     out.write(chunk)
                     done += len(chunk)
                     tell(done)
-            target.chmod(0o755 if archive.getmember(f"{TOP}/{file.path}").mode & 0o111 else 0o644)
+            target.chmod(0o755 if member.mode & 0o111 else 0o644)
 
 
 def _link_prepared(bundle: Bundle, root: Path) -> None:
     """Link converted weights to where `prepare` looks for them: the bundle may be on a read-only disk."""
+    tree = ManifestTree(bundle)
     for name in bundle.prepared:
-        source, folder = root / "prepared" / name, get_prepared_dir() / name
+        source, folder = root / PREPARED / name, get_prepared_dir() / name
         ensure_writable(get_prepared_dir())
         with hold_lock(folder, "linking converted weights"):
             if (folder / PREPARED_MANIFEST).is_file() and all(one.exists() for one in folder.iterdir()):
@@ -306,48 +417,62 @@ def _link_prepared(bundle: Bundle, root: Path) -> None:
             for one in source.iterdir():
                 if one.name == PREPARED_MANIFEST:
                     continue
-                (folder / one.name).symlink_to(one.readlink() if one.is_symlink() else one)
+                inside = tree.resolve_link(f"{PREPARED}/{name}/{one.name}") if one.is_symlink() else None
+                (folder / one.name).symlink_to(Path("..", *Path(inside).parts[1:]) if inside is not None else one)
             shutil.copyfile(source / PREPARED_MANIFEST, folder / PREPARED_MANIFEST)
 
 
-def check_bundle(path: Path, progress: Progress | None = None) -> Bundle | TargetBundle:
-    """Compare every file of a bundle with its manifest, and return the manifest."""
+def check_bundle(path: Path, progress: Progress | None = None, sha256: str | None = None) -> Bundle | TargetBundle:
+    """Read every file of a bundle, compare it with the manifest, and return the manifest.
+
+    Files that the manifest does not list are refused. With `sha256`, the manifest must have this hash.
+    """
     path = path.expanduser().absolute()
-    if (path / MANIFEST).is_file() and _is_for_target(raw := (path / MANIFEST).read_bytes()):
-        return _check_pieces(path, from_json(TargetBundle, raw, str(path / MANIFEST)), progress)
-    bundle = read_bundle(path)
+    progress = progress or SilentProgress()
+    if (path / MANIFEST).is_file() and _is_for_target(raw := _read_raw_manifest(path, sha256)):
+        return _check_pieces(path, raw, progress)
+    manifest = _read_manifest(path, sha256)
     if path.is_dir():
-        check_files(bundle, path, progress)
-        return bundle
-    wrong: list[str] = []
+        check_files(manifest, path, progress, reread=True)
+        return manifest.bundle
+    _check_archive(path, manifest, progress)
+    return manifest.bundle
+
+
+def _check_archive(path: Path, manifest: _Manifest, progress: Progress) -> None:
+    bundle = manifest.bundle
     done = 0
-    with (
-        tarfile.open(path, "r:") as archive,
-        (progress or SilentProgress()).step("checking", bundle.size_bytes) as tell,
-    ):
-        for file in bundle.files:
-            if (why := _find_damage_in_archive(archive, file)) is not None:
-                wrong.append(f"{file.path} {why}")
-            done += file.size_bytes
-            tell(done)
+    try:
+        with _Archive(path) as archive, progress.step("checking", bundle.size_bytes) as tell:
+            listed = {file.path for file in bundle.files} | {MANIFEST, SUMS}
+            wrong = [f"{one} is not in the manifest" for one in archive.members if one not in listed]
+            sums = write_sums(bundle, manifest.sha256).encode()
+            if SUMS in archive.members and archive.open_file(SUMS).read(len(sums) + 1) != sums:
+                wrong.append(f"{SUMS} does not match the manifest")
+            for file in bundle.files:
+                if (why := archive.find_damage(file)) is not None:
+                    wrong.append(f"{file.path} {why}")
+                done += file.size_bytes
+                tell(done)
+    except (*MALFORMED, OSError) as error:
+        raise ExternalFailure(f"{path} is damaged", cause=str(error), hint="copy it again") from error
     _refuse_damaged(wrong, len(bundle.files), f"copy {path} again")
-    return bundle
 
 
-def _check_pieces(path: Path, bundle: TargetBundle, progress: Progress | None) -> TargetBundle:
-    wrong: list[str] = []
+def _check_pieces(path: Path, raw: bytes, progress: Progress) -> TargetBundle:
+    bundle = from_json(TargetBundle, raw, str(path / MANIFEST))
+    if problem := find_target_problem(json.loads(raw)):
+        raise make_unsafe_bundle(path, problem)
+    pieces = (*bundle.pieces, bundle.decompressor, *bundle.files)
+    listed = {piece.name for piece in pieces} | {MANIFEST}
+    wrong = [f"{one.name} is not in the manifest" for one in sorted(path.iterdir()) if one.name not in listed]
     done = 0
-    with (progress or SilentProgress()).step("checking", bundle.size_bytes) as tell:
-        for piece in (*bundle.pieces, bundle.decompressor):
+    with progress.step("checking", bundle.size_bytes) as tell:
+        for piece in pieces:
             file = BundledFile(path=piece.name, size_bytes=piece.size_bytes, sha256=piece.sha256)
-            if not file.is_inside:
-                raise ExternalFailure(
-                    f"{path} is not safe to open: the path {piece.name} leads out of it",
-                    hint="check where the bundle is from",
-                )
-            if (why := _find_damage(file, path / piece.name)) is not None:
+            if (why := _find_damage(file, path, reread=True)) is not None:
                 wrong.append(f"{piece.name} {why}")
             done += piece.size_bytes
             tell(done)
-    _refuse_damaged(wrong, len(bundle.pieces) + 1, f"copy these files to {path} again")
+    _refuse_damaged(wrong, len(pieces), f"copy these files to {path} again")
     return bundle

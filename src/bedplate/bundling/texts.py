@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bedplate.values.bundle import MANIFEST, Bundle, TargetBundle
+from bedplate.values.quoting import escape_controls, quote_posix_shell
 from bedplate.values.units import format_size
 
 _README = """bedplate bundle: {model}, with {engine}
@@ -129,7 +130,7 @@ def write_target_readme(bundle: TargetBundle) -> str:
     over = "Run it with the Python that has PyTorch, such as /opt/venv/bin/python3 install.py.\n"
     return _TARGET.format(
         target=bundle.target.name,
-        what=", ".join(what),
+        what=escape_controls(", ".join(what)),
         made_at=bundle.made_at,
         version=bundle.bedplate,
         needs="\n  ".join(list_target_needs(bundle)),
@@ -156,14 +157,14 @@ def write_readme(bundle: Bundle) -> str:
     )
     disk = sum(file.size_bytes for file in bundle.files if file.path.startswith("wheels/"))
     return _README.format(
-        model=source.name,
+        model=escape_controls(source.name),
         engine=f"{plan.engine} {plan.engine_version}",
         made_at=bundle.made_at,
         version=bundle.bedplate,
         needs="\n  ".join(needs),
         disk=f"about {format_size(4 * disk)}",
         start=start,
-        weights=f"{source.quantization or source.format}, {format_size(source.weight_bytes)}",
+        weights=f"{escape_controls(source.quantization or source.format)}, {format_size(source.weight_bytes)}",
         wheels=len(packages),
         of_engine=f": {plan.engine}" if bundle.packages else ": none of the engine",
         machine=bundle.hardware.cpu.name
@@ -183,7 +184,7 @@ def write_serve_script(bundle: Bundle, pins: str, pins_id: str, uv: str) -> str:
         python=bundle.site.python,
         python_tuple=tuple(int(part) for part in bundle.site.python.split(".")),
         platform=bundle.site.platform,
-        uv=uv,
+        uv=quote_posix_shell(uv),
         pins=pins,
         pins_id=pins_id,
     )

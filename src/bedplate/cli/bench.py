@@ -317,6 +317,8 @@ def _finish(run: Run, form: Form | None, output: Path | None) -> None:
 
     text = write_run(run, form)
     if output is None:
-        print(text, end="")  # noqa: T201
+        from bedplate.cli.terminal import print_text
+
+        print_text(text, end="")
     else:
         write_file(output, text)

@@ -68,6 +68,14 @@ def bundle(
         Path | None,
         typer.Option(metavar="PATH", help="Verify a bundle against its manifest; pack nothing.", show_default=False),
     ] = None,
+    manifest_sha256: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH",
+            help="With --check: the hash that `bundle` printed; another manifest is refused.",
+            show_default=False,
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -121,11 +129,14 @@ def bundle(
     only_for = {"python": python, "overlay": overlay, "capability": capability, "pieces": pieces, "without": without}
     if target is None and (given := [f"--{name}" for name, value in only_for.items() if value is not None]):
         raise UsageError(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
+    if manifest_sha256 is not None and check is None:
+        raise UsageError("--manifest-sha256 needs --check", hint="bedplate bundle --check PATH --manifest-sha256 HASH")
     if check is not None:
         from bedplate.bundling.serve_bundle import check_bundle
 
-        found = check_bundle(check, TerminalProgress())
-        shown, value = render_checked(check, found), to_json(found)
+        found = check_bundle(check, TerminalProgress(), manifest_sha256)
+        shown = render_checked(check, found, manifest_sha256 is not None)
+        value = to_json(found)
     elif target is not None:
         from bedplate.bundling.for_target import TargetRequest, make_target_bundle
         from bedplate.values.units import parse_size

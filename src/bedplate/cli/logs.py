@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ EXAMPLES = """Examples:
   bedplate logs chat -f
 
 The logs of a stopped service remain: give its name."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def logs(
@@ -52,8 +54,15 @@ class _LogPrinter:
     def show(self, path: Path, lines: list[str]) -> None:
         if not lines:
             return
+        from bedplate.cli.terminal import print_text
+
         if self._with_names and path != self._last:
             between = "\n" if self._last is not None else ""
-            print(f"{between}==> {path.name.removesuffix('.log')} <==")  # noqa: T201
+            print_text(f"{between}==> {path.name.removesuffix('.log')} <==")
         self._last = path
-        print("\n".join(lines), flush=True)  # noqa: T201
+        print_text("\n".join(map(_clean_line, lines)))
+
+
+def _clean_line(line: str) -> str:
+    """The line as a terminal shows it: without colours, and only the last state of a progress bar."""
+    return _COLOURS.sub("", line).rstrip("\r").rpartition("\r")[2]

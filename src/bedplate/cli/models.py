@@ -127,9 +127,8 @@ def _find_models(
 
 def _suggest_plan_command(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:
     """The command that plans the first model for the same machine and workload."""
-    import shlex
-
     from bedplate.decide.catalogue import with_everyday_context
+    from bedplate.values.quoting import join_shell
 
     if options["--context"] is None and intent.workload.context_tokens is None:
         options["--context"] = with_everyday_context(intent.workload).context_tokens
@@ -138,7 +137,7 @@ def _suggest_plan_command(found: Catalogue, intent: Intent, options: dict[str, o
         options["--context"] = min(options["--context"], first.max_context)
     words = [part for option, value in options.items() if value is not None for part in (option, str(value))]
     words += [part for field in fields for part in ("--set", field)]
-    return shlex.join(["bedplate", "plan", first.name if first is not None else "MODEL", *words])
+    return join_shell(["bedplate", "plan", first.name if first is not None else "MODEL", *words])
 
 
 def _print_json(found: Catalogue, limit: int | None) -> None:

@@ -358,7 +358,9 @@ def _print_page(what: RenderableType) -> None:
 
 def _write_or_print(text: str, path: Path | None) -> None:
     if path is None:
-        print(text, end="" if text.endswith("\n") else "\n")  # noqa: T201
+        from bedplate.cli.terminal import print_text
+
+        print_text(text, end="" if text.endswith("\n") else "\n")
         return
     from bedplate.errors import ExternalFailure
 

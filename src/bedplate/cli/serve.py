@@ -139,6 +139,12 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    manifest_sha256: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH", help="With --bundle: the hash that `bundle` printed for its manifest.", show_default=False
+        ),
+    ] = None,
     systemd: Annotated[
         bool, typer.Option("--systemd", help="Print a systemd unit that runs this command; start nothing.")
     ] = False,
@@ -162,7 +168,11 @@ def serve(
             "--build": build is not BuildChoice.packages,
             "--on": on,
         }
-        packed, engine = _read_bundle(bundle, [name for name, given in own.items() if given])
+        packed, engine = _read_bundle(bundle, [name for name, given in own.items() if given], manifest_sha256)
+    elif manifest_sha256 is not None:
+        from bedplate.errors import UsageError
+
+        raise UsageError("--manifest-sha256 needs --bundle", hint="bedplate serve --bundle PATH --manifest-sha256 HASH")
     intent = build_intent(
         file, fields, model=model, users=users, concurrency=concurrency, context=context,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, base=packed,
@@ -172,7 +182,7 @@ def serve(
         on=on.value if on is not None else None, max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
         log_content=str(log_content) if log_content is not None else None,
         memory_budget_bytes=parse_size(memory_budget, "--memory-budget") if memory_budget is not None else None,
-        bundle=str(bundle.expanduser().absolute()) if bundle is not None else None,
+        bundle=str(bundle.expanduser().absolute()) if bundle is not None else None, bundle_sha256=manifest_sha256,
     )  # fmt: skip
     if untuned:
         order = replace_fields(order, services=tuple(replace_fields(one, untuned=True) for one in order.services))
@@ -185,7 +195,7 @@ def serve(
         _serve_in_foreground(order, fallback, json=json)
 
 
-def _read_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
+def _read_bundle(bundle: Path, refused: list[str], sha256: str | None) -> tuple[Intent, str]:
     """The intent that the bundle was made for, and its engine."""
     from bedplate.bundling.serve_bundle import read_bundle
     from bedplate.errors import UsageError
@@ -196,7 +206,7 @@ def _read_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
             f"--bundle contains a model and an engine: {' and '.join(refused)} cannot be combined with it",
             hint="bedplate bundle packs another model or engine",
         )
-    found = read_bundle(bundle)
+    found = read_bundle(bundle, sha256)
     return Intent(workload=found.wanted.workload, operations=found.wanted.operations), found.plan.engine
 
 
@@ -280,9 +290,9 @@ class _DecisionPrinter:
 
 def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
     if json:
-        import msgspec
+        from bedplate.values import to_json
 
-        print(msgspec.json.encode(endpoint).decode(), flush=True)  # noqa: T201
+        print(to_json(endpoint, indent=-1), flush=True)  # noqa: T201
         return
     from bedplate.cli.terminal import make_console
     from bedplate.show.serving import render_ready

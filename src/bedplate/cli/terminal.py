@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from bedplate.errors import BedplateError
+from bedplate.values.quoting import escape_controls
 from bedplate.values.units import format_seconds
 
 PIPE_WIDTH = 120
@@ -20,10 +22,29 @@ PIPE_WIDTH = 120
 SLOW_S = 5.0
 
 
+class SafeConsole(Console):
+    """Shows control characters of texts as escapes: only its own styles and cursor movements reach the terminal.
+
+    Names and metadata of models come from files that anybody may have made.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == "\n" or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(escape_controls(segment.text, keep="\n"), segment.style)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print data, such as a table or a log, without its control characters."""
+    print(escape_controls(text, keep="\n\t"), end=end, flush=True)  # noqa: T201
+
+
 def make_console(stream: TextIO | None = None) -> Console:
     """A console that wraps at the terminal's width, or at a fixed width in a pipe."""
     file = stream if stream is not None else sys.stdout
-    return Console(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
+    return SafeConsole(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
 
 
 def show_error(error: BedplateError) -> None:

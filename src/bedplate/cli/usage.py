@@ -50,7 +50,9 @@ def usage(
     from bedplate.show.tenants import render_usage, to_usage_csv
 
     if csv:
-        print(to_usage_csv(report), end="")  # noqa: T201
+        from bedplate.cli.terminal import print_text
+
+        print_text(to_usage_csv(report), end="")
         return
     from bedplate.cli.terminal import make_console
 

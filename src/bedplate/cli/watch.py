@@ -83,11 +83,9 @@ def watch(
 
 def _show_evaluation(done: WatchEvaluation, *, json: bool, line: bool) -> None:
     if json:
-        import msgspec
-
         from bedplate.values import to_json
 
-        print(msgspec.json.encode(done).decode() if line else to_json(done), flush=True)  # noqa: T201
+        print(to_json(done, indent=-1 if line else 2), flush=True)  # noqa: T201
         return
     from bedplate.cli.terminal import make_console
     from bedplate.show.shadow import render_watched

@@ -17,6 +17,7 @@ from bedplate.deploy.pods import (
     QUEUE_LABEL,
     Tree,
     annotate_arguments,
+    escape_word,
     format_count,
     make_labels,
     select_nodes,
@@ -44,6 +45,7 @@ from bedplate.engines import DynamoWorker, Engine
 from bedplate.errors import NotPossible
 from bedplate.values import replace_fields
 from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import quote_promql
 from bedplate.values.units import format_seconds
 
 SYSTEM_PORT = 9090
@@ -235,7 +237,7 @@ def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | No
         "name": "main",
         "image": annotate(unit.image.name, unit.image.note),
         "command": ["python3", "-m", get_worker(unit.engine).module],
-        "args": annotate_arguments(unit, build_arguments(unit, role)),
+        "args": annotate_arguments(unit, [escape_word(word) for word in build_arguments(unit, role)]),
         "env": [
             *(entry for entry in write_environment(unit) if entry["name"] != unit.engine.key_variable),
             {"name": "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(unit.grace_s - DRAIN_S)},
@@ -361,7 +363,8 @@ def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTa
     if least == most or split.is_disaggregated:
         # With prefill and decode workers the ratio matters too; Dynamo's planner controls both.
         return []
-    of = f'{{dynamo_namespace="{write_metadata("", deploy)["namespace"]}-{unit.name}"}}'
+    namespace = write_metadata("", deploy)["namespace"]
+    of = f"{{dynamo_namespace={quote_promql(f'{namespace}-{unit.name}')}}}"
     each = max(1, round(FULL * unit.request_capacity))
     return [
         {

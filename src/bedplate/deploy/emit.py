@@ -10,6 +10,7 @@ from bedplate.deploy.kubernetes import Files, write_kubernetes
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.ray import write_ray
 from bedplate.errors import UsageError
+from bedplate.values.quoting import write_comment
 
 TARGETS: dict[str, Callable[[Platform], Files]] = {
     "compose": write_compose,
@@ -39,4 +40,4 @@ def join_manifests(files: Files) -> str:
             hint="write them to a folder with -o DIR",
         )
     kept = {name: text for name, text in files.items() if "/" not in name and name != "kustomization.yaml"}
-    return "---\n".join(f"# {name}\n{text}" if len(kept) > 1 else text for name, text in kept.items())
+    return "---\n".join(f"{write_comment(name)}\n{text}" if len(kept) > 1 else text for name, text in kept.items())

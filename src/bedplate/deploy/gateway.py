@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bedplate.deploy.images import ENDPOINT_PICKER
-from bedplate.deploy.pods import Tree, make_selector, write_container_security, write_metadata
+from bedplate.deploy.pods import Tree, escape_word, make_selector, write_container_security, write_metadata
 from bedplate.deploy.service_containers import PORT, ServiceContainers, find_engines
 from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines import MetricNames
@@ -129,7 +129,7 @@ def _write_deployment(unit: ServiceContainers, picker: str, deploy: DeployTarget
         "name": "picker",
         "image": ENDPOINT_PICKER,
         "args": [
-            f"--pool-name={unit.name}", f"--pool-namespace={write_metadata('', deploy)['namespace']}",
+            f"--pool-name={unit.name}", escape_word(f"--pool-namespace={write_metadata('', deploy)['namespace']}"),
             "--pool-group=inference.networking.k8s.io", f"--config-file=/config/{CONFIG}",
             f"--grpc-health-port={HEALTH_PORT}", "--zap-encoder=json", "--tracing=false",
             "--metrics-endpoint-auth=false",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
-import shlex
 from dataclasses import dataclass
 
 from bedplate.engines import Engine, EnvironmentRecipe
 from bedplate.engines.traits import ANY_USER
 from bedplate.values.decision import Settings
+from bedplate.values.quoting import join_posix_shell, write_comment
 
 DYNAMO_VERSION = "1.6.1"
 RAY_VERSION = "2.60.0"
@@ -65,7 +65,9 @@ def _write_dockerfile(engine: Engine, recipe: EnvironmentRecipe, settings: Setti
     backend = ("--torch-backend", "cpu" if settings.device == "cpu" else "cu130")
     torch = backend if any(one.startswith("torch==") for one in recipe.packages) else ()
     lines = [
-        f"# {engine.name} {engine.version} with bedplate's OpenAI-compatible server, because the package has none.",
+        write_comment(
+            f"{engine.name} {engine.version} with bedplate's OpenAI-compatible server, because the package has none."
+        ),
         f"FROM {base or PYTHON}",
     ]
     if base is not None:
@@ -76,11 +78,11 @@ def _write_dockerfile(engine: Engine, recipe: EnvironmentRecipe, settings: Setti
             f"COPY --from={PYTHON} /usr/local/bin/uv /usr/local/bin/uv",
         ]
     lines += ["RUN uv venv --python 3.12 /opt/engine \\"]
-    lines += [f"    && {uv.format('install')} {shlex.join((*torch, *engine.list_requirements(settings)))}"]
+    lines += [f"    && {uv.format('install')} {join_posix_shell((*torch, *engine.list_requirements(settings)))}"]
     if recipe.bare:
-        lines.append(f"RUN {uv.format('install')} --no-deps {shlex.join(recipe.bare)}")
+        lines.append(f"RUN {uv.format('install')} --no-deps {join_posix_shell(recipe.bare)}")
     if recipe.removes:
-        lines.append(f"RUN {uv.format('uninstall')} {shlex.join(recipe.removes)}")
+        lines.append(f"RUN {uv.format('uninstall')} {join_posix_shell(recipe.removes)}")
     copied = dict.fromkeys(name.partition("/")[0] for name, _ in recipe.programs)
     lines += [f"COPY --chmod=0755 {name} /opt/engine/bin/{name}" for name in copied]
     lines += ["ENV PATH=/opt/engine/bin:$PATH", f"USER {ANY_USER}:{ANY_USER}"]

@@ -69,7 +69,7 @@ def place_services(
         )
     alone = _describe_pool(intent, hardware) if hardware is not None and not intent.pools else None
     pools = {pool.name: pool for pool in intent.pools}
-    names = _choose_names([placement.service for placement in found.placements])
+    names = choose_names([placement.service for placement in found.placements])
     services = []
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
         plan = plan_decision(placement.decision, model, asked.workload)
@@ -107,7 +107,8 @@ def make_slug(text: str, most: int = 40) -> str:
     return made if made[:1].isalpha() else f"m-{made}".rstrip("-")
 
 
-def _choose_names(wanted: Sequence[str]) -> list[str]:
+def choose_names(wanted: Sequence[str]) -> list[str]:
+    """Return a different Kubernetes name for each text."""
     found: list[str] = []
     for name in map(make_slug, wanted):
         number = 2

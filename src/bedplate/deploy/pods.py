@@ -10,6 +10,7 @@ from bedplate.deploy.service_containers import DRAIN_S, GIB, PORT, SETTINGS, Ser
 from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.engines.traits import MODELS
 from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import escape_kubernetes, quote_posix_shell
 from bedplate.values.units import format_seconds
 
 Tree = dict[str, Any]
@@ -75,8 +76,8 @@ answers: bool = True,
         "name": "engine",
         "image": annotate(unit.image.name, unit.image.note) if unit.image.note else unit.image.name,
         "imagePullPolicy": "IfNotPresent",
-        "command": list(command),
-        "args": annotate_arguments(unit, arguments),
+        "command": [escape_word(word) for word in command],
+        "args": annotate_arguments(unit, [escape_word(word) for word in arguments]),
         "env": write_environment(unit),
         "ports": [{"name": "http", "containerPort": PORT}] if answers else None,
         "resources": write_resources(unit, rdma),
@@ -116,10 +117,15 @@ def format_count(number: int, word: str) -> str:
 def write_environment(unit: ServiceContainers) -> list[Tree]:
     """Return the engine's variables; HOME is the cache volume, because the weights are read-only."""
     fixed = {"HOME": "/cache", "USER": "engine", **unit.launch.env}
-    found: list[Tree] = [{"name": name, "value": value} for name, value in fixed.items()]
+    found: list[Tree] = [{"name": name, "value": escape_word(value)} for name, value in fixed.items()]
     if unit.engine.key_variable is not None:
         found.append(refer_to_secret(unit.engine.key_variable, KEY, "key"))
     return found
+
+
+def escape_word(word: str) -> str:
+    """Escape `$(NAME)`, which Kubernetes substitutes, except where bedplate refers to LeaderWorkerSet's variables."""
+    return escape_kubernetes(word).replace("$$(LWS_", "$(LWS_")
 
 
 def refer_to_secret(variable: str, name: str, key: str) -> Tree:
@@ -229,7 +235,7 @@ def write_mounts(unit: ServiceContainers) -> list[Tree]:
 
 def write_wait_container(unit: ServiceContainers) -> Tree:
     """Write the init container that waits until the model is on the volume."""
-    script = f"until [ -e {name_marker(unit)} ]; do echo waiting for the model; sleep 10; done"
+    script = f"until [ -e {quote_posix_shell(name_marker(unit))} ]; do echo waiting for the model; sleep 10; done"
     return {
         "name": "model",
         "image": unit.image.name,
@@ -251,10 +257,11 @@ def name_model_claim(unit: ServiceContainers) -> str:
 def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
     """Write the Job that downloads the model and converts it if planned; it does not run again once complete."""
     labels = make_model_labels(unit)
+    path, marker = quote_posix_shell(unit.model_path), quote_posix_shell(name_marker(unit))
     last = {
         "name": "complete",
         "image": unit.steps[-1].image,
-        "command": ["sh", "-c", f"test -e {unit.model_path} && touch {name_marker(unit)}"],
+        "command": ["sh", "-c", f"test -e {path} && touch {marker}"],
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
         "securityContext": write_container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
@@ -287,11 +294,12 @@ def _write_step(unit: ServiceContainers, step: VolumeStep) -> CommentedValue:
         memory = unit.memory_bytes + unit.plan.model.weight_bytes // GIB * GIB
     own: Tree = {unit.selector.resource: step.cards} if step.cards and unit.selector.resource is not None else {}
     cpu = unit.cpu_cores if step.cards or step.name == "convert" else 2
-    env = [{"name": name, "value": value} for name, value in {"HOME": "/cache", "USER": "engine", **step.env}.items()]
+    values = {"HOME": "/cache", "USER": "engine", **step.env}
+    env = [{"name": name, "value": escape_word(value)} for name, value in values.items()]
     container = {
         "name": step.name,
         "image": step.image,
-        "command": list(step.command),
+        "command": [escape_word(word) for word in step.command],
         "env": [*env, *([refer_to_secret("HF_TOKEN", TOKEN, "token")] if step.name == "fetch" else [])],
         "resources": {
             "requests": {"cpu": cpu, "memory": f"{memory // GIB}Gi", **own},

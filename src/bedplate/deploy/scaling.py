@@ -8,6 +8,7 @@ from bedplate.deploy.pods import Tree, make_selector, write_metadata
 from bedplate.deploy.service_containers import MOST_TIMES, ServiceContainers
 from bedplate.deploy.yaml_writer import annotate
 from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import quote_promql
 from bedplate.values.units import format_seconds
 
 PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
@@ -91,7 +92,8 @@ def _write_triggers(unit: ServiceContainers, deploy: DeployTarget) -> Iterator[T
     metrics = unit.metrics
     if metrics is None:
         return
-    of = f'{{namespace="{write_metadata("", deploy)["namespace"]}",app_kubernetes_io_instance="{unit.name}"}}'
+    namespace = quote_promql(write_metadata("", deploy)["namespace"])
+    of = f"{{namespace={namespace},app_kubernetes_io_instance={quote_promql(unit.name)}}}"
     if metrics.waiting is not None and metrics.running is not None:
         each = max(1, round(FULL * unit.request_capacity))
         query = f"sum({metrics.running}{of}) + sum({metrics.waiting}{of})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -22,6 +21,7 @@ from bedplate.facts.chips import Chip, find_accelerator_chip
 from bedplate.values import Hardware, Launch, Plan, Preparation, replace_fields
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import join_posix_shell, quote_posix_shell
 from bedplate.values.units import format_seconds, format_size
 
 GIB = 1 << 30
@@ -302,7 +302,7 @@ def with_slots(unit: ServiceContainers, slots: int) -> ServiceContainers:
 
 def make_volume_path(name: str) -> str:
     """Return the path on the volume; characters that are special to a shell become dashes."""
-    return f"{MODELS}/{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+    return f"{MODELS}/{re.sub(r'[^A-Za-z0-9._-]', '-', name).lstrip('.') or 'model'}"
 
 
 def _write_launch(engine: Engine, plan: Plan, image: Image) -> Launch:
@@ -344,7 +344,7 @@ def _write_fetch_step(unit: ServiceContainers) -> Iterator[VolumeStep]:
         yield VolumeStep(
             "wait",
             PYTHON,
-            ("sh", "-c", f"until [ -e {target}.copied ]; do sleep 10; done"),
+            ("sh", "-c", f"until [ -e {quote_posix_shell(f'{target}.copied')} ]; do sleep 10; done"),
             f"{where} is not on a model hub: while this container waits, copy it to {target} with kubectl cp -c wait, "
             f"then create the file {target}.copied",
         )
@@ -370,7 +370,7 @@ def _write_convert_step(unit: ServiceContainers) -> VolumeStep:
         return VolumeStep("convert", image, ("sh", "-c", _make_atomic(made, own.command)), note, cards=cards)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
         script = steps[-1].argv[2].replace(repr(get_converted_path(plan)), repr(f"{made}.part"))
-        command = f"pip install --quiet --user {COMPRESSOR} && python3 -c {shlex.quote(script)}"
+        command = f"pip install --quiet --user {COMPRESSOR} && {join_posix_shell(['python3', '-c', script])}"
         return VolumeStep("convert", unit.image.name, ("sh", "-c", _make_atomic(made, command)), note, cards=unit.cards)
     if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
         command = " && ".join(_write_command(step, plan, made) for step in steps)
@@ -392,7 +392,7 @@ def _write_command(step: Preparation, plan: Plan, made: str) -> str:
         f"{made}.part" if word == get_converted_path(plan) else word.replace(get_converted_path(plan), made)
         for word in step.argv
     ]
-    return shlex.join(["python3" if words[0] == "python" else words[0], *words[1:]])
+    return join_posix_shell(["python3" if words[0] == "python" else words[0], *words[1:]])
 
 
 def _join_options(words: tuple[str, ...]) -> Iterator[str]:

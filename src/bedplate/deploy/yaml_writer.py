@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bedplate.values.quoting import escape_controls, quote_yaml
+
 WIDTH = 110
-WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "inf", "nan"])
-"""Words that some YAML parsers do not read as strings."""
-PLAIN = re.compile(r"(?:--?)?[A-Za-z/_](?:[^\s#:\"'`\\]|:(?=\S)|(?<=\S) (?=\S)|(?<=[^\s])#)*")
-QUANTITY = re.compile(r"(?:0|[1-9][0-9]*)(?:[KMGT]i|m|s|h)")
+Comment = str | Sequence[str]
+"""One line, or several. A line break in a text is escaped: only this module ends a comment."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +18,19 @@ class CommentedValue:
     """A value and the comment above it."""
 
     value: object
-    text: str
+    text: Comment
 
 
-def annotate(value: object, text: str) -> CommentedValue:
+def annotate(value: object, text: Comment) -> CommentedValue:
     return CommentedValue(value, text)
 
 
-def write_document(value: Mapping[str, object], head: str = "") -> str:
+def write_document(value: Mapping[str, object], head: Comment = ()) -> str:
     """Write one document, without entries that are `None`."""
     return "\n".join([*_write_comment(head, ""), *_write_mapping(value, "")]) + "\n"
 
 
-def write_documents(values: Sequence[Mapping[str, object]], head: str = "") -> str:
+def write_documents(values: Sequence[Mapping[str, object]], head: Comment = ()) -> str:
     """Write several documents into one file."""
     first = "".join(f"{line}\n" for line in _write_comment(head, ""))
     return first + "---\n".join(write_document(value) for value in values)
@@ -52,9 +51,10 @@ def _unwrap(value: object) -> object:
     return _unwrap(value.value) if isinstance(value, CommentedValue) else value
 
 
-def _write_comment(text: str, indent: str) -> list[str]:
-    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH - len(indent)) or [""]]
-    return [f"{indent}# {line}".rstrip() for line in lines]
+def _write_comment(text: Comment, indent: str) -> list[str]:
+    lines = [escape_controls(line) for line in ([text] if isinstance(text, str) else text)]
+    wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH - len(indent)) or [""]]
+    return [f"{indent}# {line}".rstrip() for line in wrapped]
 
 
 def _write_mapping(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _write_mapping(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
             continue
         if isinstance(noted, CommentedValue):
             yield from _write_comment(noted.text, indent)
-        yield from _write_entry(f"{indent}{_write_text(key)}:", value, indent)
+        yield from _write_entry(f"{indent}{quote_yaml(key)}:", value, indent)
 
 
 def _write_entry(start: str, value: object, indent: str) -> Iterator[str]:
@@ -106,24 +106,8 @@ def _write_scalar(value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return _write_text(value)
+        return quote_yaml(value)
     return "{}" if isinstance(value, Mapping) else "[]"
-
-
-def _write_text(text: str) -> str:
-    if QUANTITY.fullmatch(text) or (PLAIN.fullmatch(text) and text.lower() not in WORDS and text.isprintable()):
-        return text
-    if text.isprintable() and "'" not in text:
-        return f"'{text}'" if '"' in text or "\\" in text else f'"{text}"'
-    return f'"{"".join(map(_escape, text))}"'
-
-
-def _escape(letter: str) -> str:
-    if letter in '"\\':
-        return f"\\{letter}"
-    if letter.isprintable():
-        return letter
-    return "\\n" if letter == "\n" else f"\\U{ord(letter):08X}"
 
 
 def _is_block(text: str) -> bool:

@@ -51,6 +51,7 @@ from bedplate.engines.traits import (
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
+from bedplate.values.quoting import join_posix_shell
 from bedplate.values.record import make_estimate
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
@@ -468,11 +469,14 @@ class LlamaCpp(Engine):
         plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
         quantized = label not in plain and label not in ("MXFP4", "NVFP4")
         first = f"{made}.16-bit" if quantized else f"{made}.part"
-        convert = f"python3 /app/convert_hf_to_gguf.py {source} --outfile {first} --outtype {plain.get(label, 'auto')}"
-        quantize = f" && /app/llama-quantize {first} {made}.part {label} && rm {first}" if quantized else ""
+        convert = ["python3", "/app/convert_hf_to_gguf.py", source, "--outfile", first]
+        commands = [[*convert, "--outtype", plain.get(label, "auto")]]
+        if quantized:
+            commands += [["/app/llama-quantize", first, f"{made}.part", label], ["rm", first]]
         # This image contains the converter and the quantizer in /app; both run on the CPU.
         image = f"{IMAGES}:full-{IMAGE_BUILD}"
-        return ContainerConversion(command=f"{convert}{quantize}", image=image, on_cards=False)
+        command = " && ".join(map(join_posix_shell, commands))
+        return ContainerConversion(command=command, image=image, on_cards=False)
 
     def read_progress(self, line: str) -> float | None:
         mark = "cmd_child_to_router:state:"

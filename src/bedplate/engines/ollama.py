@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import PurePath
 
 from bedplate.engines.base import (
@@ -27,6 +26,7 @@ from bedplate.engines.traits import (
     StoreStep,
     TableNames,
 )
+from bedplate.errors import NotPossible
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import (
     Hardware,
@@ -41,6 +41,7 @@ from bedplate.values import (
     replace_fields,
 )
 from bedplate.values.decision import Device
+from bedplate.values.quoting import escape_controls, is_safe, join_posix_shell, quote_posix_shell
 from bedplate.values.record import make_estimate
 
 # From the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
@@ -201,10 +202,11 @@ class Ollama(Engine):
         """Only a running server can add a model to the store: the step runs one until it is done."""
         name, quantize = make_create_command(plan)[2], make_create_command(plan)[5:]
         command = (
-            f"[ -e {STORE}/manifests ] && exit 0; printf %s {shlex.quote(write_modelfile(plan))} > /cache/Modelfile; "
+            f"[ -e {STORE}/manifests ] && exit 0; "
+            f"printf %s {quote_posix_shell(write_modelfile(plan))} > /cache/Modelfile; "
             "ollama serve & "
             "until ollama list > /dev/null 2>&1; do sleep 1; done; "
-            f"{shlex.join(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
+            f"{join_posix_shell(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
         )
         return StoreStep(model=name, command=command, env={"OLLAMA_MODELS": STORE})
 
@@ -319,6 +321,10 @@ def _list_sources(plan: Plan) -> tuple[str, ...]:
 
 def _format_source_path(path: str) -> str:
     """The path with a leading `./` or `/`, so that it cannot be read as a model name."""
+    if not all(map(is_safe, path)):
+        raise NotPossible(
+            f"a Modelfile cannot name the path {escape_controls(path)}", hint="rename it, without control characters"
+        )
     pure = PurePath(path)
     return path if pure.is_absolute() or path.startswith("./") else f"./{path}"
 

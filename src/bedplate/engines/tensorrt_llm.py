@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
@@ -60,6 +59,7 @@ from bedplate.values import (
     replace_fields,
 )
 from bedplate.values.decision import Device
+from bedplate.values.quoting import join_posix_shell, quote_posix_shell
 
 PACKAGE = "tensorrt-llm==1.2.1"
 """The package on PyPI is a stub that downloads the wheel from NVIDIA's index."""
@@ -262,7 +262,7 @@ class TensorRtLlm(Engine):
         words = [f"{made}.part" if word == get_converted_path(plan) else word for word in _plan_conversion(plan).argv]
         cloned = f"git clone --depth 1 --branch {OPTIMIZER.tag} {OPTIMIZER.repository} /cache/modelopt"
         begin = f"rm -rf /cache/modelopt && {cloned} && cd /cache/modelopt/{OPTIMIZER.path}"
-        return ContainerConversion(command=f"{begin} && {shlex.join(['python3', *words[1:]])}")
+        return ContainerConversion(command=f"{begin} && {join_posix_shell(['python3', *words[1:]])}")
 
     def get_dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         disaggregation = ("--disaggregation-mode", role) if role != "worker" else ()
@@ -315,7 +315,7 @@ class TensorRtLlm(Engine):
         steps.append(
             Preparation(
                 kind="build", what=f"options file: {', '.join(text.splitlines())}", where=OPTIONS_FILE,
-                disk_bytes=len(text), argv=("sh", "-c", f"printf '%s' '{text}' > {OPTIONS_FILE}"),
+                disk_bytes=len(text), argv=("sh", "-c", f"printf '%s' {quote_posix_shell(text)} > {OPTIONS_FILE}"),
             )
         )  # fmt: skip
         return tuple(steps)

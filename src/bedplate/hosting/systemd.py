@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 
+from bedplate.errors import UsageError
+from bedplate.values.quoting import escape_controls, escape_systemd_text, is_safe, quote_systemd, write_comment
+
 UNIT = """\
-# {file}: put it into ~/.config/systemd/user, then run
-#   systemctl --user daemon-reload && systemctl --user enable --now {name}.service
+{head}
 # To keep the service running after you log out: loginctl enable-linger
 [Unit]
 Description=bedplate: {what}
@@ -53,30 +54,25 @@ WantedBy=default.target
 
 def render_unit(name: str, what: str, argv: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:
     """The text of a unit that runs `argv` in `folder`. `argv` and `environment` must not contain secrets."""
-    lines = "".join(f"Environment={quote_word(f'{key}={value}')}\n" for key, value in environment.items())
-    return UNIT.format(
-        file=f"bedplate-{name}.service",
-        name=f"bedplate-{name}",
-        what=_escape_percent(" ".join(what.split())),
-        folder=_escape_percent(folder),
-        environment=lines,
-        command=" ".join(quote_word(word, command=True) for word in argv),
+    if not all(map(is_safe, folder)) or folder != folder.strip() or folder.endswith("\\"):
+        raise UsageError(
+            f"a systemd unit cannot name the folder {escape_controls(folder)}",
+            hint="run the command in a folder without control characters, and without a space or backslash at its end",
+        )
+    lines = "".join(f"Environment={quote_systemd(f'{key}={value}')}\n" for key, value in environment.items())
+    unit = f"bedplate-{name}.service"
+    head = (
+        f"{unit}: put it into ~/.config/systemd/user, then run",
+        f"  systemctl --user daemon-reload && systemctl --user enable --now {unit}",
     )
-
-
-def quote_word(word: str, *, command: bool = False) -> str:
-    """Quote one word so that systemd reads its specifiers, variables and quotes literally."""
-    word = _escape_percent(word)
-    if command:
-        word = word.replace("$", "$$")
-    if re.fullmatch(r"[\w@%+=:,./$-]+", word, re.ASCII):
-        return word
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-    return f'"{escaped}"'
-
-
-def _escape_percent(text: str) -> str:
-    return text.replace("%", "%%")
+    return UNIT.format(
+        head="\n".join(map(write_comment, head)),
+        name=f"bedplate-{name}",
+        what=escape_systemd_text(what),
+        folder=folder.replace("%", "%%"),
+        environment=lines,
+        command=" ".join(quote_systemd(word, command=True) for word in argv),
+    )
 
 
 def notify(state: str) -> None:

@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.resources
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -34,6 +33,7 @@ from bedplate.run.uv import (
 )
 from bedplate.values import Launch
 from bedplate.values.decision import Device
+from bedplate.values.quoting import join_shell
 from bedplate.values.units import format_size
 
 _MANIFEST = "bedplate.json"
@@ -498,7 +498,7 @@ def _suggest_packages(recipe: EnvironmentRecipe | None, python: Path) -> str:
     missing = ended.output.split() if ended.code == 0 else []
     if not missing or next(iter(pins)) in missing:
         return wrong_place
-    packages = shlex.join(pins[name] for name in missing)
+    packages = join_shell(pins[name] for name in missing)
     return f"install the missing packages: uv pip install --python {python} {packages}"
 
 

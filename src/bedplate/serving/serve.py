@@ -118,7 +118,7 @@ def serve_order(
         return
     from bedplate.bundling.serve_bundle import open_bundle
 
-    with open_bundle(Path(order.bundle), hooks.progress) as bundle:
+    with open_bundle(Path(order.bundle), hooks.progress, order.bundle_sha256) as bundle:
         _serve_order(bundle.replace_model(order), hooks, listen, fallback, detached, bundle)
 
 

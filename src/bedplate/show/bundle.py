@@ -24,7 +24,7 @@ def render_packed(packed: PackedBundle) -> RenderableType:
     ]
     if packed.bundle.image is None:
         rows.append(("", f"or: bedplate serve --bundle {path.name}", ""))
-    return _make_page(rows)
+    return _make_page([*rows, *_list_hash(packed.manifest_sha256)])
 
 
 def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
@@ -32,9 +32,12 @@ def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
     rows = [
         ("Bundle", packed.path, f"{format_size(packed.size_bytes)} in {_format_count(len(bundle.pieces), 'piece')}")
     ]
-    return _make_page(
-        [*rows, *_list_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")]
-    )
+    rows += [*_list_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")]
+    return _make_page([*rows, *_list_hash(packed.manifest_sha256)])
+
+
+def _list_hash(sha256: str | None) -> list[tuple[str, str, str]]:
+    return [("Verify", f"--manifest-sha256 {sha256}", "")] if sha256 is not None else []
 
 
 def _list_target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
@@ -54,14 +57,16 @@ def _list_target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
     return [*rows, ("Needs", ", ".join(needs), f"{format_size(bundle.unpacked_bytes)} of disk")]
 
 
-def render_checked(path: Path, bundle: Bundle | TargetBundle) -> RenderableType:
+def render_checked(path: Path, bundle: Bundle | TargetBundle, by_hash: bool) -> RenderableType:
+    """Show the result of the check; without a given hash, whoever changed a file may have changed the manifest too."""
+    origin = [] if by_hash else [("Origin", "not verified: --manifest-sha256 HASH compares the manifest itself", "")]
     if isinstance(bundle, TargetBundle):
         text = f"{path}: {_format_count(len(bundle.pieces), 'piece')} unchanged since {bundle.made_at}"
-        return _make_page([("Intact", text, format_size(bundle.size_bytes)), *_list_target_contents(bundle)])
+        intact = ("Intact", text, format_size(bundle.size_bytes))
+        return _make_page([intact, *origin, *_list_target_contents(bundle)])
     count = sum(file.link is None for file in bundle.files)
-    return _make_page(
-        [("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", ""), *_list_contents(bundle)]
-    )
+    intact = ("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", "")
+    return _make_page([intact, *origin, *_list_contents(bundle)])
 
 
 def _make_page(rows: list[tuple[str, str, str]]) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -13,6 +12,7 @@ from bedplate.decide.questions import DecisionChange, describe_layout
 from bedplate.decide.rules import RULES_PAGE
 from bedplate.show.probe import describe_hardware
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Reason, Refusal, Workload
+from bedplate.values.quoting import join_shell, quote_shell
 from bedplate.values.units import format_figure, format_memory, format_seconds, format_size
 
 ORIGINS = {"default": "default", "asked": "specified", "observed": "observed"}
@@ -204,7 +204,7 @@ def _render_preparations(decision: Decision) -> list[RenderableType]:
             parts.append(f"about {format_seconds(step.seconds.value)}")
         lines.append(Text(f"  {' · '.join(parts)}"))
         if step.argv:
-            lines.append(Text(f"    {shlex.join(step.argv)}", style="dim"))
+            lines.append(Text(f"    {join_shell(step.argv)}", style="dim"))
     return lines
 
 
@@ -297,9 +297,9 @@ def write_launch_command(decision: Decision) -> str:
     """The launch command, quoted for a shell, with one option per line."""
     if decision.launch is None:
         return ""
-    env = " ".join(f"{name}={shlex.quote(value)}" for name, value in decision.launch.env.items())
+    env = " ".join(f"{name}={quote_shell(value)}" for name, value in decision.launch.env.items())
     words = [
-        shlex.quote(word) if len(word) < 200 else f"'…' # {len(word):,} characters" for word in decision.launch.argv
+        quote_shell(word) if len(word) < 200 else f"'…' # {len(word):,} characters" for word in decision.launch.argv
     ]
     lines = [words[0]]
     for word in words[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from bedplate.show.page import make_fact_table
 from bedplate.show.plots import PlotSeries, Point, draw_lines
 from bedplate.tuning.search import TuningListener, describe_target
 from bedplate.values.diagnosis import Bottleneck
+from bedplate.values.quoting import join_shell, quote_shell
 from bedplate.values.record import Figure
 from bedplate.values.tuning import (
     ComparedSettings,
@@ -229,8 +229,8 @@ def _list_rows(tuned: TuningRun) -> Iterator[tuple[str, str, str]]:
     yield "Budget", f"{format_seconds(tuned.spent_s)} of {format_seconds(tuned.budget_s)} used: {counts}", tuned.id
     best = tuned.find_side("tuned") if tuned.is_proven else tuned.find_side("plan")
     if best is not None:
-        environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in best.variables)
-        yield "Launch", f"{environment} {shlex.join(_shorten(best.argv))}".strip(), ""
+        environment = " ".join(f"{name}={quote_shell(value)}" for name, value in best.variables)
+        yield "Launch", f"{environment} {join_shell(_shorten(best.argv))}".strip(), ""
     if tuned.price_per_hour and best is not None and best.output_tok_s is not None:
         cost = tuned.price_per_hour / 3600 / best.output_tok_s.value * 1e6
         yield (

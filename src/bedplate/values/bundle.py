@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Literal
 
 from bedplate.values.decision import Plan
@@ -11,6 +10,7 @@ from bedplate.values.record import Record
 from bedplate.values.service import ModelOrder
 
 MANIFEST = "bedplate-bundle.json"
+SUMS = "SHA256SUMS"
 TOP = "bedplate-bundle"
 """The folder that a bundle's archive unpacks to."""
 
@@ -22,21 +22,6 @@ class BundledFile(Record, frozen=True, kw_only=True):
     sha256: str = ""
     link: str | None = None
     """Target of a symbolic link; `None`: a file with content."""
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the path and the link target are within the bundle."""
-        path = PurePosixPath(self.path)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            return False
-        if self.link is None:
-            return True
-        depth = len(path.parts) - 1
-        for part in PurePosixPath(self.link).parts:
-            depth += -1 if part == ".." else 1
-            if part == "/" or depth < 0:
-                return False
-        return True
 
 
 class SiteRequirements(Record, frozen=True, kw_only=True):
@@ -87,6 +72,8 @@ class PackedBundle(Record, frozen=True, kw_only=True):
     schema: Literal["packed/1"] = "packed/1"
     path: str
     size_bytes: int
+    manifest_sha256: str | None = None
+    """The hash for `--manifest-sha256`."""
     bundle: Bundle
 
 
@@ -161,6 +148,8 @@ class TargetBundle(Record, frozen=True, kw_only=True):
     """Parts of one tar archive, compressed with zstd."""
     decompressor: BundlePiece
     """The zstandard package for the target's Python."""
+    files: tuple[BundlePiece, ...] = ()
+    """The installer and the README."""
 
     @property
     def size_bytes(self) -> int:
@@ -173,4 +162,6 @@ class PackedForTarget(Record, frozen=True, kw_only=True):
     schema: Literal["packed-for-target/1"] = "packed-for-target/1"
     path: str
     size_bytes: int
+    manifest_sha256: str | None = None
+    """The hash for `--manifest-sha256`."""
     bundle: TargetBundle

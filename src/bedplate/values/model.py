@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Literal
 
+from bedplate.values.quoting import is_safe
 from bedplate.values.record import Basis, Record
 
 Task = Literal["generate", "embed", "classify", "other"]
@@ -82,6 +83,11 @@ UNPACKED = "unpacked from"
 """Prefix of `origin` if the model is a folder, in the working directory, that is dequantized from a GGUF file."""
 
 
+def _join_words(name: str) -> str:
+    """Join the words of a name with dashes; control characters separate words like spaces."""
+    return "-".join("".join(letter if is_safe(letter) else " " for letter in name).split())
+
+
 class Model(Record, frozen=True, kw_only=True):
     schema: Literal["model/1"] = "model/1"
     name: str
@@ -148,13 +154,13 @@ class Model(Record, frozen=True, kw_only=True):
 
     @property
     def served_name(self) -> str:
-        """The model name that clients send: lower case, without spaces."""
-        return "-".join(self.name.split()).lower()
+        """The model name that clients send: lower case, without spaces, and never an option of a command line."""
+        return _join_words(self.name).lower().lstrip("-") or "model"
 
     @property
     def short_name(self) -> str:
-        """The name for use in file names: without owner and spaces."""
-        return "-".join(PurePath(self.name).name.split()) or "model"
+        """The name for use in file names: without owner and spaces, and neither hidden nor an option."""
+        return _join_words(PurePath(self.name).name.replace("\\", " ")).lstrip("-.") or "model"
 
     @property
     def is_unpacked(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from bedplate.errors import UsageError
+from bedplate.values.quoting import escape_json_controls
 
 Basis = Literal["measured", "reported", "spec", "estimate"]
 """Where a figure comes from.
@@ -37,7 +38,8 @@ def make_estimate(value: float, spread: float, source: str | None = None) -> Fig
 
 
 def to_json(value: object, indent: int = 2) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
+    """Write JSON that can be printed: control characters in strings are escaped. A negative indent gives one line."""
+    return escape_json_controls(msgspec.json.format(msgspec.json.encode(value), indent=indent).decode())
 
 
 def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:

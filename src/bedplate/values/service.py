@@ -64,6 +64,8 @@ class Order(Record, frozen=True, kw_only=True):
     """Tenants of the endpoint; empty: everyone with a key."""
     bundle: str | None = None
     """The folder or archive that everything comes from. If set, bedplate does not access the network."""
+    bundle_sha256: str | None = None
+    """The hash that the bundle's manifest must have; `None`: any."""
     on: Orchestrator | None = None
     """The orchestrator that runs the engines; `None`: bedplate itself."""
 
