@@ -20,9 +20,12 @@ import aiohttp
 from bedplate.engines import Engine, KnownFailure
 from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import ExternalFailure
+from bedplate.home import open_for_owner
 from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
 from bedplate.run.gateway import GatewayBackend
+from bedplate.run.gateway.tenants import RateBucket
+from bedplate.run.log_text import clean_line
 from bedplate.run.prepare import SECRETS, has_local_weights, set_offline
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan
@@ -30,6 +33,8 @@ from bedplate.values.units import format_seconds
 
 LOG_BYTES = 10_000_000
 LOGS_KEPT = 4
+OUTPUT_BYTES_PER_MINUTE = 1_200_000
+"""Output beyond this rate is not written to the log: a client that makes an engine write cannot fill it."""
 TAIL_LINES = 200
 MAX_LINE_BYTES = 65536
 STOP_GRACE_S = 5.0
@@ -163,6 +168,8 @@ class EngineLog:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._file: FileIO | None = None
         self._rest = b""
+        self._rate = RateBucket(OUTPUT_BYTES_PER_MINUTE)
+        self._left_out = 0
 
     def append_output(self, data: bytes) -> list[str]:
         """Appends output and returns the lines that it completes; empty `data` ends the last line."""
@@ -172,18 +179,51 @@ class EngineLog:
             self._rest = b""
         texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
         for text in texts:
-            self.write(text)
+            self._write_output(clean_line(text))
+        if not data:
+            self._write_left_out()
         return texts
 
     def write(self, text: str) -> None:
+        """Writes a line of bedplate's own."""
+        text = clean_line(text)
         self.tail.append(text)
+        self._write_line(text)
+
+    def _write_output(self, text: str) -> None:
+        self.tail.append(text)
+        now = time.monotonic()
+        if self._rate.read_level(now) < len(text):
+            self._left_out += 1
+            return
+        self._rate.take(len(text) + 1, now)
+        if self._left_out:
+            self._note_left_out(self._left_out)
+            self._left_out = 0
+        self._write_line(text)
+
+    def _write_left_out(self) -> None:
+        """Writes the last lines of an engine that has ended, which explain why, whatever the rate was."""
+        if not self._left_out:
+            return
+        shown = min(self._left_out, len(self.tail))
+        if self._left_out > shown:
+            self._note_left_out(self._left_out - shown)
+        self._left_out = 0
+        for text in list(self.tail)[-shown:]:
+            self._write_line(text)
+
+    def _note_left_out(self, count: int) -> None:
+        self._write_line(f"# {count:,} lines left out: more than {OUTPUT_BYTES_PER_MINUTE:,} bytes a minute")
+
+    def _write_line(self, text: str) -> None:
         line = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             # Unbuffered: nothing is lost when bedplate is killed, and closing cannot fail.
             if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
                 self._rotate()
             if self._file is None:
-                self._file = FileIO(self.path, "ab")
+                self._file = FileIO(self.path, "ab", opener=open_for_owner)
             self._file.write(line)
         except OSError:
             # With a full disk log lines are lost, and the service continues. The next line tries again.
