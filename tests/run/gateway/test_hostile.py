@@ -150,7 +150,7 @@ async def test_limits_total_size_of_incomplete_bodies(framed: bytes, monkeypatch
     async with start_gateway() as setup:
         slow = [await setup.connect() for _ in range(6)]
         for client in slow:
-            await client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n" + framed + b"\r\n\r\n" + part)
+            await client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: ::1\r\n" + framed + b"\r\n\r\n" + part)
         answers = [asyncio.ensure_future(client.answer()) for client in slow]
         await wait_until(lambda: sum(answer.done() for answer in answers) >= 2, "two to be refused")
         assert setup.gateway.arriving_bytes <= 200_000
