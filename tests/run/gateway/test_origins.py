@@ -168,7 +168,7 @@ async def test_allowed_origins_may_send_requests_and_read_answers(key: str | Non
         stream = json.dumps(make_chat_body(stream=True)).encode()
         for answer in (
             await send(setup, body=stream, host="127.0.0.1", origin=CHATS, **given),
-            await send(setup, host="127.0.0.1", origin=CHATS, **given),
+            await send(setup, CHAT, BODY, host="127.0.0.1", origin=CHATS, **given),
             await send(setup, "/v1/models", None, host="127.0.0.1", origin=CHATS, **given),
             await send(setup, body=b"{", host="127.0.0.1", origin=CHATS, **given),
         ):
@@ -196,7 +196,9 @@ async def test_endpoint_with_keys_needs_no_check() -> None:
     """A page of another site has no key."""
     async with start_gateway(api_key="sk-own") as setup:
         known = {"authorization": "Bearer sk-own"}
-        assert (await send(setup, host="any.example", origin="https://other.example", **known)).json == ANSWER
+        assert (
+            await send(setup, CHAT, BODY, host="any.example", origin="https://other.example", **known)
+        ).json == ANSWER
         assert (await send(setup, host="any.example", origin="https://other.example")).status == 401
         preflight = await send(
             setup, body=None, method="OPTIONS", host="any.example", origin="https://other.example",
