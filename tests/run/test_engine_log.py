@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run import supervisor
-from bedplate.run.gateway.tenants import RateBucket
-from bedplate.run.log_text import MAX_LINE_CHARS, clean_line
+from bedplate.run.log_text import BURST_BYTES, BYTES_PER_REQUEST, MAX_LINE_CHARS, clean_line
 from bedplate.run.supervisor import EngineLog
 
 
@@ -57,35 +56,70 @@ def test_a_cleaned_line_is_one_short_line(text: str) -> None:
     assert clean_line(found) == found
 
 
-def test_a_flood_is_limited_and_the_last_lines_of_the_engine_are_kept(
-    log: EngineLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("bedplate.run.supervisor.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("bedplate.run.gateway.tenants.time.monotonic", lambda: now[0])
-    log._rate = RateBucket(supervisor.OUTPUT_BYTES_PER_MINUTE)
-    line = b"error: " + b"client text " * 300 + b"\n"
-    for _ in range(1000):
-        log.append_output(line)
-    size = log.path.stat().st_size
-    assert supervisor.OUTPUT_BYTES_PER_MINUTE * 0.9 < size <= supervisor.OUTPUT_BYTES_PER_MINUTE
-    now[0] += 60
-    log.append_output(b"later\n")
-    text = log.path.read_text()
-    assert text.endswith("bytes a minute\nlater\n") and "lines left out" in text
-    for _ in range(1000):
-        log.append_output(line)
-    log.append_output(b"short line\n" * 1000)
+def test_output_during_the_start_is_not_limited(log: EngineLog) -> None:
+    for _ in range(100):
+        log.append_output(b"x" * 3000 + b"\n")
+    assert log.path.stat().st_size == 100 * 3001
+
+
+class Requests:
+    """The number of requests that an engine got, and the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.now = 0, 1000.0
+        monkeypatch.setattr("bedplate.run.supervisor.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def requests(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> Requests:
+    found = Requests(monkeypatch)
+    log.limit_output(lambda: found.count)
+    return found
+
+
+@pytest.mark.parametrize("text", [b"client text " * 50_000 + b"\n", b"forged line\n" * 50_000])
+def test_a_client_cannot_fill_the_log(text: bytes, log: EngineLog, requests: Requests) -> None:
+    """The output of these requests takes no more of the log than that of ordinary requests may."""
+    for _ in range(20):
+        requests.count += 1
+        for place in range(0, len(text), 65_536):
+            log.append_output(text[place : place + 65_536])
+    log.close()
+    assert log.path.stat().st_size <= BURST_BYTES + 20 * (BYTES_PER_REQUEST + 100)
+
+
+def test_each_ordinary_request_is_logged(log: EngineLog, requests: Requests) -> None:
+    for number in range(2000):
+        requests.count += 1
+        log.append_output(f"request {number}: {'x' * 90}\n".encode() * 10)
+    assert log.path.read_text().count("\n") == 20_000 and "left out" not in log.path.read_text()
+
+
+def test_background_output_is_logged_while_no_request_comes(log: EngineLog, requests: Requests) -> None:
+    for _ in range(2000):
+        requests.now += 1
+        log.append_output(b"throughput: " + b"x" * 900 + b"\n")
+    assert "left out" not in log.path.read_text()
+
+
+def test_last_lines_of_an_engine_that_ended_are_kept(log: EngineLog, requests: Requests) -> None:
+    for _ in range(100):
+        log.append_output(b"short line\n" * 100)
     log.append_output(b"Traceback\nOutOfMemory: the reason\n")
     assert "the reason" not in log.path.read_text()
-    log.append_output(b"")  # it ended
+    log.append_output(b"")
     assert log.path.read_text().endswith("Traceback\nOutOfMemory: the reason\n")
-    assert "OutOfMemory: the reason" in log.read_tail()
-    assert log.path.stat().st_size < 4 * supervisor.OUTPUT_BYTES_PER_MINUTE
+    assert "OutOfMemory: the reason" in log.read_tail() and "lines left out" in log.path.read_text()
 
 
-def test_bedplates_own_lines_are_written_during_a_flood(log: EngineLog) -> None:
-    for _ in range(2000):
+def test_lines_of_an_engine_do_not_look_like_bedplates_own(log: EngineLog) -> None:
+    log.append_output(b"# stopped by bedplate\n")
+    log.write("# 2026-01-01 llama-server")
+    assert log.path.read_text() == " # stopped by bedplate\n# 2026-01-01 llama-server\n"
+
+
+def test_bedplates_own_lines_are_written_during_a_flood(log: EngineLog, requests: Requests) -> None:
+    for _ in range(200):
         log.append_output(b"x" * 3000 + b"\n")
     log.write("# stopped by bedplate")
     assert log.path.read_text().endswith("# stopped by bedplate\n")

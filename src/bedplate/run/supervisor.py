@@ -24,8 +24,7 @@ from bedplate.home import open_for_owner
 from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
 from bedplate.run.gateway import GatewayBackend
-from bedplate.run.gateway.tenants import RateBucket
-from bedplate.run.log_text import clean_line
+from bedplate.run.log_text import MAX_CLIENT_LINE_CHARS, MAX_LINE_CHARS, OutputLimit, clean_line
 from bedplate.run.prepare import SECRETS, has_local_weights, set_offline
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan
@@ -33,8 +32,6 @@ from bedplate.values.units import format_seconds
 
 LOG_BYTES = 10_000_000
 LOGS_KEPT = 4
-OUTPUT_BYTES_PER_MINUTE = 1_200_000
-"""Output beyond this rate is not written to the log: a client that makes an engine write cannot fill it."""
 TAIL_LINES = 200
 MAX_LINE_BYTES = 65536
 STOP_GRACE_S = 5.0
@@ -168,18 +165,26 @@ class EngineLog:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._file: FileIO | None = None
         self._rest = b""
-        self._rate = RateBucket(OUTPUT_BYTES_PER_MINUTE)
+        self._limit: OutputLimit | None = None
         self._left_out = 0
+
+    def limit_output(self, count_requests: Callable[[], int] | None) -> None:
+        """Limits the engine's output from now on, since it may contain what clients send; `None`: ends the limit."""
+        self._limit = OutputLimit(count_requests, time.monotonic()) if count_requests is not None else None
 
     def append_output(self, data: bytes) -> list[str]:
         """Appends output and returns the lines that it completes; empty `data` ends the last line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES or not data:
+        self._rest = self._rest[:MAX_LINE_BYTES]
+        if not data:
             lines += [self._rest] if self._rest else []
             self._rest = b""
+        if self._limit is not None and len(lines) > TAIL_LINES:  # many short lines would delay other requests
+            self._left_out += len(lines) - TAIL_LINES
+            del lines[:-TAIL_LINES]
         texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
         for text in texts:
-            self._write_output(clean_line(text))
+            self._write_output(text)
         if not data:
             self._write_left_out()
         return texts
@@ -191,12 +196,13 @@ class EngineLog:
         self._write_line(text)
 
     def _write_output(self, text: str) -> None:
+        text = clean_line(text, MAX_LINE_CHARS if self._limit is None else MAX_CLIENT_LINE_CHARS)
+        if text.startswith("#"):  # only bedplate's own lines do
+            text = f" {text}"
         self.tail.append(text)
-        now = time.monotonic()
-        if self._rate.read_level(now) < len(text):
+        if self._limit is not None and not self._limit.take(len(text) + 1, time.monotonic()):
             self._left_out += 1
             return
-        self._rate.take(len(text) + 1, now)
         if self._left_out:
             self._note_left_out(self._left_out)
             self._left_out = 0
@@ -214,7 +220,7 @@ class EngineLog:
             self._write_line(text)
 
     def _note_left_out(self, count: int) -> None:
-        self._write_line(f"# {count:,} lines left out: more than {OUTPUT_BYTES_PER_MINUTE:,} bytes a minute")
+        self._write_line(f"# {count:,} lines left out: the requests caused more output than is logged")
 
     def _write_line(self, text: str) -> None:
         line = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -439,6 +445,7 @@ class Supervisor:
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, self._read_line)
         self.log.tail.clear()
+        self.log.limit_output(None)
         # One line, whatever the options contain; the lines after it are the engine's.
         options = " ".join(word if len(word) < 200 else f"({len(word)} characters)" for word in launch.argv)
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
@@ -463,6 +470,7 @@ class Supervisor:
             was_ready = False
             await process.stop(grace_s=0)
         if was_ready:
+            self.log.limit_output(lambda: backend.sent)
             backend.address = ("127.0.0.1", port)
             backend.reason = None
             backend.state = "ready"

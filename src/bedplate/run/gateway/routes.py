@@ -360,6 +360,7 @@ class Route:
         backend = link.backend
         if backend.begun is not None:
             backend.begun()
+        backend.sent += 1
         backend.in_flight += 1
         backend.last_used = now
         backend.health.record_sent()
