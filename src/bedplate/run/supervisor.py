@@ -175,8 +175,7 @@ class EngineLog:
     def append_output(self, data: bytes) -> list[str]:
         """Appends output and returns the lines that it completes; empty `data` ends the last line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[:MAX_LINE_BYTES]
-        if not data:
+        if len(self._rest) > MAX_LINE_BYTES or not data:
             lines += [self._rest] if self._rest else []
             self._rest = b""
         if self._limit is not None and len(lines) > TAIL_LINES:  # many short lines would delay other requests
