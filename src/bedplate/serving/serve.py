@@ -28,6 +28,7 @@ from bedplate.hosting.systemd import notify
 from bedplate.hosting.tenants import CLOSED, list_warnings
 from bedplate.page.page import add_live_page
 from bedplate.progress import Progress, SilentProgress
+from bedplate.run.gateway.descriptors import raise_descriptor_limit
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.listening import ListenOptions, check_port
 from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
@@ -229,6 +230,7 @@ class _ServeSession:
         from bedplate.changing.operations import CHANGING_OPERATIONS
 
         loop = asyncio.get_running_loop()
+        raise_descriptor_limit()
         room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
         control = ControlServer(host, {**make_host_operations(self.record), **CHANGING_OPERATIONS})

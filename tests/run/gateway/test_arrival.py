@@ -207,3 +207,13 @@ def test_a_hundred_idle_connections_do_not_stop_health(
         for pipe in idle:
             pipe.close()
     assert ask_health(small_server).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_soft_limit_is_raised_up_to_the_hard_one() -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128));"
+        "from bedplate.run.gateway.descriptors import raise_descriptor_limit; raise_descriptor_limit();"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(128, 128)"

@@ -6,6 +6,7 @@ import contextlib
 import os
 
 MAX_BACKLOG = 1024
+WANTED_LIMIT = 65_536
 
 
 class DescriptorBudget:
@@ -28,6 +29,17 @@ class DescriptorBudget:
     @classmethod
     def measure(cls) -> DescriptorBudget:
         return cls(_read_limit(), _find_lowest_free())
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the process's soft limit of open files, which shells set low, as far as its hard limit permits."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # macOS has a second, lower limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = WANTED_LIMIT if hard == resource.RLIM_INFINITY else min(hard, WANTED_LIMIT)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _read_limit() -> int | None:
