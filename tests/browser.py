@@ -96,11 +96,14 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def open_browser(folder: Path) -> AsyncIterator[Page]:
+async def open_browser(folder: Path, *options: str) -> AsyncIterator[Page]:
     program = find_browser()
     assert program is not None
     process = subprocess.Popen(
-        [program, f"--user-data-dir={folder}", *OPTIONS], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [program, f"--user-data-dir={folder}", *options, *OPTIONS],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert process.stderr is not None

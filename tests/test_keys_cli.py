@@ -79,6 +79,20 @@ def test_the_default_tenant_can_be_limited_without_a_key() -> None:
     assert tenants.default.max_in_flight == 2
 
 
+def test_endpoints_stay_closed_until_they_are_opened() -> None:
+    assert "none has existed" in invoke("keys", "open").out
+    invoke("keys", "add", "alice")
+    refused = invoke("keys", "open")
+    assert refused.code == 2 and "alice has keys" in refused.err and "bedplate keys revoke alice" in refused.err
+    revoked = invoke("keys", "revoke", "alice")
+    assert revoked.code == 0 and "bedplate keys open" in revoked.err
+    assert "bedplate keys open" in invoke("keys").err
+    assert json.loads(invoke("keys", "--json").out) == {"schema": "tenants/1", "tenants": []}
+    opened = invoke("keys", "open")
+    assert opened.code == 0 and "require no key" in opened.out
+    assert "bedplate keys open" not in invoke("keys").err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, cast
 
 from bedplate.errors import ExternalFailure
 
@@ -33,10 +35,53 @@ def get_logs_dir() -> Path:
     return get_home() / "logs"
 
 
+def make_folder(folder: Path) -> Path:
+    """Create a folder and its parents. Only the owner may open the home, and its logs in any case.
+
+    This also applies to a home that an older version created, but not to a folder that is not only bedplate's: the
+    user's own, or one for temporary files.
+    """
+    home, logs = get_home(), get_logs_dir()
+    if home == folder or home in folder.parents:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if home not in (Path.home(), *Path.home().parents):
+            _make_private(home, 0o700)
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder == logs:
+        _make_private(logs, 0o700)
+        for file in logs.glob("*.log*"):
+            _make_private(file, 0o600)
+    return folder
+
+
+def _make_private(path: Path, mode: int) -> None:
+    if os.name != "posix":
+        return
+    with contextlib.suppress(OSError):  # rotated meanwhile, or a read-only disk
+        status = path.lstat()
+        if (
+            status.st_mode & 0o077
+            and not status.st_mode & stat.S_ISVTX
+            and not stat.S_ISLNK(status.st_mode)
+            and status.st_uid == os.getuid()
+        ):
+            path.chmod(mode)
+
+
+def open_private(path: Path | str, mode: str) -> IO[bytes]:
+    """Open a file for writing that only its owner may read."""
+    return cast("IO[bytes]", open(path, mode, opener=open_for_owner))
+
+
+def open_for_owner(path: str, flags: int) -> int:
+    """An `opener` for `open`."""
+    return os.open(path, flags, 0o600)
+
+
 def ensure_writable(folder: Path) -> Path:
     """Create `folder` if needed and check that a file can be written in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / f".writable.{os.getpid()}"
         try:
             probe.write_bytes(b"\0" * 4096)
@@ -74,7 +119,7 @@ def hold_lock(path: Path, what: str, waiting: object = None) -> Iterator[None]:
     """Hold the file lock `path`.lock, so that only one bedplate process does the work and others wait for it."""
     from filelock import FileLock, Timeout
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(timeout=0)

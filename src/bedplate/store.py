@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from bedplate.errors import ExternalFailure, UsageError
-from bedplate.home import get_home, make_disk_failure
+from bedplate.home import get_home, make_disk_failure, make_folder
 from bedplate.values.agreement import Agreement
 from bedplate.values.hardware import Hardware
 from bedplate.values.record import Record, from_json, replace_fields, to_json
@@ -148,6 +149,7 @@ PAGE = 5000
 ROWS_AT_ONCE = 100
 """Each row has nine values, and older SQLite builds allow 999 values in a statement."""
 SALT_BYTES = 32
+KEY_MARKER_TEXT = b"API keys have existed here, so endpoints require one. `bedplate keys open` ends this.\n"
 
 R = TypeVar("R", bound=Record)
 
@@ -171,7 +173,7 @@ def compute_fingerprint(hardware: Hardware) -> str:
 @contextlib.contextmanager
 def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         connection = sqlite3.connect(path, timeout=10)
     except (OSError, sqlite3.Error) as error:
         raise _make_failure(error, path) from error
@@ -386,7 +388,47 @@ def put_tenant(tenant: Tenant, path: Path | None = None) -> None:
     )
 
 
+def mark_keys_exist(path: Path | None = None) -> None:
+    """Remember that keys have existed, in a file beside the store: also if the store is moved away."""
+    marker = _get_key_marker(path)
+    try:
+        make_folder(marker.parent)
+        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(descriptor, KEY_MARKER_TEXT)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise make_disk_failure(error, marker) from error
+
+
+def have_keys_existed(path: Path | None = None) -> bool:
+    """Whether keys have existed since the last `forget_keys`. A marker that cannot be read counts as one."""
+    try:
+        _get_key_marker(path).lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def forget_keys(path: Path | None = None) -> None:
+    """Forget that keys have existed: endpoints that start from now on require none."""
+    marker = _get_key_marker(path)
+    try:
+        marker.unlink(missing_ok=True)
+    except OSError as error:
+        raise make_disk_failure(error, marker) from error
+
+
+def _get_key_marker(path: Path | None) -> Path:
+    return (path or get_store_path()).with_name("keys-required")
+
+
 def add_key(tenant: str, key: TenantKey, digest: bytes, path: Path | None = None) -> None:
+    mark_keys_exist(path)
     _write(
         "INSERT INTO keys (id, tenant, digest, body) VALUES (?, ?, ?, ?)", (key.id, tenant, digest, _to_line(key)), path
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.commands import invoke
 from tests.hosting.stub_hosts import (
     DIES,
     add,
@@ -24,7 +25,7 @@ from tests.run.test_supervisor import until
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.host import Host
 from bedplate.hosting.status import collect_status
-from bedplate.hosting.tenants import add_key
+from bedplate.hosting.tenants import add_key, revoke
 from bedplate.run.environments import EngineEnvironment
 from bedplate.serving.serve import declare_tenants
 from bedplate.show.services import render_list, render_status
@@ -225,7 +226,13 @@ class TestOnDemand:
             await add(host, wants)
             code, body = await ask(host, "beta")
             assert code == 503 and body["error"]["code"] == "not_running"
-            assert "not enough memory for beta next to alpha" in body["error"]["message"]
+            told = body["error"]["message"]
+            assert "not enough memory for beta next to the loaded models" in told
+            assert "alpha" not in told, "the client may not know of it"
+            assert "alpha cannot be unloaded now" in str(host.get_service("beta").failure)
+            said = [note for note in host.notes if "could not be loaded" in note]
+            assert (await ask(host, "beta"))[0] == 503
+            assert [note for note in host.notes if "could not be loaded" in note] == said != []
             assert host.get_service("beta").state == "failed" and read_pid(await ask(host, "alpha"))
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(stays)))
@@ -282,6 +289,29 @@ class TestOrderTenants:
             ]
 
         with_host(then, tmp_path)
+
+
+class TestKeys:
+    def test_serve_prints_how_to_open_an_endpoint_that_lost_its_keys(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+        add_key("ann", {})
+        revoke("ann")
+
+        async def then(host: Host) -> None:
+            declare_tenants(host, Order())
+            assert host.gateway.needs_key
+            assert "bedplate keys open" in host.notes[-1] and "bedplate keys add" in host.notes[-1]
+
+        with_host(then, tmp_path)
+        assert invoke("keys", "open").code == 0
+
+        async def then_open(host: Host) -> None:
+            declare_tenants(host, Order())
+            assert not host.gateway.needs_key and not host.notes
+
+        with_host(then_open, tmp_path)
 
 
 class TestStatus:

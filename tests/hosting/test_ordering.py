@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bedplate.decide.intent import read_intent
+from bedplate.decide.intent import override, read_intent
 from bedplate.errors import UsageError
 from bedplate.hosting.ordering import make_order
 from bedplate.hosting.tenants import list_warnings
+from bedplate.serving.serve import build_listen_options
 from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
 from bedplate.values.service import ModelOrder, Order
@@ -119,3 +120,20 @@ def test_warns_about_differences_to_stored_tenants() -> None:
         "not in the file, but accepted because they have keys: grey",
     )
     assert list_warnings([], stored) == () and list_warnings([DeclaredTenant(name="red", weight=3.0)], stored[:1]) == ()
+
+
+def test_hosts_and_origins_of_the_file_and_the_options_are_allowed() -> None:
+    intent = read_intent("allow_hosts: [GPU1.example.com]\nallow_origins: [https://a.example/]\n")
+    order = make_order(intent, allow_hosts=["10.0.0.1"], allow_origins=["*"])
+    assert order.allow_hosts == ("gpu1.example.com", "10.0.0.1")
+    assert order.allow_origins == ("https://a.example", "*")
+    listen = build_listen_options(from_json(Order, to_json(order)))
+    assert (listen.allow_hosts, listen.allow_origins) == (order.allow_hosts, order.allow_origins)
+    for text in ("allow_hosts: ['a b']\n", "allow_origins: [a.example]\n"):
+        with pytest.raises(UsageError, match=text.split(":")[0]):
+            make_order(read_intent(text))
+
+
+def test_hosts_and_origins_survive_an_option_that_changes_the_intent() -> None:
+    intent = override(read_intent("allow_hosts: [a.example]\nallow_origins: [https://b.example]\n"), users=3)
+    assert (intent.allow_hosts, intent.allow_origins) == (("a.example",), ("https://b.example",))

@@ -104,13 +104,15 @@ def test_unit_settings() -> None:
 def test_serve_systemd_prints_the_given_command(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = invoke(
         "serve", "my model.gguf", "--port", "9000", "--set", "users=2", "--set", "volume=normal", "--no-check",
-        "--build", "native", "--systemd", "--name", "chat", "-d",
+        "--build", "native", "--systemd", "--name", "chat", "-d", "--allow-host", "a.example", "--allow-host", "*",
+        "--allow-origin", "https://b.example",
     )  # fmt: skip
     assert answer.code == 0, answer
     (line,) = parse_fields(answer.out)["ExecStart"]
     assert parse_command(line) == [
-        sys.executable, "-m", "bedplate", "serve", "my model.gguf", "--port", "9000", "--set", "users=2",
-        "--set", "volume=normal", "--build", "native", "--no-check", "--name", "chat",
+        sys.executable, "-m", "bedplate", "serve", "my model.gguf", "--port", "9000", "--allow-host", "a.example",
+        "--allow-host", "*", "--allow-origin", "https://b.example", "--set", "users=2", "--set", "volume=normal",
+        "--build", "native", "--no-check", "--name", "chat",
     ]  # fmt: skip
     assert str(Path.cwd()) in answer.out
 

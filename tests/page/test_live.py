@@ -402,7 +402,12 @@ class TestAccess:
         async def then(host: Host, figures: LiveFigures) -> None:
             await add(host, make_stub_readied("beta", stub, tenants=("bob",)))
             require_keys(host)
+            host.name = "beta"  # services have the name of a model by default
+            figures.record_second()
+            for path in (FIGURES, "/", "/health", "/metrics", "/v1/models"):
+                assert "beta" not in (await get(host, path, authorization=f"Bearer {ANNS}"))[2], path
             assert [one.model for one in (await read_live(host, ANNS)).models] == ["alpha"]
+            assert (await read_live(host, OPERATOR)).name == "beta"
             assert [one.model for one in (await read_live(host, OPERATOR)).models] == ["alpha", "beta"]
 
         with_page(stub, tmp_path, then)

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from bedplate.errors import BedplateError
-from bedplate.home import get_logs_dir
+from bedplate.home import get_logs_dir, open_private
 from bedplate.hosting.control import ErrorReport
 from bedplate.hosting.detached import MOST_EARLY_BYTES, ChoiceReport, DetachedInput, PipeReporter, StartReport
 from bedplate.interrupts import forget_interrupts
@@ -61,7 +61,7 @@ def _log_to_service(record: ServiceRecord) -> None:
     """Redirects everything that this process and its children print to the service's own log."""
     path = get_logs_dir() / f"{record.name}@host.log"
     large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
-    with path.open("wb" if large else "ab") as log:
+    with open_private(path, "wb" if large else "ab") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())

@@ -21,6 +21,7 @@ app = typer.Typer(
   bedplate keys set alice --tokens-per-minute 100000 --in-flight none
   bedplate keys list --json
   bedplate keys revoke alice
+  bedplate keys open
 
 A running endpoint applies changes within a second. Only salted hashes of keys are stored.""",
 )
@@ -91,6 +92,7 @@ def list_(json: Json = False) -> None:
     from bedplate.show.tenants import render_tenants
 
     make_console().print(render_tenants(found))
+    _show_closed()
 
 
 @app.command(
@@ -175,6 +177,34 @@ def revoke(
 
     revoked = revoke_keys(which)
     typer.echo(f"revoked: {', '.join(revoked) or 'the limits of a tenant without keys'}")
+    _show_closed()
+
+
+@app.command(
+    name="open",
+    epilog="""Examples:
+
+\b
+  bedplate keys open""",
+)
+def open_() -> None:
+    """Let endpoints start without keys again, after all keys were revoked.
+
+    Once a key has existed, every endpoint of this installation requires one, also after a restart.
+    """
+    from bedplate.hosting.tenants import open_endpoints
+
+    if open_endpoints():
+        typer.echo("endpoints that start from now on require no key; running ones continue to require one")
+    else:
+        typer.echo("endpoints require no key: none has existed here")
+
+
+def _show_closed() -> None:
+    from bedplate.hosting.tenants import explain_closed
+
+    if (text := explain_closed()) is not None:
+        typer.echo(text, err=True)
 
 
 def _collect_changes(

@@ -69,6 +69,22 @@ def serve(
             show_envvar=True,
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of this machine that requests without a key may use; * for any. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web pages that may use the endpoint: https://chat.example.com; * for all. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     users: Users = None,
     concurrency: Concurrency = None,
     context: Context = None,
@@ -179,6 +195,7 @@ def serve(
     )  # fmt: skip
     order = make_order(
         intent, engine=engine, replicas=replicas, ttl=ttl, name=name, host=host, port=port, api_key=api_key or None,
+        allow_hosts=allow_host or (), allow_origins=allow_origin or (),
         on=on.value if on is not None else None, max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
         log_content=str(log_content) if log_content is not None else None,
         memory_budget_bytes=parse_size(memory_budget, "--memory-budget") if memory_budget is not None else None,

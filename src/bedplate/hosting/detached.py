@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from bedplate.errors import ExternalFailure
-from bedplate.home import ensure_writable, get_logs_dir
+from bedplate.home import ensure_writable, get_logs_dir, open_private
 from bedplate.hosting.control import ErrorReport
 from bedplate.progress import Progress
 from bedplate.values import Decision, Endpoint, Hardware, Model
@@ -84,7 +84,7 @@ def start_detached(
     if early.exists() and early.stat().st_size > MOST_EARLY_BYTES:
         early.unlink()
     reading, writing = os.pipe()
-    with early.open("ab") as log:
+    with open_private(early, "ab") as log:
         began = log.tell()
         child = subprocess.Popen(
             [sys.executable, "-m", program],

@@ -18,6 +18,7 @@ from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageEr
 from bedplate.hosting.memory import LoadedModel, MemoryLimits, choose_unloads, sum_needs
 from bedplate.hosting.orchestration import ProcessRole
 from bedplate.run.gateway import BackendState, Gateway, GatewayBackend
+from bedplate.run.gateway.origins import OriginPolicy
 from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.starting import EngineStart, PlanBackend, create_supervisor
 from bedplate.run.supervisor import EngineLog, Supervisor
@@ -231,6 +232,7 @@ class Host:
             max_body_bytes=listen.max_body_bytes,
             max_wait_s=LONGEST_WAIT_S,
             keeper=RequestRecorder(content=listen.log_content, note=self._say_from_thread),
+            origins=OriginPolicy(listen.allow_hosts, listen.allow_origins),
         )
         self.services: dict[str, HostedService] = {}
         """By served model name."""
@@ -405,9 +407,12 @@ class Host:
     async def _load_for_request(self, service: HostedService) -> None:
         try:
             await self.load(service)
-        except BedplateError:
-            self.say(f"{service.name} could not be loaded: {service.failure}")
-            message = f"{service.name} cannot be loaded now: {service.failure}"
+        except BedplateError as error:
+            text = f"{service.name} could not be loaded: {service.failure}"
+            if text not in self.notes:  # clients may repeat the request, and the log must not grow with each
+                self.say(text)
+            # Without the cause, which may name models that the client may not use.
+            message = f"{service.name} cannot be loaded now: {error.message}"
             self.gateway.give_up(service.name, message, retry_after_s=RETRY_S)
 
     async def _free_memory(self, service: HostedService) -> None:
@@ -444,10 +449,11 @@ class Host:
         ]
 
     def _make_memory_error(self, service: HostedService, need: Need, others: list[str]) -> NotPossible:
-        loaded = f" next to {' and '.join(others)}, which cannot be unloaded now" if others else ""
+        loaded = f"{' and '.join(others)} cannot be unloaded now; " if others else ""
+        needed = format_memory(sum(need.values()))
         return NotPossible(
-            f"not enough memory for {service.name}{loaded}",
-            cause=f"it needs up to {format_memory(sum(need.values()))}; available: {self.room.describe()}",
+            f"not enough memory for {service.name}{' next to the loaded models' if others else ''}",
+            cause=f"{loaded}it needs up to {needed}; available: {self.room.describe()}",
             hint="try again when they are idle, or raise --memory-budget",
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from bedplate.errors import NotPossible
 from bedplate.home import get_logs_dir
 from bedplate.hosting import records
+from bedplate.run.log_text import clean_line
 from bedplate.run.supervisor import LOGS_KEPT
 from bedplate.values.service import ServiceRecord
 
@@ -78,7 +79,8 @@ def _read_tail(path: Path, count: int, before: int | None) -> list[str] | None:
                 data = file.read(step) + data
     except OSError:
         return None
-    return data.decode("utf-8", "replace").splitlines()[-count:]
+    lines = data.removesuffix(b"\n").split(b"\n")[-count:] if data else []
+    return [_decode_line(line) for line in lines]
 
 
 class LogFollower:
@@ -130,13 +132,18 @@ class LogFollower:
             return []
         self._at += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode("utf-8", "replace") for line in lines]
+        return [_decode_line(line) for line in lines]
 
     def _read_status(self) -> os.stat_result | None:
         try:
             return self.path.stat()
         except OSError:
             return None
+
+
+def _decode_line(line: bytes) -> str:
+    """Cleaned again: older versions wrote what an engine printed as it was."""
+    return clean_line(line.decode("utf-8", "replace").rstrip("\r"))
 
 
 def follow(files: Callable[[], list[Path]], count: int) -> Iterator[tuple[Path, list[str]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bedplate.errors import UsageError
 from bedplate.hosting.orchestration import REPLICAS
+from bedplate.run.gateway.origins import parse_host, parse_origin
 from bedplate.values.endpoint import Orchestrator
 from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Service
 from bedplate.values.service import ModelOrder, Order
@@ -24,9 +25,18 @@ def make_order(
     replicas: int | None = None,
     ttl: str | None = None,
     on: Orchestrator | None = None,
+    allow_hosts: Sequence[str] = (),
+    allow_origins: Sequence[str] = (),
     **listening: Any,
 ) -> Order:
-    """The order for the intent's services, or for its one model. `listening` are further fields of the order."""
+    """The order for the intent's services, or for its one model. `listening` are further fields of the order.
+
+    `allow_hosts` and `allow_origins` are added to those of the intent.
+    """
+    hosts = [parse_host(one, "allow_hosts") for one in intent.allow_hosts]
+    origins = [parse_origin(one, "allow_origins") for one in intent.allow_origins]
+    listening["allow_hosts"] = (*hosts, *map(parse_host, allow_hosts))
+    listening["allow_origins"] = (*origins, *map(parse_origin, allow_origins))
     if not intent.services:
         wanted = ModelOrder(
             model=_get_model_name(intent.model, "model"),

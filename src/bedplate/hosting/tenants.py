@@ -20,6 +20,10 @@ from bedplate.values.traffic import UsageBy, UsageReport, UsageRow
 KEY_MARK = "bp-"
 KEY_BYTES = 32
 ID_LETTERS = 8
+CLOSED = (
+    "a key is required because keys have existed here, and none is valid now: bedplate keys add NAME creates one, "
+    "bedplate keys open lets endpoints start without keys"
+)
 
 
 def add_key(
@@ -101,6 +105,25 @@ def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
                     store.remove_key(which, path)
                 return (which,)
     raise _make_unknown_error(which, path)
+
+
+def open_endpoints(path: Path | None = None) -> bool:
+    """Let endpoints that start from now on require no key again. Returns False if they require none anyway."""
+    if tenants := [one for one in store.read_tenants(path) if one.keys]:
+        names = ", ".join(one.name for one in tenants)
+        commands = " && ".join(f"bedplate keys revoke {one.name}" for one in tenants)
+        have = "has" if len(tenants) == 1 else "have"
+        raise UsageError(f"{names} {have} keys, so endpoints require one", hint=f"revoke them first: {commands}")
+    required = store.have_keys_existed(path)
+    store.forget_keys(path)
+    return required
+
+
+def explain_closed(path: Path | None = None) -> str | None:
+    """Why endpoints reject every request although there is no key, and what to do; `None`: they do not."""
+    if not store.have_keys_existed(path) or any(one.keys for one in store.read_tenants(path)):
+        return None
+    return CLOSED
 
 
 def report_usage(

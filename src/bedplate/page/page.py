@@ -157,9 +157,11 @@ class LiveFigures:
         host = self.host
         if whole:
             self._looked_at = time.monotonic()
+        visible = self._list_visible(tenant, whole)
         members = [one for one in host.gateway.tenants.list_members() if whole or one.name == tenant]
         return Live(
-            name=host.name,
+            # A service has the name of its first model by default, which this tenant may not use.
+            name=host.name if len(visible) == len(host.services) else "bedplate",
             version=__version__,
             state=host.state,
             needs_key=host.gateway.needs_key,
@@ -168,10 +170,7 @@ class LiveFigures:
             at_s=time.time(),
             began_s=self.began_s,
             hardware=describe_hardware(host.hardware) if whole else None,
-            models=tuple(
-                self._describe_model(one) if whole else _describe_for_tenant(one)
-                for one in self._list_visible(tenant, whole)
-            ),
+            models=tuple(self._describe_model(one) if whole else _describe_for_tenant(one) for one in visible),
             tenants=tuple(self._describe_use(member) for member in members),
             verdict=self._verdict if whole else None,
             notes=tuple(host.notes) if whole else (),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from bedplate.home import open_private
 from bedplate.run.warden import wrap_with_warden
 
 
@@ -30,7 +31,7 @@ def run_child(
 
     With `log`, the output is written to that file instead, and can be read while the program runs.
     """
-    file = log.open("ab") if log is not None else None
+    file = open_private(log, "ab") if log is not None else None
     lifeline_end, lifeline = os.pipe()
     try:
         process = subprocess.Popen(

@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from bedplate.home import get_home, make_disk_failure
+from bedplate.home import get_home, make_disk_failure, make_folder
 
 
 def read_stable_key(engine_id: str) -> str:
@@ -23,7 +23,7 @@ def read_stable_key(engine_id: str) -> str:
 
 def write_secret(file: Path) -> bytes:
     """Written whole or not at all; of two processes at once, the first one's secret counts."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     fresh = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -19,6 +19,10 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     grace_s: float = 5.0
+    allow_hosts: tuple[str, ...] = ()
+    """Further names of the endpoint, for requests without a key (`--allow-host`)."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages of other origins that may use it (`--allow-origin`)."""
     log_content: Path | None = None
     """The folder for the content of requests and answers (`--log-content`)."""
 

@@ -18,7 +18,15 @@ import msgspec
 from bedplate.engines import BuildVariant, Engine, SourceBuild
 from bedplate.engines.base import find_cards
 from bedplate.errors import BedplateError, ExternalFailure, UsageError
-from bedplate.home import check_free_space, ensure_writable, get_engines_dir, get_logs_dir, hold_lock, make_disk_failure
+from bedplate.home import (
+    check_free_space,
+    ensure_writable,
+    get_engines_dir,
+    get_logs_dir,
+    hold_lock,
+    make_disk_failure,
+    open_private,
+)
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.child import run_child
 from bedplate.run.environments import (
@@ -408,8 +416,8 @@ class BuildRunner:
         return env
 
     def _run(self, argv: list[str], env: Mapping[str, str], what: str, total: int | None = None) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(f"# {' '.join(argv)}\n")
+        with open_private(self.log, "ab") as file:
+            file.write(f"# {' '.join(argv)}\n".encode())
         with self.progress.step(what, total) as done:
 
             def update_progress(_: int) -> None:

@@ -24,7 +24,15 @@ from bedplate.engines.roles import GGUF_READER, GGUF_SERVER
 from bedplate.errors import BedplateError, ExternalFailure
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.facts.known_models import apply_label
-from bedplate.home import check_free_space, ensure_writable, get_home, get_logs_dir, hold_lock, make_disk_failure
+from bedplate.home import (
+    check_free_space,
+    ensure_writable,
+    get_home,
+    get_logs_dir,
+    hold_lock,
+    make_disk_failure,
+    open_private,
+)
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.child import run_child
 from bedplate.run.environments import (
@@ -463,8 +471,8 @@ class _StepRunner:
 
     def _write_log(self, text: str, more: bool = False) -> None:
         ensure_writable(self._log_path.parent)
-        with self._log_path.open("a" if more else "w", encoding="utf-8") as file:
-            file.write(text)
+        with open_private(self._log_path, "ab" if more else "wb") as file:
+            file.write(text.encode())
 
     def _format_log_hint(self) -> str:
         return f"log: {self._log_path}"

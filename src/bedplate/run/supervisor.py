@@ -21,9 +21,11 @@ import aiohttp
 from bedplate.engines import Engine, KnownFailure
 from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import ExternalFailure
+from bedplate.home import open_for_owner
 from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
 from bedplate.run.gateway import GatewayBackend
+from bedplate.run.log_text import MAX_CLIENT_LINE_CHARS, MAX_LINE_CHARS, OutputLimit, clean_line
 from bedplate.run.prepare import SECRETS, has_local_weights, set_offline
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan
@@ -164,6 +166,12 @@ class EngineLog:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._file: FileIO | None = None
         self._rest = b""
+        self._limit: OutputLimit | None = None
+        self._left_out = 0
+
+    def limit_output(self, count_requests: Callable[[], int] | None) -> None:
+        """Limits the engine's output from now on, since it may contain what clients send; `None`: ends the limit."""
+        self._limit = OutputLimit(count_requests, time.monotonic()) if count_requests is not None else None
 
     def append_output(self, data: bytes) -> list[str]:
         """Appends output and returns the lines that it completes; empty `data` ends the last line."""
@@ -171,9 +179,14 @@ class EngineLog:
         if len(self._rest) > MAX_LINE_BYTES or not data:
             lines += [self._rest] if self._rest else []
             self._rest = b""
+        if self._limit is not None and len(lines) > TAIL_LINES:  # many short lines would delay other requests
+            self._left_out += len(lines) - TAIL_LINES
+            del lines[:-TAIL_LINES]
         texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
         for text in texts:
-            self.write(text)
+            self._write_output(text)
+        if not data:
+            self._write_left_out()
         return texts
 
     @property
@@ -182,14 +195,46 @@ class EngineLog:
         return self._rest.rpartition(b"\r")[2].decode("utf-8", "replace")
 
     def write(self, text: str) -> None:
+        """Writes a line of bedplate's own."""
+        text = clean_line(text)
         self.tail.append(text)
+        self._write_line(text)
+
+    def _write_output(self, text: str) -> None:
+        text = clean_line(text, MAX_LINE_CHARS if self._limit is None else MAX_CLIENT_LINE_CHARS)
+        if text.startswith("#"):  # only bedplate's own lines do
+            text = f" {text}"
+        self.tail.append(text)
+        if self._limit is not None and not self._limit.take(len(text) + 1, time.monotonic()):
+            self._left_out += 1
+            return
+        if self._left_out:
+            self._note_left_out(self._left_out)
+            self._left_out = 0
+        self._write_line(text)
+
+    def _write_left_out(self) -> None:
+        """Writes the last lines of an engine that has ended, which explain why, whatever the rate was."""
+        if not self._left_out:
+            return
+        shown = min(self._left_out, len(self.tail))
+        if self._left_out > shown:
+            self._note_left_out(self._left_out - shown)
+        self._left_out = 0
+        for text in list(self.tail)[-shown:]:
+            self._write_line(text)
+
+    def _note_left_out(self, count: int) -> None:
+        self._write_line(f"# {count:,} lines left out: the requests caused more output than is logged")
+
+    def _write_line(self, text: str) -> None:
         line = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             # Unbuffered: nothing is lost when bedplate is killed, and closing cannot fail.
             if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
                 self._rotate()
             if self._file is None:
-                self._file = FileIO(self.path, "ab")
+                self._file = FileIO(self.path, "ab", opener=open_for_owner)
             self._file.write(line)
         except OSError:
             # With a full disk log lines are lost, and the service continues. The next line tries again.
@@ -407,6 +452,7 @@ class Supervisor:
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, functools.partial(self._read_line, launch.argv))
         self.log.tail.clear()
+        self.log.limit_output(None)
         # One line, whatever the options contain; the lines after it are the engine's.
         options = " ".join(word if len(word) < 200 else f"({len(word)} characters)" for word in launch.argv)
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
@@ -433,6 +479,7 @@ class Supervisor:
             await process.stop(grace_s=0)
         backend.phases.end()
         if was_ready:
+            self.log.limit_output(lambda: backend.sent)
             backend.address = ("127.0.0.1", port)
             backend.reason = None
             backend.state = "ready"

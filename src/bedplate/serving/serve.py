@@ -25,9 +25,10 @@ from bedplate.hosting.operations import make_host_operations
 from bedplate.hosting.orchestration import NAMES, Orchestration, OrchestratorSetup
 from bedplate.hosting.orchestrators import choose_orchestrator
 from bedplate.hosting.systemd import notify
-from bedplate.hosting.tenants import list_warnings
+from bedplate.hosting.tenants import CLOSED, list_warnings
 from bedplate.page.page import add_live_page
 from bedplate.progress import Progress, SilentProgress
+from bedplate.run.gateway.descriptors import raise_descriptor_limit
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.listening import ListenOptions, check_port
 from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
@@ -191,8 +192,9 @@ def build_listen_options(order: Order) -> ListenOptions:
     largest = order.max_body_bytes or DEFAULT_MAX_BODY_BYTES
     content = Path(order.log_content).expanduser().absolute() if order.log_content is not None else None
     return ListenOptions(
-        host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content
-    )
+        host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content,
+        allow_hosts=order.allow_hosts, allow_origins=order.allow_origins,
+    )  # fmt: skip
 
 
 def check_names(found: Sequence[ModelDecision]) -> None:
@@ -246,6 +248,7 @@ class _ServeSession:
         from bedplate.changing.operations import CHANGING_OPERATIONS
 
         loop = asyncio.get_running_loop()
+        raise_descriptor_limit()
         room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
         control = ControlServer(host, {**make_host_operations(self.record), **CHANGING_OPERATIONS})
@@ -371,6 +374,8 @@ def declare_tenants(host: Host, order: Order) -> None:
     host.gateway.tenants.declare(order.tenants)
     for text in list_warnings(order.tenants, keeper.tenants if keeper is not None else ()):
         host.say(text)
+    if host.gateway.needs_key and not order.tenants and not host.gateway.tenants.has_valid_key:
+        host.say(CLOSED)
 
 
 def get_engine_name(one: PreparedModel) -> str:

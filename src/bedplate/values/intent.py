@@ -223,5 +223,9 @@ class Intent(Record, frozen=True, kw_only=True):
     """The models of a platform, instead of `model` and `workload`."""
     tenants: tuple[PlatformTenant, ...] = ()
     """The tenants of the platform."""
+    allow_hosts: tuple[Name, ...] = ()
+    """Further names of the endpoint of `serve`, for requests without a key: gpu1.example.com, or * for any."""
+    allow_origins: tuple[Name, ...] = ()
+    """Origins of web pages that may use the endpoint of `serve`: https://chat.example.com, or * for any."""
     notes: tuple[str, ...] = ()
     """Remarks that bedplate adds about unusual values; not for people to write."""

@@ -52,6 +52,10 @@ class Order(Record, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
+    allow_hosts: tuple[Name, ...] = ()
+    """Further names of the endpoint that requests without a key may use."""
+    allow_origins: tuple[Name, ...] = ()
+    """Origins of web pages that may use the endpoint."""
     max_body_bytes: Count | None = None
     build: Build = "packages"
     check: bool = True

@@ -243,7 +243,7 @@ class Answer:
 def request(path: str, body: bytes | dict[str, Any] | None = None, method: str = "", **headers: str) -> bytes:
     """The bytes of a request. Underscores in header names become dashes."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: localhost"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if body is not None:
         lines.append(f"content-length: {len(data)}")
@@ -363,11 +363,12 @@ def make_backend(port: int, model: str = "small", engine: str = "llama.cpp", **m
 
 @contextlib.asynccontextmanager
 async def start_gateway(*others: GatewayBackend, api_key: str | None = None, **options: Any) -> AsyncIterator[Setup]:
-    """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
+    """A gateway before a scripted engine. `max_body_bytes`, `keeper` and `origins` are its own.
 
+    Other options are set on the backend.
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.
     """
-    limit = {name: options.pop(name) for name in ("max_body_bytes", "keeper") if name in options}
+    limit = {name: options.pop(name) for name in ("max_body_bytes", "keeper", "origins") if name in options}
     engine = Engine()
     await engine.start()
     backend = make_backend(engine.port, **options)
@@ -424,6 +425,9 @@ class Wire(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def can_write_eof(self) -> bool:
+        return False
 
 
 class Bench:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate import store
-from bedplate.errors import ExternalFailure
-from bedplate.hosting.tenants import add_key, change_tenant, revoke
+from bedplate.errors import ExternalFailure, UsageError
+from bedplate.hosting.tenants import add_key, change_tenant, explain_closed, open_endpoints, revoke
 from bedplate.run.gateway import Gateway
 from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.gateway.tenants import KeyDigest, RateBucket, Tenants, TenantState
-from bedplate.values.tenant import DeclaredTenant, Tenant, digest_key
+from bedplate.values.tenant import DeclaredTenant, Tenant, TenantKey, digest_key
 
 from .scripted import (
     ANSWER,
@@ -192,7 +192,7 @@ async def test_rejects_tenants_that_may_not_use_the_model() -> None:
         assert (await ask(setup, model="large")).status == 200
         assert (await ask(setup, "sk-own", model="large")).status == 200, "whoever runs it may use all of it"
         refused = await ask(setup, "sk-of-bob", model="large")
-        assert refused.status == 403 and refused.error["code"] == "model_not_allowed"
+        assert refused.status == 404 and refused.error["code"] == "model_not_found"
         assert (await ask(setup, "sk-of-bob", model="small")).status == 200
         for name, seen in (("alice", ["small", "large"]), ("bob", ["small"])):
             client = await setup.connect()
@@ -202,6 +202,60 @@ async def test_rejects_tenants_that_may_not_use_the_model() -> None:
             assert one.status == (200 if "large" in seen else 404)
         setup.gateway.allow("large", [])
         assert (await ask(setup, "sk-of-bob", model="large")).status == 200
+
+
+HIDDEN = "unreleased-70b"
+
+
+async def test_names_of_other_tenants_models_appear_nowhere() -> None:
+    other = make_backend(1, HIDDEN, aliases=("/models/Unreleased-70B.gguf",))
+    async with start_gateway(other, api_key="sk-own") as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        setup.gateway.allow(HIDDEN, ["alice"])
+        unknown = await ask(setup, "sk-of-bob", model="no-such-model")
+        hidden = await ask(setup, "sk-of-bob", model=HIDDEN.upper())
+        assert unknown.status == hidden.status == 404
+        assert unknown.body.replace(b"no-such-model", HIDDEN.upper().encode()) == hidden.body
+        assert "served: small" in unknown.error["message"]
+        pages = (
+            "/",
+            "/health",
+            "/metrics",
+            "/models",
+            "/v1/models",
+            "/v1/models/nothing",
+            "/bedplate/live",
+            "/nowhere",
+        )
+        for sent in ({"authorization": "Bearer sk-of-bob"}, {}):
+            for path in pages:
+                for accept in ("text/html", "*/*"):
+                    client = await setup.connect()
+                    answer = await client.get(path, accept=accept, **sent)
+                    assert HIDDEN.encode() not in answer.body.lower(), (path, sent)
+        for name, seen in (("alice", [HIDDEN, "small"]), ("default", [HIDDEN, "small"]), ("bob", ["small"]), ("", [])):
+            key = "sk-own" if name == "default" else f"sk-of-{name}"
+            client = await setup.connect()
+            health = await client.get("/health", authorization=f"Bearer {key}")
+            assert health.status == 200 and sorted(health.json["models"]) == sorted(seen), name
+            page = await client.get("/", authorization=f"Bearer {key}")
+            assert [model in page.body.decode() for model in (HIDDEN, "small")] == [HIDDEN in seen, "small" in seen]
+
+
+async def test_hidden_model_is_not_revealed_while_models_are_registered() -> None:
+    other = make_backend(1, HIDDEN)
+    async with start_gateway(other, api_key="sk-own") as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        setup.gateway.allow(HIDDEN, ["alice"])
+        setup.gateway.starting = True
+        answers = [await ask(setup, "sk-of-bob", model=name) for name in (HIDDEN, "no-such-model")]
+        assert [one.status for one in answers] == [503, 503] and answers[0].body == answers[1].body
+
+
+async def test_long_model_names_are_not_repeated_in_full() -> None:
+    async with start_gateway() as setup:
+        answer = await ask(setup, model="x" * 1_000_000)
+        assert answer.status == 404 and len(answer.body) < 1000
 
 
 async def test_api_key_option_belongs_to_the_default_tenant() -> None:
@@ -401,6 +455,56 @@ async def test_keys_and_prompts_are_not_logged_or_stored(path: Path, caplog: pyt
     said = caplog.text.encode() + b"".join(one.read_bytes() for one in path.parent.iterdir())
     for word in (key, "wrong-key", secret, "launch"):
         assert word.encode() not in said
+
+
+@pytest.mark.parametrize("lost", ["revoked", "moved", "moved before the restart that writes the marker"])
+async def test_endpoint_stays_closed_after_a_restart_without_keys(lost: str, path: Path) -> None:
+    _, key = add_key("alice", {}, path=path)
+    if lost == "revoked":
+        revoke("alice", path)
+    elif lost == "moved":
+        for file in path.parent.glob("store.sqlite*"):
+            file.rename(path.with_name(f"away-{file.name}"))
+    else:  # by a version without the marker
+        store.forget_keys(path)
+        assert RequestRecorder(path).requires_key
+        path.unlink()
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
+        assert setup.gateway.needs_key and not setup.gateway.tenants.has_valid_key
+        assert (await ask(setup, "")).status == 401
+        assert (await ask(setup, key)).status == 401
+        _, other = add_key("bob", {}, path=path)
+        await wait_until(lambda: setup.gateway.tenants.find(other.encode()), "the key to be seen")
+        assert (await ask(setup, other)).status == 200
+    assert not setup.engine.seen[1:]
+
+
+async def test_opening_is_explicit_and_not_possible_while_there_are_keys(path: Path) -> None:
+    add_key("alice", {}, path=path)
+    with pytest.raises(UsageError, match="alice has keys") as caught:
+        open_endpoints(path)
+    assert caught.value.hint is not None and "bedplate keys revoke alice" in caught.value.hint
+    assert explain_closed(path) is None
+    revoke("alice", path)
+    closed = explain_closed(path)
+    assert closed is not None and "bedplate keys open" in closed
+    assert open_endpoints(path) and explain_closed(path) is None
+    assert not open_endpoints(path)
+    async with start_gateway(keeper=RequestRecorder(path)) as setup:
+        assert (await ask(setup, "")).status == 200
+
+
+def test_marker_is_written_before_the_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that cannot be stored closes the endpoint; a key without the marker would not."""
+    monkeypatch.setattr(store, "_write", lambda *given: pytest.fail("the store was written first"))
+    monkeypatch.setattr(store, "make_folder", lambda folder: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(ExternalFailure):
+        store.add_key("alice", TenantKey(id="1", created_at=""), b"digest", path)
+
+
+def test_marker_that_cannot_be_examined_counts_as_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert store.have_keys_existed(tmp_path / "file" / "store.sqlite")
 
 
 async def test_stored_tenants_apply_to_the_first_request(path: Path) -> None:

@@ -48,7 +48,6 @@ def remember(measurements: Measurements) -> Path:
     """Replace older entries of the same machine. Readers see either the old file or the new one."""
     path = get_cache_path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(path, "storing measurements"):
             others = (entry for entry in _read().entries if entry.machine != measurements.machine)
             content = StoredMeasurements(entries=(measurements, *others)[:MOST_ENTRIES])

@@ -85,6 +85,8 @@ class GatewayBackend:
         """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False
         """Whether requests must contain the served name of the model."""
+        self.sent = 0
+        """Number of requests that were sent to it."""
         self.in_flight = 0
         """Requests that were sent to it and have not ended."""
         self.last_used = monotonic()

@@ -13,6 +13,7 @@ import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.exchange import GatewayExchange
+from bedplate.run.gateway.origins import write_cors_headers, write_preflight_headers
 from bedplate.run.gateway.pages import show_page
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
-"""How long a client may pause in the middle of sending a request."""
+"""How long a request may take from its first byte to its last, in addition to the time that its body takes at
+`MIN_BODY_BYTES_S`. A client may also not pause for longer than this."""
+MIN_BODY_BYTES_S = 32_000
+"""Bodies that arrive more slowly are rejected (408). At 256 kbit/s the largest body of 32 MB takes a quarter of an
+hour."""
 KEEP_ALIVE_S = 75.0
 STALLED_READER_S = 300.0
 """How long a client may stop reading its answer before the connection is closed and its slot freed."""
@@ -31,6 +36,7 @@ LINGER_S = 5.0
 """How long a client whose request was rejected may pause in sending the rest of it."""
 MAX_LINGER_S = 60.0
 MAX_PIPELINED = 16
+MAX_NAME_SHOWN = 200
 MAX_ARRIVING_BYTES = 1_000_000_000
 """Limit of all incomplete request bodies together."""
 OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
@@ -40,6 +46,7 @@ _IDLE, _IN_HEAD, _IN_BODY = range(3)
 """How much of the current request has arrived."""
 
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_READ_HEADERS = frozenset([b"authorization", b"content-length", b"expect", b"host", b"origin", b"x-api-key"])
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -54,15 +61,18 @@ class ClientRequest(msgspec.Struct, gc=False):
     """The owner of the key that was sent with it."""
     chunked: bool
     """Whether the client supports chunked transfer encoding (HTTP/1.1)."""
+    cors: bytes
+    """Response headers for a page of another origin that is allowed."""
 
 
 class ClientConnection(asyncio.Protocol):
     """One client's connection. Requests that arrive while another is being answered wait in order."""
 
     __slots__ = (
-        "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_fed", "_gateway",
-        "_head_bytes", "_head_pieces_bytes", "_headers", "_keep_alive", "_key", "_linger_until", "_member",
-        "_owes_continue", "_parser", "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
+        "_answer_cors", "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_cors", "_current",
+        "_discarding", "_fed", "_gateway", "_head_bytes", "_head_pieces_bytes", "_headers", "_host", "_keep_alive",
+        "_key", "_linger_until", "_member", "_owes_continue", "_parser", "_paused", "_rejection", "_request_began",
+        "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
@@ -73,6 +83,12 @@ class ClientConnection(asyncio.Protocol):
         self._key: VerifiedKey | None = None
         """The last valid key on this connection."""
         self._member: TenantState | None = None
+        self._host = b""
+        """The last accepted Host header on this connection."""
+        self._cors = b""
+        self._answer_cors = b""
+        self._request_began: float | None = None
+        """When an incomplete request began to arrive, or the answer before it ended."""
         self._keep_alive = False
         self._chunked = True
         self._waiting: deque[ClientRequest] = deque()
@@ -98,7 +114,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
         self._set_deadline(REQUEST_TIMEOUT_S)
-        self._gateway.connections.add(self)
+        self._gateway.add_connection(self, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gateway.drop_connection(self)
@@ -134,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._head_bytes = len(data)  # an upper bound: it may contain the end of another request
         if self._stage != _IDLE and self._current is None and not self._paused and not self._discarding:
-            self._set_deadline(REQUEST_TIMEOUT_S)
+            self._set_request_deadline()
 
     def eof_received(self) -> bool:
         return False
@@ -155,7 +171,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._rejection is not None:
             self._send_rejection()
         elif not self._discarding:
-            self._set_deadline(KEEP_ALIVE_S)
+            self._set_idle_deadline()
 
     # called by httptools
 
@@ -167,6 +183,8 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._head_bytes = 0
         self._head_pieces_bytes = 0
+        self._request_began = None
+        self._cors = b""
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -191,9 +209,11 @@ class ClientConnection(asyncio.Protocol):
                 return
         if self._target[:1] != b"/":
             self._target = _to_origin_form(self._target)
-        given = by_name = length = b""
+        given = by_name = length = host = origin = b""
         expects = False
         for name, value in self._headers:
+            if name not in _READ_HEADERS:
+                continue
             if name == b"content-length":  # the parser ensures that there is one, of digits only
                 length = value
             elif name == b"authorization":
@@ -201,8 +221,14 @@ class ClientConnection(asyncio.Protocol):
                     given = value[7:].strip()
             elif name == b"x-api-key":
                 by_name = by_name or value.strip()
+            elif name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
             elif name == b"expect":
                 expects = value.lower() == b"100-continue"
+        if (origin or host != self._host) and not self._check_origin(host, origin):
+            return
         if not self._gateway.tenants.is_open and not self._has_access(given or by_name):
             self._reject(
                 401,
@@ -257,6 +283,7 @@ class ClientConnection(asyncio.Protocol):
             modern and parser.should_keep_alive(),
             self._member,
             modern,
+            self._cors,
         )
         self._body = []
         self._discarding = not request.keep_alive
@@ -286,6 +313,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if not self._keep_alive or self._closing:
             extra += b"connection: close\r\n"
+        if self._answer_cors:
+            extra += self._answer_cors
         self._transport.write(
             b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
             % (
@@ -302,7 +331,7 @@ class ClientConnection(asyncio.Protocol):
     def begin_stream(self, head: bytes, data: bytes) -> None:
         if self._transport is None:
             return
-        date = self._gateway.date
+        date = self._gateway.date + self._answer_cors
         if not self._chunked:
             self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (head, date, data))
             return
@@ -348,6 +377,15 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def rank_for_eviction(self) -> tuple[int, float] | None:
+        """Orders connections that may be closed when descriptors are scarce, the first one first; `None`: it is in use.
+
+        Idle ones come first, then incomplete requests, then clients that do not read their last answer.
+        """
+        if self._transport is None or self._transport.is_closing() or self._current is not None or self._waiting:
+            return None
+        return 2 if self._paused else 0 if self._stage == _IDLE else 1, self.deadline or 0.0
+
     def handle_timeout(self) -> None:
         self.deadline = None
         if self._transport is None:
@@ -357,7 +395,10 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
             return
         if self._stage != _IDLE and not self._discarding:
-            message = f"the request is incomplete, and no data arrived for {REQUEST_TIMEOUT_S:g} s"
+            message = (
+                f"the request is incomplete: it must arrive within {REQUEST_TIMEOUT_S:g} s, plus 1 s for each "
+                f"{MIN_BODY_BYTES_S:,} bytes of its body, without a pause of {REQUEST_TIMEOUT_S:g} s"
+            )
             self._reject(408, message, "request_timeout")
         self._close()
 
@@ -377,6 +418,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = None
         self._keep_alive = request.keep_alive
         self._chunked = request.chunked
+        self._answer_cors = request.cors
         if api is None:
             self._show_page(request)
             return
@@ -386,20 +428,10 @@ class ClientConnection(asyncio.Protocol):
             message = f"the request body is not valid: {error}"
             self.respond(400, sse.encode_error(message, "invalid_request_error", "bad_body"))
             return
-        route = self._gateway.find_route(asked.model)
-        if route is None and self._gateway.starting:
-            message = "bedplate is starting and has not registered all of its models yet"
-            self.respond(503, sse.encode_error(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
-            return
-        if route is None:
-            served = ", ".join(self._gateway.models)
-            message = f"the model {asked.model!r} is not served here; served: {served}"
-            self.respond(404, sse.encode_error(message, "invalid_request_error", "model_not_found", "model"))
-            return
         member = request.member or self._gateway.tenants.default
-        if route.allowed is not None and member.name not in route.allowed and not member.is_admin:
-            message = f"this key may not use the model {route.model!r}"
-            self.respond(403, sse.encode_error(message, "permission_error", "model_not_allowed", "model"))
+        route = self._gateway.find_route(asked.model)
+        if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
+            self._reject_model(asked.model, member)
             return
         now = monotonic()
         cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens)
@@ -414,7 +446,21 @@ class ClientConnection(asyncio.Protocol):
         )
         exchange.start()
 
+    def _reject_model(self, model: str | None, member: TenantState) -> None:
+        """Rejects a model that is not served, or not for this tenant. The response does not tell which."""
+        if self._gateway.starting:
+            message = "bedplate is starting and has not registered all of its models yet"
+            self.respond(503, sse.encode_error(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
+            return
+        served = ", ".join(route.model for route in self._gateway.routes if route.may_be_used_by(member))
+        asked = repr(model if model is None or len(model) <= MAX_NAME_SHOWN else model[:MAX_NAME_SHOWN] + "…")
+        message = f"the model {asked} is not served here; served: {served or 'none'}"
+        self.respond(404, sse.encode_error(message, "invalid_request_error", "model_not_found", "model"))
+
     def _show_page(self, request: ClientRequest) -> None:
+        if request.cors and request.method == b"OPTIONS":
+            self.respond(200, b"", extra=write_preflight_headers(request.headers))
+            return
         response = show_page(self._gateway, request)
         extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
         content_type, to_head = response.content_type.encode(), request.method == b"HEAD"
@@ -446,7 +492,7 @@ class ClientConnection(asyncio.Protocol):
                 self._owes_continue = False
                 self._transport.write(_CONTINUE)
             if not self._paused:
-                self._set_deadline(KEEP_ALIVE_S)
+                self._set_idle_deadline()
 
     def _answer_next(self) -> None:
         if self._transport is not None and self._current is None and self._waiting and not self._paused:
@@ -467,6 +513,25 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
             self._set_deadline(STALLED_READER_S)
 
+    def _check_origin(self, host: bytes, origin: bytes) -> bool:
+        """Whether the request may come from where it comes from; otherwise rejects it."""
+        policy = self._gateway.origins
+        if origin and policy.allows_origin(origin):
+            self._cors = write_cors_headers(origin)
+        if not self._gateway.tenants.is_open:  # a page of another site has no key
+            return True
+        if host != self._host:
+            if not policy.accepts_host(host):
+                message = "this endpoint does not have the name in the Host header; --allow-host NAME of serve adds it"
+                self._reject(403, message, "host_not_allowed", kind="permission_error")
+                return False
+            self._host = host
+        if origin and not self._cors and not policy.is_same_origin(origin, host):
+            message = "web pages of this origin may not use this endpoint; --allow-origin ORIGIN of serve allows them"
+            self._reject(403, message, "origin_not_allowed", kind="permission_error")
+            return False
+        return True
+
     def _has_access(self, given: bytes) -> bool:
         tenants, key = self._gateway.tenants, self._key
         if key is None or not key.is_valid_for(given, tenants.turn):
@@ -475,6 +540,8 @@ class ClientConnection(asyncio.Protocol):
             self._member = key.member
             return True
         self._member = None
+        if self._cors and self._parser.get_method() == b"OPTIONS":  # a browser's preflight never has the key
+            return True
         return self._target.partition(b"?")[0] in OPEN_PATHS
 
     def _count_arrived(self, num_bytes: int) -> None:
@@ -539,7 +606,7 @@ class ClientConnection(asyncio.Protocol):
         body = sse.encode_error(message, kind, code)
         self._rejection = (
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
-            % (_format_status_line(status), self._gateway.date, len(body), extra, body)
+            % (_format_status_line(status), self._gateway.date, len(body), extra + self._cors, body)
         )
         if self._is_free():
             self._send_rejection()
@@ -561,6 +628,19 @@ class ClientConnection(asyncio.Protocol):
 
     def _set_deadline(self, duration_s: float) -> None:
         self.deadline = monotonic() + duration_s
+
+    def _set_request_deadline(self) -> None:
+        """Limits the whole request: a client that sends a byte at a time does not extend it."""
+        now = monotonic()
+        if self._request_began is None:
+            self._request_began = now
+        self.deadline = min(now, self._request_began + self._body_bytes / MIN_BODY_BYTES_S) + REQUEST_TIMEOUT_S
+
+    def _set_idle_deadline(self) -> None:
+        if self._stage == _IDLE:
+            self._set_deadline(KEEP_ALIVE_S)
+        else:
+            self._set_request_deadline()
 
 
 def _to_origin_form(target: bytes) -> bytes:

@@ -28,7 +28,7 @@ _STREAM_HEAD = (
 _NOT_FORWARDED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
     b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
-    b" content-type".split()
+    b" content-type origin".split()
 )
 _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
 """The body was parsed as JSON. Some engines reject other content types, such as curl's default."""

@@ -14,6 +14,7 @@ import msgspec
 
 from bedplate._version import __version__
 from bedplate.run.gateway import sse
+from bedplate.run.log_text import clean_line
 from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def show_page(gateway: Gateway, request: ClientRequest) -> PageResponse:
     try:
         return _find_page(gateway, path, request)
     except Exception:
-        _log.exception("cannot build the page %s", path)
+        _log.exception("cannot build the page %s", clean_line(path[:200]))
         return _respond_error(500, "internal error in bedplate while building this page", "internal_error")
 
 
@@ -98,14 +99,14 @@ def _decode_path(path: bytes) -> str:
     return unquote_to_bytes(path).decode("utf-8", "replace")
 
 
-def _show_health(gateway: Gateway, _: PageRequest) -> PageResponse:
+def _show_health(gateway: Gateway, visit: PageRequest) -> PageResponse:
     unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
     backend = unready.backends[0] if unready is not None and unready.backends else None
     if not gateway.routes:
         return _respond_json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
     body = {
         "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
-        "models": {route.model: _describe_state(route) for route in gateway.routes},
+        "models": {route.model: _describe_state(route) for route in _list_visible(gateway, visit)},
     }
     if unready is None:
         return _respond_json(body)
@@ -113,8 +114,7 @@ def _show_health(gateway: Gateway, _: PageRequest) -> PageResponse:
 
 
 def _list_models(gateway: Gateway, visit: PageRequest) -> PageResponse:
-    rows = [_describe_model(route) for route in gateway.routes if _may_use(route, visit)]
-    return _respond_json({"object": "list", "data": rows})
+    return _respond_json({"object": "list", "data": [_describe_model(one) for one in _list_visible(gateway, visit)]})
 
 
 def _show_model(gateway: Gateway, visit: PageRequest, *, name: str) -> PageResponse:
@@ -134,8 +134,8 @@ def _show_metrics(gateway: Gateway, visit: PageRequest) -> PageResponse:
 
 def _show_welcome(gateway: Gateway, visit: PageRequest) -> PageResponse:
     if "text/html" in visit.accept:
-        return PageResponse(_write_welcome_html(gateway).encode(), "text/html; charset=utf-8")
-    return PageResponse(_write_welcome_text(gateway).encode(), "text/plain; charset=utf-8")
+        return PageResponse(_write_welcome_html(gateway, visit).encode(), "text/html; charset=utf-8")
+    return PageResponse(_write_welcome_text(gateway, visit).encode(), "text/plain; charset=utf-8")
 
 
 OWN_PAGES: dict[str, Callable[[Gateway, PageRequest], PageResponse]] = {
@@ -148,7 +148,14 @@ OWN_PAGES: dict[str, Callable[[Gateway, PageRequest], PageResponse]] = {
 
 
 def _may_use(route: Route, visit: PageRequest) -> bool:
-    return visit.sees_all or route.allowed is None or visit.tenant in route.allowed
+    if visit.sees_all:
+        return True
+    return visit.tenant is not None and (route.allowed is None or visit.tenant in route.allowed)
+
+
+def _list_visible(gateway: Gateway, visit: PageRequest) -> list[Route]:
+    """The models that the visitor may use; none without a key where one is required."""
+    return [route for route in gateway.routes if _may_use(route, visit)]
 
 
 def _describe_state(route: Route) -> dict[str, object]:
@@ -205,9 +212,10 @@ def write_curl_command(url: str, needs_key: bool) -> str:
     )
 
 
-def _write_welcome_text(gateway: Gateway) -> str:
+def _write_welcome_text(gateway: Gateway, visit: PageRequest) -> str:
     lines = [f"bedplate {__version__}", ""]
-    lines += [f"{b.model} is served by {b.engine} {b.engine_version} ({b.state})" for b in gateway.backends]
+    backends = [backend for route in _list_visible(gateway, visit) for backend in route.backends]
+    lines += [f"{b.model} is served by {b.engine} {b.engine_version} ({b.state})" for b in backends]
     lines += [
         "",
         f"OpenAI clients: base_url={gateway.url}/v1",
@@ -218,15 +226,16 @@ def _write_welcome_text(gateway: Gateway) -> str:
     return "\n".join(lines)
 
 
-def _write_welcome_html(gateway: Gateway) -> str:
+def _write_welcome_html(gateway: Gateway, visit: PageRequest) -> str:
+    visible = _list_visible(gateway, visit)
     url = html.escape(gateway.url)
     rows = "".join(
         f"<tr><td><code>{html.escape(b.model)}</code></td><td>{html.escape(f'{b.engine} {b.engine_version}')}</td>"
         f"<td class={b.state}>{b.state}{'' if b.progress is None or b.state == 'ready' else f' {b.progress:.0%}'}</td>"
         f"<td>{'' if b.context_tokens is None else f'{b.context_tokens:,} tokens'}</td></tr>"
-        for b in gateway.backends
+        for b in (backend for route in visible for backend in route.backends)
     )
-    first = html.escape(gateway.models[0] if gateway.models else "MODEL")
+    first = html.escape(visible[0].model if visible else "MODEL")
     key = "YOUR-KEY" if gateway.needs_key else "none"
     key_note = (
         "<p>This endpoint requires an API key. Send it as <code>Authorization: Bearer KEY</code>.</p>"

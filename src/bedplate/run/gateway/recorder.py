@@ -84,8 +84,16 @@ class RequestRecorder:
         self._seen: object = self._read_store_version()
         self.tenants, self.keys = self._read()
         self.salt = self._read_salt()
+        if self.keys:  # they may have been added by a version that did not write the marker
+            with contextlib.suppress(ExternalFailure):
+                store.mark_keys_exist(self.path)
         if content is not None:
             _create_private_folder(content)
+
+    @property
+    def requires_key(self) -> bool:
+        """Whether keys exist or have existed, so that a request without a valid one is rejected."""
+        return bool(self.keys) or store.have_keys_existed(self.path)
 
     # called in the gateway's loop
 

@@ -17,6 +17,7 @@ from bedplate.run.gateway.watch import EngineMeter, GatewayMetrics
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.exchange import GatewayExchange
+    from bedplate.run.gateway.tenants import TenantState
 
 MUCH_MORE_LOADED = 4
 """A conversation stays on its replica while that has at most this many more requests in flight than the least loaded
@@ -105,6 +106,9 @@ class Route:
     @property
     def in_flight(self) -> int:
         return sum(link.backend.in_flight for link in self.links)
+
+    def may_be_used_by(self, member: TenantState) -> bool:
+        return self.allowed is None or member.is_admin or member.name in self.allowed
 
     def get_meter_without_engine(self) -> EngineMeter:
         """The meter for requests that arrive while the model has no engine."""
@@ -356,6 +360,7 @@ class Route:
         backend = link.backend
         if backend.begun is not None:
             backend.begun()
+        backend.sent += 1
         backend.in_flight += 1
         backend.last_used = now
         backend.health.record_sent()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import heapq
 from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from time import monotonic, time
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.descriptors import DescriptorBudget
+from bedplate.run.gateway.origins import OriginPolicy
 from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import BackendLink, Route
 from bedplate.run.gateway.tenants import Rejection, Tenants
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
 _SWEEP_S = 1.0
+_EVICTED_SHARE = 16
+"""When descriptors are scarce, one in so many idle connections is closed at once: ordering them has a cost."""
 _FLUSH_S = 0.5
 """How long the gateway waits for clients to read their last bytes when it stops."""
 
@@ -42,15 +47,19 @@ class Gateway:
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
         max_wait_s: float | None = None,
         keeper: RequestRecorder | None = None,
+        origins: OriginPolicy | None = None,
     ) -> None:
         """Requests whose expected wait is longer than `max_wait_s` are rejected.
 
-        `keeper` loads the tenants from the store and writes the shape of each request to it.
+        `keeper` loads the tenants from the store and writes the shape of each request to it. `origins` are the web
+        pages that may use the endpoint, and the names of the endpoint.
         """
         self.tenants = Tenants(api_key, keeper.salt if keeper is not None else None)
         self.keeper = keeper
+        self.origins = origins or OriginPolicy()
+        self.descriptors = DescriptorBudget(None, 0)
         if keeper is not None:
-            self.tenants.replace(keeper.tenants, keeper.keys)
+            self._replace_tenants(keeper.tenants, keeper.keys)
         self.max_body_bytes = max_body_bytes
         self.max_wait_s = max_wait_s
         self.seen: Callable[[ServedRequest, RequestContent], None] | None = None
@@ -83,8 +92,12 @@ class Gateway:
         if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
             raise explain_bind_failure(OSError(errno.EINVAL, "a port is a number from 0 to 65535"), host, port)
         loop = asyncio.get_running_loop()
+        self.origins.bind(host)
+        self.descriptors = DescriptorBudget.measure()
         try:
-            self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
+            self._server = await loop.create_server(
+                lambda: ClientConnection(self), host, port, backlog=self.descriptors.backlog
+            )
         except (OSError, UnicodeError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise explain_bind_failure(failure, host, port) from error
@@ -303,6 +316,21 @@ class Gateway:
         if route.held is None:
             self._remove_route_if_unused(route)
 
+    def add_connection(self, connection: ClientConnection, transport: asyncio.BaseTransport) -> None:
+        budget = self.descriptors
+        if budget.evict_from is not None:
+            number = transport.get_extra_info("socket").fileno()
+            if number >= budget.evict_from and not self._evict_idle() and number >= (budget.refuse_from or 0):
+                connection.abort()
+        self.connections.add(connection)
+
+    def _evict_idle(self) -> bool:
+        """Closes the connections that are idle for longest; returns whether there were any."""
+        ranked = [(rank, id(one), one) for one in self.connections if (rank := one.rank_for_eviction()) is not None]
+        for _, _, connection in heapq.nsmallest(max(1, len(ranked) // _EVICTED_SHARE), ranked):
+            connection.abort()
+        return bool(ranked)
+
     def drop_connection(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
         self._left.set()
@@ -325,8 +353,13 @@ class Gateway:
             self.run_periodic_checks()
 
     def _update_tenants(self, tenants: tuple[Tenant, ...], keys: tuple[KeyDigest, ...]) -> None:
-        self.tenants.replace(tenants, keys)
+        self._replace_tenants(tenants, keys)
         self.run_periodic_checks()
+
+    def _replace_tenants(self, tenants: tuple[Tenant, ...], keys: tuple[KeyDigest, ...]) -> None:
+        self.tenants.replace(tenants, keys)
+        if self.keeper is not None and self.keeper.requires_key:
+            self.tenants.require_key()
 
     def run_periodic_checks(self) -> None:
         """Does what is done once a second instead of for each request."""

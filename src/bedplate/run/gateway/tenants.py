@@ -197,6 +197,15 @@ class Tenants:
     def list_members(self) -> list[TenantState]:
         return list(self._members.values())
 
+    @property
+    def has_valid_key(self) -> bool:
+        now = time.time()
+        return any(key.expires_s is None or key.expires_s > now for key in self._keys.values())
+
+    def require_key(self) -> None:
+        """Closes the endpoint to requests without a valid key, even if there is none."""
+        self.is_open = False
+
     def replace(self, tenants: Iterable[Tenant], keys: Iterable[KeyDigest]) -> None:
         """Replaces the stored tenants and keys; the usage of tenants that stay is kept."""
         self._stored = tuple(tenants)
