@@ -207,6 +207,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cache_hits: float | None = None
     """Prompt tokens (or blocks) found in the prefix cache, out of `cache_queries`."""
     cache_queries: float | None = None
+    computed: float | None = None
+    """Tokens and iterations; it grows whenever the engine computes."""
 
 
 class ComputeTarget(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Literal, NamedTuple
 
+from bedplate.values.service import LastExit
+
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 EJECT_AFTER = 3
 """After this many consecutive failures an engine gets no requests for a while, if other engines are healthy."""
@@ -58,6 +60,8 @@ class GatewayBackend:
         """Called when a request is sent to it."""
         self.on_end: Callable[[FinishedRequest], None] | None = None
         """Called when a request has ended here, to compare engines."""
+        self.drop_requests: Callable[[], None] | None = None
+        """Ends its connections: their requests are sent to another engine, or get an error. Set by the gateway."""
         self._state: BackendState = "loading"
         self._share = share
         self.address: tuple[str, int] | None = None
@@ -69,6 +73,8 @@ class GatewayBackend:
         """Why the engine is not ready."""
         self.retry_after_s = 1
         self.restarts = 0
+        self.last_exit: LastExit | None = None
+        """Why the last process of the engine ended."""
         self.worked = False
         """Whether the engine has answered anything since it was started."""
         self.max_connections: int | None = None
@@ -83,6 +89,10 @@ class GatewayBackend:
         """Whether requests must contain the served name of the model."""
         self.in_flight = 0
         """Requests that were sent to it and have not ended."""
+        self.received = 0
+        """Parts of answers that it has sent. The supervisor sees from it that the engine makes progress."""
+        self.unread = 0
+        """Answers whose clients do not read: the engine need not make progress with them."""
         self.last_used = monotonic()
         """When a request was last sent to it, or ended there; on the monotonic clock."""
         self.health = Health()
@@ -115,6 +125,11 @@ class GatewayBackend:
         """Whether it accepts new requests, whatever its health."""
         return self._state == "ready" and self._share > 0
 
+    @property
+    def has_hung(self) -> bool:
+        """Whether it is unavailable because it hung."""
+        return self._state != "ready" and self.last_exit is not None and self.last_exit.cause == "hung"
+
     def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""
         if self.state == "failed":
@@ -122,7 +137,7 @@ class GatewayBackend:
         if self.state == "stopped":
             return "bedplate is shutting down"
         if self.state == "restarting":
-            return f"{self.engine} stopped and is being restarted"
+            return f"{self.engine} {'hung' if self.has_hung else 'stopped'} and is being restarted"
         done = f" ({self.progress:.0%})" if self.progress is not None else ""
         return f"{self.engine} is still loading {self.model}{done}"
 
