@@ -39,6 +39,11 @@ NEVER_READY = f"""{HANDLER}
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
+@pytest.fixture(autouse=True)
+def short_steps(bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedplate.changing.migrate.IDLE_STEP_S", 0.2)
+
+
 async def until(look: Callable[[], object]) -> None:
     while not look():
         await asyncio.sleep(0.02)

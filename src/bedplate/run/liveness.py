@@ -169,7 +169,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_gpu_busy(pids: Sequence[int], device: str) -> bool:
-    """Whether a GPU computes for these processes; for any process, where the driver does not name processes."""
+    """Whether a GPU computes for these processes; for any process, where the driver does not name processes.
+
+    CPU time is not enough: a process that keeps an H200 busy and blocks until its kernels end uses 0.4 % of a core.
+    """
     if device == "cuda":
         return _is_nvidia_busy(pids)
     if device == "rocm":

@@ -308,6 +308,9 @@ class _ServeSession:
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         if host.stopping.is_set():
             adding.cancel()
+            await asyncio.wait({adding})
+            if not adding.cancelled():
+                adding.exception()  # asyncio would print it: the engine failed while the host was being stopped
             return False
         await adding
         return True
