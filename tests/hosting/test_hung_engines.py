@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from tests.conftest import HANG_S, wait_for
 from tests.hosting.stub_hosts import HANDLER, LISTEN, add, ask, make_stub_environment, make_stub_readied, with_host
 
+from bedplate.engines.shipped import ray_serve
 from bedplate.hosting.host import Host, HostedEngine
 from bedplate.hosting.status import collect_status
 from bedplate.run import supervisor as module
 from bedplate.run.environments import EngineEnvironment
 from bedplate.run.gateway import GatewayBackend
 from bedplate.run.liveness import HangLimits, ProgressSample
-from bedplate.run.supervisor import EngineWatcher
+from bedplate.run.supervisor import EngineWatcher, find_free_port
 from bedplate.show.services import render_list, render_status
 from bedplate.values.service import LastExit, ServiceRecord
 
@@ -258,3 +263,28 @@ def test_process_of_an_orchestrator_is_judged_by_its_health_check(
         assert (await asking)[1]["error"]["code"] == "engine_hung"
 
     with_host(then, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_ray_replica_detects_that_its_engine_hangs(tmp_path: Path) -> None:
+    """An engine that answers or computes does not hang; a stopped one does."""
+    (tmp_path / "engine.py").write_text(SCRIPT.replace("FOLDER", repr(str(tmp_path))))
+    port = find_free_port()
+    command = [sys.executable, str(tmp_path / "engine.py"), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
+        try:
+            assert engine.stdout is not None and engine.stdout.readline() == b"listening\n"
+            before = ray_serve.measure_cpu_seconds(os.getpid())
+            assert 0 < ray_serve.measure_cpu_seconds(engine.pid) < before  # a part of this process's
+            limits = {"hang_s": 0.6, "every_s": 0.1, "limit_s": 0.3}
+            watching = threading.Thread(
+                target=ray_serve.wait_for_hang, args=(f"http://127.0.0.1:{port}/", engine.pid), kwargs=limits
+            )
+            watching.start()
+            watching.join(2 * limits["hang_s"])
+            assert watching.is_alive()
+            engine.send_signal(signal.SIGSTOP)
+            wait_for(lambda: not watching.is_alive(), "the hang to be detected")
+        finally:
+            engine.kill()
+            engine.wait(HANG_S)
