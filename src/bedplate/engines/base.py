@@ -283,6 +283,8 @@ class Engine:
     """Prefixes of its environment variables; `bedplate doctor` shows those that are set."""
     key_variable: ClassVar[str | None] = None
     """The environment variable with the API key that it then requires from clients."""
+    liveness_path: ClassVar[str | None] = None
+    """A path that its process always answers, ready or not; `None`: the health path of its launch."""
     strength: ClassVar[str] = ""
     """When it is the right choice; used as the hint of a refusal."""
     compiles_kernels: ClassVar[bool] = False

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
 
@@ -206,6 +207,7 @@ class EngineWatcher:
             return ProgressSample(now, waiting, received)
         is_answering = activity = counters = None
         if not waiting:
+            # Any status: an engine that says that it is not healthy does not hang.
             is_answering = await self._request(session, self._health_path) is not None
             if is_answering:
                 self._answered_at = time.monotonic()
@@ -221,8 +223,12 @@ class EngineWatcher:
         return hang._replace(is_stopped=stopped)
 
     async def _read_counters(self, session: aiohttp.ClientSession) -> tuple[float | None, ...] | None:
-        text = await self._request(session, "/metrics")
-        if text is None:
+        answer = await self._request(session, "/metrics")
+        if answer is None:
+            return None
+        status, text = answer
+        if status != HTTPStatus.OK:
+            self._has_metrics = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED
             return None
         try:
             state = self._engine.read_metrics(text)
@@ -231,17 +237,15 @@ class EngineWatcher:
             return None
         return state.computed, state.kv_use, state.preemptions
 
-    async def _request(self, session: aiohttp.ClientSession, path: str) -> str | None:
-        """The body of its answer; `None` if it does not answer in time, or with an error."""
+    async def _request(self, session: aiohttp.ClientSession, path: str) -> tuple[int, str] | None:
+        """The status and body of its answer; `None` if it does not answer in time."""
         if (address := self._backend.address) is None:
             return None
         key = self._backend.engine_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             async with session.get(f"http://{address[0]}:{address[1]}{path}", headers=headers) as answer:
-                if path == "/metrics" and answer.status in (401, 403, 404, 405, 501):
-                    self._has_metrics = False
-                return await answer.text(errors="replace") if answer.status == 200 else None
+                return answer.status, await answer.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError):
             return None
 
@@ -570,8 +574,8 @@ class Supervisor:
         """Waits until the process ends (`None`) or hangs."""
         limits = HANG_LIMITS
         watcher = EngineWatcher(
-            process, self.engine, self.backend, launch.health_path, self.plan.settings.device,
-            by_health=self.by_health, limits=limits,
+            process, self.engine, self.backend, self.engine.liveness_path or launch.health_path,
+            self.plan.settings.device, by_health=self.by_health, limits=limits,
         )  # fmt: skip
         timeout = aiohttp.ClientTimeout(total=limits.answer_s)
         async with aiohttp.ClientSession(timeout=timeout) as session:
