@@ -113,13 +113,13 @@ def test_engine_with_a_prompt_of_two_minutes_is_not_killed(serve: Callable[..., 
     served = serve("--context", "8192", "--concurrency", "1")
     engine = served.find_engine()
     answers: list[tuple[int, Any]] = []
-    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 900))
+    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 500))
     with throttle(engine) as enough:
         began = time.monotonic()
         asking = threading.Thread(target=lambda: answers.append(ask(served, prompt)))
         asking.start()
         asking.join(LONG_PROMPT_S)
-        assert asking.is_alive(), "the prompt took less than two minutes"
+        assert asking.is_alive(), f"the prompt took less than two minutes: {answers}"
         enough.set()
         asking.join(HANG_S)
     assert time.monotonic() - began >= LONG_PROMPT_S
