@@ -149,9 +149,10 @@ def measure_activity(pid: int, device: str) -> ProcessActivity:
 def _read_waiting_seconds(pid: int) -> float:
     """How long the threads of a process could run but had no CPU. On a busy machine, that is most of their time."""
     total_ns = 0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            total_ns += int(file.read_text().split()[1])
+    with contextlib.suppress(OSError):  # the process has ended, or the system has no such files
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                total_ns += int((thread / "schedstat").read_text().split()[1])
     return total_ns / 1e9
 
 

@@ -578,7 +578,9 @@ class Supervisor:
             self.plan.settings.device, by_health=self.by_health, limits=limits,
         )  # fmt: skip
         timeout = aiohttp.ClientTimeout(total=limits.answer_s)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # An idle connection would occupy one of the few that some engines' servers handle.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while not process.ended.is_set():
                 await process.wait_for_end(limits.every_s)
                 if self.is_paused:
