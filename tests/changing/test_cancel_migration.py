@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.changing.migrating import Load, make_engine, make_quick_request, offer_engines, send_requests
+from tests.commands import invoke
 from tests.conftest import have_ended
 from tests.hosting.stub_hosts import (
     HANDLER,
@@ -275,3 +276,18 @@ class TestThreads:
 
     def test_code_outside_is_never_cancelled(self) -> None:
         check_cancelled()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "no engine is given"),
+        (("--cancel", "--plan", "plan.json", "--step", "50"), 2, "--cancel cannot be combined with --plan and --step"),
+        (("--cancel", "vllm", "chat"), 2, "bedplate migrate --cancel chat"),
+        (("--cancel", "chat"), 1, "no service named chat is running"),
+        (("vlm",), 2, "no engine is called 'vlm'"),
+    ],
+)
+def test_command_line(own_home: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    answer = invoke("migrate", *words)
+    assert answer.code == code and said in answer.err
