@@ -109,11 +109,11 @@ def throttle(process: psutil.Process) -> Iterator[threading.Event]:
 
 
 @pytest.mark.nightly
-def test_engine_with_a_prompt_of_two_minutes_is_not_killed(serve: Callable[..., Served]) -> None:
+def test_engine_with_a_prompt_of_two_minutes_is_not_killed(serve: Callable[..., Served], one_core: None) -> None:
     served = serve("--context", "8192", "--concurrency", "1")
     engine = served.find_engine()
     answers: list[tuple[int, Any]] = []
-    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 500))
+    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 300))
     with throttle(engine) as enough:
         began = time.monotonic()
         asking = threading.Thread(target=lambda: answers.append(ask(served, prompt)))
@@ -124,5 +124,5 @@ def test_engine_with_a_prompt_of_two_minutes_is_not_killed(serve: Callable[..., 
         asking.join(HANG_S)
     assert time.monotonic() - began >= LONG_PROMPT_S
     assert answers and answers[0][0] == 200, answers
-    assert answers[0][1]["usage"]["prompt_tokens"] > 4000
+    assert answers[0][1]["usage"]["prompt_tokens"] > 2000
     assert count_restarts(served) == 0 and served.find_engine().pid == engine.pid
