@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -10,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -87,22 +87,23 @@ def test_stopped_engine_without_requests_is_restarted(serve: Callable[..., Serve
     assert any("it did not answer its health check for " in line for line in served.stderr)
 
 
-@contextmanager
-def throttle(process: psutil.Process) -> Iterator[threading.Event]:
-    """Slow a process down until the event is set."""
+@contextlib.contextmanager
+def throttle(process: psutil.Process) -> Iterator[None]:
+    """Slow a process down."""
     enough = threading.Event()
 
     def run() -> None:
-        while not enough.is_set():
-            process.suspend()
-            enough.wait(OFF_S)
-            process.resume()
-            time.sleep(ON_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not enough.is_set():
+                process.suspend()
+                enough.wait(OFF_S)
+                process.resume()
+                time.sleep(ON_S)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield enough
+        yield
     finally:
         enough.set()
         thread.join()
@@ -113,16 +114,14 @@ def test_engine_with_a_prompt_of_two_minutes_is_not_killed(serve: Callable[..., 
     served = serve("--context", "8192", "--concurrency", "1")
     engine = served.find_engine()
     answers: list[tuple[int, Any]] = []
-    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 300))
-    with throttle(engine) as enough:
-        began = time.monotonic()
+    prompt = " ".join(f"{number} bottles stand on the wall." for number in range(1, 500))
+    with throttle(engine):
         asking = threading.Thread(target=lambda: answers.append(ask(served, prompt)))
         asking.start()
         asking.join(LONG_PROMPT_S)
         assert asking.is_alive(), f"the prompt took less than two minutes: {answers}"
-        enough.set()
-        asking.join(HANG_S)
-    assert time.monotonic() - began >= LONG_PROMPT_S
-    assert answers and answers[0][0] == 200, answers
-    assert answers[0][1]["usage"]["prompt_tokens"] > 2000
-    assert count_restarts(served) == 0 and served.find_engine().pid == engine.pid
+        assert count_restarts(served) == 0 and served.find_engine().pid == engine.pid
+        assert served.stop() == 0
+    asking.join(HANG_S)
+    assert [(status, body["error"]["code"]) for status, body in answers] == [(503, "shutting_down")]
+    assert not any("hung" in line for line in served.stderr)
