@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from bedplate.errors import ExternalFailure
+from bedplate.interrupts import check_cancelled
 
 
 def get_home() -> Path:
@@ -114,6 +115,9 @@ def make_disk_failure(error: OSError, path: Path) -> ExternalFailure:
     return ExternalFailure(f"cannot write to {path}", cause=error.strerror or str(error), hint=hint)
 
 
+LOCK_LOOK_S = 0.2
+
+
 @contextlib.contextmanager
 def hold_lock(path: Path, what: str, waiting: object = None) -> Iterator[None]:
     """Hold the file lock `path`.lock, so that only one bedplate process does the work and others wait for it."""
@@ -126,7 +130,10 @@ def hold_lock(path: Path, what: str, waiting: object = None) -> Iterator[None]:
     except Timeout:
         if callable(waiting):
             waiting(f"waiting for another bedplate process that is {what}")
-        lock.acquire()
+        while not lock.is_locked:
+            check_cancelled()
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=LOCK_LOOK_S)
     try:
         yield
     finally:

@@ -1,4 +1,44 @@
-"""Clean-up of the state that an interrupt leaves in the Python interpreter."""
+"""Cancellation of blocking work in threads, and clean-up of the state that an interrupt leaves in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+
+
+class OperationCancelled(BaseException):
+    """The operation that this thread works for was cancelled. Like KeyboardInterrupt, it is not an error."""
+
+
+@contextmanager
+def make_cancellable(cancelled: threading.Event) -> Iterator[None]:
+    """Within the block, and in threads that copy its context, `check_cancelled` raises once the event is set."""
+    before = _cancelled.set(cancelled)
+    try:
+        yield
+    finally:
+        _cancelled.reset(before)
+
+
+def check_cancelled() -> None:
+    """Raise if the current operation was cancelled. Code that blocks for long calls it now and then."""
+    cancelled = _cancelled.get()
+    if cancelled is not None and cancelled.is_set():
+        raise OperationCancelled
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once, instead of with a traceback of the interpreter's clean-up.
+
+    Engines end with the process: their wardens see to it.
+    """
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def forget_interrupts() -> None:

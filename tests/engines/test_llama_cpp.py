@@ -146,6 +146,8 @@ def test_metrics_are_read() -> None:
     assert (idle.running, idle.waiting) == (0, 0)
     assert (busy.running, busy.waiting) == (1, 1)
     assert busy.kv_use is None and busy.preemptions is None
+    text = "llamacpp:prompt_tokens_total 5\nllamacpp:tokens_predicted_total 7\nllamacpp:n_decode_total 9\n"
+    assert busy.computed == 0 and LLAMA.read_metrics(text).computed == 21
     assert LLAMA.read_metrics("").running is None
 
 

@@ -111,6 +111,7 @@ def test_refuses_other_hardware_and_newer_architectures() -> None:
 
 def test_reads_iteration_statistics() -> None:
     state = TRT.read_metrics((CAPTURES / "metrics.json").read_text())
+    assert state.computed == 154
     assert (state.running, state.waiting, state.kv_use) == (1, 0, 3 / 101256)
     for garbled in (
         "",

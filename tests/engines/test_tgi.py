@@ -82,6 +82,8 @@ def test_refuses_newer_models_and_hardware() -> None:
 def test_reads_metrics() -> None:
     state = TGI.read_metrics((CAPTURES / "metrics.txt").read_text())
     assert (state.running, state.waiting) == (12, 5) and TGI.read_metrics("").running is None
+    text = 'tgi_batch_inference_count{method="prefill"} 3\ntgi_batch_inference_count{method="decode"} 40\n'
+    assert TGI.read_metrics(text).computed == 43
 
 
 @pytest.mark.parametrize("case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["says"])

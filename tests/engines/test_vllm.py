@@ -276,6 +276,7 @@ def test_metrics_of_a_real_server() -> None:
     assert (idle.running, idle.waiting, idle.kv_use, idle.preemptions) == (0, 0, 0, 0)
     assert (busy.running, busy.waiting, busy.preemptions) == (2, 2, 0)
     assert busy.kv_use is not None and 0 < busy.kv_use < 0.1
+    assert (idle.computed, busy.computed) == (0, 266)
     assert (
         VLLM.read_metrics("").running is None and VLLM.read_metrics("vllm:num_requests_running NaN\n").running is None
     )

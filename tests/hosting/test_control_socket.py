@@ -177,7 +177,10 @@ def test_malformed_request_gets_an_error(tmp_path: Path, line: bytes) -> None:
 
 @pytest.mark.parametrize("do", ["long", "lasting"])
 def test_waiting_clients_are_told_when_the_host_stops(tmp_path: Path, do: str) -> None:
+    printed: list[dict[str, Any]] = []
+
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(tmp_path / "chat.sock", "chat")
@@ -189,6 +192,7 @@ def test_waiting_clients_are_told_when_the_host_stops(tmp_path: Path, do: str) -
         await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 
     asyncio.run(run())
+    assert printed == []  # asyncio would print a traceback
 
 
 def test_missing_socket_is_an_external_failure(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Defective challengers as a package of third-party engines: one gives wrong answers, one is slow, one dies at once.
 
+The conversion of a fourth one never ends.
+
 The first two are llama.cpp behind a small proxy, so that everything else works.
 """
 
@@ -8,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = "bedplate_challengers"
-NAMES = ("wrong", "slow", "dying")
+NAMES = ("wrong", "slow", "dying", "converting")
 
 ENGINES = """\
 from pathlib import Path
 
 from bedplate.engines.llama_cpp import LlamaCpp
-from bedplate.values import Launch, Plan, replace_fields
+from bedplate.values import Launch, Plan, Preparation, replace_fields
 
 FRONT = str(Path(__file__).with_name("front.py"))
 
@@ -42,7 +44,18 @@ class Dying(LlamaCpp):
         return replace_fields(real, argv=("python", "-c", "print('no good'); raise SystemExit(3)"))
 
 
-WRONG, SLOW, DYING = Wrong(), Slow(), Dying()
+class Converting(LlamaCpp):
+    id = "converting"
+    name = "Converting"
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        real = super().launch(plan, port)
+        endless = ("python", "-c", "import time; time.sleep(3600)  # conversion")
+        step = Preparation(kind="convert", what="the weights", where="never", argv=endless)
+        return replace_fields(real, prepare=(*real.prepare, step))
+
+
+WRONG, SLOW, DYING, CONVERTING = Wrong(), Slow(), Dying(), Converting()
 """
 
 FRONT = '''\

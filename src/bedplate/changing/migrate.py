@@ -10,13 +10,19 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from bedplate.changing.challenger import ThreadProgress, describe_plan, find_address, get_last_address
+from bedplate.changing.challenger import (
+    ThreadProgress,
+    describe_plan,
+    find_address,
+    get_last_address,
+    run_in_thread,
+)
 from bedplate.changing.outcomes import (
     LEAST_SEEN,
     LatencyLimits,
@@ -28,6 +34,7 @@ from bedplate.changing.outcomes import (
 )
 from bedplate.decide.placement import HOST, count_need
 from bedplate.decide.planning import plan as plan_of
+from bedplate.engines import get_engine
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure.answers import (
@@ -70,6 +77,7 @@ UNDER_LOAD = 16
 SWAP_TRIES = 2
 WRONG_ANSWERS: tuple[Stage, ...] = ("answers", "answers under load")
 """Stages that reject a challenger because of wrong answers, not because it is slow or unstable."""
+T = TypeVar("T")
 Percent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
@@ -93,6 +101,13 @@ class MigrationRequest(Record, frozen=True, kw_only=True):
     """Number of prefixes after which the next token is compared."""
 
 
+class CancelRequest(Record, frozen=True, kw_only=True):
+    """The arguments of the operation `cancel`."""
+
+    model: str | None = None
+    """The served name; None for the only model that is being migrated."""
+
+
 async def migrate(host: Host, asked: MigrationRequest, tell: Tell) -> Migration:
     """Migrate a service and return the outcome. Raises if it could not be tried, or if no engine is left."""
     service = host.get_service(asked.model)
@@ -105,8 +120,31 @@ async def migrate(host: Host, asked: MigrationRequest, tell: Tell) -> Migration:
             else f"the host is {host.state}",
             hint="try again later",
         )
-    with service.engage(f"migrating to {asked.engine}"):
-        return await MigrationRun(host, service, asked, tell).run()
+    run = MigrationRun(host, service, asked, tell)
+    with service.engage(f"migrating to {asked.engine}", run.cancel):
+        return await run.run()
+
+
+async def cancel_migration(host: Host, asked: CancelRequest, tell: Tell) -> Migration:
+    """Cancel a running migration, and return its outcome when the old engine serves all requests again."""
+    services = host.services.values() if asked.model is None else [host.get_service(asked.model)]
+    found = [(one, one.busy) for one in services if one.busy is not None and one.busy.cancel is not None]
+    if not found:
+        raise NotPossible(
+            "no migration is running",
+            cause="; ".join(f"{one.name}: {one.current_operation or 'no operation'}" for one in services),
+        )
+    if len(found) > 1:
+        raise UsageError(
+            f"{len(found)} models are being migrated",
+            hint=f"name one: --model {' or '.join(service.name for service, _ in found)}",
+        )
+    ((service, busy),) = found
+    if busy.cancel is not None:
+        busy.cancel()
+    tell(f"cancelling: {service.name}, {busy.doing}")
+    outcome: Migration = await asyncio.shield(busy.task)
+    return outcome
 
 
 class ChallengerRejected(Exception):
@@ -136,12 +174,41 @@ class MigrationRun:
         self._shares = {engine.id: engine.backend.share for engine in self.incumbents}
         self._usual = RequestTally(engine.backend for engine in self.incumbents)
         self._tally = RequestTally()
+        self._cancelled = asyncio.Event()
+        self._stage = "preparing"
+        self._is_decided = False
+        """Whether the challenger has passed all checks: the incumbent is then stopped, and cannot take over again."""
+
+    def cancel(self) -> None:
+        """Roll back as soon as possible."""
+        if self._is_decided:
+            raise NotPossible(
+                f"the migration to {self.asked.engine} has passed all checks and cannot be cancelled any more",
+                cause="the old engine finishes its requests and stops",
+                hint=f"bedplate migrate {self.before.plan.engine} migrates back",
+            )
+        self._cancelled.set()
+
+    async def _run_unless_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a part of the migration. When it is cancelled, the part is cancelled and the challenger rejected."""
+        task, waiter = asyncio.create_task(work), asyncio.create_task(self._cancelled.wait())
+        try:
+            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            waiter.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        raise ChallengerRejected("cancelled", f"by request ({self._stage})")
 
     def say(self, text: str) -> None:
         self._tell(text)
         self.host.say(text)
 
     def _set_stage(self, stage: str) -> None:
+        self._stage = stage
         busy = self.service.busy
         if busy is not None:
             self.service.busy = busy._replace(doing=f"migrating to {self.asked.engine}: {stage}")
@@ -149,7 +216,10 @@ class MigrationRun:
     async def run(self) -> Migration:
         try:
             self._set_stage("preparing")
-            ready = await self._prepare()
+            try:
+                ready = await self._run_unless_cancelled(self._prepare())
+            except ChallengerRejected as cancelled:
+                return self._finish_unprepared(cancelled)
             if self._is_unchanged(ready):
                 raise UsageError(
                     f"{ready.plan.engine} {ready.plan.engine_version} already serves {self.service.name}",
@@ -158,7 +228,11 @@ class MigrationRun:
             both_fit = self.host.room.holds([*ready.needs, *(engine.need for engine in self.host.engines)])
             if both_fit or not self.incumbents:
                 return await self._migrate_side_by_side(ready)
-            if (smaller := await self._plan_in_free_memory(ready)) is not None:
+            try:
+                smaller = await self._run_unless_cancelled(self._plan_in_free_memory(ready))
+            except ChallengerRejected as cancelled:
+                return self._finish_unprepared(cancelled)
+            if smaller is not None:
                 self._add_note(
                     f"{describe_plan(smaller.plan)} gets the GPU memory that is free beside "
                     f"{describe_plan(self.before.plan)}"
@@ -174,7 +248,7 @@ class MigrationRun:
     async def _prepare(self) -> PreparedModel:
         """Decide and install in a thread, so that the gateway continues to serve requests."""
         progress = ThreadProgress(asyncio.get_running_loop(), self._tell)
-        return await asyncio.to_thread(self._prepare_in_thread, progress)
+        return await run_in_thread(self._prepare_in_thread, progress)
 
     async def _plan_in_free_memory(self, ready: PreparedModel) -> PreparedModel | None:
         """The same engine within the GPU memory that is free now, if it serves as many requests there.
@@ -186,7 +260,7 @@ class MigrationRun:
         progress = ThreadProgress(asyncio.get_running_loop(), self._tell)
         hardware = await asyncio.to_thread(measure_free_memory, self.host.hardware)
         try:
-            smaller = await asyncio.to_thread(self._prepare_in_thread, progress, hardware)
+            smaller = await run_in_thread(self._prepare_in_thread, progress, hardware)
         except NotPossible:
             return None
         wanted, found = ready.plan.settings, smaller.plan.settings
@@ -222,11 +296,8 @@ class MigrationRun:
             incumbent = f" next to {describe_plan(self.before.plan)}" if self.incumbents else ""
             self.say(f"starting {describe_plan(ready.plan)}{incumbent}")
             self._set_stage("starting and checking it")
-            basis = await self._make_basis(ready)
-            baseline = self._usual.list_since()
-            await self._start_challengers(ready, share=0.0)
-            await self._check_challengers(ready, basis)
-            await self._shift_traffic(ready, basis, baseline)
+            await self._run_unless_cancelled(self._start_beside(ready))
+            self._is_decided = True
         except ChallengerRejected as refused:
             return await self._roll_back(ready, refused)
         except BaseException:
@@ -237,6 +308,13 @@ class MigrationRun:
             raise
         await self._drain_and_stop(self.incumbents)
         return self._finish_migrated(ready, side_by_side=True)
+
+    async def _start_beside(self, ready: PreparedModel) -> None:
+        basis = await self._make_basis(ready)
+        baseline = self._usual.list_since()
+        await self._start_challengers(ready, share=0.0)
+        await self._check_challengers(ready, basis)
+        await self._shift_traffic(ready, basis, baseline)
 
     async def _roll_back(self, ready: PreparedModel, refused: ChallengerRejected) -> Migration:
         """Roll back to the incumbent, or to a new engine of the same plan if the incumbent has died."""
@@ -306,18 +384,24 @@ class MigrationRun:
     async def _swap(self, ready: PreparedModel) -> Migration:
         """Stop the incumbent, then start the challenger, if both do not fit. Requests are held meanwhile."""
         name = self.service.name
-        basis = await self._make_basis(ready)
+        try:
+            basis = await self._run_unless_cancelled(self._make_basis(ready))
+        except ChallengerRejected as cancelled:
+            return self._finish_rolled_back(ready, cancelled, side_by_side=False)
         baseline = self._usual.list_since()
         self.say(
             f"{describe_plan(ready.plan)} does not fit next to {describe_plan(self.before.plan)}: holding new requests"
         )
         self._set_stage("new requests are held")
         with self._hold_requests():
-            await self._drain_and_stop(self.incumbents)
+            try:
+                waited_s = await self._run_unless_cancelled(self._wait_until_idle(self.incumbents))
+            except ChallengerRejected as cancelled:
+                return self._finish_rolled_back(ready, cancelled, side_by_side=False)
+            await self._drain_and_stop(self.incumbents, max(0.0, self.asked.drain_s - waited_s))
             self.incumbents = []
             try:
-                await self._start_challengers(ready, share=1.0)
-                await self._check_challengers(ready, basis)
+                await self._run_unless_cancelled(self._start_instead(ready, basis))
             except (ChallengerRejected, asyncio.CancelledError) as error:
                 await self._drain_and_stop(self.challengers)
                 if not isinstance(error, ChallengerRejected):
@@ -327,8 +411,8 @@ class MigrationRun:
             held = self.host.gateway.count_waiting(name)
         try:
             # The held requests arrive as one burst, whose latency says nothing about the engine.
-            await self._observe_step(100.0, baseline, skip=held)
-            await self._check_under_load(ready, basis)
+            await self._run_unless_cancelled(self._observe_alone(ready, basis, baseline, held))
+            self._is_decided = True
         except ChallengerRejected as refused:
             self.say(f"rolling back {describe_plan(ready.plan)}: {refused.reason}")
             with self._hold_requests():
@@ -336,6 +420,27 @@ class MigrationRun:
                 await self._restart_incumbent()
             return self._finish_rolled_back(ready, refused, side_by_side=False)
         return self._finish_migrated(ready, side_by_side=False)
+
+    async def _start_instead(self, ready: PreparedModel, basis: AnswerBasis) -> None:
+        await self._start_challengers(ready, share=1.0)
+        await self._check_challengers(ready, basis)
+
+    async def _observe_alone(
+        self, ready: PreparedModel, basis: AnswerBasis, baseline: Sequence[ObservedRequest], held: int
+    ) -> None:
+        await self._observe_step(100.0, baseline, skip=held)
+        await self._check_under_load(ready, basis)
+
+    async def _wait_until_idle(self, engines: Sequence[HostedEngine]) -> float:
+        """Wait until the engines have no requests, at most for the drain time; returns how long it took."""
+        began = time.monotonic()
+        if busy := sum(engine.backend.in_flight for engine in engines):
+            self.say(f"waiting for {busy} running requests of {engines[0].plan.engine}")
+        while any(engine.backend.in_flight for engine in engines):
+            if time.monotonic() - began >= self.asked.drain_s:
+                break
+            await asyncio.sleep(LOOK_S)
+        return time.monotonic() - began
 
     @contextmanager
     def _hold_requests(self) -> Iterator[None]:
@@ -399,13 +504,14 @@ class MigrationRun:
                     await self.host.remove_engine(ended, 0)
             raise
 
-    async def _drain_and_stop(self, engines: Sequence[HostedEngine]) -> None:
+    async def _drain_and_stop(self, engines: Sequence[HostedEngine], drain_s: float | None = None) -> None:
         """Let the engines finish their requests, then stop them."""
+        drain_s = self.asked.drain_s if drain_s is None else drain_s
         busy = sum(engine.backend.in_flight for engine in engines)
         if busy:
             self.say(f"waiting for {busy} running requests of {engines[0].plan.engine}")
         in_flight = {engine.id: engine.backend.in_flight for engine in engines}
-        drained = await asyncio.gather(*(self.host.remove_engine(engine, self.asked.drain_s) for engine in engines))
+        drained = await asyncio.gather(*(self.host.remove_engine(engine, drain_s) for engine in engines))
         self.cut += sum(in_flight[engine.id] for engine, done in zip(engines, drained, strict=True) if not done)
 
     # checks
@@ -499,7 +605,7 @@ class MigrationRun:
         self.service.readied = ready
         self.service.wanted = replace_fields(self.service.wanted, engine=ready.plan.engine)
         self.service.failure = None
-        done = self._build_outcome(ready, "migrated", side_by_side)
+        done = self._build_outcome(_to_party(ready), "migrated", side_by_side)
         self.say(
             f"{self.service.name} is now served by {describe_plan(ready.plan)}, after {format_seconds(done.took_s)}"
         )
@@ -508,19 +614,27 @@ class MigrationRun:
     def _finish_rolled_back(
         self, ready: PreparedModel, refused: ChallengerRejected, *, side_by_side: bool
     ) -> Migration:
-        done = self._build_outcome(ready, "rolled back", side_by_side)
+        done = self._build_outcome(_to_party(ready), "rolled back", side_by_side)
+        why = "" if refused.stage == "cancelled" else " failed a check"
         self.say(
-            f"rolled back to {describe_plan(self.before.plan)}; {describe_plan(ready.plan)} failed a check: "
-            f"{refused.reason}"
+            f"rolled back to {describe_plan(self.before.plan)}; {describe_plan(ready.plan)}{why}: {refused.reason}"
         )
         return replace_fields(done, stage=refused.stage, reason=refused.reason)
 
-    def _build_outcome(self, ready: PreparedModel, outcome: str, side_by_side: bool) -> Migration:
+    def _finish_unprepared(self, cancelled: ChallengerRejected) -> Migration:
+        """The outcome of a migration that was cancelled before anything was started."""
+        self.say(f"the migration to {self.asked.engine} was cancelled; nothing has changed")
+        engine = get_engine(self.asked.engine)
+        challenger = MigrationEngine(engine=engine.id, engine_version=engine.version or "")
+        done = self._build_outcome(challenger, "rolled back", side_by_side=True)
+        return replace_fields(done, stage=cancelled.stage, reason=cancelled.reason)
+
+    def _build_outcome(self, challenger: MigrationEngine, outcome: str, side_by_side: bool) -> Migration:
         return Migration(
             at=self._at,
             model=self.service.name,
             a=_to_party(self.before),
-            b=_to_party(ready),
+            b=challenger,
             outcome=cast(Any, outcome),
             side_by_side=side_by_side,
             took_s=round(time.monotonic() - self._began, 3),

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -23,7 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from bedplate import store
-from bedplate.changing.challenger import ThreadProgress, describe_plan, find_address, get_last_address
+from bedplate.changing.challenger import (
+    ThreadProgress,
+    describe_plan,
+    find_address,
+    get_last_address,
+    run_in_thread,
+)
 from bedplate.changing.episodes import (
     Episode,
     build_assumed_shapes,
@@ -44,7 +49,7 @@ from bedplate.measure.bench import describe_environment
 from bedplate.measure.load import LoadTarget, prepare
 from bedplate.measure.load.client_error import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
 from bedplate.measure.load.preparing import PreparedEndpoint
-from bedplate.measure.load.separate_process import MeasureCall, ProcessMessage, make_error
+from bedplate.measure.load.separate_process import MeasureCall, ProcessMessage, make_error, start_generator
 from bedplate.measure.moments import format_now, make_run_id
 from bedplate.run.prepare import hash_model_content
 from bedplate.run.ready import PreparedModel, decide_engines, prepare_model, select_accelerators
@@ -158,7 +163,7 @@ class ShadowRun:
         if self.asked.url is not None:
             return await self._run_with_url(self.asked.url)
         progress = ThreadProgress(asyncio.get_running_loop(), self._tell)
-        ready, need, env, live = await asyncio.to_thread(self._prepare_challenger, progress)
+        ready, need, env, live = await run_in_thread(self._prepare_challenger, progress)
         self.host.check_memory(need, describe_plan(ready.plan))
         if not live:
             self.say(
@@ -668,18 +673,13 @@ def _make_call(
 
 async def _run_generator(call: MeasureCall) -> Repeat:
     """Generate the load in a separate process, so that it does not use the gateway's loop. Cancelling kills it."""
-    process = _start_generator()
+    process = start_generator("bedplate.measure.load")
     listening = asyncio.get_running_loop().run_in_executor(None, _read_repeat, process, call)
     try:
         return adjust_client_limit(await asyncio.shield(listening))
     finally:
         process.kill()
         await asyncio.gather(listening, return_exceptions=True)
-
-
-def _start_generator() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "bedplate.measure.load"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _read_repeat(process: subprocess.Popen[bytes], call: MeasureCall) -> Repeat:

@@ -33,11 +33,13 @@ class EnginePauser:
     def pause(self) -> None:
         """Pause all engines, including those added since the last call and restarted processes."""
         self.is_still = True
+        self._set_paused(True)
         self._send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.is_still = False
         self._send_signal(signal.SIGCONT)
+        self._set_paused(False)
 
     def find_groups(self) -> None:
         """Find the process groups that engines created for their child processes. Blocks for a moment."""
@@ -56,6 +58,11 @@ class EnginePauser:
 
     def _list_pids(self) -> list[int]:
         return [engine.pid for engine in self.engines if engine.pid is not None]
+
+    def _set_paused(self, paused: bool) -> None:
+        """Tell the supervisors, which would restart an engine that makes no progress."""
+        for engine in self.engines:
+            engine.supervisor.is_paused = paused
 
     def _send_signal(self, number: int) -> None:
         for pid in self._list_pids():

@@ -176,8 +176,6 @@ def main() -> None:
                 sys.stdout.flush()
     except BedplateError as error:
         _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of the output has ended, as in `bedplate … | head`.
         _discard_output()

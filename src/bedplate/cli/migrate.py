@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -13,6 +13,7 @@ from bedplate.cli.status import ServiceName
 
 if TYPE_CHECKING:
     from bedplate.values import Decision
+    from bedplate.values.migration import Migration
 
 EXAMPLES = """Examples:
 
@@ -21,15 +22,23 @@ EXAMPLES = """Examples:
   bedplate migrate llama.cpp chat --build native
   bedplate migrate pytorch --step 5,25,100 --slower 4
   bedplate plan --engine vllm --json > plan.json; bedplate migrate vllm --plan plan.json
+  bedplate migrate --cancel
+  bedplate migrate --cancel chat
 
-Exit codes: 0 migrated; 1 rolled back, with the reason; 2 usage error; 3 external failure."""
+Exit codes: 0 migrated, or cancelled; 1 rolled back, with the reason, or no migration to cancel; 2 usage error;
+3 external failure."""
 
 
 def migrate(
+    context: typer.Context,
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="The engine to migrate to.", parser=parse_engine_and_version)
-    ],
+        str | None,
+        typer.Argument(metavar="ENGINE", help="The engine to migrate to; none with --cancel.", show_default=False),
+    ] = None,
     name: ServiceName = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel the running migration; the old engine serves all requests again.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -74,14 +83,18 @@ def migrate(
     No request is lost. If the new engine is worse, the old one takes over again.
     """
     from bedplate.changing.migrate import MigrationRequest, read_steps
-    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.errors import UsageError
     from bedplate.hosting.control import ask
     from bedplate.hosting.records import choose_service
-    from bedplate.values import to_json
     from bedplate.values.migration import Migration
 
+    if cancel:
+        _cancel(context, name, service=engine, model=model, json=json)
+    if engine is None:
+        raise UsageError("no engine is given to migrate to", hint="for example: bedplate migrate vllm")
     wanted = MigrationRequest(
-        engine=engine,
+        engine=parse_engine_and_version(engine),
         model=model,
         decision=_read_decision(plan) if plan is not None else None,
         build=build.value,
@@ -92,14 +105,49 @@ def migrate(
         slower=slower,
         prefixes=prefixes,
     )
-    done = ask(choose_service(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
-    if json:
-        print(to_json(done))  # noqa: T201
-    else:
-        from bedplate.show.migration import render_migration
-
-        make_console().print(render_migration(done))
+    service, progress = choose_service(name), TerminalProgress()
+    try:
+        done = ask(service, "migrate", wanted, answer=Migration, tell=progress.note, limit_s=None)
+    except KeyboardInterrupt:
+        progress.note(f"the migration continues; to cancel it: bedplate migrate --cancel {service.name}")
+        raise
+    _show(done, json=json)
     raise typer.Exit(done.exit_code)
+
+
+def _cancel(
+    context: typer.Context, name: str | None, *, service: str | None, model: str | None, json: bool
+) -> NoReturn:
+    """With --cancel the first argument is the service."""
+    from bedplate.changing.migrate import CancelRequest
+    from bedplate.cli.options import list_given
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.errors import UsageError
+    from bedplate.hosting.control import ask
+    from bedplate.hosting.records import choose_service
+    from bedplate.values.migration import Migration
+
+    if name is not None:
+        raise UsageError("--cancel needs no engine", hint=f"bedplate migrate --cancel {name}")
+    if others := list_given(context, without=("engine", "cancel", "model", "json")):
+        raise UsageError(f"--cancel cannot be combined with {' and '.join(others)}", hint="bedplate migrate --cancel")
+    request = CancelRequest(model=model)
+    tell = TerminalProgress().note
+    done = ask(choose_service(service), "cancel", request, answer=Migration, tell=tell, limit_s=None)
+    _show(done, json=json)
+    raise typer.Exit(1 if done.outcome == "migrated" else 0)
+
+
+def _show(done: Migration, *, json: bool) -> None:
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(done))  # noqa: T201
+        return
+    from bedplate.cli.terminal import make_console
+    from bedplate.show.migration import render_migration
+
+    make_console().print(render_migration(done))
 
 
 def _read_decision(path: Path) -> Decision:

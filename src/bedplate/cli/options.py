@@ -175,6 +175,13 @@ def build_intent(file: Path | None, fields: list[str] | None, *, base: Intent | 
     return override(intent, **given) if given else intent
 
 
+def list_given(context: typer.Context, without: Collection[str] = ()) -> list[str]:
+    """The options on the command line, by their names."""
+    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
+    given = [one for one, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [one.opts[0] for one in given if one.name not in without]
+
+
 def rebuild_command_line(context: typer.Context, without: Collection[str] = ()) -> list[str]:
     """The command line again, from its parsed parameters; those that were not given are left out."""
     words: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,10 @@ def print_text(text: str, end: str = "\n") -> None:
     print(escape_controls(text, keep="\n\t"), end=end, flush=True)  # noqa: T201
 
 
-def make_console(stream: TextIO | None = None) -> Console:
+def make_console(stream: TextIO | None = None, kind: type[SafeConsole] = SafeConsole) -> Console:
     """A console that wraps at the terminal's width, or at a fixed width in a pipe."""
     file = stream if stream is not None else sys.stdout
-    return SafeConsole(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
+    return kind(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
 
 
 def show_error(error: BedplateError) -> None:
@@ -57,11 +58,20 @@ def show_error(error: BedplateError) -> None:
         out.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
 
 
+class _ProgressConsole(SafeConsole):
+    """Progress that nobody reads any more, as in `bedplate serve 2>&1 | head -1`, must not end a service."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is left in the buffer is dropped at exit
+            os.dup2(nothing.fileno(), self.file.fileno())
+
+
 class TerminalProgress:
     """Progress bars on a terminal, lines in logs. Steps shorter than a second are not logged."""
 
     def __init__(self) -> None:
-        self._console = make_console(sys.stderr)
+        self._console = make_console(sys.stderr, _ProgressConsole)
 
     def note(self, text: str) -> None:
         self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)

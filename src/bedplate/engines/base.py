@@ -208,6 +208,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cache_hits: float | None = None
     """Prompt tokens (or blocks) found in the prefix cache, out of `cache_queries`."""
     cache_queries: float | None = None
+    computed: float | None = None
+    """Tokens and iterations; it grows whenever the engine computes."""
 
 
 class ComputeTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,6 +284,8 @@ class Engine:
     """Prefixes of its environment variables; `bedplate doctor` shows those that are set."""
     key_variable: ClassVar[str | None] = None
     """The environment variable with the API key that it then requires from clients."""
+    liveness_path: ClassVar[str | None] = None
+    """A path that its process always answers, ready or not; `None`: the health path of its launch."""
     strength: ClassVar[str] = ""
     """When it is the right choice; used as the hint of a refusal."""
     start_phases: ClassVar[tuple[tuple[str, StartPhase], ...]] = ()

@@ -37,7 +37,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.pytorch import ENGINE as CONVERTER
-from bedplate.engines.shared import make_curl_command, sum_samples
+from bedplate.engines.shared import make_curl_command, sum_counters, sum_samples
 from bedplate.engines.traits import (
     AdviceFlags,
     ContainerConversion,
@@ -502,6 +502,9 @@ class LlamaCpp(Engine):
             waiting=sum_samples(metrics, "llamacpp:requests_deferred"),
             cache_hits=cached,
             cache_queries=cached + computed if cached is not None and computed is not None else None,
+            computed=sum_counters(
+                metrics, "llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:n_decode_total"
+            ),
         )
 
 

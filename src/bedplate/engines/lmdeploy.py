@@ -31,6 +31,7 @@ from bedplate.engines.shared import (
     refuse_architecture,
     refuse_stored,
     set_default_context,
+    sum_counters,
     sum_samples,
 )
 from bedplate.engines.traits import (
@@ -249,6 +250,7 @@ class LmDeploy(Engine):
             running=sum_samples(metrics, "lmdeploy:num_requests_running"),
             waiting=sum(waiting) if waiting else None,
             kv_use=find_highest_sample(metrics, "lmdeploy:gpu_cache_usage_perc"),
+            computed=sum_counters(metrics, "lmdeploy:prompt_tokens_total", "lmdeploy:generation_tokens_total"),
         )
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:

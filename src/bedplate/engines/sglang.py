@@ -49,6 +49,7 @@ from bedplate.engines.shared import (
     refuse_gfx,
     refuse_stored,
     set_default_context,
+    sum_counters,
     sum_samples,
 )
 from bedplate.engines.traits import (
@@ -422,6 +423,7 @@ class Sglang(Engine):
             preemptions=sum_samples(metrics, "sglang:num_retracted_requests_total"),
             cache_hits=sum_samples(metrics, "sglang:cached_tokens_total"),
             cache_queries=sum_samples(metrics, "sglang:prompt_tokens_total"),
+            computed=sum_counters(metrics, "sglang:prompt_tokens_total", "sglang:generation_tokens_total"),
         )
 
     def _refuse_on_cpu(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

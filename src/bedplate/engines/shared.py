@@ -168,6 +168,12 @@ def sum_samples(metrics: str, *names: str) -> float | None:
     return next((sum(found) for name in names if (found := read_samples(metrics, name))), None)
 
 
+def sum_counters(metrics: str, *names: str) -> float | None:
+    """The sum over all labels of all of these metrics that exist."""
+    found = [value for name in names for value in read_samples(metrics, name)]
+    return sum(found) if found else None
+
+
 def find_highest_sample(metrics: str, *names: str) -> float | None:
     return next((max(found) for name in names if (found := read_samples(metrics, name))), None)
 

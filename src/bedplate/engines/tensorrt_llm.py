@@ -295,6 +295,7 @@ class TensorRtLlm(Engine):
                 kv_use=used / most if used is not None and most else None,
                 cache_hits=hits,
                 cache_queries=hits + misses if hits is not None and misses is not None else None,
+                computed=_to_float(newest.get("iter")),
             )
         except (ValueError, TypeError, LookupError, AttributeError):
             return EngineState()

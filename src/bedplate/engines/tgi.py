@@ -19,6 +19,7 @@ from bedplate.engines.shared import (
     refuse_gfx,
     refuse_stored,
     set_default_context,
+    sum_counters,
     sum_samples,
 )
 from bedplate.engines.traits import (
@@ -226,7 +227,9 @@ class Tgi(Engine):
 
     def read_metrics(self, metrics: str) -> EngineState:
         return EngineState(
-            running=sum_samples(metrics, "tgi_batch_current_size"), waiting=sum_samples(metrics, "tgi_queue_size")
+            running=sum_samples(metrics, "tgi_batch_current_size"),
+            waiting=sum_samples(metrics, "tgi_queue_size"),
+            computed=sum_counters(metrics, "tgi_batch_inference_count"),
         )
 
 

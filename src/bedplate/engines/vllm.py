@@ -47,6 +47,7 @@ from bedplate.engines.shared import (
     refuse_gfx,
     refuse_stored,
     set_default_context,
+    sum_counters,
     sum_samples,
     widen_on_older_arm,
 )
@@ -516,6 +517,9 @@ class Vllm(Engine):
             cache_hits=sum_samples(metrics, "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
             cache_queries=sum_samples(
                 metrics, "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
+            ),
+            computed=sum_counters(
+                metrics, "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"
             ),
         )
 

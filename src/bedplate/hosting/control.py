@@ -120,8 +120,8 @@ class ControlServer:
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
             pass
         except asyncio.CancelledError:
+            # Not raised again: asyncio before Python 3.12 prints a traceback for a cancelled handler.
             send(error=ErrorReport(message="the service is stopping", exit_code=3))
-            raise
         except Exception as error:
             self._host.say(f"a request on the control socket failed: {error!r}")
             send(error=ErrorReport(message=f"the service failed to run this request: {error!r}", exit_code=3))
@@ -139,6 +139,8 @@ class ControlServer:
                 raise UsageError("the request is too long") from error
         operation, arguments = self._parse_request(line)
         running = asyncio.ensure_future(operation.does(self._host, arguments, tell))
+        # An error after the client has disconnected has no reader. asyncio would print it with a traceback.
+        running.add_done_callback(lambda one: None if one.cancelled() else one.exception())
         disconnected = asyncio.ensure_future(reader.read())
         try:
             await asyncio.wait({running, disconnected}, return_when=asyncio.FIRST_COMPLETED)

@@ -121,6 +121,8 @@ class ExclusiveOperation(NamedTuple):
     """A description for the status: "loading", "migrating to …"."""
     task: asyncio.Task[Any]
     """The host cancels it when it stops."""
+    cancel: Callable[[], None] | None = None
+    """Ends it early and undoes it; its task then has the outcome. Raises if it is too late. None: not possible."""
 
 
 class HostedService:
@@ -148,12 +150,12 @@ class HostedService:
         return self.wanted.is_on_demand
 
     @contextlib.contextmanager
-    def engage(self, doing: str) -> Iterator[None]:
+    def engage(self, doing: str, cancel: Callable[[], None] | None = None) -> Iterator[None]:
         """Give the current task the service exclusively. Loads, unloads and migrations check `busy` first."""
         task = asyncio.current_task()
         if task is None or self.busy is not None:
             raise RuntimeError(f"{self.name} is busy: {self.busy.doing if self.busy is not None else 'no task'}")
-        self.busy = ExclusiveOperation(doing, task)
+        self.busy = ExclusiveOperation(doing, task, cancel)
         try:
             yield
         finally:
@@ -282,7 +284,8 @@ class Host:
         """Write a line to the service's log and status and, with `aloud`, to the terminal."""
         self.notes.append(text)
         if aloud:
-            self._progress.note(text)
+            with contextlib.suppress(OSError):  # such as a full disk
+                self._progress.note(text)
         self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def _say_from_thread(self, text: str) -> None:

@@ -128,6 +128,9 @@ class RayNode(Engine):
 class RayHeadNode(RayNode):
     """The head node: runs the control store of the cluster and the proxy for all requests."""
 
+    # A request for the health path waits for a replica, which may be loading. The proxy answers this one itself.
+    liveness_path = "/-/healthz"
+
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = ("ray-serve", "head", str(self.config), "--port", str(port))
         return Launch(argv=argv, env=self.variables, health_path=READY)

@@ -87,6 +87,7 @@ def _describe_engine(engine: HostedEngine, size: int | None) -> EngineStatus:
         share=backend.share,
         in_flight=backend.in_flight,
         restarts=backend.restarts,
+        last_exit=backend.last_exit,
         uptime_s=time.monotonic() - engine.ready_since if engine.ready_since is not None else None,
         memory_bytes=size,
         planned_bytes=sum(engine.need.values()),

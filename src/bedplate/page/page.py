@@ -237,6 +237,7 @@ class LiveFigures:
             in_flight=backend.in_flight,
             slots=engine.plan.settings.slots,
             restarts=backend.restarts,
+            last_exit=backend.last_exit,
             uptime_s=time.monotonic() - engine.ready_since if engine.ready_since is not None else None,
             memory_bytes=seen.memory_bytes,
             gpu_bytes=seen.gpu_bytes,

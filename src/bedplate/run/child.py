@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bedplate.home import open_private
+from bedplate.interrupts import check_cancelled
 from bedplate.run.warden import wrap_with_warden
 
 
@@ -60,12 +61,13 @@ def run_child(
                     reports, output = process.communicate(timeout=0.1)
                     break
                 except subprocess.TimeoutExpired:
+                    check_cancelled()
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError(f"not done after {limit_s:.0f} s") from None
                     if tick is not None:
                         tick(process.pid)
         finally:
-            # Also after Ctrl-C: the warden sees the closed pipe and ends its processes.
+            # Also after Ctrl-C or a cancellation: the warden sees the closed pipe and ends its processes.
             os.close(lifeline)
             process.terminate()  # for systems without a warden; a warden ignores it
             process.wait()

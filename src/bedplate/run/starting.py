@@ -57,7 +57,10 @@ def create_supervisor(
     start: EngineStart, backend: GatewayBackend, log: Path, say: Callable[[str], None] = lambda text: None
 ) -> Supervisor:
     """Creates the supervisor of an engine without starting it."""
-    return Supervisor(start.plan, start.engine, start.environment, backend, log, say, start.folder, env=start.env)
+    return Supervisor(
+        start.plan, start.engine, start.environment, backend, log, say, start.folder,
+        env=start.env, by_health=start.launched is not None,
+    )  # fmt: skip
 
 
 @dataclass

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
 
@@ -25,10 +26,20 @@ from bedplate.home import open_for_owner
 from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
 from bedplate.run.gateway import GatewayBackend
+from bedplate.run.liveness import (
+    DEFAULT_LIMITS,
+    Hang,
+    HangDetector,
+    HangLimits,
+    ProgressSample,
+    is_stopped,
+    measure_activity,
+)
 from bedplate.run.log_text import MAX_CLIENT_LINE_CHARS, MAX_LINE_CHARS, OutputLimit, clean_line
 from bedplate.run.prepare import SECRETS, has_local_weights, set_offline
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan
+from bedplate.values.service import ExitCause, LastExit
 from bedplate.values.units import format_seconds
 
 LOG_BYTES = 10_000_000
@@ -51,6 +62,7 @@ LONGEST_START_S = 1800.0
 CHECK_EVERY_S = 5.0
 BUSY_SHARE = 0.02
 """Of a core. An engine that loads, compiles or warms up uses more; one that hangs uses none."""
+HANG_LIMITS = DEFAULT_LIMITS
 LOWEST_PORT = 10_000
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
 
@@ -59,7 +71,13 @@ class EngineExit:
     """How an engine process ended."""
 
     def __init__(
-        self, code: int | None, log: str, was_ready: bool, worked: bool, overdue_s: float | None = None
+        self,
+        code: int | None,
+        log: str,
+        was_ready: bool,
+        worked: bool,
+        overdue_s: float | None = None,
+        hang: Hang | None = None,
     ) -> None:
         self.code = code
         """`None`: it was never started."""
@@ -69,6 +87,18 @@ class EngineExit:
         """Whether it answered a request: then it is not a crash loop, however soon it died."""
         self.overdue_s = overdue_s
         """It was stopped because it was not ready after this time."""
+        self.hang = hang
+        """It was stopped because it made no progress."""
+
+    @property
+    def cause(self) -> ExitCause:
+        if self.hang is not None:
+            return "hung"
+        if self.overdue_s is not None:
+            return "not ready"
+        if self.code is None:
+            return "not started"
+        return "killed" if self.code < 0 else "exited"
 
 
 def compute_back_off_s(deaths: list[EngineExit]) -> float:
@@ -97,7 +127,9 @@ def find_final_failure(deaths: list[EngineExit], engine: Engine) -> KnownFailure
 
 
 def explain_exit(death: EngineExit, engine: Engine) -> KnownFailure:
-    """The known failure in the log; otherwise an explanation of the exit status."""
+    """That it hung; else the known failure in the log; otherwise an explanation of the exit status."""
+    if death.hang is not None:
+        return KnownFailure(message=death.hang.text, hint="see the engine's log", lasting=False)
     if known := engine.explain(death.log):
         return known
     if death.overdue_s is not None:
@@ -142,6 +174,83 @@ class StartDeadline:
     @property
     def spent_s(self) -> float:
         return time.monotonic() - self._began
+
+
+class EngineWatcher:
+    """Takes samples of a ready engine until it hangs.
+
+    It measures only what it needs: nothing while answers arrive, and one health check now and then while the engine is
+    idle. The processes of an orchestrator are judged by their health checks alone: their requests are not known, and
+    they use the CPU all the time.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        engine: Engine,
+        backend: GatewayBackend,
+        health_path: str,
+        device: str,
+        *,
+        by_health: bool,
+        limits: HangLimits,
+    ) -> None:
+        self._process, self._engine, self._backend, self._device = process, engine, backend, device
+        self._health_path, self._by_health = health_path, by_health
+        self.detector = HangDetector(limits)
+        self._has_metrics = not by_health
+        self._answered_at = time.monotonic()
+
+    async def take_sample(self, session: aiohttp.ClientSession) -> ProgressSample:
+        backend, limits = self._backend, self.detector.limits
+        waiting = 0 if self._by_health else max(0, backend.in_flight - backend.unread)
+        received = backend.received
+        now = time.monotonic()
+        if self.detector.has_news(received) or (not waiting and now - self._answered_at < limits.idle_every_s):
+            return ProgressSample(now, waiting, received)
+        is_answering = activity = counters = None
+        if not waiting:
+            # Any status: an engine that says that it is not healthy does not hang.
+            is_answering = await self._request(session, self._health_path) is not None
+            if is_answering:
+                self._answered_at = time.monotonic()
+        if not is_answering and not self._by_health and (pid := self._process.group_pid) is not None:
+            activity = await asyncio.to_thread(measure_activity, pid, self._device)
+        if waiting and self._has_metrics:
+            counters = await self._read_counters(session)
+        return ProgressSample(time.monotonic(), waiting, received, counters, activity, is_answering)
+
+    async def check_stopped(self, hang: Hang) -> Hang:
+        pid = self._process.group_pid
+        stopped = pid is not None and await asyncio.to_thread(is_stopped, pid)
+        return hang._replace(is_stopped=stopped)
+
+    async def _read_counters(self, session: aiohttp.ClientSession) -> tuple[float | None, ...] | None:
+        answer = await self._request(session, "/metrics")
+        if answer is None:
+            return None
+        status, text = answer
+        if status != HTTPStatus.OK:
+            self._has_metrics = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED
+            return None
+        try:
+            state = self._engine.read_metrics(text)
+        except Exception:  # a bug in an engine's file must not end its supervision
+            self._has_metrics = False
+            return None
+        return state.computed, state.kv_use, state.preemptions
+
+    async def _request(self, session: aiohttp.ClientSession, path: str) -> tuple[int, str] | None:
+        """The status and body of its answer; `None` if it does not answer in time."""
+        if (address := self._backend.address) is None:
+            return None
+        key = self._backend.engine_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with session.get(f"http://{address[0]}:{address[1]}{path}", headers=headers) as answer:
+                return answer.status, await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError):
+            return None
 
 
 def measure_busy_seconds(pid: int) -> float:
@@ -272,6 +381,11 @@ class EngineProcess:
         self.code: int | None = None
         self.ended = asyncio.Event()
 
+    @property
+    def group_pid(self) -> int | None:
+        """The process that all processes of the engine descend from, also those whose parents have ended."""
+        return self._warden.pid if self._warden is not None else None
+
     async def start(self, argv: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         # Shielded: when a start is cancelled, uvloop leaves a process that is never reaped.
         self._starting = asyncio.create_task(self._start(argv, env, cwd))
@@ -370,8 +484,14 @@ class Supervisor:
         say: Callable[[str], None] = lambda text: None,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        *,
+        by_health: bool = False,
     ) -> None:
         self.plan = plan
+        self.by_health = by_health
+        """Whether only its health checks show that it hangs: a process of an orchestrator."""
+        self.is_paused = False
+        """Set while bedplate itself has stopped the engine's processes."""
         self.env = env or {}
         """Variables in addition to those of the launch."""
         self.cwd = cwd
@@ -466,7 +586,7 @@ class Supervisor:
             self.log.write(str(error))
             return EngineExit(None, self.log.read_tail(), was_ready=False, worked=False)
         limit_s = START_LIMIT_S + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
-        overdue_s = None
+        overdue_s = hang = None
         patience = StartDeadline(limit_s)
         try:
             async with asyncio.timeout(limit_s) as timer:
@@ -484,8 +604,10 @@ class Supervisor:
             backend.reason = None
             backend.state = "ready"
             self.settled.set()
-            await process.ended.wait()
-        return EngineExit(process.code, self.log.read_tail(), was_ready, backend.worked, overdue_s)
+            hang = await self._wait_for_end_or_hang(process, launch)
+            if hang is not None:
+                await self._stop_hung(process, hang)
+        return EngineExit(process.code, self.log.read_tail(), was_ready, backend.worked, overdue_s, hang)
 
     async def _wait_until_ready(
         self, process: EngineProcess, url: str, patience: StartDeadline, timer: asyncio.Timeout
@@ -505,15 +627,49 @@ class Supervisor:
                 await process.wait_for_end(0.05)
         return False
 
+    async def _wait_for_end_or_hang(self, process: EngineProcess, launch: Launch) -> Hang | None:
+        """Waits until the process ends (`None`) or hangs."""
+        limits = HANG_LIMITS
+        watcher = EngineWatcher(
+            process, self.engine, self.backend, self.engine.liveness_path or launch.health_path,
+            self.plan.settings.device, by_health=self.by_health, limits=limits,
+        )  # fmt: skip
+        timeout = aiohttp.ClientTimeout(total=limits.answer_s)
+        # An idle connection would occupy one of the few that some engines' servers handle.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            while not process.ended.is_set():
+                await process.wait_for_end(limits.every_s)
+                if self.is_paused:
+                    watcher.detector.forget()
+                    continue
+                hang = watcher.detector.observe(await watcher.take_sample(session))
+                if hang is not None and not self.is_paused and not process.ended.is_set():
+                    return await watcher.check_stopped(hang)
+        return None
+
+    async def _stop_hung(self, process: EngineProcess, hang: Hang) -> None:
+        """Kills the engine. Its requests get an error first, or go to another engine: killing it may take a while."""
+        backend = self.backend
+        self.log.write(f"# {hang.text}; stopped by bedplate")
+        backend.address = None
+        backend.reason, backend.last_exit = hang.text, LastExit(cause="hung", text=hang.text)
+        backend.state = "restarting"
+        if backend.drop_requests is not None:
+            backend.drop_requests()
+        await process.stop(grace_s=0)
+
     async def _wait_before_restart(self, death: EngineExit) -> None:
         wait_s = compute_back_off_s(self._deaths)
         backend = self.backend
         backend.address = None
         backend.reason = explain_exit(death, self.engine).message
+        backend.last_exit = LastExit(cause=death.cause, text=backend.reason)
         backend.retry_after_s = max(1, round(wait_s) + 1)
         backend.restarts += 1
         backend.state = "restarting"
-        self._say(f"{self.engine.name} stopped: {backend.reason}; restarting it in {format_seconds(wait_s)}")
+        how = "hung" if death.hang is not None else "stopped"
+        self._say(f"{self.engine.name} {how}: {backend.reason}; restarting it in {format_seconds(wait_s)}")
         await asyncio.sleep(wait_s)
 
     def _build_variables(self, launch: Launch) -> dict[str, str]:

@@ -338,6 +338,9 @@ class _ServeSession:
                 phases.update(service.engines[0].backend.phases)
         if host.stopping.is_set():
             adding.cancel()
+            await asyncio.wait({adding})
+            if not adding.cancelled():
+                adding.exception()  # asyncio would print it: the engine failed while the host was being stopped
             return False
         await adding
         return True

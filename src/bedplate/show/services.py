@@ -63,10 +63,12 @@ def _make_row(record: ServiceRecord, status: HostStatus | None) -> list[str | Te
 
 
 def _list_activities(models: Sequence[ModelStatus]) -> list[str]:
-    """Current activities without their progress, which `status` shows."""
+    """Current activities without their progress, and engines that are restarted; `status` shows the details."""
     busy = [model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state]
-    phases = [WORDS[engine.phase] for model in models for engine in model.engines if engine.phase is not None]
-    return list(dict.fromkeys((*busy, *phases)))
+    engines = [engine for model in models for engine in model.engines]
+    phases = [WORDS[engine.phase] for engine in engines if engine.phase is not None]
+    lost = [f"{engine.id} {engine.state}" for engine in engines if engine.state in ("restarting", "failed")]
+    return list(dict.fromkeys([*busy, *phases, *lost]))
 
 
 def _format_state(state: str) -> Text:
@@ -124,7 +126,7 @@ def _describe_engine(engine: EngineStatus) -> Text:
     parts = [
         f"{engine.in_flight} in flight",
         f"{size} (planned: up to {format_memory(engine.planned_bytes)})",
-        f"{engine.restarts} restarts" if engine.restarts != 1 else "1 restart",
+        _describe_restarts(engine),
     ]
     if engine.uptime_s is not None:
         parts.append(f"up {format_duration(engine.uptime_s)}")
@@ -145,6 +147,16 @@ def _describe_engine(engine: EngineStatus) -> Text:
     if engine.reason is not None and engine.state != "ready":
         line.append(f"\n{engine.reason}", "yellow")
     return line
+
+
+def _describe_restarts(engine: EngineStatus) -> str:
+    if not engine.restarts or engine.last_exit is None or engine.state != "ready":
+        return f"{engine.restarts} restarts" if engine.restarts != 1 else "1 restart"
+    return (
+        f"1 restart: {engine.last_exit.text}"
+        if engine.restarts == 1
+        else (f"{engine.restarts} restarts, the last one because {engine.last_exit.text}")
+    )
 
 
 def _describe_workload(workload: Workload) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from bedplate.values.decision import Challenger, Device, Estimate, Reason
 from bedplate.values.diagnosis import Limit
 from bedplate.values.record import Record
-from bedplate.values.service import EngineCondition
+from bedplate.values.service import EngineCondition, LastExit
 from bedplate.values.verdict import Answer
 from bedplate.values.workload import LatencyTarget
 
@@ -53,6 +53,8 @@ class LiveEngine(Record, frozen=True, kw_only=True):
     in_flight: int | None = None
     slots: int | None = None
     restarts: int | None = None
+    last_exit: LastExit | None = None
+    """Why it was last restarted."""
     uptime_s: float | None = None
     memory_bytes: int | None = None
     """Resident memory of its process tree, as the operating system reports it."""

@@ -7,7 +7,7 @@ from typing import Literal
 from bedplate.values.record import Record
 from bedplate.values.workload import NotNegative
 
-Stage = Literal["start", "warm-up", "answers", "traffic", "answers under load"]
+Stage = Literal["start", "warm-up", "answers", "traffic", "answers under load", "cancelled"]
 
 
 class MigrationEngine(Record, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Migration(Record, frozen=True, kw_only=True):
     """The challenger."""
     outcome: Literal["migrated", "rolled back"]
     stage: Stage | None = None
-    """The stage of the rollback, or the stage that failed."""
+    """The stage of the rollback, or the stage that failed. cancelled: by `bedplate migrate --cancel`."""
     reason: str | None = None
     """Why it was rolled back, or what failed although it was kept, because nothing else was left to serve."""
     side_by_side: bool

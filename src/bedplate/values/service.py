@@ -16,6 +16,9 @@ from bedplate.values.workload import Count, Positive, Workload
 Build = Literal["packages", "native"]
 """The engine build to use: packages installs published packages, native compiles the source on this machine."""
 EngineCondition = Literal["loading", "ready", "restarting", "failed", "stopped"]
+ExitCause = Literal["not started", "not ready", "exited", "killed", "hung"]
+"""Why an engine process ended. not ready: it was stopped, since it did not become ready in time. killed: by a signal
+that bedplate did not send. hung: it was stopped, since it made no progress."""
 
 
 class ModelOrder(Record, frozen=True, kw_only=True):
@@ -93,6 +96,13 @@ class ServiceRecord(Record, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
 
 
+class LastExit(Record, frozen=True, kw_only=True):
+    """How the last process of an engine ended."""
+
+    cause: ExitCause
+    text: str
+
+
 class EngineStatus(Record, frozen=True, kw_only=True):
     """One engine process."""
 
@@ -115,6 +125,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     """Share of its model's requests; 0: none."""
     in_flight: int
     restarts: int
+    last_exit: LastExit | None = None
+    """Why it was last restarted; `None`: never."""
     uptime_s: float | None = None
     """Time since it became ready."""
     memory_bytes: int | None = None

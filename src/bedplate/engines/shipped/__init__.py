@@ -64,10 +64,12 @@ class BedplateServedEngine(Engine):
 
     def read_metrics(self, metrics: str) -> EngineState:
         figures = dict(re.findall(r"^bedplate_engine_(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
+        tokens = [_parse_number(figures.get(name)) for name in ("prompt_tokens_total", "generation_tokens_total")]
         return EngineState(
             running=_parse_number(figures.get("requests_running")),
             waiting=_parse_number(figures.get("requests_waiting")),
             kv_use=_parse_number(figures.get("kv_use_ratio")),
+            computed=sum(found) if (found := [one for one in tokens if one is not None]) else None,
         )
 
     def explain(self, log: str) -> KnownFailure | None:

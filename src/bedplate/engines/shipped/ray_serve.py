@@ -41,6 +41,10 @@ LOG_BYTES, LOGS_KEPT = 10_000_000, 4
 TAIL_LINES = 50
 LOOK_S = 0.05
 HEAD_LIMIT_S = 300.0
+HANG_S, CHECK_EVERY_S, CHECK_LIMIT_S = 40.0, 5.0, 5.0
+"""An engine that does not answer its health check and uses no CPU for the first of these times hangs."""
+BUSY_SHARE = 0.02
+"""Of a core."""
 HOP_BY_HOP_HEADERS = frozenset(
     ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"]
 )
@@ -78,6 +82,7 @@ class EngineReplica:
         threading.Thread(target=self._keep_log, args=(engine["logs"][node], argv), daemon=True).start()
         self._wait_until_healthy(self._url + engine["health"], engine["limit_s"])
         threading.Thread(target=self._end_with_engine, daemon=True).start()
+        threading.Thread(target=self._end_hung_engine, args=(self._url + engine["health"],), daemon=True).start()
 
     def _keep_log(self, path: str, argv: list[str]) -> None:
         log = logging.Logger("engine")
@@ -105,6 +110,14 @@ class EngineReplica:
         """Exit with the engine: Serve notices an exited actor at once, an unhealthy one only at its next check."""
         self._process.wait()
         os._exit(1)
+
+    def _end_hung_engine(self, url: str) -> None:
+        if not Path("/proc/self/stat").exists():
+            return  # without CPU times, a busy engine that does not answer looks like one that hangs
+        wait_for_hang(url, self._process.pid)
+        # The warden kills the engine; the replica exits with it.
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def check_health(self) -> None:
         if self._process.poll() is not None:
@@ -142,6 +155,37 @@ class EngineReplica:
             headers["authorization"] = f"Bearer {self._key}"
         target = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
         return await self._session.request(request.method, target, data=await request.body(), headers=headers)
+
+
+def wait_for_hang(
+    url: str, pid: int, hang_s: float = HANG_S, every_s: float = CHECK_EVERY_S, limit_s: float = CHECK_LIMIT_S
+) -> None:
+    """Return when the engine below this process hangs. Time in which this process itself was stopped does not count."""
+    silent_s, looked_at, cpu_s = 0.0, time.monotonic(), measure_cpu_seconds(pid)
+    while silent_s < hang_s:
+        time.sleep(every_s)
+        is_answering = False
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=limit_s) as answer:  # noqa: S310
+            is_answering = answer.status == 200
+        now, used_s = time.monotonic(), measure_cpu_seconds(pid)
+        elapsed_s = min(now - looked_at, every_s + 2 * limit_s)
+        has_progress = is_answering or used_s - cpu_s >= BUSY_SHARE * elapsed_s
+        silent_s = 0.0 if has_progress else silent_s + elapsed_s
+        looked_at, cpu_s = now, used_s
+
+
+def measure_cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its descendants."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sum(ticks.get(one, 0) for one in found) / os.sysconf("SC_CLK_TCK")
 
 
 async def _stream_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

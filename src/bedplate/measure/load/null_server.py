@@ -328,7 +328,7 @@ def serve_null(
     options = {"first-ms": first_ms, "interval-ms": interval_ms, "tokens": tokens}
     argv = [sys.executable, "-m", "bedplate.measure.load.null_server", "--with-parent", f"--overhead={overhead}"]
     argv += [f"--{name}={value}" for name, value in options.items()]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
     with process:
         try:
             line = process.stdout.readline() if process.stdout else b""

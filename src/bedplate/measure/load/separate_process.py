@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -94,9 +93,15 @@ def measure_apart(
     return found
 
 
+def start_generator(module: str) -> subprocess.Popen[bytes]:
+    """Starts `module` in its own process group: Ctrl-C reaches only the caller, even while the module is imported."""
+    command = [sys.executable, "-m", module]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+
 def run_process(module: str, call: Record, watch: Watch | None) -> Repeat | None:
     """Runs `module` as a process with this call and returns its repeat; `None`: it has none."""
-    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_generator(module)
     with process:
         try:
             return _listen(process, call, watch)
@@ -136,8 +141,10 @@ def main() -> None:
 
 def serve_call(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repeat | None]]) -> None:
     """Reads one call, and writes events and finally the repeat, one JSON object per line. Ends with its caller."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller handles it
-    call = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the caller has ended
+        return
+    call = msgspec.json.decode(line, type=kind)
     _end_with_caller()
     with contextlib.suppress(OSError, AttributeError):
         # Time spent waiting for a CPU would count as engine time. A higher priority needs privileges.

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Literal, NamedTuple
 
 from bedplate.run.start_phases import StartPhases
+from bedplate.values.service import LastExit
 
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 EJECT_AFTER = 3
@@ -60,6 +61,8 @@ class GatewayBackend:
         """Called when a request is sent to it."""
         self.on_end: Callable[[FinishedRequest], None] | None = None
         """Called when a request has ended here, to compare engines."""
+        self.drop_requests: Callable[[], None] | None = None
+        """Ends its connections: their requests are sent to another engine, or get an error. Set by the gateway."""
         self._state: BackendState = "loading"
         self._share = share
         self.address: tuple[str, int] | None = None
@@ -73,6 +76,8 @@ class GatewayBackend:
         """Why the engine is not ready."""
         self.retry_after_s = 1
         self.restarts = 0
+        self.last_exit: LastExit | None = None
+        """Why the last process of the engine ended."""
         self.worked = False
         """Whether the engine has answered anything since it was started."""
         self.max_connections: int | None = None
@@ -89,6 +94,10 @@ class GatewayBackend:
         """Number of requests that were sent to it."""
         self.in_flight = 0
         """Requests that were sent to it and have not ended."""
+        self.received = 0
+        """Parts of answers that it has sent. The supervisor sees from it that the engine makes progress."""
+        self.unread = 0
+        """Answers whose clients do not read: the engine need not make progress with them."""
         self.last_used = monotonic()
         """When a request was last sent to it, or ended there; on the monotonic clock."""
         self.health = Health()
@@ -121,6 +130,11 @@ class GatewayBackend:
         """Whether it accepts new requests, whatever its health."""
         return self._state == "ready" and self._share > 0
 
+    @property
+    def has_hung(self) -> bool:
+        """Whether it is unavailable because it hung."""
+        return self._state != "ready" and self.last_exit is not None and self.last_exit.cause == "hung"
+
     def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""
         if self.state == "failed":
@@ -128,7 +142,7 @@ class GatewayBackend:
         if self.state == "stopped":
             return "bedplate is shutting down"
         if self.state == "restarting":
-            return f"{self.engine} stopped and is being restarted"
+            return f"{self.engine} {'hung' if self.has_hung else 'stopped'} and is being restarted"
         phase = self.phases.describe_current()
         done = f" ({self.progress:.0%})" if self.progress is not None else ""
         return f"{self.engine} is still loading {self.model}{f' ({phase})' if phase is not None else done}"

@@ -283,7 +283,11 @@ class GatewayExchange:
 
     def _record_engine_failure(self, backend: GatewayBackend, message: str) -> None:
         backend.health.record_failure(monotonic())
-        if not self._retry_elsewhere(backend):
+        if self._retry_elsewhere(backend):
+            return
+        if backend.has_hung:
+            self._fail(f"{backend.explain_unavailable()}: it made no progress", "engine_hung", status=504)
+        else:
             self._fail(message, "engine_stopped")
 
     def _retry_elsewhere(self, backend: GatewayBackend) -> bool:

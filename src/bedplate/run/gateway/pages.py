@@ -167,6 +167,8 @@ def _describe_state(route: Route) -> dict[str, object]:
         "engine": backends[0].engine, "state": backends[0].state, "progress": backends[0].progress,
         **_describe_phase(backends[0].phases),
     }  # fmt: skip
+    if backends[0].state != "ready" and backends[0].last_exit is not None:
+        state["cause"] = backends[0].last_exit.cause
     if len(backends) > 1:
         state["backends"] = [
             {
@@ -177,6 +179,7 @@ def _describe_state(route: Route) -> dict[str, object]:
                 "share": b.share,
                 "well": b.health.is_healthy,
                 "in_flight": b.in_flight,
+                **({"cause": b.last_exit.cause} if b.state != "ready" and b.last_exit is not None else {}),
             }
             for b in route.backends
         ]

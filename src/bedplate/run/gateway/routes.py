@@ -118,13 +118,14 @@ class Route:
         self.links.append(link)
         self.names |= link.backend.names
         link.backend.changed = self._update_readiness
+        link.backend.drop_requests = link.pool.drop_requests
         link.pool.freed = self.schedule_dispatch
         self._update_readiness(link.backend)
 
     def drop(self, link: BackendLink) -> None:
         self.links.remove(link)
         self.names = self.aliases.union(*(one.backend.names for one in self.links))
-        link.backend.changed = None
+        link.backend.changed = link.backend.drop_requests = None
         self._update_readiness(link.backend)
 
     def _update_readiness(self, backend: GatewayBackend) -> None:

@@ -40,22 +40,30 @@ class EngineConnection(asyncio.Protocol):
 
     def send(self, exchange: GatewayExchange, request: bytes) -> None:
         self.exchange = exchange
+        self.pool.carriers.add(self)
         if self.transport is not None:
             self.transport.write(request)
 
     def pause(self) -> None:
-        if self.transport is not None:
-            self._paused = True
+        if self.transport is not None and not self._paused:
+            self._set_paused(True)
             self.transport.pause_reading()
 
     def resume(self) -> None:
         if self._paused and self.transport is not None:
-            self._paused = False
+            self._set_paused(False)
             self.transport.resume_reading()
+
+    def _set_paused(self, paused: bool) -> None:
+        if paused != self._paused:
+            self._paused = paused
+            self.pool.backend.unread += 1 if paused else -1
 
     def drop(self) -> None:
         """Closes the connection, so that the engine cancels the request."""
         self.exchange = None
+        self.pool.carriers.discard(self)
+        self._set_paused(False)
         if self.transport is not None:
             self.transport.abort()
 
@@ -66,6 +74,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
+        self.pool.backend.received += 1
         if exchange is None:
             self.drop()  # data without a request: the connection is out of sync
             return
@@ -78,6 +87,7 @@ class EngineConnection(asyncio.Protocol):
         ended_well = self._ends_at_close and exc is None
         reused = self.used
         exchange = self._release_exchange(reusable=False)
+        self._set_paused(False)
         self.transport = None
         if exchange is None:
             return
@@ -130,8 +140,15 @@ class EngineConnection(asyncio.Protocol):
         if following is not None and following is not exchange:
             following.handle_lost_engine(how, reused)
 
+    def lose_engine(self, how: str) -> None:
+        """Ends the exchange as if the engine had closed the connection."""
+        exchange = self._release_exchange(reusable=False)
+        if exchange is not None:
+            exchange.handle_lost_engine(how, False)
+
     def _release_exchange(self, *, reusable: bool) -> GatewayExchange | None:
         exchange, self.exchange = self.exchange, None
+        self.pool.carriers.discard(self)
         self.used = True
         self._ends_at_close = False
         self.pool.give_back(self, reusable=reusable, was_active=exchange is not None)
@@ -149,6 +166,8 @@ class EnginePool:
         self.active = 0
         """Connections that carry an exchange, or are being opened for one."""
         self._connecting: set[asyncio.Task[None]] = set()
+        self.carriers: set[EngineConnection] = set()
+        """Connections that carry an exchange."""
 
     def take(self, exchange: GatewayExchange) -> None:
         """Gives the exchange an idle connection, or opens one."""
@@ -182,6 +201,11 @@ class EnginePool:
         """Ends an exchange whose answer is no longer needed; the engine sees the connection close."""
         connection.drop()
         self._release()
+
+    def drop_requests(self) -> None:
+        """Ends all exchanges at once: the engine will not answer them."""
+        for connection in list(self.carriers):
+            connection.lose_engine("it made no progress")
 
     def close(self) -> None:
         for task in list(self._connecting):

@@ -1,0 +1,51 @@
+"""SIGSTOP of engines of several kinds: the waiting client gets an error, and the engine is restarted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from tests.conftest import HANG_S, have_ended, wait_for
+from tests.fleet.serving import Serving
+
+
+def ask(serving: Serving) -> tuple[int, Any]:
+    body = {"messages": [{"role": "user", "content": "Say a word."}], "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{serving.root}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "pytorch", "mistral.rs", "onnxruntime"])
+def test_stopped_engine_is_restarted(engine: str, bedplate_home: object) -> None:
+    serving = Serving("--engine", engine, "--name", f"hung-{engine.replace('.', '')}")
+    try:
+        serving.wait_ready()
+        assert ask(serving)[0] == 200
+        processes = serving.engine_processes()
+        answers: list[tuple[int, Any]] = []
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        asking = threading.Thread(target=lambda: answers.append(ask(serving)))
+        asking.start()
+        asking.join(HANG_S)
+        assert answers and answers[0][0] == 504, answers
+        assert answers[0][1]["error"]["code"] == "engine_hung"
+        wait_for(lambda: have_ended(processes), "the stopped processes to be killed")
+        wait_for(lambda: ask(serving)[0] == 200, "an answer of the new process")
+        (line,) = [line for line in serving.printed if " hung: " in line]
+        assert "(SIGSTOP), and it made no progress for " in line
+        serving.stop()
+    finally:
+        serving.end()
