@@ -84,7 +84,7 @@ def check_sockets(at: PrivatePort) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             listening = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
             assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}, listening
-            paths = [Path(one.laddr) for one in process.net_connections("unix") if one.laddr]
+            paths = [Path(str(one.laddr)) for one in process.net_connections("unix") if one.laddr]
             assert [path for path in paths if path.is_socket() and path.stat().st_mode & 0o022] == []
 
 

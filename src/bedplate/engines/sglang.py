@@ -246,7 +246,7 @@ class Sglang(Engine):
         key_checked_by="wrapper",
         other_ports="Unix sockets between its processes, which only the user may open; PyTorch's rendezvous port, and "
         "with attention data parallelism ZeroMQ ports on loopback, without a key",
-        source="srt/utils/auth.py, srt/server_args.py (PortArgs) of August 2026",
+        source="srt/utils/auth.py and PortArgs in srt/server_args.py of 0.5.23",
     )
     strength = "shared prefixes, structured output, long context or MoE at scale"
     table_names = TableNames(words=("sglang",), rank=2)
