@@ -38,6 +38,8 @@ from bedplate.run.supervisor import find_free_port
 
 SCRIPT = Path(__file__).parent / "scripted_server.py"
 KEY = "a key of our own"
+SENT_KEY = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\n".encode()
+"""The beginning of a request."""
 CONTEXT = 200
 
 
@@ -329,7 +331,21 @@ class TestErrors:
             assert server.ask("/v1/models", headers=headers)[0] == 401
             assert server.ask("/v1/completions", {"prompt": "say:x"}, headers=headers)[0] == 401
         assert server.ask("/v1/models", headers={"Authorization": "", "X-Api-Key": KEY})[0] == 200
-        assert server.ask("/health", headers={"Authorization": ""})[0] == 200
+
+    def test_probes_and_monitors_in_a_container_need_no_key(self, server: Server) -> None:
+        assert [server.ask(path, headers={"Authorization": ""})[0] for path in ("/health", "/metrics")] == [200, 200]
+
+    def test_under_the_supervisor_every_path_requires_the_key(self) -> None:
+        supervised = start(env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
+        paths = ("/", "/health", "/health/", "/metrics", "/v1/models", "/v1/completions", "/tokenize", "/nothing")
+        try:
+            for method in ("GET", "POST", "OPTIONS", "HEAD"):
+                for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
+                    answers = {supervised.ask(path, method=method, headers=headers)[0] for path in paths}
+                    assert answers == {401}
+            assert supervised.ask("/health")[0] == supervised.ask("/metrics")[0] == 200
+        finally:
+            stop(supervised)
 
     def test_rejects_logprobs_if_the_engine_has_none(self) -> None:
         plain = start("--plain")
@@ -353,7 +369,7 @@ class TestConnections:
                 text = answer.read().decode()
                 assert answer.status == 200 and text.endswith("data: [DONE]\n\n") == stream
             before = connection.sock
-            connection.request("GET", "/nothing")
+            connection.request("GET", "/nothing", headers={"Authorization": f"Bearer {KEY}"})
             assert connection.getresponse().read() and connection.sock is before
 
     def raw(self, server: Server, data: bytes) -> bytes:
@@ -366,7 +382,7 @@ class TestConnections:
         return found
 
     def test_pipelined_requests_are_answered_in_order(self, server: Server) -> None:
-        last = b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        last = f"GET /nothing HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nConnection: close\r\n\r\n".encode()
         got = self.raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + last)
         assert got.index(b"200 OK") < got.index(b"404 Not Found")
 
@@ -420,8 +436,9 @@ class TestConnections:
             (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", b"400"),
             (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400"),
             (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", b"400"),
-            (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
-            (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
+            (SENT_KEY + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+            (SENT_KEY + b"Content-Length: 99999999999\r\n\r\n", b"413"),
+            (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n", b"401"),
             (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * (1 << 20) + b"\r\n\r\n", b"400"),
         ],
     )

@@ -355,8 +355,3 @@ def test_memory_share_leaves_what_other_processes_hold() -> None:
     busy = replace_fields(alone, accelerators=(replace_fields(card, free_bytes=card.memory_bytes * 45 // 100),))
     shares = [VLLM.settle(one, model("Qwen/Qwen3-8B"), Workload(concurrency=16)).memory_share for one in (alone, busy)]
     assert shares == [0.92, 0.41]
-
-
-@pytest.mark.parametrize(("version", "stable"), [("0.26.0", True), ("0.32.0", False), ("1.0.0rc1", False)])
-def test_key_is_stable_where_the_compile_cache_depends_on_it(version: str, stable: bool) -> None:
-    assert VLLM.needs_stable_key(version) is stable

@@ -28,6 +28,7 @@ from tests.fleet.checks import Endpoint, NearTie, OutOfTime, Wrong, endpoint
 from tests.fleet.embedding import TEXTS, check_vectors, compute_vectors, fetch_embedder
 from tests.fleet.serving import START_LIMIT_S, Serving, serving
 from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, list_footnotes, sort_engines, table
+from tests.private_ports import check_private_port
 
 from bedplate.decide import decide, plan
 from bedplate.engines import get_engine, load_engines
@@ -146,6 +147,7 @@ class EngineRun:
         self.check("usage", lambda: checks.counts_tokens(at))
         self.check("stream", lambda: checks.streams_what_it_answers(at))
         self.check("pages", lambda: checks.shows_its_pages(at, self.engine))
+        self.check("port", lambda: self._keeps_its_port_private(one))
         self.check("4 at once", lambda: checks.answers_four_at_once(at))
         self.check("cancel", lambda: checks.stops_when_its_client_goes(at, one.cpu_s))
         features = get_engine(self.engine).features
@@ -155,6 +157,9 @@ class EngineRun:
             self.skip("schema", "structured output is not supported")
         if (reference := self.reference) is not None:
             self.check("agreement", lambda: self._agreement(at, reference))
+
+    def _keeps_its_port_private(self, one: Serving) -> None:
+        check_private_port(one.descendants(), get_engine(self.engine), [Path(one.endpoint["log"])])
 
     def _agreement(self, at: Endpoint, reference: Reference) -> Mark:
         pairs = checks.choose_prefixes(reference)
@@ -245,6 +250,7 @@ class EmbeddingRun(EngineRun):
                 with endpoint(one.root, one.endpoint["model"]) as at:
                     self.check("agreement", lambda: self._vectors(at))
                     self.check("pages", lambda: self._pages(at))
+                    self.check("port", lambda: self._keeps_its_port_private(one))
                 self.row.rss_bytes = one.peak_bytes()
                 self.check("stop", one.stop)
             if self.row.failed:

@@ -25,6 +25,7 @@ CHECKS = (
     "stream",
     "usage",
     "pages",
+    "port",
     "cancel",
     "4 at once",
     "schema",

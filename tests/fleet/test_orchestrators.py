@@ -27,6 +27,11 @@ import psutil
 import pytest
 from tests.conftest import HANG_S, have_ended, wait_for
 from tests.fleet.serving import Serving, serving
+from tests.private_ports import check_closed, check_key_is_hidden, find_private_port
+
+from bedplate.engines import get_engine
+from bedplate.home import get_logs_dir
+from bedplate.hosting.on_ray import RayHeadNode
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -212,6 +217,12 @@ class TestRay:
 
     def test_nothing_listens_to_the_network(self, one: Serving) -> None:
         assert not open_to_all(one.descendants())
+
+    def test_application_and_engines_need_their_keys(self, one: Serving) -> None:
+        for engine in (RayHeadNode(Path(), "llama.cpp", ""), get_engine("llama.cpp")):
+            at = find_private_port(one.descendants(), engine)
+            check_closed(at, engine)
+            check_key_is_hidden(at, get_logs_dir().glob("*.log"))
 
     def test_recovers_from_a_killed_engine(self, one: Serving) -> None:
         survives(one, lambda: killed(found(one, self.ENGINE)), lambda pid: self.whole(one, pid))

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
+from starlette.requests import Request
 from tests.commands import invoke
 from tests.engines.plans import machine, model, plan
 from tests.hosting.stub_hosts import ask, make_stub_environment, make_stub_readied, read_pid, with_host
@@ -46,6 +47,17 @@ from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
 from bedplate.values.service import ModelOrder, Order, ServiceRecord
 
+KEYED_ENGINE = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        sent = self.headers.get_all("Authorization")
+        self.send_response(200 if sent == ["Bearer " + os.environ["ENGINE_KEY"]] else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs only on Linux")
 
 
@@ -264,6 +276,41 @@ class TestRay:
         assert members[1].need[HOST] == one.needs[1][HOST] + on_ray.NODE_BYTES
         found.close()
         assert not folder.exists()
+
+    def test_replica_requires_the_key_of_the_head_node(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has two keys: the gateway's, which requests carry, and its engine's, which it sends on."""
+        monkeypatch.setattr(ray_serve, "_keep_replica_on_loopback", lambda: None)
+        for thread in ("_keep_log", "_end_with_engine"):  # they last as long as the process
+            monkeypatch.setattr(ray_serve.EngineReplica, thread, lambda *_: None)
+        told = {
+            "ready": str(tmp_path / "ready"), "envs": [{}], "key_variable": "ENGINE_KEY", "cwd": str(tmp_path),
+            "argv": [sys.executable, "-c", KEYED_ENGINE, "{port}"], "logs": [str(tmp_path / "log")],
+            "health": "/health", "limit_s": 600.0,
+        }  # fmt: skip
+        replica = ray_serve.EngineReplica(told, "secret")
+
+        async def send(path: str, *headers: tuple[bytes, bytes]) -> int:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": list(headers)}
+            return (
+                await replica(Request({**scope, "server": ("127.0.0.1", 1), "scheme": "http"}, receive))
+            ).status_code
+
+        async def run() -> None:
+            right = (b"authorization", b"Bearer secret")
+            for path in (ray_serve.READY, "/v1/models"):
+                assert await send(path) == await send(path, (b"authorization", b"Bearer wrong")) == 401
+            assert await send("/v1/models", right) == 200 and await send(ray_serve.READY, right) == 503
+            assert replica._session is not None
+            await replica._session.close()
+
+        try:
+            asyncio.run(run())
+        finally:
+            replica._process.kill()
+            replica._process.communicate()
 
     def test_text_names_nodes_and_engine(self, stub: EngineEnvironment) -> None:
         found = on_ray.describe_orchestrator(make_stub_readied("alpha", stub).plan, 2)

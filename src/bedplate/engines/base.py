@@ -20,6 +20,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     RayWorker,
     StoreStep,
     TableNames,
@@ -50,6 +51,8 @@ DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal",
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
 HIGHEST_PORT = 65535
+WRAPPER_KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
+"""Read by shipped/require_key.py and by bedplate's server."""
 OWN_ENVIRONMENT = "a dedicated environment"
 NO_VERSION = ("", "unpinned", "unknown")
 """Values that mean "version unknown"."""
@@ -286,6 +289,8 @@ class Engine:
     """The environment variable with the API key that it then requires from clients."""
     liveness_path: ClassVar[str | None] = None
     """A path that its process always answers, ready or not; `None`: the health path of its launch."""
+    private_port: ClassVar[PrivatePort | None] = None
+    """`None`: by `key_variable`, if it has one; otherwise every user of the machine can send requests to it."""
     strength: ClassVar[str] = ""
     """When it is the right choice; used as the hint of a refusal."""
     start_phases: ClassVar[tuple[tuple[str, StartPhase], ...]] = ()
@@ -428,9 +433,15 @@ class Engine:
         """The command on a machine where it is installed, the preparation steps, and the health path."""
         raise NotImplementedError
 
-    def needs_stable_key(self, version: str) -> bool:
-        """Whether this version's compile cache depends on the key that protects its port."""
-        return False
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether bedplate starts it inside shipped/require_key.py, which checks the key of each request."""
+        return self.private_port is not None and self.private_port.key_checked_by == "wrapper"
+
+    @property
+    def private_key_variable(self) -> str | None:
+        """The environment variable for the key of its private port when bedplate starts it; `None`: it has no key."""
+        return WRAPPER_KEY_VARIABLE if self.is_wrapped else self.key_variable
 
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         """The recipe for this device, if packages differ by device."""

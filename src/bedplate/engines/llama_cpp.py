@@ -46,6 +46,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     TableNames,
 )
 from bedplate.facts.known_models import GGUF_BITS
@@ -292,6 +293,12 @@ class LlamaCpp(Engine):
     default_slots = DEFAULT_SLOTS
     variable_prefixes = ("LLAMA_",)
     key_variable = "LLAMA_API_KEY"
+    private_port = PrivatePort(
+        key_checked_by="engine",
+        # Without its web pages, / answers 404.
+        open_paths=("/", "/health", "/v1/health"),
+        source="tools/server/server-http.cpp of August 2026: get_public_endpoints; common/arg.cpp: LLAMA_API_KEY",
+    )
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
     table_names = TableNames(
         words=("llama.cpp", "llamacpp", "llama-cpp", "ggml", "lm studio", "koboldcpp", "llamafile", "llama-bench"),

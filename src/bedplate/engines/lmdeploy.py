@@ -41,6 +41,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     TableNames,
 )
 from bedplate.values import (
@@ -169,6 +170,12 @@ class LmDeploy(Engine):
         source="LMDeploy: defaults of cache_max_entry_count and max_prefill_token_num; the rest assumed as for vLLM",
     )
     default_slots = 128
+    private_port = PrivatePort(
+        key_checked_by="wrapper",
+        other_ports="with several GPUs PyTorch's rendezvous port and NCCL's ports, without a key; not checked",
+        source="cli/utils.py of 0.18.0: --api-keys would be readable in the list of processes; "
+        "serve/openai/api_server.py runs uvicorn",
+    )
     strength = "4-bit weights for many users on NVIDIA, if a measurement shows that it is faster"
     table_names = TableNames(words=("lmdeploy", "turbomind"), rank=4)
     estimate = EstimateTraits(kernels="serving", reserves_answer=True, memory_known=False)

@@ -22,7 +22,7 @@ from bedplate.engines.knobs import (
     make_slots_knob,
     uses_engine_defaults,
 )
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, PrivatePort, TableNames
 from bedplate.values import (
     Hardware,
     Launch,
@@ -157,6 +157,10 @@ class Mlx(Engine):
         source="published memory peaks of mlx-lm on M4 Max: mainly the logits of one prefill step",
     )
     default_slots = 4
+    private_port = PrivatePort(
+        key_checked_by="wrapper",
+        source="mlx_lm/server.py of 0.32.2 has no option for a key; it is a server of http.server",
+    )
     strength = "a Mac"
     table_names = TableNames(words=("mlx",), rank=8)
     estimate = EstimateTraits(kernels="mlx", one_stream=True, fp4_products=False, fp8_products=False, grouped_bits=True)

@@ -23,6 +23,7 @@ from bedplate.engines.traits import (
     ContainerImage,
     ContainerTraits,
     EstimateTraits,
+    PrivatePort,
     StoreStep,
     TableNames,
 )
@@ -128,6 +129,10 @@ class Ollama(Engine):
     max_slots = LLAMA_CPP.max_slots
     default_slots = LLAMA_CPP.default_slots
     variable_prefixes = ("OLLAMA_",)
+    private_port = PrivatePort(
+        key_checked_by="nobody",
+        source="it has no recipe: bedplate does not start it; v0.32.15 has no key",
+    )
     strength = "existing deployments, or users of its model library"
     table_names = TableNames(words=("ollama",), rank=13)
     runs_engine = LLAMA_CPP.id

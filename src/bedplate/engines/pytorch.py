@@ -25,7 +25,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.shared import FLOAT32_ONLY, get_compute_bits, widen_on_older_arm
-from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, PrivatePort, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
@@ -123,6 +123,10 @@ class PyTorch(Engine):
         device_bytes=40_000_000,
         spread=0.5,
         source="published memory peaks of Transformers on A100 and H20, without the driver context",
+    )
+    private_port = PrivatePort(
+        key_checked_by="wrapper",
+        source="transformers 5.22.2: cli/serve.py has no option for a key",
     )
     strength = "prototypes, and jobs that process one item at a time"
     table_names = TableNames(words=("transformers", "pytorch", "torch", "hugging"), rank=11)

@@ -60,6 +60,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     TableNames,
 )
 from bedplate.values import (
@@ -256,6 +257,13 @@ class Sglang(Engine):
         "FLASHINFER_WORKSPACE_BASE",
     )  # fmt: skip
     variable_prefixes = ("SGLANG_",)
+    private_port = PrivatePort(
+        # Its --api-key would be readable in the list of processes, and leaves /health_generate and /metrics open.
+        key_checked_by="wrapper",
+        other_ports="Unix sockets between its processes, which only the user may open; PyTorch's rendezvous port, and "
+        "with attention data parallelism ZeroMQ ports on loopback, without a key",
+        source="srt/utils/auth.py and PortArgs in srt/server_args.py of 0.5.23",
+    )
     strength = "shared prefixes, structured output, long context or MoE at scale"
     table_names = TableNames(words=("sglang",), rank=2)
     estimate = EstimateTraits(kernels="serving", prompts_first=True, chip_pass_tokens={"blackwell-dc": 16384.0})

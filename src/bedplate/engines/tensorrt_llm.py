@@ -43,6 +43,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     TableNames,
 )
 from bedplate.values import (
@@ -175,6 +176,11 @@ class TensorRtLlm(Engine):
         source="TensorRT-LLM: free_gpu_memory_fraction and max_num_tokens defaults",
     )
     default_slots = 256
+    private_port = PrivatePort(
+        key_checked_by="wrapper",
+        other_ports="with several GPUs MPI's and NCCL's ports, without a key; not checked",
+        source="trtllm-serve's reference of spring 2026 has no option for a key; serve/openai_server.py runs uvicorn",
+    )
     strength = "very high volume on NVIDIA, a model that rarely changes"
     table_names = TableNames(words=("tensorrt", "trtllm", "trt-llm", "trt"), rank=1)
     estimate = EstimateTraits(kernels="serving", reserves_answer=True)

@@ -29,6 +29,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     TableNames,
 )
 from bedplate.values import (
@@ -129,6 +130,7 @@ class Tgi(Engine):
     )
     default_slots = 128
     key_variable = "API_KEY"
+    private_port = PrivatePort(key_checked_by="nobody", source="it has no recipe: bedplate does not start it")
     strength = "existing deployments"
     table_names = TableNames(words=("text-generation-inference", "text generation inference", "tgi"), rank=9)
     estimate = EstimateTraits(kernels="serving")

@@ -32,6 +32,24 @@ class NotedOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor: str | None = None
 
 
+class PrivatePort(msgspec.Struct, frozen=True, kw_only=True):
+    """How the port between the gateway and the engine is closed to the other users of the machine.
+
+    bedplate makes a key for each start. It is in the environment of the engine's process, which only its user may read,
+    and never among its arguments, which everybody may read.
+    """
+
+    key_checked_by: Literal["engine", "shipped server", "wrapper", "nobody"]
+    """Who rejects requests without the key: the engine's own server, by `key_variable`; bedplate's server; or
+    shipped/require_key.py, which runs a Python server that has no key or does not check it on every path. "nobody":
+    bedplate does not start the engine."""
+    open_paths: tuple[str, ...] = ()
+    """Paths that are answered without the key."""
+    other_ports: str = "none"
+    """Other ports and sockets that it opens, and who can reach them."""
+    source: str
+
+
 class TableNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the engine in published tables, in addition to its spellings."""
 

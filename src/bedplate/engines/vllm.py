@@ -59,6 +59,7 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    PrivatePort,
     RayWorker,
     TableNames,
 )
@@ -319,6 +320,14 @@ class Vllm(Engine):
     compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     variable_prefixes = ("VLLM_",)
     key_variable = "VLLM_API_KEY"
+    private_port = PrivatePort(
+        # With VLLM_API_KEY alone, /invocations, /tokenize, /metrics and others answer without the key. 0.26.0 also
+        # hashes the variable into the name of its compile cache, so that no start would find that of the last one.
+        key_checked_by="wrapper",
+        other_ports="Unix sockets between its processes, which only the user may open; ports of PyTorch's process "
+        "groups (Gloo, NCCL), without a key, on a CPU all on loopback",
+        source="entrypoints/serve/middleware/authenticate.py of 0.32.0: GUARDED_PREFIX",
+    )
     strength = "many users over an API on data-centre GPUs"
     table_names = TableNames(words=("vllm",), rank=3)
     estimate = EstimateTraits(kernels="serving")
@@ -396,11 +405,6 @@ class Vllm(Engine):
 
     def get_cache_bits(self, model: Model) -> int:
         return get_compute_bits(model)
-
-    def needs_stable_key(self, version: str) -> bool:
-        # `compile_factors` in envs.py: 0.26.0 hashes VLLM_API_KEY into the cache's name, 0.32.0 ignores it.
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        return numbers is not None and tuple(map(int, numbers.groups())) < (0, 32)
 
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)

@@ -153,6 +153,7 @@ class DynamoSetup:
         self.mocked = "--engine mocker" if self.asked.engine == MOCKER else explain_mocked(device, platform.machine())
         if self.mocked is not None and self.asked.engine == VLLM.id:
             raise NotPossible(f"--on dynamo: {self.mocked}", hint="--engine mocker runs simulated workers")
+        progress.note("Dynamo has no key: every user of this machine can send requests to its ports, past the gateway")
         environment = make_environment(DynamoPackages(real=self.mocked is None), progress, device, own=True)
         chosen = replace_fields(one.plan, engine_version=VLLM_VERSION, orchestrator="dynamo")
         return prepare_model(replace(one, plan=chosen), progress, environment=environment)

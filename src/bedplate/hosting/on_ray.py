@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from bedplate.decide.placement import HOST, Need
 from bedplate.deploy.images import RAY_VERSION as VERSION
-from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure
+from bedplate.engines import Engine, EnvironmentRecipe, KnownFailure, PrivatePort
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.engines.shipped.ray_serve import NODE, READY, RESOURCE
+from bedplate.engines.shipped.ray_serve import KEY_VARIABLE, NODE, READY, RESOURCE
 from bedplate.errors import UsageError
 from bedplate.hosting.memory import sum_needs
 from bedplate.hosting.orchestration import OrchestratedProcess, ProcessRole, make_private_folder
@@ -128,6 +128,13 @@ class RayNode(Engine):
 class RayHeadNode(RayNode):
     """The head node: runs the control store of the cluster and the proxy for all requests."""
 
+    key_variable = KEY_VARIABLE
+    private_port = PrivatePort(
+        key_checked_by="shipped server",
+        open_paths=("/-/healthz", "/-/routes"),
+        other_ports="ports of Ray's own processes on loopback, which require the cluster's token",
+        source="shipped/ray_serve.py; Ray 2.60 answers the open paths in its proxy, before a replica",
+    )
     # A request for the health path waits for a replica, which may be loading. The proxy answers this one itself.
     liveness_path = "/-/healthz"
 
@@ -242,13 +249,13 @@ def _describe_engine(one: PreparedModel, logs: Sequence[Path], folder: Path) -> 
     cores = one.decided.hardware.cpu.allowed_physical_cores
     patient = PATIENT if (plan.settings.threads or 0) * len(one.needs) > cores else {}
     return {
-        "argv": wrap_with_warden(build_command(one.environment, launch)),
+        "argv": wrap_with_warden(build_command(one.environment, launch, wrapped=engine.is_wrapped)),
         "envs": [
             _build_env(one, launch, {**patient, **one.build_start(replica).env}) for replica in range(len(one.needs))
         ],
         "cwd": str(one.folder) if one.folder is not None else os.getcwd(),  # noqa: PTH109
         "health": launch.health_path,
-        "key_variable": engine.key_variable,
+        "key_variable": engine.private_key_variable,
         "logs": [str(log) for log in logs],
         # The node's supervisor notices an engine that makes no progress during its start.
         "limit_s": LONGEST_START_S,

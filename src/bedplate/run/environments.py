@@ -297,14 +297,16 @@ def uninstall_engine(engine_id: str) -> list[EngineEnvironment]:
     return removed
 
 
-def build_command(environment: EngineEnvironment, launch: Launch) -> list[str]:
-    """The command that executes the launch in this environment."""
+def build_command(environment: EngineEnvironment, launch: Launch, *, wrapped: bool = False) -> list[str]:
+    """The command that executes the launch in this environment; `wrapped`: with a key check in front of its server."""
     program, *arguments = launch.argv
     if (server := environment.server) is not None:
         # A launch may name the program by the folder of a manual build.
         return [str(server.parent / PurePath(program).name), *arguments]
     # -I ignores the working directory and PYTHONPATH, except in the user's own environment.
     python = [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
+    if wrapped:
+        python.append(str(importlib.resources.files("bedplate.engines.shipped") / "require_key.py"))
     if program == "python":
         return [*python, *arguments]
     # By the interpreter, not by the script's shebang, which cannot contain long paths or spaces.

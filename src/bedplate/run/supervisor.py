@@ -23,7 +23,6 @@ from bedplate.engines import Engine, KnownFailure
 from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import ExternalFailure
 from bedplate.home import open_for_owner
-from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import EngineEnvironment, add_library_path, build_command, get_compiled_dir
 from bedplate.run.gateway import GatewayBackend
 from bedplate.run.liveness import (
@@ -581,7 +580,8 @@ class Supervisor:
         backend.worked = False
         env = self._build_variables(launch)
         try:
-            await process.start(build_command(self.environment, launch), env, self.cwd)
+            command = build_command(self.environment, launch, wrapped=self.engine.is_wrapped)
+            await process.start(command, env, self.cwd)
         except OSError as error:  # no memory or too many processes, which may be temporary
             self.log.write(str(error))
             return EngineExit(None, self.log.read_tail(), was_ready=False, worked=False)
@@ -592,6 +592,8 @@ class Supervisor:
             async with asyncio.timeout(limit_s) as timer:
                 url = f"http://127.0.0.1:{port}{launch.health_path}"
                 was_ready = await self._wait_until_ready(process, url, patience, timer)
+                if was_ready and self.engine.is_wrapped:
+                    await self._require_refusal(process, url)
         except TimeoutError:
             overdue_s = patience.spent_s if patience.spent_s > limit_s + CHECK_EVERY_S else limit_s
             self.log.write(f"# not ready after {format_seconds(overdue_s)}; stopped by bedplate")
@@ -614,7 +616,9 @@ class Supervisor:
     ) -> bool:
         """Whether its health check succeeded before it ended."""
         loop = asyncio.get_running_loop()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        key = self.backend.engine_key
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as session:
             while not process.ended.is_set():
                 try:
                     async with session.get(url) as answer:
@@ -659,6 +663,17 @@ class Supervisor:
             backend.drop_requests()
         await process.stop(grace_s=0)
 
+    async def _require_refusal(self, process: EngineProcess, url: str) -> None:
+        """Stops an engine that answers without the key: this version's server is not one that the wrapper covers."""
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            if answer.status == HTTPStatus.UNAUTHORIZED:
+                return
+        await process.stop(grace_s=0)
+        raise ExternalFailure(
+            f"{self.engine.name} {self.environment.version} was stopped: its private port answered without the key",
+            hint="use the version that bedplate installs, or unset variables that select another HTTP server",
+        )
+
     async def _wait_before_restart(self, death: EngineExit) -> None:
         wait_s = compute_back_off_s(self._deaths)
         backend = self.backend
@@ -674,10 +689,8 @@ class Supervisor:
 
     def _build_variables(self, launch: Launch) -> dict[str, str]:
         env = build_engine_variables(self.plan, self.engine, self.environment, launch, self.env)
-        if self.engine.key_variable is not None:
-            stable = self.engine.needs_stable_key(self.environment.version)
-            self.backend.engine_key = read_stable_key(self.engine.id) if stable else secrets.token_urlsafe(32)
-            env[self.engine.key_variable] = self.backend.engine_key
+        if (variable := self.engine.private_key_variable) is not None:
+            self.backend.engine_key = env[variable] = secrets.token_urlsafe(32)
         return env
 
     def _read_line(self, argv: Sequence[str], line: str) -> None:
@@ -697,7 +710,8 @@ def build_engine_variables(
     plan: Plan, engine: Engine, environment: EngineEnvironment, launch: Launch, additional: Mapping[str, str]
 ) -> dict[str, str]:
     """The engine's environment variables: bedplate's own without secrets, and those of the launch."""
-    given = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    # A key that the user has set for other servers of this engine is not the one that the gateway sends.
+    given = {name: value for name, value in os.environ.items() if name not in (*SECRETS, engine.key_variable)}
     if has_local_weights(plan):
         given = set_offline(given)
     compiled = get_compiled_dir(engine.id, environment.version)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import Engine, EngineState, KnownFailure, find_known_failure
-from bedplate.engines.traits import MetricNames, NotedOptions
+from bedplate.engines.base import WRAPPER_KEY_VARIABLE, Engine, EngineState, KnownFailure, find_known_failure
+from bedplate.engines.traits import MetricNames, NotedOptions, PrivatePort
 from bedplate.values import Plan
 
 SERVER = tuple(
@@ -46,7 +46,9 @@ _FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 class BedplateServedEngine(Engine):
     """An engine behind the server that bedplate ships."""
 
-    key_variable = "BEDPLATE_ENGINE_KEY"
+    key_variable = WRAPPER_KEY_VARIABLE
+    # Under the supervisor, /health and /metrics require the key as well.
+    private_port = PrivatePort(key_checked_by="shipped server", source="shipped/openai_server/endpoints.py")
     noted = NotedOptions(slots="--slots", context="--context")
     metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
     # The server then exits when its stdin closes.

@@ -1,7 +1,8 @@
 """A node of a Ray cluster on one machine and, on the head node, the Ray Serve application.
 
 Runs in Ray's environment with the packages of `ray[serve]`. Each replica starts the engine's server in the engine's
-environment under a warden process, and forwards requests to it. bedplate writes the configuration file.
+environment under a warden process, and forwards requests to it. bedplate writes the configuration file, and gives the
+head node the key that requests must carry.
 
     ray-serve head CONFIG --port PORT    starts the head node and the application, which listens on PORT
     ray-serve node CONFIG --port PORT    starts a further node; its agent reports its state on PORT
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import hmac
 import json
 import logging
 import logging.handlers
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 READY = "/bedplate/ready"
 APPLICATION = "bedplate"
 NODE = "BEDPLATE_RAY_NODE"
+KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 RESOURCE = "bedplate_replica"
 LOG_BYTES, LOGS_KEPT = 10_000_000, 4
 TAIL_LINES = 50
@@ -45,16 +48,18 @@ HANG_S, CHECK_EVERY_S, CHECK_LIMIT_S = 40.0, 5.0, 5.0
 """An engine that does not answer its health check and uses no CPU for the first of these times hangs."""
 BUSY_SHARE = 0.02
 """Of a core."""
-HOP_BY_HOP_HEADERS = frozenset(
-    ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"]
+NOT_FORWARDED = frozenset(
+    ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive", "authorization"]
 )
 
 
 class EngineReplica:
     """One engine process and a proxy to it. It exits with its engine; Serve then starts a new replica."""
 
-    def __init__(self, engine: dict[str, Any]) -> None:
+    def __init__(self, engine: dict[str, Any], key: str) -> None:
+        """`key`: what requests to this replica must carry. The engine's own key is another one."""
         _keep_replica_on_loopback()
+        self._accepted = f"Bearer {key}".encode()
         node = int(os.environ.get(NODE, "0"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -96,8 +101,10 @@ class EngineReplica:
 
     def _wait_until_healthy(self, url: str, limit_s: float) -> None:
         until = time.monotonic() + limit_s
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key is not None else {}
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310
         while self._process.poll() is None and time.monotonic() < until:
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310
+            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
                 if answer.status == 200:
                     return
             time.sleep(LOOK_S)
@@ -126,6 +133,9 @@ class EngineReplica:
     async def __call__(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._accepted):
+            message = "missing or wrong API key"
+            return JSONResponse({"error": {"message": message, "type": "authentication_error"}}, 401)
         if request.url.path == READY:
             return PlainTextResponse(
                 "ready" if self._ready.exists() else "starting", 200 if self._ready.exists() else 503
@@ -150,7 +160,7 @@ class EngineReplica:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), connector=aiohttp.TCPConnector(limit=0)
             )
-        headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP_HEADERS}
+        headers = {name: value for name, value in request.headers.items() if name not in NOT_FORWARDED}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
         target = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
@@ -294,7 +304,7 @@ def _serve(config: dict[str, Any], port: int) -> None:
             graceful_shutdown_timeout_s=5,
             logging_config=quiet,
         )
-        serve.run(replica.bind(config["engine"]), name=APPLICATION, route_prefix="/")
+        serve.run(replica.bind(config["engine"], os.environ[KEY_VARIABLE]), name=APPLICATION, route_prefix="/")
         Path(config["engine"]["ready"]).touch()
         print(f"{config['replicas']} replicas are ready", flush=True)  # noqa: T201 - its log
     except BaseException:

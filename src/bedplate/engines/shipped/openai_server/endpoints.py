@@ -8,7 +8,7 @@ import hmac
 import json
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -31,7 +31,6 @@ MAX_INPUTS = 2048
 """Maximum number of texts in one embeddings request, as in OpenAI's API."""
 LONG_TEXT = 16384
 """Text length in characters from which tokenization runs in a thread, to not block the event loop."""
-Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def make_json_response(what: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -42,7 +41,7 @@ def make_error_response(error: BackendError) -> Response:
     headers = {}
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"
-    if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+    if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
         headers["Connection"] = "close"  # otherwise the rest of the body is still read
     return make_json_response(error.to_body(), error.status, headers)
 
@@ -111,20 +110,29 @@ class EventStream(StreamingResponse):
 class Endpoints:
     """The ASGI application: endpoints over one worker."""
 
-    def __init__(self, backend: EngineBackend, worker: EngineWorker, name: str, key: str | None) -> None:
+    def __init__(
+        self,
+        backend: EngineBackend,
+        worker: EngineWorker,
+        name: str,
+        key: str | None,
+        open_paths: Collection[str] = (),
+    ) -> None:
         self.backend = backend
         self.worker = worker
         self.name = name
         self.key = key
+        self.open_paths = open_paths
+        """Paths that need no key."""
         self.made_at = int(time.time())
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
-                Route("/v1/models", self._require_key(self.models)),
-                Route("/v1/models/{name:path}", self._require_key(self.model)),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 *(
-                    Route(path, self._require_key(endpoint), methods=["POST"])
+                    Route(path, endpoint, methods=["POST"])
                     for path, endpoint in (
                         ("/v1/chat/completions", self.chat),
                         ("/v1/completions", self.complete),
@@ -144,26 +152,23 @@ class Endpoints:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The HTTP parser has already validated the number.
-        if int(Headers(scope=scope).get("content-length", "0")) > MAX_BODY_BYTES:
-            await make_error_response(_make_too_long_error())(scope, receive, send)
-            return
+        headers = Headers(scope=scope)
         scope["path"] = scope["path"].rstrip("/") or "/"
-        await self.app(scope, receive, send)
+        refusal = None
+        if scope["path"] not in self.open_paths and not self._has_key(headers):
+            refusal = BackendError("missing or wrong API key", status=401, code="invalid_api_key")
+        elif int(headers.get("content-length", "0")) > MAX_BODY_BYTES:  # the HTTP parser has validated the number
+            refusal = _make_too_long_error()
+        if refusal is not None:
+            await make_error_response(refusal)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
-    def _require_key(self, endpoint: Endpoint) -> Endpoint:
-        async def check_key(request: HttpRequest) -> Response:
-            if not self._has_key(request):
-                raise BackendError("missing or wrong API key", status=401, code="invalid_api_key")
-            return await endpoint(request)
-
-        return check_key
-
-    def _has_key(self, request: HttpRequest) -> bool:
+    def _has_key(self, headers: Headers) -> bool:
         if self.key is None:
             return True
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         return hmac.compare_digest(given.encode(), self.key.encode())
 
     def _check_task(self, task: str, path: str) -> None:

@@ -28,7 +28,7 @@ KEEP_ALIVE_S = 24 * 3600
 def make_parser(backend: type[EngineBackend]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=f"An OpenAI-compatible server for {backend.engine}. "
-        f"If {KEY_VARIABLE} is set, clients must send its value as API key.",
+        f"If {KEY_VARIABLE} is set, clients must send its value as API key, except for /health and /metrics.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="model file or folder")
@@ -77,7 +77,14 @@ async def _serve(backend: EngineBackend, options: argparse.Namespace, listening:
             os._exit(0)
 
     worker = EngineWorker(backend, options, asyncio.get_running_loop())
-    endpoints = Endpoints(backend, worker, options.served_name, os.environ.pop(KEY_VARIABLE, None) or None)
+    endpoints = Endpoints(
+        backend,
+        worker,
+        options.served_name,
+        os.environ.pop(KEY_VARIABLE, None) or None,
+        # Probes and monitors in a container have no key; the supervisor has one.
+        open_paths=() if os.environ.get(SUPERVISED_VARIABLE) else ("/health", "/metrics"),
+    )
     config = uvicorn.Config(
         endpoints,
         http="h11",
