@@ -46,7 +46,9 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
@@ -308,6 +310,25 @@ class LlamaCpp(Engine):
         batch_tokens="--batch-size",
     )
     noted = NotedOptions(slots="--parallel")
+    requests = RequestTraits(
+        fields=frozenset(["n_predict", "n_cmpl", "ignore_eos"]),
+        # It has 13 samplers; a longer list applies some of them repeatedly. Stop strings are searched at each token.
+        list_limits={"samplers": 16, "stop": 64},
+        # The web UI sends it to continue an answer later; the server then finishes it without a client.
+        dropped_headers=frozenset([b"x-conversation-id"]),
+        usage_per_sequence=True,
+        # Seen in its metrics after aborts: the token in progress, and mostly the one that found the connection closed.
+        unsent_tokens=2,
+        counter=TokenCounter(
+            field="content",
+            special="add_special",
+            prompts={
+                "chat": "/v1/chat/completions/input_tokens",
+                "messages": "/v1/messages/count_tokens",
+                "responses": "/v1/responses/input_tokens",
+            },
+        ),
+    )
     metric_names = MetricNames(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred")
     # Measured on a CPU: 1 to 3 s.
     container = ContainerTraits(start_s=10.0)

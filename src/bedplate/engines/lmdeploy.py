@@ -40,7 +40,9 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -178,6 +180,10 @@ class LmDeploy(Engine):
         batch_tokens="--max-prefill-token-num",
     )
     noted = NotedOptions(slots="--max-batch-size", context="--session-len", tensor="--tp")
+    requests = RequestTraits(
+        fields=frozenset(["min_new_tokens", "ignore_eos"]),
+        counter=TokenCounter(path="/v1/encode", field="input", special="add_bos"),
+    )
     metric_names = MetricNames(
         running="lmdeploy:num_requests_running",
         waiting="lmdeploy:num_requests_waiting",

@@ -59,7 +59,9 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -250,6 +252,9 @@ class Sglang(Engine):
         batch_tokens="--chunked-prefill-size",
     )
     noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
+    requests = RequestTraits(
+        fields=frozenset(["min_tokens", "ignore_eos"]), list_limits={"stop": 64}, counter=TokenCounter()
+    )
     metric_names = MetricNames(
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",

@@ -28,7 +28,9 @@ from bedplate.engines.traits import (
     EstimateTraits,
     MetricNames,
     NotedOptions,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -138,6 +140,7 @@ class Tgi(Engine):
         batch_tokens="--max-batch-prefill-tokens",
     )
     noted = NotedOptions(context="--max-total-tokens", tensor="--num-shard")
+    requests = RequestTraits(counter=TokenCounter(field="inputs"))
     metric_names = MetricNames(running="tgi_batch_current_size", waiting="tgi_queue_size")
     container = ContainerTraits(start_s=90.0, joins_values=True, drains=True)
 

@@ -59,7 +59,9 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     RayWorker,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -317,6 +319,11 @@ class Vllm(Engine):
         batch_tokens="--max-num-batched-tokens",
     )
     noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
+    requests = RequestTraits(
+        fields=frozenset(["min_tokens", "ignore_eos"]),
+        list_limits={"stop": 64},
+        counter=TokenCounter(prompts={"chat": "/tokenize", "messages": "/v1/messages/count_tokens"}),
+    )
     metric_names = MetricNames(
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",

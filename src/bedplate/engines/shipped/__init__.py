@@ -6,7 +6,7 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import Engine, EngineState, KnownFailure, find_known_failure
-from bedplate.engines.traits import MetricNames, NotedOptions
+from bedplate.engines.traits import MetricNames, NotedOptions, RequestTraits, TokenCounter
 from bedplate.values import Plan
 
 SERVER = tuple(
@@ -48,6 +48,7 @@ class BedplateServedEngine(Engine):
 
     key_variable = "BEDPLATE_ENGINE_KEY"
     noted = NotedOptions(slots="--slots", context="--context")
+    requests = RequestTraits(fields=frozenset(["ignore_eos"]), counter=TokenCounter(prompts={"chat": "/tokenize"}))
     metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
     # The server then exits when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
