@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.counting import TokenCounting
 from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import BackendLink, Route
 from bedplate.run.gateway.tenants import Rejection, Tenants
@@ -29,6 +30,8 @@ DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
 _SWEEP_S = 1.0
 _FLUSH_S = 0.5
 """How long the gateway waits for clients to read their last bytes when it stops."""
+_COUNT_S = 2.0
+"""How long it then waits for the engines to count the tokens of aborted requests."""
 
 
 class Gateway:
@@ -64,6 +67,7 @@ class Gateway:
         """Bodies of requests that are incomplete, or wait behind another request of the same connection."""
         self._left = asyncio.Event()
         self.meters = GatewayMetrics()
+        self.counting = TokenCounting()
         self.url = ""
         self.date = _format_date_header()
         """The Date header, at most two seconds old."""
@@ -108,6 +112,7 @@ class Gateway:
         for connection in list(self.connections):
             connection.abort()
         await self._wait_until_gone(list(self.connections), _FLUSH_S)
+        await self.counting.close(_COUNT_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for task in self._leaving:
