@@ -306,7 +306,7 @@ async def test_first_usage_of_the_messages_api_is_not_the_last(keeper: RequestRe
     rows = collect_rows(keeper)
     start = {"type": "message_start", "message": {"usage": {"input_tokens": 25, "output_tokens": 1}}}
     delta = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Hello"}}
-    events = [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in (start, delta, delta)]
+    events = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in (start, delta, delta)]
     async with start_gateway(keeper=keeper, requests=COUNTING) as setup:
         setup.engine.otherwise = (make_count(30),)
         await abort_stream(setup, "/v1/messages", {"messages": [], "max_tokens": 500}, *events)
@@ -323,7 +323,7 @@ async def test_aborted_stream_of_the_responses_api_is_counted(keeper: RequestRec
         {"type": "response.output_text.delta", "delta": "Hello"},
         {"type": "response.output_text.done", "text": "Hello"},
     ]
-    lines = [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in events]
+    lines = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
     async with start_gateway(keeper=keeper, requests=COUNTING) as setup:
         setup.engine.otherwise = (make_count(30),)
         await abort_stream(setup, "/v1/responses", {"input": "x" * 398}, *lines)

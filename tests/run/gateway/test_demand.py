@@ -14,7 +14,7 @@ from bedplate.run.gateway.tenants import ONE_SEQUENCE, Demand, Rejection, Tenant
 from bedplate.values.tenant import Tenant
 
 
-def read(api: sse.Api = "completions", fields: frozenset[str] | None = None, **body: Any) -> Demand | Rejection:
+def read(api: Any = "completions", fields: Any = None, **body: Any) -> Demand | Rejection:
     asked = sse.read_request_fields(json.dumps(body).encode())
     return ONE_SEQUENCE if is_plain(api, asked) else read_demand(api, asked, fields, {"samplers": 3, "stop": 3})
 
