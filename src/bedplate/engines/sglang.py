@@ -253,7 +253,9 @@ class Sglang(Engine):
     )
     noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
     requests = RequestTraits(
-        fields=frozenset(["min_tokens", "ignore_eos"]), list_limits={"stop": 64}, counter=TokenCounter()
+        fields=frozenset(["min_tokens", "ignore_eos"]),
+        limits={"stop": 64},
+        counter=TokenCounter(prompts={"chat": "/tokenize"}),
     )
     metric_names = MetricNames(
         running="sglang:num_running_reqs",

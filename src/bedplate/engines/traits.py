@@ -192,8 +192,8 @@ class RequestTraits(msgspec.Struct, frozen=True, kw_only=True):
     fields: frozenset[str] = frozenset()
     """Fields for length and count that it understands, in addition to those of all engines (n, max_tokens,
     max_completion_tokens, max_output_tokens). Requests with others are rejected, since it would ignore them."""
-    list_limits: Mapping[str, int] = {}
-    """Field → the most entries of its list, for lists that it processes for each token."""
+    limits: Mapping[str, int] = {}
+    """Field → the most entries of its list, or its highest value, for what it processes or returns for each token."""
     dropped_headers: frozenset[bytes] = frozenset()
     """Headers that are not forwarded: with them, it would continue to generate after the client has disconnected."""
     usage_per_sequence: bool = False

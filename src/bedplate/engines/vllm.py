@@ -321,7 +321,7 @@ class Vllm(Engine):
     noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
     requests = RequestTraits(
         fields=frozenset(["min_tokens", "ignore_eos"]),
-        list_limits={"stop": 64},
+        limits={"stop": 64},
         counter=TokenCounter(prompts={"chat": "/tokenize", "messages": "/v1/messages/count_tokens"}),
     )
     metric_names = MetricNames(

@@ -406,7 +406,7 @@ async def test_request_that_never_reached_an_engine_costs_nothing(keeper: Reques
 
 
 async def test_rejects_fields_that_no_engine_of_the_model_understands() -> None:
-    traits = RequestTraits(fields=frozenset(["ignore_eos"]), list_limits={"samplers": 4})
+    traits = RequestTraits(fields=frozenset(["ignore_eos"]), limits={"samplers": 4})
     async with start_gateway(requests=traits) as setup:
         client = await setup.connect()
         refused = await client.post(CHAT, make_chat_body(n_predict=5))

@@ -16,7 +16,11 @@ from bedplate.values.tenant import Tenant
 
 def read(api: Any = "completions", fields: Any = None, **body: Any) -> Demand | Rejection:
     asked = sse.read_request_fields(json.dumps(body).encode())
-    return ONE_SEQUENCE if is_plain(api, asked) else read_demand(api, asked, fields, {"samplers": 3, "stop": 3})
+    return (
+        ONE_SEQUENCE
+        if is_plain(api, asked)
+        else read_demand(api, asked, fields, {"samplers": 3, "stop": 3, "n_probs": 9})
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +92,10 @@ def test_other_unknown_fields_pass() -> None:
     assert read(fields=frozenset(), prompt="one", top_k=3, anything={"a": [1]}) is ONE_SEQUENCE
 
 
-def test_limits_lists_that_cost_time_for_each_token() -> None:
-    assert isinstance(read(prompt="one", samplers=["top_k", "top_p"], stop="a long stop string"), Demand)
+def test_limits_what_costs_time_for_each_token() -> None:
+    assert isinstance(read(prompt="one", samplers=["top_k", "top_p"], stop="a long stop string", n_probs=9), Demand)
+    for number in (10, 1e9):
+        assert isinstance(read(prompt="one", n_probs=number), Rejection)
     for body in ({"samplers": ["top_k"] * 4}, {"samplers": "kkkk"}, {"stop": ["a"] * 4}):
         found = read(prompt="one", **body)
         assert isinstance(found, Rejection) and found.code == "too_many_entries"
@@ -126,4 +132,4 @@ def test_lists_prompts_as_texts_and_numbers_of_token_ids() -> None:
 def test_engines_name_only_fields_that_the_gateway_reads() -> None:
     known = set(sse.RequestFields.__struct_fields__)
     for engine in load_engines().values():
-        assert set(engine.requests.fields) | set(engine.requests.list_limits) <= known, engine.id
+        assert set(engine.requests.fields) | set(engine.requests.limits) <= known, engine.id

@@ -406,7 +406,7 @@ class ClientConnection(asyncio.Protocol):
         now = monotonic()
         demand = ONE_SEQUENCE
         if not is_plain(api, asked):
-            read = read_demand(api, asked, route.request_fields, route.list_limits)
+            read = read_demand(api, asked, route.request_fields, route.request_limits)
             if isinstance(read, Rejection):
                 self._reject_with_retry(route, member, api, asked, size, read)
                 return

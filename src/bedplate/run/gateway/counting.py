@@ -54,6 +54,11 @@ class CountJob:
     body_text_bytes: int = 0
     """The length of the prompt in `body`."""
 
+    def estimate_prompt(self) -> int:
+        """The tokens of the prompt in `body`. An image has far fewer than its bytes suggest."""
+        tokens, context = _estimate(self.body_text_bytes), self.backend.context_tokens
+        return tokens if context is None else min(tokens, context)
+
     @property
     def size(self) -> int:
         texts = (*self.texts, *(one for one in self.prompts if isinstance(one, str)))
@@ -128,7 +133,7 @@ class TokenCounting:
         traits = pool.backend.requests
         path = traits.counter.prompts.get(job.api) if traits is not None and traits.counter is not None else None
         count = await _ask(pool, path, job.body) if path is not None else None
-        return count if count is not None else _estimate(job.body_text_bytes)
+        return count if count is not None else job.estimate_prompt()
 
     async def _count_texts(self, pool: EnginePool, texts: list[str], *, special: bool) -> int:
         traits = pool.backend.requests
@@ -225,5 +230,5 @@ def _estimate(num_bytes: int) -> int:
 
 def _finish_estimated(job: CountJob) -> None:
     prompts = (one if isinstance(one, int) else _estimate(len(one.encode())) for one in job.prompts)
-    prompt = job.prompt_tokens + sum(prompts) + _estimate(job.body_text_bytes)
+    prompt = job.prompt_tokens + sum(prompts) + job.estimate_prompt()
     job.done(prompt, job.output_tokens + sum(_estimate(len(text.encode())) for text in job.texts))

@@ -34,26 +34,30 @@ def is_plain(api: sse.Api, asked: sse.RequestFields) -> bool:
     return (
         asked.n is asked.ignore_eos is asked.stop is asked.min_tokens is asked.best_of is asked.n_predict is None
         and asked.n_cmpl is asked.num_return_sequences is asked.num_predict is asked.max_new_tokens is None
-        and asked.min_new_tokens is asked.generation_config is asked.samplers is None
+        and asked.min_new_tokens is asked.generation_config is asked.samplers is asked.n_probs is None
+        and asked.logprobs is asked.top_logprobs is None
         and (api != "completions" or not _is_list(asked.prompt))
         and (api != "embeddings" or not _is_list(asked.input))
     )
 
 
 def read_demand(
-    api: sse.Api, asked: sse.RequestFields, fields: frozenset[str] | None, list_limits: Mapping[str, int]
+    api: sse.Api, asked: sse.RequestFields, fields: frozenset[str] | None, limits: Mapping[str, int]
 ) -> Demand | Rejection:
     """Reads what a request demands, or says why it is rejected.
 
     `fields` are the fields that the engines understand, in addition to those of all engines; `None`: not known.
+    `limits` are the most entries of lists and the highest values of numbers.
     """
     for name, instead in _COST_FIELDS.items():
         value = getattr(asked, name)
         if fields is not None and name not in fields and not _has_no_effect(name, value):
             hint = f"; use {instead}" if instead is not None else ""
             return _reject(f"{name} is not supported for this model{hint}", "unsupported_parameter", name)
-    for name, limit in list_limits.items():
+    for name, limit in limits.items():
         value = getattr(asked, name)
+        if isinstance(value, int | float) and value > limit:
+            return _reject(f"{name} may be at most {limit}", "invalid_value", name)
         if isinstance(value, list | str | dict) and len(value) > limit and not (name == "stop" and type(value) is str):
             return _reject(f"{name} may have at most {limit} entries", "too_many_entries", name)
     choices = 1

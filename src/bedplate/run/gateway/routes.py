@@ -111,7 +111,7 @@ class Route:
         self.waiting_bytes = 0
         self.request_fields: frozenset[str] | None = None
         """Fields for length and count that an engine of it understands; `None`: not known."""
-        self.list_limits: Mapping[str, int] = {}
+        self.request_limits: Mapping[str, int] = {}
         self._credits: dict[tuple[str, float], float] = {}
         self._service_s: float | None = None
         self._token_s: float | None = None
@@ -154,7 +154,7 @@ class Route:
         known = [link.backend.requests for link in self.links if link.backend.requests is not None]
         all_known = bool(known) and len(known) == len(self.links)
         self.request_fields = frozenset().union(*(one.fields for one in known)) if all_known else None
-        self.list_limits = {name: limit for one in known for name, limit in one.list_limits.items()}
+        self.request_limits = {name: limit for one in known for name, limit in one.limits.items()}
 
     def _update_readiness(self, backend: GatewayBackend) -> None:
         self._credits.clear()

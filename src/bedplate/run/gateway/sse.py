@@ -73,6 +73,9 @@ class RequestFields(msgspec.Struct):
     generation_config: Any = None
     samplers: Any = None
     stop: Any = None
+    n_probs: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
     tools: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
     instructions: msgspec.Raw = _NOTHING
