@@ -312,14 +312,14 @@ class LlamaCpp(Engine):
     noted = NotedOptions(slots="--parallel")
     requests = RequestTraits(
         fields=frozenset(["n_predict", "n_cmpl", "ignore_eos"]),
-        # It has 13 samplers; a longer list applies some of them repeatedly. Stop strings are searched at each token. The
-        # probabilities of the whole vocabulary would be sorted and sent with each token.
+        # It has 13 samplers; a longer list applies some of them repeatedly. Stop strings are searched at each token.
+        # The probabilities of the whole vocabulary would be sorted and sent with each token.
         limits={"samplers": 16, "stop": 64, "n_probs": 100, "logprobs": 100, "top_logprobs": 100},
         # The web UI sends it to continue an answer later; the server then finishes it without a client.
         dropped_headers=frozenset([b"x-conversation-id"]),
         usage_per_sequence=True,
-        # By its metrics after aborts, mostly 2: the event of the token in progress finds the connection closed, when the
-        # next token has been started. 1 if a token takes longer than the second after which it looks by itself.
+        # By its metrics after aborts, mostly 2: the event of the token in progress finds the connection closed when
+        # the next token has been started. 1 if a token takes longer than the second after which it looks by itself.
         unsent_tokens=2,
         counter=TokenCounter(
             field="content",
