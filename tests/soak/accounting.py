@@ -165,7 +165,11 @@ def report(quiet: Streams, greedy: GreedyClients, served: list[int], generated: 
     rows = [
         ("", "result", "goal"),
         ("---", "---:", "---"),
-        ("share of the tenant with few streams in all tokens", f"{share:.1%}", f"{SHARES[0]:.0%} to {SHARES[1]:.0%}"),
+        (
+            "share of the tenant with few streams in all tokens",
+            f"{share:.1%}" if sum(served) else "no request ended in time",
+            f"{SHARES[0]:.0%} to {SHARES[1]:.0%}",
+        ),
         ("output tokens that the engine generated", f"{generated:,}", ""),
         ("output tokens that were recorded", f"{recorded:,}: {difference:.2%} off", f"at most {MOST_DIFFERENCE:.0%}"),
         ("complete answers of the tenant with few streams", str(counts.whole), ""),

@@ -374,7 +374,7 @@ async def test_request_that_is_aborted_before_its_first_token_costs_its_prompt(k
 async def test_aborted_answer_that_is_not_streamed_is_estimated_by_the_pace_of_others(keeper: RequestRecorder) -> None:
     rows = collect_rows(keeper)
     async with start_gateway(keeper=keeper, requests=COUNTING) as setup:
-        setup.gateway.routes[0].record_pace(1e6, 1.0)  # a million tokens a second
+        setup.gateway.routes[0]._service_s = 1e-6  # recent answers took a microsecond
         setup.engine.answer(asyncio.Event())
         setup.engine.otherwise = (make_count(10),)
         client = await setup.connect()

@@ -413,12 +413,12 @@ class ClientConnection(asyncio.Protocol):
             demand = read
         # Tokenization generates nothing; it is charged for its length.
         cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens if api != "other" else 0, demand)
-        why = member.check_limits(cost_tokens, now, demand.sequences) if member.is_limited else None
+        sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
+        why = member.check_limits(cost_tokens, now, sequences) if member.is_limited else None
         if why is None and not route.is_free:
             why = self._gateway.check_admission(route, member, size)
-        if why is None and demand is not ONE_SEQUENCE:
-            line = route.waiting.get_queue(member.name, member.weight)
-            why = route.check_sequences(line, demand.sequences)
+        if why is None and sequences > 1:
+            why = route.check_sequences(route.waiting.get_queue(member.name, member.weight), sequences)
         if why is not None:
             self._reject_with_retry(route, member, api, asked, size, why)
             return

@@ -13,6 +13,7 @@ from bedplate.run.gateway.counting import CountJob
 from bedplate.run.gateway.demand import list_prompts
 from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
+from bedplate.run.gateway.tenants import ONE_SEQUENCE
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class GatewayExchange:
         self.cost_tokens = cost_tokens
         """The expected cost that it was charged when it was accepted."""
         self._demand = demand
-        self.sequences = demand.sequences
+        self.sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
         self.num_bytes = len(request.body)
         self.joined_at = self.sent_at = self._started = now
         self._limits = b""
@@ -418,12 +419,12 @@ class GatewayExchange:
         ended = monotonic()
         usage, member = self._usage, self.member
         used = None
-        if self._link is None or outcome in ("failed", "refused") or self._was_never_sent(outcome):
+        if self._link is None or outcome == "failed" or outcome == "refused":
             used = 0
-        elif self._is_counted(outcome):
-            used = self._settle_usage(ended)
-        elif self._api in GENERATING or self._api == "embeddings":
-            self._uncounted = True  # the expected charge remains until its tokens are counted
+        elif outcome == "ok" and usage.completion_tokens is not None and not self._usage_adds:
+            used = (usage.prompt_tokens or 0) + usage.completion_tokens
+        else:
+            used = self._settle_usage(outcome)
         backend = None
         link, self._link = self._link, None
         if link is not None:
@@ -444,10 +445,6 @@ class GatewayExchange:
         own.record(outcome, counted)
         return outcome, backend, ended
 
-    def _was_never_sent(self, outcome: Outcome) -> bool:
-        """Whether the client disconnected before a connection to the engine was open."""
-        return outcome == "cancelled" and self._connection is None
-
     def _is_counted(self, outcome: Outcome) -> bool:
         """Whether the engine reported the tokens of all sequences."""
         usage = self._usage
@@ -458,16 +455,18 @@ class GatewayExchange:
         # The first event of a stream of the Messages API already reports usage.
         return outcome == "ok" or self._api != "messages" or usage.reports > 1
 
-    def _settle_usage(self, ended: float) -> int:
-        """The tokens of the request as the engine reported them."""
-        usage = self._usage
-        if self._usage_adds and self._demand.choices > 1:  # a prompt is processed once for all of its choices
-            usage.prompt_tokens = (usage.prompt_tokens or 0) // self._demand.choices
-            usage.cached_tokens = (usage.cached_tokens or 0) // self._demand.choices
-        output = usage.completion_tokens
-        if output:
-            self._route.record_pace(output / self.sequences, ended - self.sent_at)
-        return (usage.prompt_tokens or 0) + (output or 0)
+    def _settle_usage(self, outcome: Outcome) -> int | None:
+        """The tokens of the request; `None` while the expected charge remains, since they are not known yet."""
+        if outcome == "cancelled" and self._connection is None:
+            return 0  # it was never sent
+        if not self._is_counted(outcome):
+            self._uncounted = self._api in GENERATING or self._api == "embeddings"
+            return None
+        usage, choices = self._usage, self._demand.choices
+        if self._usage_adds and choices > 1:  # a prompt is processed once for all of its choices
+            usage.prompt_tokens = (usage.prompt_tokens or 0) // choices
+            usage.cached_tokens = (usage.cached_tokens or 0) // choices
+        return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
 
     def _keep_record(self, end: _End) -> None:
         if self._uncounted:
@@ -528,9 +527,7 @@ class GatewayExchange:
 
     def _estimate_unseen_tokens(self, ended: float) -> int:
         """How many tokens of an answer that is not streamed were generated for each sequence until it was aborted."""
-        tokens = self._route.estimate_output_tokens(ended - self.sent_at)
-        if tokens is None:
-            tokens = self.member.mean_output
+        tokens = self._route.estimate_progress(ended - self.sent_at) * self.member.mean_output
         limit = self._asked.max_answer_tokens
         return int(tokens if limit is None else min(tokens, limit))
 

@@ -114,7 +114,6 @@ class Route:
         self.request_limits: Mapping[str, int] = {}
         self._credits: dict[tuple[str, float], float] = {}
         self._service_s: float | None = None
-        self._token_s: float | None = None
         self._draining = False
 
     # backends
@@ -300,14 +299,9 @@ class Route:
             )
         self._free_slots(link, exchange.sequences, now)
 
-    def record_pace(self, output_tokens: float, took_s: float) -> None:
-        """Records how long an answer of so many tokens took, to estimate those that nobody saw."""
-        token_s = took_s / output_tokens
-        self._token_s = token_s if self._token_s is None else self._token_s + SMOOTHING * (token_s - self._token_s)
-
-    def estimate_output_tokens(self, took_s: float) -> float | None:
-        """The tokens of one sequence after so many seconds, by the pace of recent answers."""
-        return took_s / self._token_s if self._token_s else None
+    def estimate_progress(self, took_s: float) -> float:
+        """How much of an answer of usual length exists after so many seconds, by the durations of recent requests."""
+        return took_s / self._service_s if self._service_s else 1.0
 
     def _free_slots(self, link: BackendLink, sequences: int, now: float) -> None:
         backend = link.backend
