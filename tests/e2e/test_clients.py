@@ -37,12 +37,17 @@ def read_metric(served: Served, pattern: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
-def count_slots_in_use(served: Served) -> int:
-    """The slots in use, from the engine's private port, with its key."""
+def read_private(served: Served, path: str) -> str:
+    """A page from the engine's private port, with its key."""
     engine = served.find_engine()
     headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}/slots", headers=headers)) as answer:
-        return sum(slot["is_processing"] for slot in json.load(answer))
+    with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}{path}", headers=headers)) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def count_slots_in_use(served: Served) -> int:
+    return sum(slot["is_processing"] for slot in json.loads(read_private(served, "/slots")))
 
 
 def get_private_url(engine: psutil.Process) -> str:
@@ -154,6 +159,41 @@ def test_disconnect_during_a_stream_ends_the_generation(client: OpenAI, served: 
     wait_for(lambda: count_slots_in_use(served) == 0, "the slot to be free again")
     assert read_metric(served, cancelled) - before == 1
     assert read_metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+
+
+def test_all_tokens_that_the_engine_generates_are_counted(client: OpenAI, served: Served) -> None:
+    """Lists of prompts, choices, and streams whose client disconnects."""
+
+    def count() -> tuple[float, float]:
+        generated = re.search(
+            r"^llamacpp:tokens_predicted_total (\S+)$", read_private(served, "/metrics"), re.MULTILINE
+        )
+        assert generated is not None
+        return float(generated[1]), read_metric(served, r'bedplate_tokens_total\{[^}]*kind="completion"[^}]*\}')
+
+    before = count()
+    client.completions.create(model=MODEL, prompt=["The river is", "A lake"], max_tokens=6, temperature=0)
+    client.completions.create(model=MODEL, prompt=[[504, 4203], [504]], max_tokens=6, temperature=0)
+    assert read_metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+    for _ in client.completions.create(model=MODEL, prompt=["The river is", "A lake"], max_tokens=6, stream=True):
+        pass
+    wait_for(lambda: count()[1] - before[1] == 36, "all sequences to be counted")
+    assert count()[0] - before[0] == 36
+    # With this header the server would continue without a client.
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Count from 1 to 1000."}], max_tokens=4000, temperature=0,
+        stream=True, extra_headers={"X-Conversation-Id": "one"},
+    )  # fmt: skip
+    received = 0
+    for event in stream:
+        received += bool(event.choices[0].delta.content)
+        if received == 12:
+            break
+    stream.close()
+    wait_for(lambda: count_slots_in_use(served) == 0, "the slot to be free again")
+    wait_for(lambda: count()[1] - before[1] >= 36 + 12, "the aborted stream to be counted")
+    generated, counted = (now - then for now, then in zip(count(), before, strict=True))
+    assert abs(counted - generated) <= 2, "the token in progress, and one of the tokenizer's choice"
 
 
 def test_private_engine_port_requires_a_key(served: Served) -> None:

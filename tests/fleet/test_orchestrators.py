@@ -101,7 +101,7 @@ async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: 
     """How one stream ended: whole, error (reported), refused (with a status), or cut."""
     body = {
         "messages": [{"role": "user", "content": f"Tell story number {number}."}], "stream": True,
-        "max_tokens": tokens, "ignore_eos": True, "min_tokens": tokens,
+        "max_tokens": tokens, "ignore_eos": True,
     }  # fmt: skip
     last = b""
     async with session.post(f"{url}/chat/completions", json=body) as answer:

@@ -22,6 +22,7 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RayWorker,
+    RequestTraits,
     StoreStep,
     TableNames,
 )
@@ -303,6 +304,7 @@ class Engine:
     """The id of the engine that it starts internally: measurements of that one apply to both."""
     table_names: ClassVar[TableNames | None] = None
     estimate: ClassVar[EstimateTraits] = EstimateTraits()
+    requests: ClassVar[RequestTraits] = RequestTraits()
     metric_names: ClassVar[MetricNames | None] = None
     """`None`: it reports no load metrics for an autoscaler."""
     container: ClassVar[ContainerTraits] = ContainerTraits()

@@ -47,7 +47,9 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     PrivatePort,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
@@ -316,6 +318,27 @@ class LlamaCpp(Engine):
         batch_tokens="--batch-size",
     )
     noted = NotedOptions(slots="--parallel")
+    requests = RequestTraits(
+        fields=frozenset(["n_predict", "n_cmpl", "ignore_eos"]),
+        # It has 13 samplers; a longer list applies some of them repeatedly. Stop strings are searched at each token.
+        # The probabilities of the whole vocabulary would be sorted and sent with each token.
+        limits={"samplers": 16, "stop": 64, "n_probs": 100, "logprobs": 100, "top_logprobs": 100},
+        # The web UI sends it to continue an answer later; the server then finishes it without a client.
+        dropped_headers=frozenset([b"x-conversation-id"]),
+        usage_per_sequence=True,
+        # By its metrics after aborts, mostly 2: the event of the token in progress finds the connection closed when
+        # the next token has been started. 1 if a token takes longer than the second after which it looks by itself.
+        unsent_tokens=2,
+        counter=TokenCounter(
+            field="content",
+            special="add_special",
+            prompts={
+                "chat": "/v1/chat/completions/input_tokens",
+                "messages": "/v1/messages/count_tokens",
+                "responses": "/v1/responses/input_tokens",
+            },
+        ),
+    )
     metric_names = MetricNames(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred")
     # Measured on a CPU: 1 to 3 s.
     container = ContainerTraits(start_s=10.0)

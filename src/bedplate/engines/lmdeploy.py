@@ -42,7 +42,9 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     PrivatePort,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -186,6 +188,10 @@ class LmDeploy(Engine):
         batch_tokens="--max-prefill-token-num",
     )
     noted = NotedOptions(slots="--max-batch-size", context="--session-len", tensor="--tp")
+    requests = RequestTraits(
+        fields=frozenset(["min_new_tokens", "ignore_eos"]),
+        counter=TokenCounter(path="/v1/encode", field="input", special="add_bos"),
+    )
     metric_names = MetricNames(
         running="lmdeploy:num_requests_running",
         waiting="lmdeploy:num_requests_waiting",

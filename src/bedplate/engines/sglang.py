@@ -61,7 +61,9 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     PrivatePort,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -275,6 +277,11 @@ class Sglang(Engine):
         no_graphs="--disable-cuda-graph",
     )
     noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
+    requests = RequestTraits(
+        fields=frozenset(["min_tokens", "ignore_eos"]),
+        limits={"stop": 64},
+        counter=TokenCounter(prompts={"chat": "/tokenize"}),
+    )
     metric_names = MetricNames(
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",

@@ -44,6 +44,7 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     PrivatePort,
+    RequestTraits,
     TableNames,
 )
 from bedplate.values import (
@@ -190,6 +191,7 @@ class TensorRtLlm(Engine):
         batch_tokens="--max_num_tokens",
     )
     noted = NotedOptions(slots="--max_batch_size", context="--max_seq_len", tensor="--tp_size")
+    requests = RequestTraits(fields=frozenset(["best_of", "min_tokens", "ignore_eos"]))
     metric_names = MetricNames(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization", picker="trtllm-serve")
     container = ContainerTraits(start_s=240.0, joins_values=True)
     dynamo = DynamoWorker(

@@ -30,7 +30,9 @@ from bedplate.engines.traits import (
     MetricNames,
     NotedOptions,
     PrivatePort,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -141,6 +143,7 @@ class Tgi(Engine):
         batch_tokens="--max-batch-prefill-tokens",
     )
     noted = NotedOptions(context="--max-total-tokens", tensor="--num-shard")
+    requests = RequestTraits(counter=TokenCounter(field="inputs"))
     metric_names = MetricNames(running="tgi_batch_current_size", waiting="tgi_queue_size")
     container = ContainerTraits(start_s=90.0, joins_values=True, drains=True)
 

@@ -192,3 +192,33 @@ class RayWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Without its tag, which is Ray's version."""
     server_options: frozenset[str]
     """Options of the engine's server, which are dropped because Ray Serve is the server."""
+
+
+class TokenCounter(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine's server counts tokens with the model's tokenizer, without generating any."""
+
+    path: str = "/tokenize"
+    field: str = "prompt"
+    """The field of the request that contains a text."""
+    special: str = "add_special_tokens"
+    """The field that decides whether the special tokens of a prompt, such as BOS, are added."""
+    prompts: Mapping[str, str] = {}
+    """API (chat, messages, responses) → path that accepts the body of a request and counts the tokens of its prompt."""
+
+
+class RequestTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine handles what changes the cost of a request, and how it reports that cost."""
+
+    fields: frozenset[str] = frozenset()
+    """Fields for length and count that it understands, in addition to those of all engines (n, max_tokens,
+    max_completion_tokens, max_output_tokens). Requests with others are rejected, since it would ignore them."""
+    limits: Mapping[str, int] = {}
+    """Field → the most entries of its list, or its highest value, for what it processes or returns for each token."""
+    dropped_headers: frozenset[bytes] = frozenset()
+    """Headers that are not forwarded: with them, it would continue to generate after the client has disconnected."""
+    usage_per_sequence: bool = False
+    """Whether each sequence of a stream reports its own usage, and a complete answer only that of the first one."""
+    unsent_tokens: int = 1
+    """Tokens of an aborted sequence that it generated and did not send: at least the one that it was computing."""
+    counter: TokenCounter | None = None
+    """`None`: it counts no tokens on request; those of aborted answers are estimated."""

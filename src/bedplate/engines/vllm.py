@@ -61,7 +61,9 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RayWorker,
+    RequestTraits,
     TableNames,
+    TokenCounter,
 )
 from bedplate.values import (
     Hardware,
@@ -339,6 +341,11 @@ class Vllm(Engine):
         no_graphs="--enforce-eager",
     )
     noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
+    requests = RequestTraits(
+        fields=frozenset(["min_tokens", "ignore_eos"]),
+        limits={"stop": 64},
+        counter=TokenCounter(prompts={"chat": "/tokenize", "messages": "/v1/messages/count_tokens"}),
+    )
     metric_names = MetricNames(
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",

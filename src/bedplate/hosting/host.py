@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
+
 from bedplate.decide.memory import fit
 from bedplate.decide.placement import HOST, Need
 from bedplate.engines import KnownFailure
+from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.hosting.memory import LoadedModel, MemoryLimits, choose_unloads, sum_needs
 from bedplate.hosting.orchestration import ProcessRole
@@ -60,6 +63,8 @@ class OrchestratedBackend(GatewayBackend):
         super().__init__(model, above.orchestrator, above.version, aliases, share=share)
         self.slots = plan.settings.slots * above.replicas
         self.context_tokens = plan.settings.context_tokens
+        # The orchestrator forwards the engine's fields, but not its path for counting tokens.
+        self.requests = msgspec.structs.replace(engine_by_id(plan.engine).requests, counter=None)
         self.attempts = ON_ATTEMPTS if above.replicas > 1 else 1
         self.wants_name = True
 

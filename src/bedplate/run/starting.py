@@ -50,7 +50,9 @@ class PlanBackend(GatewayBackend):
         super().__init__(model, plan.engine, plan.engine_version, aliases, share=share)
         self.slots = plan.settings.slots
         self.context_tokens = plan.settings.context_tokens
-        self.max_connections = engine_by_id(plan.engine).get_max_connections(plan.settings)
+        engine = engine_by_id(plan.engine)
+        self.max_connections = engine.get_max_connections(plan.settings)
+        self.requests = engine.requests
 
 
 def create_supervisor(

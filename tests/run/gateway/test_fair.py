@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ class Job:
     tenant: str
     cost_tokens: float = 100.0
     over: bool = False
+    sequences: int = 1
 
 
 def count_served_tokens(
@@ -112,6 +113,33 @@ def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     assert queue.may_pass(quiet, 2, 8, 0.2) and not queue.may_pass(flood, 2, 8, 0.2)
     later = 2 * SLOT_KEPT_S + 1
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+def test_requests_with_several_sequences_get_their_share_and_no_more(sequences: int) -> None:
+    """Both tenants always have requests; those of one have several sequences of the same length each."""
+    queue: FairQueue[Job] = FairQueue()
+    many, single = queue.get_queue("many", 1), queue.get_queue("single", 1)
+    for _ in range(30):
+        queue.add(many, Job("many", 100.0 * sequences, sequences=sequences), 0.0)
+        queue.add(single, Job("single", 100.0), 0.0)
+    tokens: Counter[str] = Counter()
+    running: deque[tuple[TenantQueue[Job], Job]] = deque()
+    for turn in range(2000):
+        now = turn / 100
+        free = 8 - sum(job.sequences for _, job in running)
+        while found := queue.take(free, 8, now, free):
+            line, job = found
+            queue.charge_sent(line, job.cost_tokens, now, job.sequences)
+            running.append(found)
+            free -= job.sequences
+            assert free >= 0
+            queue.add(line, Job(job.tenant, job.cost_tokens, sequences=job.sequences), now)
+        line, job = running.popleft()
+        queue.settle_charge(line, job.cost_tokens, job.cost_tokens, job.sequences)
+        tokens[job.tenant] += int(job.cost_tokens)
+    assert many.queued_sequences == sum(job.sequences for job in many.queue)
+    assert 0.48 <= tokens["single"] / tokens.total() <= 0.52
 
 
 def create_flood(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], TenantQueue[Job], TenantQueue[Job]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from bedplate.engines.traits import RequestTraits
 
 from bedplate.run.start_phases import StartPhases
 from bedplate.values.service import LastExit
@@ -86,6 +89,8 @@ class GatewayBackend:
         """Concurrent requests that the engine computes. Where several tenants share it, no more are sent to it, since
         an engine's own queue does not know tenants."""
         self.context_tokens: int | None = None
+        self.requests: RequestTraits | None = None
+        """How the engine handles what changes the cost of a request; `None`: not known."""
         self.attempts = 1
         """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False

@@ -12,15 +12,17 @@ import httptools
 import msgspec
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.demand import is_plain, read_demand
 from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.origins import write_cors_headers, write_preflight_headers
 from bedplate.run.gateway.pages import show_page
+from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
-    from bedplate.run.gateway.tenants import Rejection, TenantState, VerifiedKey
+    from bedplate.run.gateway.tenants import TenantState, VerifiedKey
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
@@ -434,15 +436,28 @@ class ClientConnection(asyncio.Protocol):
             self._reject_model(asked.model, member)
             return
         now = monotonic()
-        cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens)
-        why = member.check_limits(cost_tokens, now) if member.is_limited else None
+        demand = ONE_SEQUENCE
+        if not is_plain(api, asked):
+            read = read_demand(api, asked, route.request_fields, route.request_limits)
+            if isinstance(read, Rejection):
+                self._reject_with_retry(route, member, api, asked, size, read)
+                return
+            demand = read
+        # Tokenization generates nothing; it is charged for its length.
+        cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens if api != "other" else 0, demand)
+        sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
+        why = member.check_limits(cost_tokens, now, sequences) if member.is_limited else None
         if why is None and not route.is_free:
             why = self._gateway.check_admission(route, member, size)
+        if why is None and sequences > 1:
+            why = route.check_sequences(route.waiting.get_queue(member.name, member.weight), sequences)
         if why is not None:
             self._reject_with_retry(route, member, api, asked, size, why)
             return
+        if request.path in sse.OPENAI_TARGETS:
+            request.target = sse.OPENAI_TARGETS[request.path] + request.target[len(request.path) :]
         self._current = exchange = GatewayExchange(
-            self, request, api, asked, self._gateway, route, member, cost_tokens, now
+            self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now
         )
         exchange.start()
 
@@ -469,11 +484,9 @@ class ClientConnection(asyncio.Protocol):
     def _reject_with_retry(
         self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, why: Rejection
     ) -> None:
-        """Rejects a request with 429 or 503 and Retry-After."""
-        kind = "rate_limit_error" if why.status == 429 else "server_error"
+        """Rejects a request that a tenant's limit or the route does not accept, with Retry-After if it may be later."""
         self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status)
-        extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.format_limit_headers())
-        self.respond(why.status, sse.encode_error(why.message, kind, why.code), extra=extra)
+        self.respond(why.status, why.encode(), extra=why.format_retry_header() + member.format_limit_headers())
 
     def _finish_answer(self) -> None:
         self._current = None

@@ -7,9 +7,13 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Literal
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.answers import AnswerText
 from bedplate.run.gateway.backend import FinishedRequest
+from bedplate.run.gateway.counting import CountJob
+from bedplate.run.gateway.demand import list_prompts
 from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
+from bedplate.run.gateway.tenants import ONE_SEQUENCE
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.client import ClientConnection, ClientRequest
     from bedplate.run.gateway.routes import BackendLink, Route
     from bedplate.run.gateway.server import Gateway
-    from bedplate.run.gateway.tenants import TenantState
+    from bedplate.run.gateway.tenants import Demand, Rejection, TenantState
     from bedplate.run.gateway.upstream import EngineConnection
 
 _STREAM_HEAD = (
@@ -35,10 +39,14 @@ _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\
 MAX_EVENT_BYTES = 16_000_000
 MAX_ANSWER_BYTES = 256_000_000
 """Limit of an answer that is not streamed."""
+KEPT_CHUNKS = 1024
+"""So many chunks of a stream are kept as they came, to count their tokens if the client disconnects. Of longer streams
+only the text is kept."""
+GENERATING: frozenset[sse.Api] = frozenset(["chat", "completions", "responses", "messages"])
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 
 
-_End = tuple[Outcome, str | None, float]
+_End = tuple[Outcome, "GatewayBackend | None", float]
 """How the request ended, which engine had it, and when."""
 
 
@@ -48,9 +56,10 @@ class GatewayExchange:
 
     __slots__ = (
         "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body", "_client",
-        "_connection", "_first", "_gateway", "_held", "_last_events", "_limits", "_link", "_meter", "_request",
-        "_route", "_sent_on", "_started", "_status", "_streaming", "_type", "_usage", "cost_tokens", "joined_at",
-        "line", "member", "num_bytes", "over", "prefilling", "sent_at", "streams", "tried", "tried_again",
+        "_connection", "_demand", "_first", "_gateway", "_held", "_keeps_content", "_last_events", "_limits", "_link",
+        "_meter", "_request", "_route", "_sent_on", "_started", "_status", "_streaming", "_text", "_type", "_uncounted",
+        "_usage", "_usage_adds", "cost_tokens", "joined_at", "line", "member", "num_bytes", "over", "prefilling",
+        "sent_at", "sequences", "streams", "tried", "tried_again",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +72,7 @@ class GatewayExchange:
         route: Route,
         member: TenantState,
         cost_tokens: float,
+        demand: Demand,
         now: float,
     ) -> None:
         self._client = client
@@ -75,6 +85,8 @@ class GatewayExchange:
         self.line = route.waiting.get_queue(member.name, member.weight)
         self.cost_tokens = cost_tokens
         """The expected cost that it was charged when it was accepted."""
+        self._demand = demand
+        self.sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
         self.num_bytes = len(request.body)
         self.joined_at = self.sent_at = self._started = now
         self._limits = b""
@@ -92,8 +104,16 @@ class GatewayExchange:
         self.prefilling = False
         """Whether an engine has it and has not sent the first token."""
         keeper = gateway.keeper
-        has_readers = gateway.seen is not None or (keeper is not None and keeper.content is not None)
-        self._sent_on: list[bytes] | None = [] if has_readers else None
+        self._keeps_content = gateway.seen is not None or (keeper is not None and keeper.content is not None)
+        """Whether all of the answer is kept, for `--log-content` and shadow runs."""
+        self._sent_on: list[bytes] = []
+        """What was sent to the client, or the end of it."""
+        self._text: AnswerText | None = None
+        """The text of what is no longer in `_sent_on`."""
+        self._usage_adds = False
+        """Whether each sequence reports its own usage."""
+        self._uncounted = False
+        """Whether its tokens are counted after its end, since the engine did not report all of them."""
         self._asked_usage = False
         self._body = request.body
         if asked.stream:
@@ -116,7 +136,7 @@ class GatewayExchange:
     def start(self) -> None:
         member = self.member
         self._meter.in_flight += 1
-        member.in_flight += 1
+        member.in_flight += self.sequences
         if member.has_limits:
             member.charge(self.cost_tokens, self._started)
         self._route.take(self)
@@ -142,6 +162,14 @@ class GatewayExchange:
 
     def is_at(self, backend: GatewayBackend) -> bool:
         return self._link is not None and self._link.backend is backend
+
+    def reject(self, why: Rejection) -> None:
+        """Answers a request that was accepted and cannot be sent any more."""
+        if not self.over:
+            self._status = why.status
+            record = self._finish("refused")
+            self._client.respond(why.status, why.encode(), extra=why.format_retry_header())
+            self._keep_record(record)
 
     def reject_unserved(self, message: str, code: str, retry_after_s: int) -> None:
         """Answers with 503: no engine can answer the request in time."""
@@ -179,12 +207,16 @@ class GatewayExchange:
         backend = connection.pool.backend
         if backend.wants_name and self._asked.model != backend.model:
             body = sse.set_model(body, backend.model)
+        traits = backend.requests
+        dropped = traits.dropped_headers if traits is not None else ()
+        self._usage_adds = self.sequences > 1 and traits is not None and traits.usage_per_sequence
         head = [b"POST ", request.target, _SENT_HEAD % len(body)]
         if key := backend.engine_key:
             head += (b"authorization: Bearer ", key.encode(), b"\r\n")
         for name, value in request.headers:
             if name not in _NOT_FORWARDED:
-                head += (name, b": ", value, b"\r\n")
+                if name not in dropped:
+                    head += (name, b": ", value, b"\r\n")
             elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
                 request.headers = _remove_hop_headers(request.headers)
                 self.send_to_engine(connection)
@@ -221,11 +253,12 @@ class GatewayExchange:
         self._before_last = (self._before_last[1], self._last_events)
         self._last_events = data
         if sse.may_have_usage(data):
-            data = sse.read_usage(data, self._usage, drop=not self._asked_usage)
+            data = sse.read_usage(data, self._usage, drop=not self._asked_usage, adds=self._usage_adds)
             if not data:
                 return
-        if self._sent_on is not None:
-            self._keep_sent(data)
+        self._sent_on.append(data)
+        if len(self._sent_on) == KEPT_CHUNKS and not self._keeps_content:
+            self._keep_text()
         if self._first is None:
             self._first = monotonic()
             self._backend.worked = True
@@ -335,10 +368,14 @@ class GatewayExchange:
             body=self._request.body,
         )
 
-    def _keep_sent(self, data: bytes) -> None:
-        """Keeps what was sent to the client, for `--log-content` and shadow runs."""
-        if self._sent_on is not None:
-            self._sent_on.append(data)
+    def _keep_text(self) -> AnswerText:
+        """Keeps the text of the chunks sent so far instead of the chunks."""
+        if self._text is None:
+            self._text = AnswerText()
+        self._text.read_events(self._api, b"".join(self._sent_on))
+        if not self._keeps_content:
+            self._sent_on = []
+        return self._text
 
     # the end of the request
 
@@ -359,8 +396,8 @@ class GatewayExchange:
         else:
             sse.read_body_usage(body, self._usage)
             self._last_events = body
-        if self._sent_on is not None:
-            self._keep_sent(body)
+        if self._keeps_content:
+            self._sent_on.append(body)
         record = self._finish("ok" if self._status < 400 else "refused")
         self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
         self._keep_record(record)
@@ -386,37 +423,66 @@ class GatewayExchange:
         ended = monotonic()
         usage, member = self._usage, self.member
         used = None
-        if usage.prompt_tokens is not None or usage.completion_tokens is not None:
-            used = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-        elif self._link is None or outcome in ("failed", "refused") or self._api == "other":
+        if self._link is None or outcome == "failed" or outcome == "refused":
             used = 0
-        engine = None
+        elif outcome == "ok" and usage.completion_tokens is not None and not self._usage_adds:
+            used = (usage.prompt_tokens or 0) + usage.completion_tokens
+        else:
+            used = self._settle_usage(outcome)
+        backend = None
         link, self._link = self._link, None
         if link is not None:
             backend = link.backend
-            engine = backend.engine
             if outcome == "cancelled":
                 backend.health.record_inconclusive()
             if backend.on_end is not None:
                 backend.on_end(self._describe_end(outcome))
             self._route.release_slot(self, link, used, ended)
-        member.record_end(self.cost_tokens, used, usage.completion_tokens, ended)
+        member.record_end(self.cost_tokens, used, usage.completion_tokens, ended, self.sequences)
         meter = self._meter
         meter.in_flight -= 1
-        meter.record(self._api, outcome, self._started, self._first, ended, usage)
+        counted = sse.TokenUsage() if self._uncounted else usage
+        meter.record(self._api, outcome, self._started, self._first, ended, counted, self.sequences)
         own = member.meter
         if own is None:
             own = member.meter = self._gateway.meters.get_tenant_meter(member.name)
-        own.record(outcome, usage)
-        return outcome, engine, ended
+        own.record(outcome, counted)
+        return outcome, backend, ended
+
+    def _is_counted(self, outcome: Outcome) -> bool:
+        """Whether the engine reported the tokens of all sequences."""
+        usage = self._usage
+        if usage.prompt_tokens is None and usage.completion_tokens is None:
+            return False
+        if self._usage_adds and usage.reports < self.sequences:
+            return False
+        # The first event of a stream of the Messages API already reports usage.
+        return outcome == "ok" or self._api != "messages" or usage.reports > 1
+
+    def _settle_usage(self, outcome: Outcome) -> int | None:
+        """The tokens of the request; `None` while the expected charge remains, since they are not known yet."""
+        if outcome == "cancelled" and self._connection is None:
+            return 0  # it was never sent
+        if not self._is_counted(outcome):
+            self._uncounted = self._api in GENERATING or self._api == "embeddings"
+            return None
+        usage, choices = self._usage, self._demand.choices
+        if self._usage_adds and choices > 1:  # a prompt is processed once for all of its choices
+            usage.prompt_tokens = (usage.prompt_tokens or 0) // choices
+            usage.cached_tokens = (usage.cached_tokens or 0) // choices
+        return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
 
     def _keep_record(self, end: _End) -> None:
+        if self._uncounted:
+            self._uncounted = False
+            self._gateway.counting.submit(self._build_count_job(end))
+            return
         keeper, observer = self._gateway.keeper, self._gateway.seen
         if keeper is None and observer is None:
             return
         row = self._build_record(end)
         words = None
-        if self._sent_on is not None:
+        if self._keeps_content:
             words = RequestContent(self._request.target, self._request.body, b"".join(self._sent_on))
         if keeper is not None:
             keeper.add(row)
@@ -429,12 +495,65 @@ class GatewayExchange:
                 context = {"message": "the observer of requests failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
 
+    def _build_count_job(self, end: _End) -> CountJob:
+        """What the engine did not report: the prompts and the text of the answers, or what is missing of them."""
+        outcome, backend, ended = end
+        if backend is None:
+            raise RuntimeError("the request has not been sent to an engine")
+        asked, usage = self._asked, self._usage
+        job = CountJob(backend, self._api, lambda prompt, output: self._record_count(end, prompt, output))
+        if self._api in ("completions", "embeddings"):
+            job.prompts = list_prompts(asked.prompt if self._api == "completions" else asked.input)
+        elif usage.prompt_tokens is not None:  # of one prompt, however many of its choices have reported it
+            job.prompt_tokens = usage.prompt_tokens // (usage.reports if self._usage_adds else 1)
+        else:
+            job.body, job.body_text_bytes = self._request.body, asked.get_prompt_text(0)[1]
+        if self._last_events and not self._streaming:
+            text = AnswerText()
+            text.read_body(self._last_events)
+            reported = {0} if usage.completion_tokens is not None else set()  # the first choice, and its prompt
+            job.texts = [one for index, one in text.texts.items() if index not in reported]
+            job.output_tokens = (usage.completion_tokens or 0) + len(text.stopped - reported)
+            if job.prompts and usage.prompt_tokens is not None:
+                job.prompts[0], job.prompt_tokens = 0, usage.prompt_tokens
+        elif self.streams:
+            text = self._keep_text()
+            texts = text.texts
+            job.texts = list(texts.values())
+            job.output_tokens = len(text.stopped)
+            if outcome == "cancelled":
+                traits = backend.requests
+                unsent = traits.unsent_tokens if traits is not None else 1
+                job.output_tokens += len(texts.keys() - text.finished) * unsent
+        elif self._api in GENERATING:
+            job.output_tokens = self.sequences * self._estimate_unseen_tokens(ended)
+        return job
+
+    def _estimate_unseen_tokens(self, ended: float) -> int:
+        """How many tokens of an answer that is not streamed were generated for each sequence until it was aborted."""
+        tokens = self._route.estimate_progress(ended - self.sent_at) * self.member.mean_output
+        limit = self._asked.max_answer_tokens
+        return int(tokens if limit is None else min(tokens, limit))
+
+    def _record_count(self, end: _End, prompt_tokens: int, output_tokens: int) -> None:
+        """Charges and records the tokens that were counted after the end of the request."""
+        usage, member, now = self._usage, self.member, monotonic()
+        usage.prompt_tokens = prompt_tokens
+        usage.completion_tokens = output_tokens if self._api in GENERATING else None
+        used = prompt_tokens + output_tokens
+        self._route.waiting.correct_charge(self.line, self.cost_tokens, used, self.sequences)
+        member.correct_charge(self.cost_tokens, used, usage.completion_tokens, now, self.sequences)
+        self._meter.add_tokens(usage)
+        self._gateway.meters.get_tenant_meter(member.name).add_tokens(usage)
+        self._keep_record(end)
+
     def _build_record(self, end: _End) -> ServedRequest:
-        outcome, engine, ended = end
+        outcome, backend, ended = end
+        engine = backend.engine if backend is not None else None
         usage, asked, started = self._usage, self._asked, self._started
         text, text_bytes = asked.get_prompt_text(PREFIX_BYTES)
         return ServedRequest(
-            at_s=time() - (ended - started),
+            at_s=time() - (monotonic() - started),
             tenant=self.member.name,
             model=self._route.model,
             engine=engine,

@@ -28,6 +28,10 @@ class QueuedRequest(Protocol):
     @property
     def cost_tokens(self) -> float: ...
 
+    @property
+    def sequences(self) -> int:
+        """The slots that it needs."""
+
 
 W = TypeVar("W", bound=QueuedRequest)
 
@@ -46,6 +50,7 @@ class TenantQueue(Generic[W]):
         "name",
         "prefilling",
         "queue",
+        "queued_sequences",
         "served",
         "weight",
     )
@@ -54,14 +59,16 @@ class TenantQueue(Generic[W]):
         self.name = name
         self.weight = weight
         self.queue: deque[W] = deque()
+        self.queued_sequences = 0
         self.in_flight = 0
+        """Sequences that the engines are processing."""
         self.prefilling = 0
         """Running streams without a first token."""
         self.served = 0.0
         """Tokens served, divided by the weight; the tenant with the fewest goes next."""
         self.mean_cost = FIRST_COST_TOKENS
         self.charged = 0.0
-        """What its last request was charged when it was sent."""
+        """What each sequence of its last request was charged when it was sent."""
         self._entry: tuple[float, int] | None = None
         self._since = 0.0
         self._now = self._before = 0
@@ -81,7 +88,7 @@ class TenantQueue(Generic[W]):
             self._before = self._now if passed < 2 * SLOT_KEPT_S else 0
             self._now = 0
             self._since = now
-        self._now = max(self._now, self.in_flight + len(self.queue))
+        self._now = max(self._now, self.in_flight + self.queued_sequences)
 
 
 class FairQueue(Generic[W]):
@@ -122,6 +129,7 @@ class FairQueue(Generic[W]):
         self.level_counter(line)
         (line.queue.appendleft if first else line.queue.append)(waiting)
         self.count += 1
+        line.queued_sequences += waiting.sequences
         line.record_demand(now)
         if len(line.queue) == 1:
             self._push_entry(line)
@@ -140,12 +148,19 @@ class FairQueue(Generic[W]):
         except ValueError:
             return False
         self.count -= 1
+        line.queued_sequences -= waiting.sequences
         if not line.queue:
             line._entry = None
         return True
 
-    def take(self, free_slots: int | None, slots: int | None, now: float) -> tuple[TenantQueue[W], W] | None:
-        """Removes and returns the next request that may use one of the free slots."""
+    def take(
+        self, free_slots: int | None, slots: int | None, now: float, largest: int | None = None
+    ) -> tuple[TenantQueue[W], W] | None:
+        """Removes and returns the next request that may use some of the free slots.
+
+        `largest` is the most slots that are free in one engine. A request with more sequences than its tenant's share
+        is returned as soon as one slot is free; the caller rejects it.
+        """
         skipped: list[TenantQueue[W]] = []
         parts = self._share_slots(slots, now) if slots is not None else {}
         reserved = self._reserve_slots(parts, now)
@@ -157,52 +172,74 @@ class FairQueue(Generic[W]):
             if line is None or line._entry != (served, number):
                 continue
             line._entry = None
+            needed = line.queue[0].sequences
+            if needed > 1 and needed > max(1, parts.get(name, needed)):
+                needed = 1
             if free_slots is not None and (
-                free_slots <= all_kept - reserved.get(name, 0) or self._must_wait_for_prefill(line, parts, now)
+                free_slots - (all_kept - reserved.get(name, 0)) < needed
+                or (largest is not None and largest < needed)
+                or self._must_wait_for_prefill(line, parts, now)
             ):
                 skipped.append(line)
                 continue
             found = line, line.queue.popleft()
             self.count -= 1
+            line.queued_sequences -= found[1].sequences
             if line.queue:
                 skipped.append(line)
         for line in skipped:
             self._push_entry(line)
         return found
 
-    def may_pass(self, line: TenantQueue[W], free_slots: int, slots: int, now: float) -> bool:
-        """Whether a tenant may use a free slot at once when no requests wait."""
+    def may_pass(self, line: TenantQueue[W], free_slots: int, slots: int, now: float, needed: int = 1) -> bool:
+        """Whether a tenant may use free slots at once when no requests wait."""
         parts = self._share_slots(slots, now)
         reserved = self._reserve_slots(parts, now)
         reserved_for_others = sum(reserved.values()) - reserved.get(line.name, 0)
-        return free_slots > reserved_for_others and not self._must_wait_for_prefill(line, parts, now)
+        return free_slots - reserved_for_others >= needed and not self._must_wait_for_prefill(line, parts, now)
 
-    def charge_sent(self, line: TenantQueue[W], cost_tokens: float, now: float) -> None:
+    def count_share(self, line: TenantQueue[W], slots: int, now: float) -> int | None:
+        """The slots of a tenant's fair share, at least one; `None` while no other tenant is active."""
+        weights = sum(
+            other.weight for other in self._lines.values() if other is not line and other.count_wanted_slots(now)
+        )
+        return max(1, int(slots * line.weight / (weights + line.weight))) if weights else None
+
+    def charge_sent(self, line: TenantQueue[W], cost_tokens: float, now: float, sequences: int = 1) -> None:
         """Charges a request that is sent to the engine its expected cost."""
         if len(self._lines) > 1:
             self.level_counter(line)
-            line.in_flight += 1
+            line.in_flight += sequences
             line.record_demand(now)
         else:
-            line.in_flight += 1
-        line.charged = cost_tokens
+            line.in_flight += sequences
+        line.charged = cost_tokens / sequences
         line.served += cost_tokens / line.weight
         if line.queue:
             self._push_entry(line)
 
-    def refund(self, line: TenantQueue[W], refund_tokens: float = 0.0) -> None:
-        """Frees the slot of a request that goes to another engine, and refunds its charge."""
-        line.in_flight -= 1
+    def refund(self, line: TenantQueue[W], refund_tokens: float = 0.0, sequences: int = 1) -> None:
+        """Frees the slots of a request that goes to another engine, and refunds its charge."""
+        line.in_flight -= sequences
         line.served -= refund_tokens / line.weight
         if line.queue:
             self._push_entry(line)
 
-    def settle_charge(self, line: TenantQueue[W], charged_tokens: float, cost_tokens: float | None) -> None:
-        """Frees the slot of a request that has ended, and corrects its charge to `cost_tokens`, where known."""
-        line.in_flight -= 1
+    def settle_charge(
+        self, line: TenantQueue[W], charged_tokens: float, cost_tokens: float | None, sequences: int = 1
+    ) -> None:
+        """Frees the slots of a request that has ended, and corrects its charge to `cost_tokens`, where known."""
+        line.in_flight -= sequences
         if cost_tokens is not None:
-            line.mean_cost += SMOOTHING * (cost_tokens - line.mean_cost)
-            line.served -= (charged_tokens - cost_tokens) / line.weight
+            self.correct_charge(line, charged_tokens, cost_tokens, sequences)
+        elif line.queue:
+            self._push_entry(line)
+
+    def correct_charge(
+        self, line: TenantQueue[W], charged_tokens: float, cost_tokens: float, sequences: int = 1
+    ) -> None:
+        line.mean_cost += SMOOTHING * (cost_tokens / sequences - line.mean_cost)
+        line.served -= (charged_tokens - cost_tokens) / line.weight
         if line.queue:
             self._push_entry(line)
 

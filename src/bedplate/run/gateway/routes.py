@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from bedplate.run.gateway.fair import SMOOTHING, FairQueue, TenantQueue
-from bedplate.run.gateway.tenants import Rejection
+from bedplate.run.gateway.tenants import Rejection, reject_sequences
 from bedplate.run.gateway.upstream import EnginePool
 from bedplate.run.gateway.watch import EngineMeter, GatewayMetrics
 
@@ -42,10 +42,21 @@ class Hold(NamedTuple):
     """Whether it ends as soon as an engine is ready."""
 
 
+class SlotCount(NamedTuple):
+    """The slots of a route's engines."""
+
+    all: int
+    free: int
+    largest: int
+    """Of the engine with the most slots."""
+    room: int
+    """The most that are free in one engine."""
+
+
 class BackendLink:
     """One backend of a route, with its connection pool and metrics."""
 
-    __slots__ = ("backend", "drained", "meter", "number", "pool", "removed")
+    __slots__ = ("additional_sequences", "backend", "drained", "meter", "number", "pool", "removed")
 
     def __init__(self, backend: GatewayBackend, meters: GatewayMetrics) -> None:
         self.backend = backend
@@ -55,6 +66,8 @@ class BackendLink:
         """Orders the replicas for a conversation (rendezvous hashing); random, not secret."""
         self.drained = asyncio.Event()
         self.removed = False
+        self.additional_sequences = 0
+        """Sequences of its requests beyond one for each."""
 
     def get_limit(self, by_slots: bool) -> int | None:
         """The number of requests that may be sent to it concurrently; `None`: no limit."""
@@ -63,9 +76,13 @@ class BackendLink:
             return limit
         return slots if limit is None or slots < limit else limit
 
-    def has_room(self, by_slots: bool) -> bool:
+    def has_room(self, by_slots: bool, sequences: int = 1) -> bool:
         limit = self.get_limit(by_slots)
-        return limit is None or self.pool.active < limit
+        if limit is None:
+            return True
+        if not by_slots:
+            return self.pool.active < limit
+        return self.pool.active + self.additional_sequences + sequences <= limit
 
 
 class Route:
@@ -93,6 +110,9 @@ class Route:
         self._meters = meters
         self.waiting: FairQueue[GatewayExchange] = FairQueue()
         self.waiting_bytes = 0
+        self.request_fields: frozenset[str] | None = None
+        """Fields for length and count that an engine of it understands; `None`: not known."""
+        self.request_limits: Mapping[str, int] = {}
         self._credits: dict[tuple[str, float], float] = {}
         self._service_s: float | None = None
         self._draining = False
@@ -120,13 +140,25 @@ class Route:
         link.backend.changed = self._update_readiness
         link.backend.drop_requests = link.pool.drop_requests
         link.pool.freed = self.schedule_dispatch
+        self._update_request_fields()
         self._update_readiness(link.backend)
 
     def drop(self, link: BackendLink) -> None:
         self.links.remove(link)
         self.names = self.aliases.union(*(one.backend.names for one in self.links))
         link.backend.changed = link.backend.drop_requests = None
+        self._update_request_fields()
         self._update_readiness(link.backend)
+
+    def _update_request_fields(self) -> None:
+        """A field that one of several engines understands is accepted: while engines change, no client gets an error.
+
+        The engine that ignores it generates less or more than expected, and the charge is corrected at the end.
+        """
+        known = [link.backend.requests for link in self.links if link.backend.requests is not None]
+        all_known = bool(known) and len(known) == len(self.links)
+        self.request_fields = frozenset().union(*(one.fields for one in known)) if all_known else None
+        self.request_limits = {name: limit for one in known for name, limit in one.limits.items()}
 
     def _update_readiness(self, backend: GatewayBackend) -> None:
         self._credits.clear()
@@ -156,6 +188,27 @@ class Route:
             )
             after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(wait_s - self.max_wait_s)))
             return Rejection(429, message, "overloaded", after_s)
+        return None
+
+    def check_sequences(self, line: TenantQueue[GatewayExchange], sequences: int) -> Rejection | None:
+        """Why tenants that share the engines cannot run so many sequences in one request; `None` where they can.
+
+        A request is not split: its slots are held until all of its sequences have ended, so it may have no more than
+        the tenant's share of an engine.
+        """
+        count = self._count_slots() if sequences > 1 else None
+        if count is None or not count.largest:
+            return None
+        largest = count.largest
+        if sequences > largest:
+            return reject_sequences(sequences, largest, "the sequences that an engine of this model runs at once are")
+        share = self.waiting.count_share(line, largest, monotonic())
+        if share is not None and sequences > share:
+            message = (
+                f"this request makes {sequences} sequences, and while other tenants use {self.model}, {share} of "
+                f"{largest} slots are this tenant's share: send at most {share} in one request, or retry later"
+            )
+            return Rejection(429, message, "too_many_sequences", RETRY_AFTER_S)
         return None
 
     def _check_hold(self) -> Rejection | None:
@@ -195,7 +248,7 @@ class Route:
         if (
             self.held is None
             and not waiting.count
-            and (not (self.by_slots and waiting.is_shared) or self._may_pass(exchange.line))
+            and (not (self.by_slots and waiting.is_shared) or self._may_pass(exchange.line, exchange.sequences))
         ):
             link = self._choose(exchange)
             if link is not None:
@@ -237,22 +290,27 @@ class Route:
     def release_for_retry(self, exchange: GatewayExchange, link: BackendLink) -> None:
         """Frees the slot of a request that will be sent to another engine."""
         self.end_prefill(exchange)
-        self.waiting.refund(exchange.line, exchange.cost_tokens)
-        self._free_slot(link, monotonic())
+        self.waiting.refund(exchange.line, exchange.cost_tokens, exchange.sequences)
+        self._free_slots(link, exchange.sequences, monotonic())
 
     def release_slot(self, exchange: GatewayExchange, link: BackendLink, cost_tokens: float | None, now: float) -> None:
         """Frees the slot of a request that has ended; `cost_tokens` is its actual cost, where known."""
         self.end_prefill(exchange)
-        self.waiting.settle_charge(exchange.line, exchange.cost_tokens, cost_tokens)
+        self.waiting.settle_charge(exchange.line, exchange.cost_tokens, cost_tokens, exchange.sequences)
         if cost_tokens:
             took_s = now - exchange.sent_at
             self._service_s = (
                 took_s if not self._service_s else self._service_s + SMOOTHING * (took_s - self._service_s)
             )
-        self._free_slot(link, now)
+        self._free_slots(link, exchange.sequences, now)
 
-    def _free_slot(self, link: BackendLink, now: float) -> None:
+    def estimate_progress(self, took_s: float) -> float:
+        """How much of an answer of usual length exists after so many seconds, by the durations of recent requests."""
+        return took_s / self._service_s if self._service_s else 1.0
+
+    def _free_slots(self, link: BackendLink, sequences: int, now: float) -> None:
         backend = link.backend
+        link.additional_sequences -= sequences - 1
         backend.in_flight -= 1
         backend.last_used = now
         if link.removed and not backend.in_flight:
@@ -315,13 +373,20 @@ class Route:
             return
         now = monotonic()
         while self.waiting and self._has_room():
-            slots, free = self._count_slots()
-            found = self.waiting.take(free, slots, now)
+            count = self._count_slots()
+            found = (
+                self.waiting.take(None, None, now)
+                if count is None
+                else self.waiting.take(count.free, count.all, now, count.room)
+            )
             if found is None:
                 return
             _, exchange = found
             self.waiting_bytes -= exchange.num_bytes
             if exchange.over:
+                continue
+            if (why := self.check_sequences(exchange.line, exchange.sequences)) is not None:
+                exchange.reject(why)
                 continue
             link = self._choose(exchange)
             if link is not None:
@@ -365,7 +430,8 @@ class Route:
         backend.in_flight += 1
         backend.last_used = now
         backend.health.record_sent()
-        self.waiting.charge_sent(exchange.line, exchange.cost_tokens, now)
+        link.additional_sequences += exchange.sequences - 1
+        self.waiting.charge_sent(exchange.line, exchange.cost_tokens, now, exchange.sequences)
         if exchange.streams:  # the end of an unstreamed request's prefill is not visible
             exchange.prefilling = True
             exchange.line.prefilling += 1
@@ -385,23 +451,26 @@ class Route:
         now = monotonic()
         return [link for link in usable if link.backend.health.can_try(now)] or usable
 
-    def _count_slots(self) -> tuple[int | None, int | None]:
-        """The slots of all engines, and how many are free; `None` where there is no limit."""
+    def _count_slots(self) -> SlotCount | None:
+        """`None` where the number of requests is not limited by slots."""
         if not self.by_slots:
-            return None, None
-        slots = free = 0
+            return None
+        slots = free = largest = room = 0
         for link in self.links:
             if link.backend.takes_new:
                 limit = link.get_limit(True)
                 if limit is None:
-                    return None, None
+                    return None
+                unused = max(0, limit - link.pool.active - link.additional_sequences)
                 slots += limit
-                free += max(0, limit - link.pool.active)
-        return slots, free
+                free += unused
+                largest = max(largest, limit)
+                room = max(room, unused)
+        return SlotCount(slots, free, largest, room)
 
-    def _may_pass(self, line: TenantQueue[GatewayExchange]) -> bool:
-        slots, free = self._count_slots()
-        return slots is None or free is None or self.waiting.may_pass(line, free, slots, monotonic())
+    def _may_pass(self, line: TenantQueue[GatewayExchange], sequences: int) -> bool:
+        count = self._count_slots()
+        return count is None or self.waiting.may_pass(line, count.free, count.all, monotonic(), sequences)
 
     # choice of the engine
 
@@ -409,9 +478,9 @@ class Route:
         """Chooses a backend with a free slot: by share, then among replicas by prefix affinity and load."""
         if len(self.links) == 1 and not exchange.tried:
             link = self.links[0]
-            return link if self.is_ready and link.has_room(self.by_slots) else None
+            return link if self.is_ready and link.has_room(self.by_slots, exchange.sequences) else None
         usable = self._list_usable(exchange.tried)
-        with_room = [link for link in usable if link.has_room(self.by_slots)]
+        with_room = [link for link in usable if link.has_room(self.by_slots, exchange.sequences)]
         if len(usable) < 2 or not with_room:
             return with_room[0] if with_room else None
         group = self._choose_group(usable, with_room)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.counting import TokenCounting
 from bedplate.run.gateway.descriptors import DescriptorBudget
 from bedplate.run.gateway.origins import OriginPolicy
 from bedplate.run.gateway.pages import Page
@@ -34,6 +35,8 @@ _EVICTED_SHARE = 16
 """When descriptors are scarce, one in so many idle connections is closed at once: ordering them has a cost."""
 _FLUSH_S = 0.5
 """How long the gateway waits for clients to read their last bytes when it stops."""
+_COUNT_S = 2.0
+"""How long it then waits for the engines to count the tokens of aborted requests."""
 
 
 class Gateway:
@@ -73,6 +76,7 @@ class Gateway:
         """Bodies of requests that are incomplete, or wait behind another request of the same connection."""
         self._left = asyncio.Event()
         self.meters = GatewayMetrics()
+        self.counting = TokenCounting()
         self.url = ""
         self.date = _format_date_header()
         """The Date header, at most two seconds old."""
@@ -121,6 +125,7 @@ class Gateway:
         for connection in list(self.connections):
             connection.abort()
         await self._wait_until_gone(list(self.connections), _FLUSH_S)
+        await self.counting.close(_COUNT_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for task in self._leaving:

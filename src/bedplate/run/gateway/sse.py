@@ -22,6 +22,12 @@ APIS: dict[bytes, Api] = {
     b"/tokenize": "other",
     b"/detokenize": "other",
 }
+OPENAI_TARGETS = {
+    b"/chat/completions": b"/v1/chat/completions",
+    b"/completions": b"/v1/completions",
+    b"/embeddings": b"/v1/embeddings",
+}
+"""Without /v1 some engines have APIs of their own, whose answers do not report usage; these paths get OpenAI's."""
 
 # Each API marks the end of a complete stream; a stream without the mark was truncated, even if it was closed properly.
 # In addition to these types, `data: [DONE]` and an error end a stream of any API.
@@ -53,6 +59,23 @@ class RequestFields(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     prompt_cache_key: Any = None
+    # These change the number or the length of the answers; `demand` reads them.
+    n: Any = None
+    best_of: Any = None
+    n_cmpl: Any = None
+    num_return_sequences: Any = None
+    n_predict: Any = None
+    num_predict: Any = None
+    max_new_tokens: Any = None
+    min_tokens: Any = None
+    min_new_tokens: Any = None
+    ignore_eos: Any = None
+    generation_config: Any = None
+    samplers: Any = None
+    stop: Any = None
+    n_probs: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
     tools: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
     instructions: msgspec.Raw = _NOTHING
@@ -63,6 +86,8 @@ class RequestFields(msgspec.Struct):
     @property
     def max_answer_tokens(self) -> int | None:
         """The maximum length of the answer."""
+        if self.n_predict is not None and type(self.n_predict) is int:  # takes precedence where it is understood
+            return self.n_predict if self.n_predict >= 0 else None
         if self.max_completion_tokens is None and self.max_output_tokens is None and self.max_tokens is None:
             return None
         for asked in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
@@ -125,12 +150,21 @@ class _LastEvent(msgspec.Struct):
 class TokenUsage:
     """Tokens of one request as the engine counted them; chunks are never counted."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "reports")
 
     def __init__(self) -> None:
         self.cached_tokens: int | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
+        self.reports = 0
+        """How many times the engine reported usage."""
+
+    def add(self, other: TokenUsage) -> None:
+        """Adds the usage of another sequence of the same request."""
+        for name in ("cached_tokens", "prompt_tokens", "completion_tokens"):
+            own, more = getattr(self, name), getattr(other, name)
+            setattr(self, name, more if own is None else own + (more or 0))
+        self.reports += other.reports
 
     def take(self, event: _UsageEvent) -> bool:
         found = False
@@ -139,6 +173,7 @@ class TokenUsage:
             if counts is None:
                 continue
             found = True
+            self.reports += 1
             prompt = counts.prompt_tokens if counts.prompt_tokens is not None else counts.input_tokens
             completion = counts.completion_tokens if counts.completion_tokens is not None else counts.output_tokens
             cached = counts.cached_tokens
@@ -205,8 +240,11 @@ def may_have_usage(events: bytes) -> bool:
     return False
 
 
-def read_usage(events: bytes, usage: TokenUsage, *, drop: bool) -> bytes:
-    """Reads token counts from complete events; with `drop`, removes events that contain nothing else."""
+def read_usage(events: bytes, usage: TokenUsage, *, drop: bool, adds: bool = False) -> bytes:
+    """Reads token counts from complete events; with `drop`, removes events that contain nothing else.
+
+    With `adds`, each report is for another sequence; otherwise the last one is for all of them.
+    """
     separator = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     kept = []
     for event in events.split(separator):
@@ -216,8 +254,13 @@ def read_usage(events: bytes, usage: TokenUsage, *, drop: bool) -> bytes:
                 decoded = _decode_event(event[at + 5 :].strip())
             except UNREADABLE:
                 decoded = None
-            if decoded is not None and usage.take(decoded) and drop and decoded.choices == []:
-                continue
+            if decoded is not None:
+                report = TokenUsage() if adds else usage
+                found = report.take(decoded)
+                if adds and found:
+                    usage.add(report)
+                if found and drop and decoded.choices == []:
+                    continue
         kept.append(event)
     return separator.join(kept)
 

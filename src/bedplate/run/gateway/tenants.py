@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from bedplate.run.gateway import sse
 from bedplate.run.gateway.fair import SMOOTHING
 from bedplate.values.record import replace_fields
 from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, digest_key
@@ -39,6 +40,36 @@ class Rejection(NamedTuple):
     message: str
     code: str
     retry_after_s: int
+    """0: the same request will be rejected again."""
+    param: str | None = None
+    """The field of the request that caused it."""
+
+    def encode(self) -> bytes:
+        """The body of the response."""
+        kinds = {429: "rate_limit_error", 400: "invalid_request_error"}
+        return sse.encode_error(self.message, kinds.get(self.status, "server_error"), self.code, self.param)
+
+    def format_retry_header(self) -> bytes:
+        return b"retry-after: %d\r\n" % self.retry_after_s if self.retry_after_s else b""
+
+
+class Demand(NamedTuple):
+    """What a request demands of an engine."""
+
+    prompts: int = 1
+    choices: int = 1
+    """The answers to each prompt."""
+    prompt_tokens: int | None = None
+    """Where the prompt consists of token ids."""
+    least_tokens: int = 0
+    """The length of each answer that the request enforces."""
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.choices
+
+
+ONE_SEQUENCE = Demand()
 
 
 class RateBucket:
@@ -114,17 +145,28 @@ class TenantState:
         self.is_admin = tenant.admin or tenant.name == DEFAULT_TENANT
         """Whether it may see other tenants' figures."""
 
-    def estimate_cost_tokens(self, body_bytes: int, max_tokens: int | None) -> float:
+    def estimate_cost_tokens(self, body_bytes: int, max_tokens: int | None, demand: Demand = ONE_SEQUENCE) -> float:
         """The expected cost of a request, from its length, its `max_tokens` and this tenant's earlier answers."""
         output = self.mean_output if max_tokens is None else min(float(max_tokens), 4 * self.mean_output)
-        return body_bytes / BYTES_PER_TOKEN + output
+        if demand is ONE_SEQUENCE:
+            return body_bytes / BYTES_PER_TOKEN + output
+        prompt = demand.prompt_tokens if demand.prompt_tokens is not None else body_bytes / BYTES_PER_TOKEN
+        return prompt + demand.sequences * max(output, demand.least_tokens)
 
-    def check_limits(self, cost_tokens: float, now: float) -> Rejection | None:
-        """Why a limit forbids one more request now; `None` where none does."""
-        if self.max_in_flight is not None and self.in_flight >= self.max_in_flight:
+    def check_limits(self, cost_tokens: float, now: float, sequences: int = 1) -> Rejection | None:
+        """Why a limit forbids one more request with so many sequences now; `None` where none does."""
+        if self.max_in_flight is not None and self.in_flight + sequences > self.max_in_flight:
+            if sequences > self.max_in_flight > 0:
+                return reject_sequences(sequences, self.max_in_flight, "the limit of concurrent requests is")
             message = f"the limit of {self.max_in_flight} concurrent requests is reached"
             return Rejection(429, message, "too_many_in_flight", 1)
         requests, tokens = self.requests, self.tokens
+        if sequences > 1 and tokens is not None and cost_tokens > tokens.per_minute:
+            message = (
+                f"this request makes {sequences} sequences, which need about {cost_tokens:,.0f} tokens; the limit is "
+                f"{tokens.per_minute:,} tokens per minute: send fewer in one request"
+            )
+            return Rejection(400, message, "too_many_sequences", 0)
         if requests is not None and not requests.has_amount(1) and (wait_s := requests.compute_wait_s(1, now)):
             message = f"the limit of {requests.per_minute:,} requests per minute is reached"
             return Rejection(429, message, "requests_per_minute", max(1, math.ceil(wait_s)))
@@ -152,14 +194,25 @@ class TenantState:
             self.tokens.take(cost_tokens, now)
 
     def record_end(
-        self, charged_tokens: float, used_tokens: float | None, output_tokens: int | None, now: float
+        self,
+        charged_tokens: float,
+        used_tokens: float | None,
+        output_tokens: int | None,
+        now: float,
+        sequences: int = 1,
     ) -> None:
         """Records the end of a request, and corrects its charge to `used_tokens`, where known."""
-        self.in_flight -= 1
-        if used_tokens is not None and self.tokens is not None:
+        self.in_flight -= sequences
+        if used_tokens is not None:
+            self.correct_charge(charged_tokens, used_tokens, output_tokens, now, sequences)
+
+    def correct_charge(
+        self, charged_tokens: float, used_tokens: float, output_tokens: int | None, now: float, sequences: int
+    ) -> None:
+        if self.tokens is not None:
             self.tokens.take(used_tokens - charged_tokens, now)
         if output_tokens is not None:
-            self.mean_output += SMOOTHING * (output_tokens - self.mean_output)
+            self.mean_output += SMOOTHING * (output_tokens / sequences - self.mean_output)
 
     def format_limit_headers(self) -> bytes:
         """The remaining limits as the headers of OpenAI's API."""
@@ -263,6 +316,12 @@ class VerifiedKey:
     def is_valid_for(self, given: bytes, turn: object) -> bool:
         """Whether this is the same key, and still valid."""
         return turn is self._turn and hmac.compare_digest(given, self._given) and not self.has_expired
+
+
+def reject_sequences(sequences: int, limit: int, what: str) -> Rejection:
+    """Rejects a request with more sequences than can ever run at once."""
+    message = f"this request makes {sequences} sequences; {what} {limit}: send at most {limit} in one request"
+    return Rejection(400, message, "too_many_sequences", 0)
 
 
 def apply_declared_limits(stored: Tenant, declared: DeclaredTenant | None) -> Tenant:

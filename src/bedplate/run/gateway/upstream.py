@@ -5,15 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
-    from bedplate.run.gateway.exchange import GatewayExchange
 
 CONNECT_TIMEOUT_S = 10.0
+
+
+class EngineExchange(Protocol):
+    """One request to an engine and its answer."""
+
+    over: bool
+    tried_again: bool
+    """Whether it must use a new connection instead of an idle one."""
+
+    def send_to_engine(self, connection: EngineConnection) -> None: ...
+    def receive_head(self, status: int, content_type: bytes) -> None: ...
+    def receive_body(self, data: bytes) -> None: ...
+    def complete_answer(self) -> None: ...
+    def handle_lost_engine(self, how: str, reused: bool) -> None: ...
+    def handle_absent_engine(self) -> None: ...
 
 
 class EngineConnection(asyncio.Protocol):
@@ -27,7 +41,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
         self.pool = pool
         self.address = address
-        self.exchange: GatewayExchange | None = None
+        self.exchange: EngineExchange | None = None
         self.transport: asyncio.Transport | None = None
         self.used = False
         self._parser = httptools.HttpResponseParser(self)
@@ -38,7 +52,7 @@ class EngineConnection(asyncio.Protocol):
         self._ends_at_close = False
         self._paused = False
 
-    def send(self, exchange: GatewayExchange, request: bytes) -> None:
+    def send(self, exchange: EngineExchange, request: bytes) -> None:
         self.exchange = exchange
         self.pool.carriers.add(self)
         if self.transport is not None:
@@ -127,7 +141,7 @@ class EngineConnection(asyncio.Protocol):
         if exchange := self._release_exchange(reusable=self._parser.should_keep_alive()):
             exchange.complete_answer()
 
-    def _handle_invalid_answer(self, exchange: GatewayExchange, error: Exception) -> None:
+    def _handle_invalid_answer(self, exchange: EngineExchange, error: Exception) -> None:
         how = f"its answer is not valid HTTP ({error})"
         if isinstance(error, httptools.HttpParserCallbackError):
             how = "internal error in bedplate while forwarding the answer"
@@ -146,7 +160,7 @@ class EngineConnection(asyncio.Protocol):
         if exchange is not None:
             exchange.handle_lost_engine(how, False)
 
-    def _release_exchange(self, *, reusable: bool) -> GatewayExchange | None:
+    def _release_exchange(self, *, reusable: bool) -> EngineExchange | None:
         exchange, self.exchange = self.exchange, None
         self.pool.carriers.discard(self)
         self.used = True
@@ -169,7 +183,7 @@ class EnginePool:
         self.carriers: set[EngineConnection] = set()
         """Connections that carry an exchange."""
 
-    def take(self, exchange: GatewayExchange) -> None:
+    def take(self, exchange: EngineExchange) -> None:
         """Gives the exchange an idle connection, or opens one."""
         fresh = exchange.tried_again
         self.active += 1
@@ -213,7 +227,7 @@ class EnginePool:
         while self._idle:
             self._idle.pop().drop()
 
-    async def _connect(self, exchange: GatewayExchange, address: tuple[str, int] | None) -> None:
+    async def _connect(self, exchange: EngineExchange, address: tuple[str, int] | None) -> None:
         if address is None:
             self._release()
             exchange.handle_absent_engine()

@@ -152,8 +152,11 @@ class TenantMeter:
     def record(self, outcome: str, usage: TokenUsage | None = None) -> None:
         self.ended[outcome] += 1
         if usage is not None:
-            self.prompt_tokens += usage.prompt_tokens or 0
-            self.completion_tokens += usage.completion_tokens or 0
+            self.add_tokens(usage)
+
+    def add_tokens(self, usage: TokenUsage) -> None:
+        self.prompt_tokens += usage.prompt_tokens or 0
+        self.completion_tokens += usage.completion_tokens or 0
 
 
 class DurationHistogram:
@@ -192,13 +195,23 @@ class EngineMeter:
         self.ended[api, "turned_away"] += 1
 
     def record(
-        self, api: str, outcome: str, started: float, first: float | None, ended: float, usage: TokenUsage
+        self,
+        api: str,
+        outcome: str,
+        started: float,
+        first: float | None,
+        ended: float,
+        usage: TokenUsage,
+        sequences: int = 1,
     ) -> None:
         self.ended[api, outcome] += 1
         self.duration.observe(ended - started)
         if first is not None:
             self.ttft.observe(first - started)
-            if usage.completion_tokens is not None and usage.completion_tokens > 1:
-                self.token_time.observe((ended - first) / (usage.completion_tokens - 1))
+            if usage.completion_tokens is not None and usage.completion_tokens > sequences:
+                self.token_time.observe((ended - first) / (usage.completion_tokens / sequences - 1))
+        self.add_tokens(usage)
+
+    def add_tokens(self, usage: TokenUsage) -> None:
         self.prompt_tokens += usage.prompt_tokens or 0
         self.completion_tokens += usage.completion_tokens or 0
