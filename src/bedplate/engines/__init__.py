@@ -28,9 +28,11 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    KnownMistake,
     MetricNames,
     NotedOptions,
     RayWorker,
+    ServerFeatures,
     StoreStep,
     TableNames,
 )
@@ -53,11 +55,13 @@ __all__ = [
     "EstimateTraits",
     "Features",
     "KnownFailure",
+    "KnownMistake",
     "MemoryUse",
     "MetricNames",
     "NotedOptions",
     "OverlayRecipe",
     "RayWorker",
+    "ServerFeatures",
     "SourceBuild",
     "StoreStep",
     "TableNames",
@@ -67,7 +71,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-SHARED_MODULES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
+SHARED_MODULES = ("base", "knobs", "mistakes", "names", "parsers", "shared", "roles", "shipped", "traits")
 """Shared modules; every other module of this folder is an engine."""
 
 
