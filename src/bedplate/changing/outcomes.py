@@ -70,7 +70,7 @@ class RequestTally:
                 backend.on_end = None
 
     def add(self, ended: FinishedRequest) -> None:
-        if ended.outcome == "cancelled":
+        if ended.outcome in ("cancelled", "mistaken"):  # neither says anything about the engine
             return
         self._seen.append(ObservedRequest.from_ended(ended))
         if len(self._seen) >= MOST_KEPT:

@@ -49,7 +49,10 @@ class PlanBackend(GatewayBackend):
         super().__init__(model, plan.engine, plan.engine_version, aliases, share=share)
         self.slots = plan.settings.slots
         self.context_tokens = plan.settings.context_tokens
-        self.max_connections = engine_by_id(plan.engine).get_max_connections(plan.settings)
+        engine = engine_by_id(plan.engine)
+        self.max_connections = engine.get_max_connections(plan.settings)
+        self.capabilities = engine.describe_capabilities(plan)
+        self.find_mistake = engine.find_mistake
 
 
 def create_supervisor(

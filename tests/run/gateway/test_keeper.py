@@ -218,7 +218,7 @@ async def test_observer_gets_each_request_with_content_and_its_errors_are_isolat
         setup.gateway.seen = lambda row, words: seen.append((row, words))
         setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
         await post(setup, make_chat_body(stream=True))
-        await post(setup, make_chat_body(user="x"), "/v1/completions")
+        await post(setup, make_chat_body(user="x", prompt="x"), "/v1/completions")
         (first, words), (second, other) = seen
         assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, make_delta("blue") + DONE)
         assert json.loads(words.asked) == make_chat_body(stream=True) and words.target == CHAT.encode()

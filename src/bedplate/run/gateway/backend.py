@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from bedplate.engines import KnownMistake
+    from bedplate.values.capabilities import Capabilities, Feature
 
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 EJECT_AFTER = 3
@@ -16,8 +20,8 @@ LONGEST_PAUSE_S = 30.0
 class FinishedRequest(NamedTuple):
     """A request that has ended at one backend."""
 
-    outcome: Literal["ok", "refused", "failed", "cancelled"]
-    """failed: at this backend; another one may have answered it."""
+    outcome: Literal["ok", "refused", "mistaken", "failed", "cancelled"]
+    """mistaken: refused, and every engine would refuse it. failed: at this backend; another one may have answered."""
     begun: bool
     """Whether the client had received a part of the answer."""
     ttft_s: float | None
@@ -77,6 +81,10 @@ class GatewayBackend:
         """Concurrent requests that the engine computes. Where several tenants share it, no more are sent to it, since
         an engine's own queue does not know tenants."""
         self.context_tokens: int | None = None
+        self.capabilities: Capabilities | None = None
+        """What its requests may ask for; `None`: not known."""
+        self.find_mistake: Callable[[str], KnownMistake | None] | None = None
+        """Recognizes a client's mistake by the engine's error message."""
         self.attempts = 1
         """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False
@@ -114,6 +122,10 @@ class GatewayBackend:
     def takes_new(self) -> bool:
         """Whether it accepts new requests, whatever its health."""
         return self._state == "ready" and self._share > 0
+
+    def supports(self, features: tuple[Feature, ...]) -> bool:
+        known = self.capabilities
+        return known is None or all(known.supports(one) for one in features)
 
     def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""

@@ -12,8 +12,10 @@ import httptools
 import msgspec
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.errors import encode_error
 from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.pages import show_page
+from bedplate.run.gateway.request_checks import RequestMistake, check_request
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
@@ -380,26 +382,38 @@ class ClientConnection(asyncio.Protocol):
         if api is None:
             self._show_page(request)
             return
+        member = request.member or self._gateway.tenants.default
         try:
             asked = sse.read_request_fields(request.body)
         except sse.UNREADABLE as error:
             message = f"the request body is not valid: {error}"
-            self.respond(400, sse.encode_error(message, "invalid_request_error", "bad_body"))
+            self._gateway.record_rejection(None, member, api, None, size, 400, "bad_body", "refused")
+            self.respond(400, encode_error(api, 400, message, "invalid_request_error", "bad_body"))
             return
         route = self._gateway.find_route(asked.model)
         if route is None and self._gateway.starting:
             message = "bedplate is starting and has not registered all of its models yet"
-            self.respond(503, sse.encode_error(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
+            body = encode_error(api, 503, message, "server_error", "engine_loading")
+            self._gateway.record_rejection(None, member, api, asked, size, 503, "engine_loading")
+            self.respond(503, body, extra=b"retry-after: 1\r\n")
             return
         if route is None:
             served = ", ".join(self._gateway.models)
             message = f"the model {asked.model!r} is not served here; served: {served}"
-            self.respond(404, sse.encode_error(message, "invalid_request_error", "model_not_found", "model"))
+            self._gateway.record_rejection(None, member, api, asked, size, 404, "model_not_found", "refused")
+            self.respond(404, encode_error(api, 404, message, "invalid_request_error", "model_not_found", "model"))
             return
-        member = request.member or self._gateway.tenants.default
         if route.allowed is not None and member.name not in route.allowed and not member.is_admin:
             message = f"this key may not use the model {route.model!r}"
-            self.respond(403, sse.encode_error(message, "permission_error", "model_not_allowed", "model"))
+            self._gateway.record_rejection(None, member, api, asked, size, 403, "model_not_allowed", "refused")
+            self.respond(403, encode_error(api, 403, message, "permission_error", "model_not_allowed", "model"))
+            return
+        try:
+            features = check_request(api, asked, route.capabilities)
+        except RequestMistake as mistake:
+            self._gateway.record_rejection(route, member, api, asked, size, 400, mistake.code, "refused")
+            kind = "invalid_request_error"
+            self.respond(400, encode_error(api, 400, mistake.message, kind, mistake.code, mistake.param))
             return
         now = monotonic()
         cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens)
@@ -410,7 +424,7 @@ class ClientConnection(asyncio.Protocol):
             self._reject_with_retry(route, member, api, asked, size, why)
             return
         self._current = exchange = GatewayExchange(
-            self, request, api, asked, self._gateway, route, member, cost_tokens, now
+            self, request, api, asked, self._gateway, route, member, cost_tokens, now, features
         )
         exchange.start()
 
@@ -425,9 +439,9 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """Rejects a request with 429 or 503 and Retry-After."""
         kind = "rate_limit_error" if why.status == 429 else "server_error"
-        self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status)
+        self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status, why.code)
         extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.format_limit_headers())
-        self.respond(why.status, sse.encode_error(why.message, kind, why.code), extra=extra)
+        self.respond(why.status, encode_error(api, why.status, why.message, kind, why.code), extra=extra)
 
     def _finish_answer(self) -> None:
         self._current = None
@@ -536,6 +550,7 @@ class ClientConnection(asyncio.Protocol):
         self._discarding = True
         self._body = []
         self._count_arrived(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
+        self._gateway.meters.count_reason(code)
         body = sse.encode_error(message, kind, code)
         self._rejection = (
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
