@@ -65,8 +65,6 @@ class UsageRow(Record, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    refused: int = 0
-    """How many of `requests` were the client's mistake."""
     reasons: dict[str, int] = msgspec.field(default_factory=dict)
     """Refused, rejected and failed requests by the code of their error."""
 
