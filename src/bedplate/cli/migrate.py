@@ -67,6 +67,10 @@ def migrate(
         float,
         typer.Option(min=1, metavar="TIMES", help="Allowed slowdown per token if there is no latency target."),
     ] = 1.5,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Migrate even if requests of the last day used what the new engine lacks."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Replace the engine behind a running endpoint.
@@ -91,6 +95,7 @@ def migrate(
         hold_most=hold_most,
         slower=slower,
         prefixes=prefixes,
+        force=force,
     )
     done = ask(choose_service(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
     if json:
