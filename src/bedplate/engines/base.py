@@ -550,10 +550,9 @@ class Engine:
     def find_tool_support(self, plan: Plan) -> ToolSupport:
         """Which tool calls work with this model; those of the server, if its chat template has a place for tools."""
         features, model = self.server_features, plan.model
-        if features is None or not model.has_chat_template:
-            return "none"
+        lacks_template = bool(model.files) and not model.has_chat_template  # without files, it is not known
         lacks_tools = model.chat_template is not None and "tools" not in model.chat_template
-        return "none" if lacks_tools else features.tools
+        return "none" if features is None or lacks_template or lacks_tools else features.tools
 
     def describe_capabilities(self, plan: Plan) -> Capabilities | None:
         """What requests may ask of this plan's model; `None`: not known."""
