@@ -8,6 +8,7 @@ import json
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from bedplate.run.gateway import BackendState, sse
 from bedplate.run.gateway.pages import PageRequest, PageResponse
 from bedplate.run.gateway.watch import DurationHistogram
+from bedplate.values.capabilities import Capabilities
 
 from .scripted import (
     ANSWER,
@@ -545,8 +547,9 @@ async def test_wrong_method_gets_405_with_allow_header(method: str, path: str, a
         assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
 
 
-async def test_lists_models_with_engine_and_context() -> None:
-    async with start_gateway(context_tokens=4096) as setup:
+async def test_lists_models_with_engine_context_and_capabilities() -> None:
+    known = Capabilities(tools="auto", n=2)
+    async with start_gateway(context_tokens=4096, capabilities=known) as setup:
         client = await setup.connect()
         answer = await client.get("/v1/models")
         (row,) = answer.json["data"]
@@ -558,6 +561,7 @@ async def test_lists_models_with_engine_and_context() -> None:
             "engine": "llama.cpp",
             "engine_version": "b1",
             "max_model_len": 4096,
+            "capabilities": msgspec.to_builtins(known),
         }
         assert answer.headers["server"] == "bedplate"
         assert (await client.get("/models")).json == answer.json
