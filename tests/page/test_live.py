@@ -135,7 +135,12 @@ class TestCounting:
         recorder = LiveRecorder()
         recorder.record_request(make_request(tenant="ann"))
         recorder.record_request(make_request(tenant="ann", outcome="failed", status=502, reason="engine_stopped"))
-        refused = {"outcome": "turned_away", "status": 429, "duration_ms": 0.0, "reason": "tokens_per_minute"}
+        refused: dict[str, Any] = {
+            "outcome": "turned_away",
+            "status": 429,
+            "duration_ms": 0.0,
+            "reason": "tokens_per_minute",
+        }
         recorder.record_request(make_request(tenant="ann", **refused))
         used = recorder.used["ann"]
         assert used.reasons == {"engine_stopped": 1, "tokens_per_minute": 1}

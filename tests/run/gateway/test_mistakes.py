@@ -37,7 +37,7 @@ def ask_with(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content, **more}]}
 
 
-CHAT_MISTAKES = {
+CHAT_MISTAKES: dict[str, list[dict[str, Any]]] = {
     "invalid_messages": [
         {},
         {"messages": []},
@@ -287,7 +287,7 @@ async def test_a_prompt_that_is_too_long_for_one_engine_alone_counts_against_it(
     ended: list[FinishedRequest] = []
     find = get_engine("llama.cpp").find_mistake
     text = "request (900 tokens) exceeds the available context size (512 tokens), try increasing it"
-    more = {"find_mistake": find, "on_end": ended.append}
+    more: dict[str, Any] = {"find_mistake": find, "on_end": ended.append}
     async with start_gateway(context_tokens=512, **more) as setup:
         setup.engine.otherwise = (make_answer({"error": {"code": 400, "message": text}}, "400 Bad Request"),)
         client = await setup.connect()
