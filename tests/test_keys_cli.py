@@ -157,6 +157,26 @@ def test_usage_is_grouped_and_filtered() -> None:
     assert (row["engine"], row["requests"], row["cached_tokens"]) == ("llama.cpp", "1", "300")
 
 
+def test_usage_shows_why_requests_were_not_answered() -> None:
+    refused = {"outcome": "refused", "status": 400, "prompt_tokens": None, "completion_tokens": None}
+    store.add_requests(
+        [
+            make_request(),
+            *(make_request(**refused, reason="unsupported_tools") for _ in range(3)),
+            make_request(tenant="bob", **refused, model="", engine=None, reason="model_not_found"),
+        ]
+    )
+    report = from_json(UsageReport, invoke("usage", "--json").out)
+    assert [(row.key, row.reasons) for row in report.rows] == [
+        ("alice", {"unsupported_tools": 3}), ("bob", {"model_not_found": 1}),
+    ]  # fmt: skip
+    assert report.total.reasons == {"unsupported_tools": 3, "model_not_found": 1}
+    page = invoke("usage").out
+    assert "unsupported_tools" in page and "not answered because of" in page
+    rows = list(csv.DictReader(io.StringIO(invoke("usage", "--csv").out)))
+    assert [row["reasons"] for row in rows] == ["unsupported_tools=3", "model_not_found=1"]
+
+
 @pytest.mark.parametrize("words", [("--since", "yesterday"), ("--csv", "--json"), ("--by", "moon")])
 def test_invalid_usage_options_are_usage_errors(words: tuple[str, ...]) -> None:
     assert invoke("usage", *words).code == 2

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import os
@@ -28,11 +29,12 @@ from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
 from bedplate.values.tuning import RefusedSetting, TuningRun
 from bedplate.values.verdict import Verdict
 
-VERSION = 6
+VERSION = 7
 """Version of the tables.
 
 1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts. 6: tunings and
-refused settings. Each version only adds tables, so an older file needs no conversion.
+refused settings. 7: daily sums of the reasons of refused and failed requests. Each version only adds tables, so an
+older file needs no conversion.
 """
 MOST_READ = 10_000
 SCHEMA = """
@@ -137,6 +139,15 @@ CREATE TABLE IF NOT EXISTS usage_days (
     cached_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL,
     PRIMARY KEY (day, tenant, model, engine)
+);
+CREATE TABLE IF NOT EXISTS reason_days (
+    day TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    model TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant, model, engine, reason)
 );
 CREATE VIEW IF NOT EXISTS counted AS SELECT
     id, at_s, strftime('%Y-%m-%d', at_s, 'unixepoch') AS day, tenant, model, COALESCE(engine, '') AS engine,
@@ -541,7 +552,38 @@ def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
             "completion_tokens = completion_tokens + excluded.completion_tokens",
             old,
         )
+        counts = _count_reasons(connection, "(at_s < ? OR id <= ?)", old)
+        connection.executemany(
+            "INSERT INTO reason_days VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (day, tenant, model, engine, reason) DO UPDATE SET requests = requests + excluded.requests",
+            [(*key, count) for key, count in counts.items()],
+        )
         return connection.execute("DELETE FROM requests WHERE at_s < ? OR id <= ?", old).rowcount
+
+
+class _RequestReason(msgspec.Struct):
+    reason: str | None = None
+
+
+_decode_reason = msgspec.json.Decoder(_RequestReason).decode
+_ReasonKey = tuple[str, str, str, str, str]
+"""Day, tenant, model, engine and reason."""
+
+
+def _count_reasons(
+    connection: sqlite3.Connection, where: str, values: tuple[object, ...]
+) -> collections.Counter[_ReasonKey]:
+    """The reasons of the requests that were not answered. Only their rows are read."""
+    query = (
+        "SELECT strftime('%Y-%m-%d', at_s, 'unixepoch'), tenant, model, COALESCE(engine, ''), body FROM requests "  # noqa: S608
+        f"WHERE {where} AND outcome NOT IN ('ok', 'cancelled')"
+    )
+    found: collections.Counter[_ReasonKey] = collections.Counter()
+    for *key, body in connection.execute(query, values):
+        if (reason := _decode_reason(body).reason) is not None:
+            day, tenant, model, engine = key
+            found[day, tenant, model, engine, reason] += 1
+    return found
 
 
 def read_usage(
@@ -560,13 +602,31 @@ def read_usage(
     )
     with _open_store(where) as connection:
         rows = connection.execute(query, (since_s, tenant, by)).fetchall()
+        counts = _count_reasons(connection, "at_s >= ? AND (? IS NULL OR tenant = ?)", (since_s, tenant, tenant))
+        folded = (
+            "SELECT day, tenant, model, engine, reason, requests FROM reason_days "
+            "WHERE day >= strftime('%Y-%m-%d', ?1, 'unixepoch') AND (?2 IS NULL OR tenant = ?2)"
+        )
+        for *key, count in connection.execute(folded, (since_s, tenant)):
+            day, name, model, engine, reason = key
+            counts[day, name, model, engine, reason] += count
+    place = ("day", "tenant", "model", "engine").index(by)
+    reasons: dict[str, dict[str, int]] = {}
+    for key, count in sorted(counts.items()):
+        own = reasons.setdefault(key[place], {})
+        own[key[4]] = own.get(key[4], 0) + count
     return tuple(
         UsageRow(
-            key=key, requests=requests, failed=failed, turned_away=away,
-            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion,
+            key=key, requests=requests, failed=failed, turned_away=away, prompt_tokens=prompt, cached_tokens=cached,
+            completion_tokens=completion, reasons=sort_counts(reasons.get(key, {})),
         )
         for key, requests, failed, away, prompt, cached, completion in rows
     )  # fmt: skip
+
+
+def sort_counts(counts: dict[str, int]) -> dict[str, int]:
+    """The same, the most frequent first."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _to_line(record: Record) -> str:

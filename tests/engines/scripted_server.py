@@ -27,6 +27,8 @@ STEP_S = 0.002
 
 
 class Bytes(Text):
+    max_token = END
+
     def encode(self, text: str, special: bool) -> list[int]:
         return [*([BEGIN] if special else []), *text.encode("utf-8", "surrogatepass")]
 

@@ -134,9 +134,16 @@ class TestCounting:
     def test_rejected_requests_are_counted_separately(self) -> None:
         recorder = LiveRecorder()
         recorder.record_request(make_request(tenant="ann"))
-        recorder.record_request(make_request(tenant="ann", outcome="failed", status=502))
-        recorder.record_request(make_request(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+        recorder.record_request(make_request(tenant="ann", outcome="failed", status=502, reason="engine_stopped"))
+        refused: dict[str, Any] = {
+            "outcome": "turned_away",
+            "status": 429,
+            "duration_ms": 0.0,
+            "reason": "tokens_per_minute",
+        }
+        recorder.record_request(make_request(tenant="ann", **refused))
         used = recorder.used["ann"]
+        assert used.reasons == {"engine_stopped": 1, "tokens_per_minute": 1}
         assert (used.requests, used.failed, used.turned_away, used.completion_tokens) == (2, 1, 1, 22)
         recorder.end_second({})
         (tally,) = recorder.get_window("alpha")

@@ -23,6 +23,7 @@ from bedplate.changing.challenger import (
     get_last_address,
     run_in_thread,
 )
+from bedplate.changing.losses import ServiceOffer, check_losses, read_recent_use
 from bedplate.changing.outcomes import (
     LEAST_SEEN,
     LatencyLimits,
@@ -99,6 +100,8 @@ class MigrationRequest(Record, frozen=True, kw_only=True):
     drain_s: Positive = DRAIN_S
     prefixes: Annotated[int, msgspec.Meta(ge=8, le=ASKED)] = ASKED
     """Number of prefixes after which the next token is compared."""
+    force: bool = False
+    """Migrate even if requests of the last day used what the engine lacks."""
 
 
 class CancelRequest(Record, frozen=True, kw_only=True):
@@ -274,12 +277,22 @@ class MigrationRun:
         (one,) = decide_engines([wanted], hardware, progress, build=asked.build, budget_bytes=host.room.budget_bytes)
         if asked.decision is not None:
             one = replace_decision(one, asked.decision)
+        self._check_losses(one, progress)
         examiner = None
         if asked.build == "native":
             from bedplate.measure.builds import BuildExaminer
 
             examiner = BuildExaminer()
         return prepare_model(one, progress, examiner=examiner)
+
+    def _check_losses(self, one: ModelDecision, progress: ThreadProgress) -> None:
+        """Refuse, before anything is installed, to lose what clients use."""
+        before = ServiceOffer.from_plan(self.before.plan, len(self.before.needs))
+        after = ServiceOffer.from_plan(one.plan, len(one.part.needs))
+        for note in check_losses(before, after, read_recent_use(self.service.name), force=self.asked.force):
+            if note not in self.notes:
+                self.notes.append(note)
+                progress.note(note)
 
     def _is_unchanged(self, ready: PreparedModel) -> bool:
         old = self.before
@@ -569,7 +582,9 @@ class MigrationRun:
             if percent >= 100 or len(usual) < LEAST_SEEN:
                 usual = list(baseline) if len(baseline) >= LEAST_SEEN else self._usual.list_since()
             reason = next((death for engine in self.challengers if (death := self._explain_death(engine))), None)
-            reason = reason or explain_worse(seen, usual, self.limits)
+            # Earlier steps compared rejections in the same period; now other clients may make other mistakes.
+            compares = percent < 100 or all(step.challenger.requests < LEAST_SEEN for step in self.steps)
+            reason = reason or explain_worse(seen, usual, self.limits, compare_rejections=compares)
             over = spent_s >= (min(IDLE_STEP_S, asked.most_step_s) if idle else asked.most_step_s)
             if over and reason is None:
                 in_flight = sum(engine.backend.in_flight for engine in self.challengers)

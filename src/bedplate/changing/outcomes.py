@@ -70,7 +70,7 @@ class RequestTally:
                 backend.on_end = None
 
     def add(self, ended: FinishedRequest) -> None:
-        if ended.outcome == "cancelled":
+        if ended.outcome in ("cancelled", "mistaken"):  # neither says anything about the engine
             return
         self._seen.append(ObservedRequest.from_ended(ended))
         if len(self._seen) >= MOST_KEPT:
@@ -97,12 +97,16 @@ def summarize_latency(seen: Sequence[ObservedRequest]) -> LatencySummary:
 
 
 def explain_worse(
-    challenger: Sequence[ObservedRequest], incumbent: Sequence[ObservedRequest], limits: LatencyLimits
+    challenger: Sequence[ObservedRequest],
+    incumbent: Sequence[ObservedRequest],
+    limits: LatencyLimits,
+    *,
+    compare_rejections: bool = True,
 ) -> str | None:
     """A clause that says why the challenger is worse; None if it is not, so far."""
     return (
         _explain_failures(challenger, incumbent)
-        or _explain_rejections(challenger, incumbent)
+        or (_explain_rejections(challenger, incumbent) if compare_rejections else None)
         or _explain_latency(challenger, incumbent, limits)
     )
 

@@ -38,6 +38,7 @@ from bedplate.changing.episodes import (
     split_episodes,
     summarize_load,
 )
+from bedplate.changing.losses import ServiceOffer, check_losses, read_recent_use
 from bedplate.changing.shadow_elsewhere import REHEARSED, UNKNOWN_ELSEWHERE, probe_url
 from bedplate.changing.shadow_mirror import REQUEST_LIMIT_S, MeasuredSides, RequestMirror
 from bedplate.changing.standstill import EnginePauser
@@ -108,6 +109,8 @@ class ShadowRequest(Record, frozen=True, kw_only=True):
     key: str | None = None
     served_model: str | None = None
     """The served name at `url`; None for the first model listed there."""
+    force: bool = False
+    """Compare even if requests of the last day used what the engine lacks."""
 
 
 class TimeLimitReached(Exception):
@@ -242,6 +245,12 @@ class ShadowRun:
         (one,) = decide_engines(
             [wanted], hardware, progress, build=self.asked.build, budget_bytes=host.room.budget_bytes
         )
+        replicas, incumbent = self.service.wanted.replicas, self.service.readied
+        before = ServiceOffer.from_plan(incumbent.plan, len(incumbent.needs))
+        after = ServiceOffer.from_plan(one.plan, replicas)
+        for note in check_losses(before, after, read_recent_use(self.service.name), force=self.asked.force):
+            self._add_note_from_thread(note)
+            progress.note(note)
         ready = prepare_model(one, progress)
         need = count_need(one.decision, hardware.accelerators)
         device = ready.plan.settings.device

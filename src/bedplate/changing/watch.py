@@ -57,6 +57,8 @@ class WatchOptions:
     share: float = 0.1
     webhook: str | None = None
     auto: bool = False
+    force: bool = False
+    """Also try challengers that lack what requests of the last day used."""
     tell: Tell = lambda text: None
 
 
@@ -234,7 +236,7 @@ def _try_challengers(
                 UntriedChallenger(engine=name, why=f"the budget of {format_seconds(asked.budget_s)} is spent")
             )
             continue
-        wanted = ShadowRequest(engine=name, model=found.model, share=asked.share, for_s=for_s)
+        wanted = ShadowRequest(engine=name, model=found.model, share=asked.share, for_s=for_s, force=asked.force)
         try:
             shadows.append(ask(record, "shadow", wanted, answer=ShadowResult, tell=asked.tell, limit_s=None))
         except (NotPossible, UsageError, ExternalFailure) as error:
@@ -291,7 +293,7 @@ def list_unpinned(now: WatchState) -> list[str]:
 
 def _migrate(record: ServiceRecord, asked: WatchOptions, done: WatchEvaluation, engine: str) -> WatchEvaluation:
     try:
-        wanted = MigrationRequest(engine=engine, model=done.model)
+        wanted = MigrationRequest(engine=engine, model=done.model, force=asked.force)
         moved = ask(record, "migrate", wanted, answer=Migration, tell=asked.tell, limit_s=None)
     except BedplateError as error:
         return replace_fields(done, notes=(*done.notes, f"the migration failed: {error.summary}"))

@@ -76,6 +76,10 @@ def migrate(
         float,
         typer.Option(min=1, metavar="TIMES", help="Allowed slowdown per token if there is no latency target."),
     ] = 1.5,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Migrate even if requests of the last day used what the new engine lacks."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Replace the engine behind a running endpoint.
@@ -104,6 +108,7 @@ def migrate(
         hold_most=hold_most,
         slower=slower,
         prefixes=prefixes,
+        force=force,
     )
     service, progress = choose_service(name), TerminalProgress()
     try:

@@ -57,6 +57,10 @@ def shadow(
         str | None,
         typer.Option(metavar="NAME", help="Model name at --url. Default: the first that it lists.", show_default=False),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Compare even if requests of the last day used what the engine lacks."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Try another engine with the requests of a running endpoint.
@@ -92,6 +96,7 @@ def shadow(
         url=LoadTarget.from_url(url, key=key).url if url is not None else None,
         key=key,
         served_model=served_model,
+        force=force,
     )
     done = ask(choose_service(name), "shadow", wanted, answer=ShadowResult, tell=TerminalProgress().note, limit_s=None)
     if json:

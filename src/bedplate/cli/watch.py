@@ -48,6 +48,10 @@ def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Evaluate once, now, and exit with the answer as exit code.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also try engines that lack what requests of the last day used."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check regularly whether a service has the right engine.
@@ -70,6 +74,7 @@ def watch(
         share=parse_share(share),
         webhook=check_url(webhook) if webhook is not None else None,
         auto=auto,
+        force=force,
         tell=TerminalProgress().note,
     )
     record = choose_service(name)

@@ -28,10 +28,12 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    KnownMistake,
     MetricNames,
     NotedOptions,
     PrivatePort,
     RayWorker,
+    ServerFeatures,
     StoreStep,
     TableNames,
 )
@@ -54,12 +56,14 @@ __all__ = [
     "EstimateTraits",
     "Features",
     "KnownFailure",
+    "KnownMistake",
     "MemoryUse",
     "MetricNames",
     "NotedOptions",
     "OverlayRecipe",
     "PrivatePort",
     "RayWorker",
+    "ServerFeatures",
     "SourceBuild",
     "StoreStep",
     "TableNames",
@@ -69,7 +73,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-SHARED_MODULES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
+SHARED_MODULES = ("base", "knobs", "mistakes", "names", "parsers", "shared", "roles", "shipped", "traits")
 """Shared modules; every other module of this folder is an engine."""
 
 

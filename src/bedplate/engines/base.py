@@ -18,11 +18,13 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    KnownMistake,
     MetricNames,
     NotedOptions,
     PrivatePort,
     RayWorker,
     RequestTraits,
+    ServerFeatures,
     StoreStep,
     TableNames,
 )
@@ -39,6 +41,7 @@ from bedplate.values import (
     Weights,
     Workload,
 )
+from bedplate.values.capabilities import Capabilities, ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import TunableSetting
@@ -313,6 +316,10 @@ class Engine:
     ray: ClassVar[RayWorker | None] = None
     """`None`: Ray Serve LLM does not run it."""
     cloned: ClassVar[ClonedProgram | None] = None
+    server_features: ClassVar[ServerFeatures | None] = None
+    """`None`: not known, so the gateway refuses no feature."""
+    mistakes: ClassVar[tuple[tuple[str, KnownMistake], ...]] = ()
+    """(pattern of its error message, the client's mistake): whatever status it answers with, the engine works."""
     node_starter: ClassVar[str | None] = None
     """The launcher that starts its ranks on several nodes, if its own command does not."""
 
@@ -556,6 +563,41 @@ class Engine:
     def read_metrics(self, metrics: str) -> EngineState:
         """The engine's load from its own metrics."""
         return EngineState()
+
+    def find_mistake(self, message: str) -> KnownMistake | None:
+        """The client's mistake that this error message of the engine reports; `None`: unknown."""
+        for pattern, mistake in self.mistakes:
+            if found := re.search(pattern, message):
+                return msgspec.structs.replace(mistake, message=mistake.message.format(**found.groupdict()))
+        return None
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        """Which tool calls work with this model; those of the server, if its chat template has a place for tools."""
+        features, model = self.server_features, plan.model
+        lacks_template = bool(model.files) and not model.has_chat_template  # without files, it is not known
+        lacks_tools = model.chat_template is not None and "tools" not in model.chat_template
+        return "none" if features is None or lacks_template or lacks_tools else features.tools
+
+    def describe_capabilities(self, plan: Plan) -> Capabilities | None:
+        """What requests may ask of this plan's model; `None`: not known."""
+        features, task = self.server_features, plan.workload.task
+        if features is None:
+            return None
+        most = {"one": 1, "slots": plan.settings.slots, "any": None}[features.choices]
+        return Capabilities(
+            generation=task == "generate",
+            embeddings=task == "embed",
+            tools=self.find_tool_support(plan),
+            json_schema=features.json_schema,
+            json_object=features.json_object,
+            logprobs=features.logprobs,
+            vision=features.vision and plan.model.vision_parameters > 0,
+            n=most,
+            stop=features.stop,
+            seed=features.seed,
+            context_tokens=plan.settings.context_tokens,
+            vocab_size=plan.model.vocab_size,
+        )
 
     def make_refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
         return msgspec.convert({"engine": self.id, "kind": kind, "why": why, "hint": hint}, Refusal)

@@ -18,7 +18,7 @@ from bedplate.engines.base import (
 from bedplate.engines.exllamav3 import count_compile_jobs, get_kernel_env, make_module_argv, plan_compilation
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_cache_knob
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
     Hardware,
     Launch,
@@ -117,6 +117,10 @@ class ExLlamaV2(BedplateServedEngine):
         maintained="no release since July 2025; replaced by ExLlamaV3",
         source="exllamav2 0.3.2 (July 2025): architecture.py, generator/dynamic.py, conversion/convert_exl2.py",
     )
+    server_features = ServerFeatures(
+        tools="none", json_schema=False, json_object=False, logprobs=False, choices="one",
+        source="engines/shipped/exllamav2_server.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=600_000_000,

@@ -27,7 +27,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
     Hardware,
     Launch,
@@ -151,6 +151,10 @@ class ExLlamaV3(BedplateServedEngine):
         maintained="active",
         source="exllamav3 1.6.5 (October 2026): README, model_init.py, generator/, architecture/architectures.py",
     )
+    server_features = ServerFeatures(
+        tools="none", json_schema=True, json_object=False, logprobs=False, choices="one",
+        source="engines/shipped/exllamav3_server.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=600_000_000,

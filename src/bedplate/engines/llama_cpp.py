@@ -36,6 +36,16 @@ from bedplate.engines.knobs import (
     make_option_choices,
     uses_engine_defaults,
 )
+from bedplate.engines.mistakes import (
+    BAD_MESSAGES,
+    BAD_SCHEMA,
+    BAD_TEMPLATE,
+    BAD_TOKENS,
+    BAD_TOOLS,
+    NO_EMBEDDINGS,
+    TEXT_ONLY,
+    TOO_LONG,
+)
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.shared import make_curl_command, sum_counters, sum_samples
 from bedplate.engines.traits import (
@@ -48,11 +58,13 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RequestTraits,
+    ServerFeatures,
     TableNames,
     TokenCounter,
 )
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
+from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.quoting import join_posix_shell
 from bedplate.values.record import make_estimate
@@ -271,6 +283,22 @@ class LlamaCpp(Engine):
     )
     # The server then reports its load progress on stdout, and exits when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
+    # `tool_choice` required permits any text before the call, and a named function is read as auto
+    # (ggml-org/llama.cpp issues 27217 and 26535). Images need a projector file, which is not given.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=True, json_object=True, logprobs=True, choices="slots",
+        source="xllamacpp 2026.10.11549: answers to each of these requests",
+    )  # fmt: skip
+    mistakes = (
+        (r"exceeds the available context size \((?P<context>\d+) tokens\)", TOO_LONG),
+        (r"^Failed to parse messages: (?P<detail>.{1,300})", BAD_MESSAGES),
+        (r"^Failed to parse tools: (?P<detail>[^;]{1,300})", BAD_TOOLS),
+        (r"(?:image|audio|video) input is not supported", TEXT_ONLY),
+        (r"does not support embeddings", NO_EMBEDDINGS),
+        (r"JSON schema error at (?P<detail>.{1,300})", BAD_SCHEMA),
+        (r"[Jj]inja.*?: (?P<detail>.{1,300})", BAD_TEMPLATE),
+        (r"vector::_M_range_check|Prompt contains invalid tokens", BAD_TOKENS),
+    )
     uses = MemoryUse(
         process_bytes=PROCESS_BYTES,
         device_bytes=450_000_000,
@@ -382,6 +410,10 @@ class LlamaCpp(Engine):
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
         return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0)
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        # A ChatML template without tools is extended by them in `launch`.
+        return "auto" if with_tools(plan.model.chat_template) else super().find_tool_support(plan)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings

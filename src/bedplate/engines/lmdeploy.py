@@ -43,6 +43,7 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RequestTraits,
+    ServerFeatures,
     TableNames,
     TokenCounter,
 )
@@ -58,6 +59,7 @@ from bedplate.values import (
     Workload,
     replace_fields,
 )
+from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.record import make_estimate
 
@@ -162,6 +164,11 @@ class LmDeploy(Engine):
         maintained="active",
         source="LMDeploy 0.18.0 (2026-09-28): cli/utils.py, messages.py, turbomind/, metrics/loggers.py",
     )
+    # `tool_choice` selects which tools are offered; the answer is not constrained.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=True, json_object=True, logprobs=True, choices="one", vision=True,
+        source="lmdeploy 0.17: serve/openai/api_server.py, protocol.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=3_000_000_000,
         device_bytes=2_500_000_000,
@@ -219,6 +226,10 @@ class LmDeploy(Engine):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         return replace_fields(settings, batch_tokens=PREFILL_TOKENS)
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        # Without a parser for the model's format, calls stay in the text.
+        return super().find_tool_support(plan) if find_parsers(plan.model, PARSERS).tools else "none"
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, tensor = plan.settings, plan.parallelism.tensor

@@ -14,7 +14,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_threads_knob, uses_engine_defaults
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
     Hardware,
     Launch,
@@ -117,6 +117,10 @@ class MistralRs(BedplateServedEngine):
         maintained="active",
         source="mistralrs 0.9.5 (November 2026): the stubs of the wheel, README; tested on a CPU",
     )
+    server_features = ServerFeatures(
+        tools="none", json_schema=True, json_object=True, logprobs=True, choices="one",
+        source="engines/shipped/mistralrs_server.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=220_000_000,
         device_bytes=500_000_000,

@@ -22,7 +22,14 @@ from bedplate.engines.knobs import (
     make_slots_knob,
     uses_engine_defaults,
 )
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, PrivatePort, TableNames
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerTraits,
+    EstimateTraits,
+    PrivatePort,
+    ServerFeatures,
+    TableNames,
+)
 from bedplate.values import (
     Hardware,
     Launch,
@@ -147,6 +154,11 @@ class Mlx(Engine):
         maintained="active",
         source="mlx-lm 0.32.2 (October 2026): mlx_lm/server.py, mlx_lm/utils.py, models/",
     )
+    # The server ignores response_format, tool_choice and n.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=False, json_object=False, logprobs=True, choices="one",
+        source="mlx-lm 0.32: server.py, APIHandler",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=150_000_000,
         prefill_tokens=2048,

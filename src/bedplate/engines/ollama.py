@@ -24,6 +24,7 @@ from bedplate.engines.traits import (
     ContainerTraits,
     EstimateTraits,
     PrivatePort,
+    ServerFeatures,
     StoreStep,
     TableNames,
 )
@@ -119,6 +120,11 @@ class Ollama(Engine):
         maintained="active",
         source="Ollama v0.32.15 (2026-08-19): envconfig/config.go, server/sched.go, llm/llama_server.go, docs/",
     )
+    # The GGUF file is imported without a projector file for images.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=True, json_object=True, logprobs=True, choices="one",
+        source="docs.ollama.com/api/openai-compatibility (November 2026)",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=LLAMA_CPP.uses.process_bytes + SERVER_BYTES,
         device_bytes=LLAMA_CPP.uses.device_bytes,

@@ -26,7 +26,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
     Hardware,
     Launch,
@@ -152,6 +152,10 @@ class OnnxRuntime(BedplateServedEngine):
         maintained="active",
         source="onnxruntime-genai 0.18.0 (November 2026): its Python API, models/builder.py; tested on a CPU",
     )
+    server_features = ServerFeatures(
+        tools="none", json_schema=True, json_object=True, logprobs=True, choices="one",
+        source="engines/shipped/onnxruntime_server.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=190_000_000,
         device_bytes=500_000_000,

@@ -25,7 +25,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.shared import FLOAT32_ONLY, get_compute_bits, widen_on_older_arm
-from bedplate.engines.traits import AdviceFlags, EstimateTraits, PrivatePort, TableNames
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
@@ -118,6 +118,11 @@ class PyTorch(Engine):
         maintained="active",
         source="transformers 5.22.2 (November 2026): cli/serve.py, cli/serving/model_manager.py",
     )
+    # It answers 422 to response_format, logprobs, n and tool_choice.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=False, json_object=False, logprobs=False, choices="one", vision=True,
+        source="transformers 5.22.2: cli/serving/chat_completion.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=40_000_000,

@@ -27,6 +27,7 @@ from bedplate.engines.knobs import (
     make_variable_choices,
     uses_engine_defaults,
 )
+from bedplate.engines.mistakes import BAD_TOKENS, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
@@ -62,6 +63,7 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RequestTraits,
+    ServerFeatures,
     TableNames,
     TokenCounter,
 )
@@ -78,6 +80,7 @@ from bedplate.values import (
     Workload,
     replace_fields,
 )
+from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
@@ -237,6 +240,15 @@ class Sglang(Engine):
         maintained="active",
         source="SGLang 0.5.23 (2026-10-30): srt/arg_groups/fields, srt/function_call; kernels by v0.5.18",
     )
+    server_features = ServerFeatures(
+        tools="forced", json_schema=True, json_object=True, logprobs=True, choices="any", vision=True,
+        source="SGLang 0.5.23: docs/advanced_features, tool_parser and structured_outputs",
+    )  # fmt: skip
+    mistakes = (
+        (r"longer than the model's context length \((?P<context>\d+) tokens\)", TOO_LONG),
+        (r"maximum context length (?:is|of) (?P<context>[\d,]+)", TOO_LONG),
+        (r"out of (?:the )?vocab", BAD_TOKENS),
+    )
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=3_000_000_000,
@@ -354,6 +366,14 @@ class Sglang(Engine):
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return self.recipe if device == "cpu" else None
 
+    def _find_parsers(self, plan: Plan) -> Parsers:
+        known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
+        return find_parsers(plan.model, known)
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        # Without a parser for the model's format, calls stay in the text.
+        return super().find_tool_support(plan) if self._find_parsers(plan).tools else "none"
+
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, _merge_replicas(plan.parallelism)
         path = get_converted_path(plan) if plan.weights.made == "converted" else plan.model_path
@@ -378,8 +398,7 @@ class Sglang(Engine):
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
-            known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
-            parsers = find_parsers(plan.model, known)
+            parsers = self._find_parsers(plan)
             argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         argv += ["--enable-metrics", *(_get_cpu_options(plan) if on_cpu else [])]
         return apply_tuned_options(

@@ -45,6 +45,7 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RequestTraits,
+    ServerFeatures,
     TableNames,
 )
 from bedplate.values import (
@@ -60,6 +61,7 @@ from bedplate.values import (
     make_estimate,
     replace_fields,
 )
+from bedplate.values.capabilities import Capabilities, ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.quoting import join_posix_shell, quote_posix_shell
 
@@ -168,6 +170,11 @@ class TensorRtLlm(Engine):
         maintained="active",
         source="TensorRT-LLM 1.2 release notes; trtllm-serve's source of January 2026 and its reference of spring 2026",
     )
+    # `tool_choice` does not constrain the answer. Structured output needs a backend, which is set if it is planned.
+    server_features = ServerFeatures(
+        tools="auto", json_schema=True, json_object=True, logprobs=True, choices="any", vision=True,
+        source="TensorRT-LLM 1.x: serve/openai_server.py, openai_protocol.py",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=3_000_000_000,
@@ -235,6 +242,16 @@ class TensorRtLlm(Engine):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         return replace_fields(settings, batch_tokens=8192)
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        # Without a parser for the model's format, calls stay in the text.
+        return super().find_tool_support(plan) if find_parsers(plan.model, PARSERS).tools else "none"
+
+    def describe_capabilities(self, plan: Plan) -> Capabilities | None:
+        found = super().describe_capabilities(plan)
+        if found is None or plan.workload.structured_output:
+            return found
+        return replace_fields(found, json_schema=False, json_object=False)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism

@@ -31,6 +31,7 @@ from bedplate.engines.traits import (
     NotedOptions,
     PrivatePort,
     RequestTraits,
+    ServerFeatures,
     TableNames,
     TokenCounter,
 )
@@ -121,6 +122,11 @@ class Tgi(Engine):
         maintained="not since December 2025: fixes only, and it recommends vLLM and SGLang",
         source="TGI v3.3.7 (2025-12-18): launcher/src/main.rs, README.md",
     )
+    # A JSON object needs a schema.
+    server_features = ServerFeatures(
+        tools="forced", json_schema=True, json_object=False, logprobs=True, choices="one", vision=True,
+        source="TGI 3: docs/source/conceptual/guidance.md, router/src/lib.rs",
+    )  # fmt: skip
     uses = MemoryUse(
         process_bytes=3_000_000_000,
         device_bytes=2_500_000_000,

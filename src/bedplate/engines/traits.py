@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from bedplate.values.capabilities import ToolSupport
+
 ANY_USER = 1000
 MODELS = "/models"
 """Mount point of the model volume in every container."""
@@ -91,6 +93,33 @@ class EstimateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """The same by chip family, if the default differs."""
     memory_known: bool = True
     """Whether `MemoryUse` is accurate enough to predict published memory peaks."""
+
+
+class ServerFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's server does with the fields of a request. A field that it ignores counts as unsupported."""
+
+    tools: ToolSupport
+    """forced: `tool_choice` required, and a named function, always give a call."""
+    json_schema: bool
+    json_object: bool
+    """Whether the answer is constrained, not only asked for."""
+    logprobs: bool
+    vision: bool = False
+    """Whether it reads images, if the model has a vision encoder."""
+    choices: Literal["one", "slots", "any"]
+    """The most choices of one request: slots: as many as it computes at once."""
+    stop: bool = True
+    seed: bool = True
+    source: str
+
+
+class KnownMistake(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's mistake, recognized by the engine's error message."""
+
+    message: str
+    """In terms of the API and of bedplate's options, never of the engine's."""
+    code: str
+    param: str | None = None
 
 
 class MetricNames(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from bedplate.engines.base import (
     plan_download,
 )
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_field_choices, uses_engine_defaults
+from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
@@ -62,6 +63,7 @@ from bedplate.engines.traits import (
     PrivatePort,
     RayWorker,
     RequestTraits,
+    ServerFeatures,
     TableNames,
     TokenCounter,
 )
@@ -77,6 +79,7 @@ from bedplate.values import (
     Workload,
     replace_fields,
 )
+from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import SettingChoice, TunableSetting
@@ -302,6 +305,15 @@ class Vllm(Engine):
         maintained="active",
         source="vLLM 0.32.0 (November 2026): engine/arg_utils.py, platforms/, tool_parsers/",
     )
+    server_features = ServerFeatures(
+        tools="forced", json_schema=True, json_object=True, logprobs=True, choices="any", vision=True,
+        source="vLLM 0.26.0: entrypoints/openai/; docs/features/tool_calling.md of 0.32.0",
+    )  # fmt: skip
+    mistakes = (
+        (r"maximum context length (?:is|of) (?P<context>[\d,]+)", TOO_LONG),
+        (r"is not a multimodal model|[Aa]t most 0 (?:image|audio|video)", TEXT_ONLY),
+        (r"[Tt]oken id \S+ is out of vocab", BAD_TOKENS),
+    )
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=2_500_000_000,
@@ -415,6 +427,10 @@ class Vllm(Engine):
 
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        # Without a parser for the model's format, calls stay in the text.
+        return super().find_tool_support(plan) if self._find_parsers(plan).tools else "none"
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
@@ -534,11 +550,14 @@ class Vllm(Engine):
             ),
         )
 
+    def _find_parsers(self, plan: Plan) -> Parsers:
+        known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
+        return find_parsers(plan.model, known)
+
     def _get_parser_options(self, plan: Plan) -> list[str]:
         if plan.workload.task != "generate":
             return []
-        known = PARSERS_BY_VERSION.get(self.find_options_version(plan.engine_version) or "", PARSERS)
-        parsers = find_parsers(plan.model, known)
+        parsers = self._find_parsers(plan)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
         return [*tools, *join_options([("--reasoning-parser", parsers.reasoning)])]
 

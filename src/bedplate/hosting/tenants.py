@@ -140,8 +140,20 @@ def report_usage(
         by=by,
         tenant=tenant,
         rows=rows,
-        total=UsageRow(key="all", **{field: sum(getattr(row, field) for row in rows) for field in fields}),
+        total=UsageRow(
+            key="all",
+            reasons=store.sort_counts(_sum_reasons(rows)),
+            **{field: sum(getattr(row, field) for row in rows) for field in fields},
+        ),
     )
+
+
+def _sum_reasons(rows: Sequence[UsageRow]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        for reason, count in row.reasons.items():
+            counts[reason] = counts.get(reason, 0) + count
+    return counts
 
 
 def _apply_changes(tenant: Tenant, changes: dict[str, Any]) -> Tenant:

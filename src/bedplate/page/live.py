@@ -73,9 +73,10 @@ class IntervalCounts:
 class TenantTotals:
     """The totals of one tenant since the start."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "failed", "prompt_tokens", "requests", "turned_away")
+    __slots__ = ("cached_tokens", "completion_tokens", "failed", "prompt_tokens", "reasons", "requests", "turned_away")
 
     def __init__(self) -> None:
+        self.reasons: dict[str, int] = {}
         self.requests = self.failed = self.turned_away = 0
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
@@ -97,6 +98,8 @@ class LiveRecorder:
         if used is None:
             used = self.used[request.tenant] = TenantTotals()
         own = self._get_tenant_counts(request.tenant)
+        if request.reason is not None:
+            used.reasons[request.reason] = used.reasons.get(request.reason, 0) + 1
         if request.outcome == "turned_away":
             used.turned_away += 1
             own.turned_away += 1
@@ -107,6 +110,9 @@ class LiveRecorder:
         used.prompt_tokens += prompt
         used.cached_tokens += request.cached_tokens or 0
         used.completion_tokens += completion
+        if not request.model:  # refused before its model was known
+            own.ended += 1
+            return
         tally = self._get_model_counts(request.model)
         for one in (tally, own):
             one.ended += 1

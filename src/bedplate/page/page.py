@@ -253,6 +253,7 @@ class LiveFigures:
             requests=used.requests if used else 0,
             failed=used.failed if used else 0,
             turned_away=used.turned_away if used else 0,
+            reasons=store.sort_counts(used.reasons) if used else {},
             prompt_tokens=used.prompt_tokens if used else 0,
             cached_tokens=used.cached_tokens if used else 0,
             completion_tokens=used.completion_tokens if used else 0,

@@ -53,6 +53,8 @@ class PlanBackend(GatewayBackend):
         engine = engine_by_id(plan.engine)
         self.max_connections = engine.get_max_connections(plan.settings)
         self.requests = engine.requests
+        self.capabilities = engine.describe_capabilities(plan)
+        self.find_mistake = engine.find_mistake
 
 
 def create_supervisor(

@@ -43,7 +43,7 @@ def render_usage(report: UsageReport) -> RenderableType:
         (
             Column.from_cells("requests", [f"{row.requests:,}" for row in rows], right=True),
             Column.from_cells("failed", [f"{row.failed:,}" for row in rows], right=True),
-            Column.from_cells("rejected (429)", [f"{row.turned_away:,}" for row in rows], right=True),
+            Column.from_cells("rejected", [f"{row.turned_away:,}" for row in rows], right=True),
             Column.from_cells("prompt tokens", [f"{row.prompt_tokens:,}" for row in rows], right=True),
             Column.from_cells("cached prompt tokens", [f"{row.cached_tokens:,}" for row in rows], right=True),
             Column.from_cells("output tokens", [f"{row.completion_tokens:,}" for row in rows], right=True),
@@ -53,16 +53,32 @@ def render_usage(report: UsageReport) -> RenderableType:
         f"since {report.since[:16].replace('T', ' ')} UTC" if report.since is not None else "since the first request"
     )
     tenant = f" · {report.tenant}" if report.tenant is not None else ""
-    return Group(table, Text(), Text(f" {since}{tenant}", style="dim"))
+    return Group(table, *_render_reasons(report), Text(), Text(f" {since}{tenant}", style="dim"))
+
+
+def _render_reasons(report: UsageReport) -> list[RenderableType]:
+    """Refused, rejected and failed requests by reason, for each row that has any."""
+    rows = [(row.key or "none", reason, count) for row in report.rows for reason, count in row.reasons.items()]
+    if not rows:
+        return []
+    table = SplitTable(
+        Column.from_cells(report.by, [Text(key, style="bold") for key, _, _ in rows]),
+        (
+            Column.from_cells("not answered because of", [reason for _, reason, _ in rows]),
+            Column.from_cells("requests", [f"{count:,}" for _, _, count in rows], right=True),
+        ),
+    )
+    return [Text(), table]
 
 
 def to_usage_csv(report: UsageReport) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     fields = ("requests", "failed", "turned_away", "prompt_tokens", "cached_tokens", "completion_tokens")
-    writer.writerow((report.by, *fields))
+    writer.writerow((report.by, *fields, "reasons"))
     for row in report.rows:
-        writer.writerow((row.key, *(getattr(row, field) for field in fields)))
+        reasons = " ".join(f"{reason}={count}" for reason, count in row.reasons.items())
+        writer.writerow((row.key, *(getattr(row, field) for field in fields), reasons))
     return out.getvalue()
 
 

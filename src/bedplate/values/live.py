@@ -117,6 +117,8 @@ class TenantUse(Record, frozen=True, kw_only=True):
     tokens_per_minute: int | None = None
     tokens_left: int | None = None
     most_in_flight: int | None = None
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+    """Refused, rejected and failed requests by the code of their error, the most frequent first."""
 
 
 class LastVerdict(Record, frozen=True, kw_only=True):

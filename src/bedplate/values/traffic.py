@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from bedplate.values.record import Record
 
 Outcome = Literal["ok", "refused", "failed", "cancelled", "turned_away"]
 """How a request ended.
 
-ok: answered. refused: the engine rejected it. failed: an error. cancelled: by the client. turned_away: rejected (429)
-before it was accepted.
+ok: answered. refused: the client's mistake, found by the gateway or the engine. failed: an error of the engine or of
+bedplate. cancelled: by the client. turned_away: rejected before it was accepted, mostly by a limit (429).
 """
 PREFIX_BLOCK_BYTES = 512
 """Bytes of prompt text per hash, about 128 tokens."""
@@ -45,6 +47,10 @@ class ServedRequest(Record, frozen=True, kw_only=True, gc=False, omit_defaults=T
     """Salted hashes of the beginning of the prompt text, one per block. Each covers everything up to its block."""
     text_bytes: int = 0
     """Length of the prompt text as JSON."""
+    reason: str | None = None
+    """Why it was refused, rejected or failed: the code of its error."""
+    features: tuple[str, ...] = ()
+    """What it asked for in addition to text: tools, json_schema …"""
 
 
 class UsageRow(Record, frozen=True, kw_only=True):
@@ -55,10 +61,12 @@ class UsageRow(Record, frozen=True, kw_only=True):
     failed: int
     """How many of `requests` ended with an error of bedplate or the engine."""
     turned_away: int
-    """Rejected requests, which `requests` does not include."""
+    """Requests rejected before they were accepted, which `requests` does not include."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+    """Refused, rejected and failed requests by the code of their error."""
 
 
 class UsageReport(Record, frozen=True, kw_only=True):

@@ -252,7 +252,7 @@ async def test_truncated_stream_ends_with_an_error_event(path: str, cut: tuple[A
     async with start_gateway() as setup:
         setup.engine.answer(STREAM_HEAD + make_chunk(FIRST_EVENTS[path]), sent, *cut)
         client = await setup.connect()
-        await client.send(request(path, STREAM))
+        await client.send(request(path, {**STREAM, "prompt": "x", "input": "x"}))
         assert (await client.head()).status == 200
         body = await client.chunk()
         sent.set()
@@ -283,7 +283,9 @@ async def test_openai_client_detects_a_truncated_stream(api: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{setup.gateway.url}/v1", api_key="none", max_retries=0) as client:
             if api == "chat":
                 with pytest.raises(openai.APIError, match=r"llama\.cpp ended the stream"):
-                    async for _ in await client.chat.completions.create(model="", messages=[], stream=True):
+                    async for _ in await client.chat.completions.create(
+                        model="", messages=[{"role": "user", "content": "x"}], stream=True
+                    ):
                         pass
             else:
                 events = [event async for event in await client.responses.create(model="", input="", stream=True)]

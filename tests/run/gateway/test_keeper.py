@@ -174,16 +174,21 @@ def make_row(at_s: float, **more: object) -> ServedRequest:
 def test_old_requests_are_folded_into_daily_totals(path: Path) -> None:
     day = 86_400.0
     requests = [make_row(number * day, prompt_tokens=10, completion_tokens=1) for number in range(10)]
-    requests += [make_row(9 * day + 1, outcome="failed"), make_row(9 * day + 2, outcome="turned_away", engine=None)]
+    requests += [
+        make_row(9 * day + 1, outcome="failed", reason="engine_stopped"),
+        make_row(9 * day + 2, outcome="turned_away", engine=None, reason="overloaded"),
+    ]
+    requests[:0] = [make_row(float(number), outcome="refused", reason="invalid_tools") for number in range(3)]
     store.add_requests(requests, path)
     before = {by: store.read_usage(by, path=path) for by in ("tenant", "model", "engine", "day")}
-    assert store.fold_requests(3 * day, 100, path) == 3
+    assert store.fold_requests(3 * day, 100, path) == 6
     assert len(read_rows(path)) == 9
-    assert store.fold_requests(0.0, 4, path) == 5
-    assert len(read_rows(path)) == 4
+    assert store.fold_requests(0.0, 1, path) == 8
+    assert len(read_rows(path)) == 1
     assert {by: store.read_usage(by, path=path) for by in ("tenant", "model", "engine", "day")} == before
     (used,) = before["tenant"]
-    assert (used.requests, used.failed, used.turned_away, used.prompt_tokens) == (11, 1, 1, 100)
+    assert (used.requests, used.failed, used.turned_away, used.prompt_tokens) == (14, 1, 1, 100)
+    assert list(used.reasons.items()) == [("invalid_tools", 3), ("engine_stopped", 1), ("overloaded", 1)]
     assert [one.key for one in store.read_usage("day", 8 * day, path=path)] == ["1970-01-09", "1970-01-10"]
 
 
@@ -218,7 +223,7 @@ async def test_observer_gets_each_request_with_content_and_its_errors_are_isolat
         setup.gateway.seen = lambda row, words: seen.append((row, words))
         setup.engine.answer(make_stream(make_delta("blue"), USAGE, DONE))
         await post(setup, make_chat_body(stream=True))
-        await post(setup, make_chat_body(user="x"), "/v1/completions")
+        await post(setup, make_chat_body(user="x", prompt="x"), "/v1/completions")
         (first, words), (second, other) = seen
         assert (first.outcome, first.completion_tokens, words.answered) == ("ok", 3, make_delta("blue") + DONE)
         assert json.loads(words.asked) == make_chat_body(stream=True) and words.target == CHAT.encode()

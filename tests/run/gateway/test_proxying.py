@@ -8,6 +8,7 @@ import json
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from bedplate.run.gateway import BackendState, sse
 from bedplate.run.gateway.pages import PageRequest, PageResponse
 from bedplate.run.gateway.watch import DurationHistogram
+from bedplate.values.capabilities import Capabilities
 
 from .scripted import (
     ANSWER,
@@ -58,7 +60,7 @@ async def test_a_plain_answer_passes_unchanged() -> None:
 async def test_every_api_goes_to_the_path_of_the_engine_that_reports_usage(path: str) -> None:
     target = {"/chat/completions": CHAT, "/completions": "/v1/completions", "/embeddings": "/v1/embeddings"}
     async with start_gateway() as setup:
-        answer = await (await setup.connect()).post(f"{path}?beta=true", {"input": "x"})
+        answer = await (await setup.connect()).post(f"{path}?beta=true", make_chat_body(prompt="x", input="x"))
         assert answer.json == ANSWER
         assert setup.engine.seen[0].target == f"{target.get(path, path)}?beta=true"
 
@@ -86,7 +88,7 @@ async def test_forwards_non_standard_status() -> None:
     async with start_gateway() as setup:
         setup.engine.answer(make_answer({"error": {"message": "overloaded"}}, "529 Overloaded"))
         answer = await (await setup.connect()).post("/v1/messages", make_chat_body())
-        assert (answer.status, answer.error["message"]) == (529, "overloaded")
+        assert (answer.status, answer.json["error"]["message"]) == (529, "overloaded")
 
 
 async def test_reuses_connections_to_the_engine() -> None:
@@ -114,11 +116,13 @@ async def test_chunked_body_reaches_the_engine_complete() -> None:
         client = await setup.connect()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         await client.send(head + make_chunk(b'{"mess'))
-        await client.send(make_chunk(b'ages":[]}') + b"0\r\nx-trailer: 1\r\nauthorization: Bearer trailing\r\n\r\n")
+        await client.send(
+            make_chunk(b'ages":[{"role":"user"}]}') + b"0\r\nx-trailer: 1\r\nauthorization: Bearer trailing\r\n\r\n"
+        )
         assert (await client.answer()).status == 200
         seen = setup.engine.seen[0]
-        assert seen.body == b'{"messages":[]}'
-        assert seen.header("content-length") == ["15"]
+        assert seen.body == b'{"messages":[{"role":"user"}]}'
+        assert seen.header("content-length") == ["30"]
         assert not seen.header("transfer-encoding") and not seen.header("x-trailer")
         assert (await client.get("/health")).status == 200
 
@@ -190,7 +194,7 @@ async def test_forwards_usage_to_clients_that_requested_it() -> None:
     [
         (CHAT, make_chat_body()),
         ("/v1/messages", make_chat_body(stream=True)),
-        ("/v1/responses", make_chat_body(stream=True)),
+        ("/v1/responses", make_chat_body(stream=True, input="x")),
     ],
 )
 async def test_does_not_request_usage_for_apis_that_always_report_it(path: str, body: dict[str, Any]) -> None:
@@ -479,7 +483,7 @@ async def test_converts_engine_errors_to_openai_errors(status: str, kind: str, b
         client = await setup.connect()
         answer = await client.post(CHAT, make_chat_body(stream=True))
         assert (answer.status, answer.error["message"]) == (int(status[:3]), message)
-        assert setup.count_outcome("refused") == 1
+        assert setup.count_outcome("failed" if status.startswith("5") else "refused") == 1
         assert (await client.post(CHAT, make_chat_body())).status == 200
 
 
@@ -544,8 +548,9 @@ async def test_wrong_method_gets_405_with_allow_header(method: str, path: str, a
         assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
 
 
-async def test_lists_models_with_engine_and_context() -> None:
-    async with start_gateway(context_tokens=4096) as setup:
+async def test_lists_models_with_engine_context_and_capabilities() -> None:
+    known = Capabilities(tools="auto", n=2)
+    async with start_gateway(context_tokens=4096, capabilities=known) as setup:
         client = await setup.connect()
         answer = await client.get("/v1/models")
         (row,) = answer.json["data"]
@@ -557,6 +562,7 @@ async def test_lists_models_with_engine_and_context() -> None:
             "engine": "llama.cpp",
             "engine_version": "b1",
             "max_model_len": 4096,
+            "capabilities": msgspec.to_builtins(known),
         }
         assert answer.headers["server"] == "bedplate"
         assert (await client.get("/models")).json == answer.json

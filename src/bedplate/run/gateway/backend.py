@@ -7,7 +7,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from bedplate.engines import KnownMistake
     from bedplate.engines.traits import RequestTraits
+    from bedplate.values.capabilities import Capabilities, Feature
 
 from bedplate.run.start_phases import StartPhases
 from bedplate.values.service import LastExit
@@ -22,8 +24,8 @@ LONGEST_PAUSE_S = 30.0
 class FinishedRequest(NamedTuple):
     """A request that has ended at one backend."""
 
-    outcome: Literal["ok", "refused", "failed", "cancelled"]
-    """failed: at this backend; another one may have answered it."""
+    outcome: Literal["ok", "refused", "mistaken", "failed", "cancelled"]
+    """mistaken: refused, and every engine would refuse it. failed: at this backend; another one may have answered."""
     begun: bool
     """Whether the client had received a part of the answer."""
     ttft_s: float | None
@@ -91,6 +93,10 @@ class GatewayBackend:
         self.context_tokens: int | None = None
         self.requests: RequestTraits | None = None
         """How the engine handles what changes the cost of a request; `None`: not known."""
+        self.capabilities: Capabilities | None = None
+        """What its requests may ask for; `None`: not known."""
+        self.find_mistake: Callable[[str], KnownMistake | None] | None = None
+        """Recognizes a client's mistake by the engine's error message."""
         self.attempts = 1
         """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False
@@ -139,6 +145,10 @@ class GatewayBackend:
     def has_hung(self) -> bool:
         """Whether it is unavailable because it hung."""
         return self._state != "ready" and self.last_exit is not None and self.last_exit.cause == "hung"
+
+    def supports(self, features: tuple[Feature, ...]) -> bool:
+        known = self.capabilities
+        return known is None or all(known.supports(one) for one in features)
 
     def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""

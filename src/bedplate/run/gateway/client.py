@@ -13,9 +13,11 @@ import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.demand import is_plain, read_demand
+from bedplate.run.gateway.errors import encode_error
 from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.origins import write_cors_headers, write_preflight_headers
 from bedplate.run.gateway.pages import show_page
+from bedplate.run.gateway.request_checks import RequestMistake, check_request
 from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
     from bedplate.run.gateway.tenants import TenantState, VerifiedKey
+    from bedplate.values.traffic import Outcome
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
@@ -424,16 +427,24 @@ class ClientConnection(asyncio.Protocol):
         if api is None:
             self._show_page(request)
             return
+        member = request.member or self._gateway.tenants.default
         try:
             asked = sse.read_request_fields(request.body)
         except sse.UNREADABLE as error:
             message = f"the request body is not valid: {error}"
-            self.respond(400, sse.encode_error(message, "invalid_request_error", "bad_body"))
+            self._gateway.record_rejection(None, member, api, None, size, 400, "bad_body", "refused")
+            self.respond(400, encode_error(api, 400, message, "invalid_request_error", "bad_body"))
             return
-        member = request.member or self._gateway.tenants.default
         route = self._gateway.find_route(asked.model)
         if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
-            self._reject_model(asked.model, member)
+            self._reject_model(asked, member, api, size)
+            return
+        try:
+            features = check_request(api, asked, route.capabilities)
+        except RequestMistake as mistake:
+            self._gateway.record_rejection(route, member, api, asked, size, 400, mistake.code, "refused")
+            kind = "invalid_request_error"
+            self.respond(400, encode_error(api, 400, mistake.message, kind, mistake.code, mistake.param))
             return
         now = monotonic()
         demand = ONE_SEQUENCE
@@ -457,20 +468,24 @@ class ClientConnection(asyncio.Protocol):
         if request.path in sse.OPENAI_TARGETS:
             request.target = sse.OPENAI_TARGETS[request.path] + request.target[len(request.path) :]
         self._current = exchange = GatewayExchange(
-            self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now
+            self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now, features
         )
         exchange.start()
 
-    def _reject_model(self, model: str | None, member: TenantState) -> None:
+    def _reject_model(self, asked: sse.RequestFields, member: TenantState, api: sse.Api, num_bytes: int) -> None:
         """Rejects a model that is not served, or not for this tenant. The response does not tell which."""
         if self._gateway.starting:
             message = "bedplate is starting and has not registered all of its models yet"
-            self.respond(503, sse.encode_error(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
+            self._gateway.record_rejection(None, member, api, asked, num_bytes, 503, "engine_loading")
+            body = encode_error(api, 503, message, "server_error", "engine_loading")
+            self.respond(503, body, extra=b"retry-after: 1\r\n")
             return
         served = ", ".join(route.model for route in self._gateway.routes if route.may_be_used_by(member))
-        asked = repr(model if model is None or len(model) <= MAX_NAME_SHOWN else model[:MAX_NAME_SHOWN] + "…")
-        message = f"the model {asked} is not served here; served: {served or 'none'}"
-        self.respond(404, sse.encode_error(message, "invalid_request_error", "model_not_found", "model"))
+        model = asked.model
+        shown = repr(model if model is None or len(model) <= MAX_NAME_SHOWN else model[:MAX_NAME_SHOWN] + "…")
+        message = f"the model {shown} is not served here; served: {served or 'none'}"
+        self._gateway.record_rejection(None, member, api, asked, num_bytes, 404, "model_not_found", "refused")
+        self.respond(404, encode_error(api, 404, message, "invalid_request_error", "model_not_found", "model"))
 
     def _show_page(self, request: ClientRequest) -> None:
         if request.cors and request.method == b"OPTIONS":
@@ -485,8 +500,9 @@ class ClientConnection(asyncio.Protocol):
         self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, why: Rejection
     ) -> None:
         """Rejects a request that a tenant's limit or the route does not accept, with Retry-After if it may be later."""
-        self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status)
-        self.respond(why.status, why.encode(), extra=why.format_retry_header() + member.format_limit_headers())
+        outcome: Outcome = "refused" if why.status == 400 else "turned_away"
+        self._gateway.record_rejection(route, member, api, asked, num_bytes, why.status, why.code, outcome)
+        self.respond(why.status, why.encode(api), extra=why.format_retry_header() + member.format_limit_headers())
 
     def _finish_answer(self) -> None:
         self._current = None
@@ -616,6 +632,7 @@ class ClientConnection(asyncio.Protocol):
         self._discarding = True
         self._body = []
         self._count_arrived(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
+        self._gateway.meters.count_reason(code)
         body = sse.encode_error(message, kind, code)
         self._rejection = (
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"

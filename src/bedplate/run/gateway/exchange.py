@@ -11,6 +11,7 @@ from bedplate.run.gateway.answers import AnswerText
 from bedplate.run.gateway.backend import FinishedRequest
 from bedplate.run.gateway.counting import CountJob
 from bedplate.run.gateway.demand import list_prompts
+from bedplate.run.gateway.errors import encode_error, read_engine_error
 from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
 from bedplate.run.gateway.tenants import ONE_SEQUENCE
@@ -19,10 +20,13 @@ from bedplate.values.traffic import ServedRequest
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.client import ClientConnection, ClientRequest
+    from bedplate.run.gateway.errors import EngineError
+    from bedplate.run.gateway.model_name import Renaming
     from bedplate.run.gateway.routes import BackendLink, Route
     from bedplate.run.gateway.server import Gateway
     from bedplate.run.gateway.tenants import Demand, Rejection, TenantState
     from bedplate.run.gateway.upstream import EngineConnection
+    from bedplate.values.capabilities import Feature
 
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: bedplate\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -55,11 +59,12 @@ class GatewayExchange:
     incomplete event of a stream."""
 
     __slots__ = (
-        "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body", "_client",
-        "_connection", "_demand", "_first", "_gateway", "_held", "_keeps_content", "_last_events", "_limits", "_link",
-        "_meter", "_request", "_route", "_sent_on", "_started", "_status", "_streaming", "_text", "_type", "_uncounted",
-        "_usage", "_usage_adds", "cost_tokens", "joined_at", "line", "member", "num_bytes", "over", "prefilling",
-        "sent_at", "sequences", "streams", "tried", "tried_again",
+        "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body",
+        "_by_client", "_client", "_connection", "_demand", "_first", "_gateway", "_held", "_keeps_content",
+        "_last_events", "_limits", "_link", "_meter", "_reason", "_renaming", "_request", "_route", "_sent_on",
+        "_started", "_status", "_streaming", "_suspects", "_text", "_type", "_uncounted", "_usage",
+        "_usage_adds", "cost_tokens", "features", "joined_at", "line", "member", "num_bytes", "over",
+        "prefilling", "sent_at", "sequences", "streams", "tried", "tried_again",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +79,7 @@ class GatewayExchange:
         cost_tokens: float,
         demand: Demand,
         now: float,
+        features: tuple[Feature, ...] = (),
     ) -> None:
         self._client = client
         self._request = request
@@ -88,6 +94,12 @@ class GatewayExchange:
         self._demand = demand
         self.sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
         self.num_bytes = len(request.body)
+        self.features = features
+        """What it asks for in addition to text."""
+        self._reason: str | None = None
+        self._by_client = False
+        self._suspects: list[tuple[GatewayBackend, FinishedRequest]] | None = None
+        """Backends that answered with an error whose cause is not known."""
         self.joined_at = self.sent_at = self._started = now
         self._limits = b""
         self._meter = route.links[0].meter if route.links else route.get_meter_without_engine()
@@ -131,6 +143,7 @@ class GatewayExchange:
         self._held = b""
         self._before_last = (b"", b"")
         self._last_events = b""
+        self._renaming: Renaming | None = None
         self._usage = sse.TokenUsage()
 
     def start(self) -> None:
@@ -166,9 +179,9 @@ class GatewayExchange:
     def reject(self, why: Rejection) -> None:
         """Answers a request that was accepted and cannot be sent any more."""
         if not self.over:
-            self._status = why.status
+            self._status, self._reason = why.status, why.code
             record = self._finish("refused")
-            self._client.respond(why.status, why.encode(), extra=why.format_retry_header())
+            self._client.respond(why.status, why.encode(self._api), extra=why.format_retry_header())
             self._keep_record(record)
 
     def reject_unserved(self, message: str, code: str, retry_after_s: int) -> None:
@@ -256,6 +269,10 @@ class GatewayExchange:
             data = sse.read_usage(data, self._usage, drop=not self._asked_usage, adds=self._usage_adds)
             if not data:
                 return
+        if self._first is None:
+            self._renaming = self._route.served_name.find_renaming(data)
+        if self._renaming is not None:
+            data = data.replace(*self._renaming)
         self._sent_on.append(data)
         if len(self._sent_on) == KEPT_CHUNKS and not self._keeps_content:
             self._keep_text()
@@ -323,12 +340,18 @@ class GatewayExchange:
         else:
             self._fail(message, "engine_stopped")
 
-    def _retry_elsewhere(self, backend: GatewayBackend) -> bool:
-        """Sends the request to another backend, unless the client has already received a part of the answer."""
+    def _retry_elsewhere(self, backend: GatewayBackend, *, suspected: bool = False) -> bool:
+        """Sends the request to another backend, unless the client has already received a part of the answer.
+
+        `suspected`: whether it is the backend's failure or the request's depends on the answer of the other one.
+        """
         self.tried.append(backend)
         if self._first is not None or not self._route.has_untried_backend(self.tried):
             return False
-        if backend.on_end is not None:
+        if suspected:
+            backend.health.record_inconclusive()
+            self._suspects = [*(self._suspects or ()), (backend, self._describe_end("failed"))]
+        elif backend.on_end is not None:
             backend.on_end(self._describe_end("failed"))
         self._leave_engine()
         self._forget_answer()
@@ -358,7 +381,7 @@ class GatewayExchange:
     def _describe_end(self, outcome: Outcome) -> FinishedRequest:
         usage, first = self._usage, self._first
         return FinishedRequest(
-            outcome="failed" if outcome == "refused" and self._status >= 500 else outcome,
+            outcome="mistaken" if self._by_client else outcome,
             begun=first is not None,
             ttft_s=first - self.sent_at if first is not None else None,
             duration_s=monotonic() - self.sent_at,
@@ -382,34 +405,67 @@ class GatewayExchange:
     def _answer_whole(self) -> None:
         backend = self._backend
         backend.worked = True
-        if self._status >= 500:
-            backend.health.record_failure(monotonic())
-            if self._retry_elsewhere(backend):
-                return
-        else:
-            backend.health.record_success()
         answer = self._answer
         body = answer[0] if len(answer) == 1 else b"".join(answer)
+        outcome: Outcome = "ok"
         if self._status >= 400:
-            body = sse.convert_to_openai_error(self._status, body)
+            error = read_engine_error(self._status, body, self._request.path, backend.find_mistake)
+            self._status = error.status
+            if self._judge_error(backend, error):
+                return
+            outcome = "refused" if error.status < 500 else "failed"
+            self._reason = error.reason
+            body = encode_error(self._api, error.status, error.message, error.kind, error.code, error.param)
             self._type = b"application/json"
         else:
+            backend.health.record_success()
+            if (renaming := self._route.served_name.find_renaming(body)) is not None:
+                body = body.replace(*renaming)
             sse.read_body_usage(body, self._usage)
             self._last_events = body
         if self._keeps_content:
             self._sent_on.append(body)
-        record = self._finish("ok" if self._status < 400 else "refused")
+        record = self._finish(outcome)
         self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
         self._keep_record(record)
 
+    def _judge_error(self, backend: GatewayBackend, error: EngineError) -> bool:
+        """Decides whose failure an engine's error is; returns whether another engine gets the request."""
+        if error.status < 500:
+            # A prompt that is too long for this engine alone is not the client's mistake.
+            is_shorter = (backend.context_tokens or 0) < max((b.context_tokens or 0) for b in self._route.backends)
+            self._by_client = error.by_client and not (error.code == "context_length_exceeded" and is_shorter)
+            backend.health.record_success()
+            return False
+        if self._retry_elsewhere(backend, suspected=True):
+            return True
+        if self._suspects:
+            # Every engine answered it with an error, so the request is the cause.
+            self._by_client = True
+            backend.health.record_inconclusive()
+        else:
+            backend.health.record_failure(monotonic())
+        return False
+
+    def _settle_suspects(self, outcome: Outcome) -> None:
+        """Counts the errors of earlier engines as their failures, unless the others refused the request too."""
+        suspects, self._suspects = self._suspects, None
+        failed = not self._by_client and outcome != "refused"
+        for backend, ended in suspects or ():
+            if failed:
+                backend.health.record_failure(monotonic())
+            if backend.on_end is not None:
+                backend.on_end(ended if failed else ended._replace(outcome="mistaken"))
+
     def _fail(self, message: str, code: str, status: int = 502, retry_after_s: int | None = None) -> None:
         self._status = status
+        self._reason = code
         if retry_after_s is None:
             retry_after_s = self._link.backend.retry_after_s if self._link is not None else 1
         record = self._finish("failed")
         if self._first is None:
             retry = b"retry-after: %d\r\n" % retry_after_s
-            self._client.respond(status, sse.encode_error(message, "server_error", code), extra=retry)
+            self._client.respond(status, encode_error(self._api, status, message, "server_error", code), extra=retry)
         else:
             self._client.write_stream(
                 sse.encode_error_event(self._api, message, "server_error", code, self._last_events)
@@ -447,6 +503,10 @@ class GatewayExchange:
         if own is None:
             own = member.meter = self._gateway.meters.get_tenant_meter(member.name)
         own.record(outcome, counted)
+        if self._reason is not None:
+            self._gateway.meters.count_reason(self._reason, self._route.model, member.name)
+        if self._suspects is not None:
+            self._settle_suspects(outcome)
         return outcome, backend, ended
 
     def _is_counted(self, outcome: Outcome) -> bool:
@@ -572,6 +632,8 @@ class GatewayExchange:
             finish=sse.find_finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
             prefix_hashes=hash_prefixes(text, self._gateway.tenants.salt),
             text_bytes=text_bytes,
+            reason=self._reason,
+            features=self.features,
         )
 
 

@@ -203,6 +203,7 @@ def _describe_model(route: Route) -> dict[str, object]:
         "engine": first.engine if first is not None else None,
         "engine_version": first.engine_version if first is not None else None,
         "max_model_len": first.context_tokens if first is not None else None,
+        "capabilities": route.capabilities,
     }
 
 

@@ -10,9 +10,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from bedplate.run.gateway.fair import SMOOTHING, FairQueue, TenantQueue
+from bedplate.run.gateway.model_name import ServedName
 from bedplate.run.gateway.tenants import Rejection, reject_sequences
 from bedplate.run.gateway.upstream import EnginePool
 from bedplate.run.gateway.watch import EngineMeter, GatewayMetrics
+from bedplate.values.capabilities import Capabilities, merge_capabilities
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
@@ -90,12 +92,15 @@ class Route:
 
     def __init__(self, model: str, meters: GatewayMetrics) -> None:
         self.model = model
+        self.served_name = ServedName(model)
         self.links: list[BackendLink] = []
         self.is_ready = False
         """Whether any backend accepts new requests."""
         self.aliases: frozenset[str] = frozenset([model.lower()])
         """Names of the model that do not depend on its backends."""
         self.names: frozenset[str] = self.aliases
+        self.capabilities: Capabilities | None = None
+        """What at least one of its engines supports; `None`: not known."""
         self.allowed: frozenset[str] | None = None
         """The tenants that may use it; `None`: all of them."""
         self.on_demand = False
@@ -162,7 +167,9 @@ class Route:
 
     def _update_readiness(self, backend: GatewayBackend) -> None:
         self._credits.clear()
-        self.is_ready = any(link.backend.takes_new for link in self.links)
+        open_links = [link for link in self.links if link.backend.takes_new]
+        self.is_ready = bool(open_links)
+        self.capabilities = merge_capabilities([link.backend.capabilities for link in open_links or self.links])
         if self.is_ready:
             self.wanted = False
             if self.held is not None and self.held.until_ready:
@@ -480,6 +487,8 @@ class Route:
             link = self.links[0]
             return link if self.is_ready and link.has_room(self.by_slots, exchange.sequences) else None
         usable = self._list_usable(exchange.tried)
+        if exchange.features:
+            usable = [link for link in usable if link.backend.supports(exchange.features)] or usable
         with_room = [link for link in usable if link.has_room(self.by_slots, exchange.sequences)]
         if len(usable) < 2 or not with_room:
             return with_room[0] if with_room else None

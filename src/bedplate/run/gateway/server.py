@@ -20,7 +20,7 @@ from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import BackendLink, Route
 from bedplate.run.gateway.tenants import Rejection, Tenants
 from bedplate.run.gateway.watch import GatewayMetrics
-from bedplate.values.traffic import ServedRequest
+from bedplate.values.traffic import Outcome, ServedRequest
 
 if TYPE_CHECKING:
     from bedplate.run.gateway import sse
@@ -241,24 +241,37 @@ class Gateway:
         return route.check_admission(route.waiting.get_queue(member.name, member.weight), num_bytes)
 
     def record_rejection(
-        self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, status: int
+        self,
+        route: Route | None,
+        member: TenantState,
+        api: sse.Api,
+        asked: sse.RequestFields | None,
+        num_bytes: int,
+        status: int,
+        reason: str,
+        outcome: Outcome = "turned_away",
     ) -> None:
-        """Counts and stores a request that was not accepted."""
-        (route.links[0].meter if route.links else route.get_meter_without_engine()).record_rejection(api)
-        self.meters.get_tenant_meter(member.name).record("turned_away")
+        """Counts and stores a request that was not accepted; `reason` is the code of its error."""
+        model = route.model if route is not None else ""
+        if route is not None:
+            meter = route.links[0].meter if route.links else route.get_meter_without_engine()
+            meter.record_rejection(api, outcome)
+        self.meters.get_tenant_meter(member.name).record(outcome)
+        self.meters.count_reason(reason, model, member.name)
         if self.keeper is not None:
             self.keeper.add(
                 ServedRequest(
                     at_s=time(),
                     tenant=member.name,
-                    model=route.model,
+                    model=model,
                     api=api,
-                    stream=bool(asked.stream),
-                    outcome="turned_away",
+                    stream=asked is not None and bool(asked.stream),
+                    outcome=outcome,
                     status=status,
                     body_bytes=num_bytes,
-                    max_tokens=asked.max_answer_tokens,
+                    max_tokens=asked.max_answer_tokens if asked is not None else None,
                     duration_ms=0.0,
+                    reason=reason,
                 )
             )
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from bedplate.run.gateway.request_checks import NOTHING, FeatureFields
+
 Api = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 
 APIS: dict[bytes, Api] = {
@@ -45,10 +47,7 @@ class RequestStreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-_NOTHING = msgspec.Raw(b"")
-
-
-class RequestFields(msgspec.Struct):
+class RequestFields(FeatureFields):
     """The fields of a request body that decide how it is handled; all others pass through unchanged."""
 
     model: str | None = None
@@ -59,9 +58,7 @@ class RequestFields(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     prompt_cache_key: Any = None
-    # These change the number or the length of the answers; `demand` reads them.
-    n: Any = None
-    best_of: Any = None
+    # These change the number or the length of the answers, with `n`, `best_of` and `stop`; `demand` reads them.
     n_cmpl: Any = None
     num_return_sequences: Any = None
     n_predict: Any = None
@@ -72,16 +69,13 @@ class RequestFields(msgspec.Struct):
     ignore_eos: Any = None
     generation_config: Any = None
     samplers: Any = None
-    stop: Any = None
     n_probs: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    tools: msgspec.Raw = _NOTHING
-    system: msgspec.Raw = _NOTHING
-    instructions: msgspec.Raw = _NOTHING
-    messages: msgspec.Raw = _NOTHING
-    prompt: msgspec.Raw = _NOTHING
-    input: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = NOTHING
+    system: msgspec.Raw = NOTHING
+    instructions: msgspec.Raw = NOTHING
+    messages: msgspec.Raw = NOTHING
+    prompt: msgspec.Raw = NOTHING
+    input: msgspec.Raw = NOTHING
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -96,7 +90,7 @@ class RequestFields(msgspec.Struct):
         return None
 
     def _has_messages_alone(self) -> bool:
-        return self.tools is self.system is self.instructions is self.prompt is self.input is _NOTHING
+        return self.tools is self.system is self.instructions is self.prompt is self.input is NOTHING
 
     def get_prompt_text(self, most_bytes: int) -> tuple[bytes, int]:
         """The beginning of the prompt, as JSON in the order of chat templates, and the length of all of it."""
@@ -104,7 +98,7 @@ class RequestFields(msgspec.Struct):
         if length <= most_bytes and self._has_messages_alone():
             return bytes(self.messages), length
         parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
-        views = [memoryview(part) for part in parts if part is not _NOTHING]
+        views = [memoryview(part) for part in parts if part is not NOTHING]
         length = sum(map(len, views))
         # A long prompt is not copied as a whole.
         return b"".join(views if length <= most_bytes else [view[:most_bytes] for view in views])[:most_bytes], length
@@ -320,20 +314,3 @@ def encode_error_event(api: Api, message: str, kind: str, code: str, after: byte
         event = {**error, "type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
-
-
-def convert_to_openai_error(status: int, body: bytes) -> bytes:
-    """Converts an engine's error response of any format to an OpenAI error object."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    try:
-        answer = msgspec.json.decode(body)
-    except UNREADABLE:
-        text = body[:2000].decode("utf-8", "replace").strip()
-        return encode_error(text or f"the engine answered with status {status}", kind, None)
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    if isinstance(error, dict):
-        message = error.get("message") or error.get("detail") or msgspec.json.encode(error).decode()
-        code = error.get("code")
-        code = None if code is None or code == status else str(code)
-        return encode_error(str(message), str(error.get("type") or kind), code, error.get("param"))
-    return encode_error(str(error), kind, None)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.errors import encode_error
 from bedplate.run.gateway.fair import SMOOTHING
 from bedplate.values.record import replace_fields
 from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, digest_key
@@ -44,10 +45,11 @@ class Rejection(NamedTuple):
     param: str | None = None
     """The field of the request that caused it."""
 
-    def encode(self) -> bytes:
+    def encode(self, api: sse.Api) -> bytes:
         """The body of the response."""
         kinds = {429: "rate_limit_error", 400: "invalid_request_error"}
-        return sse.encode_error(self.message, kinds.get(self.status, "server_error"), self.code, self.param)
+        kind = kinds.get(self.status, "server_error")
+        return encode_error(api, self.status, self.message, kind, self.code, self.param)
 
     def format_retry_header(self) -> bytes:
         return b"retry-after: %d\r\n" % self.retry_after_s if self.retry_after_s else b""

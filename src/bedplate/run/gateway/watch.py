@@ -36,6 +36,7 @@ class GatewayMetrics:
         self._tenants: dict[str, TenantMeter] = {}
         self._routes: list[Route] = []
         self._unlogged = 0
+        self._reasons: dict[tuple[str, str], int] = defaultdict(int)
         self.registry.register(self)
 
     def get_meter(self, model: str, engine: str) -> EngineMeter:
@@ -50,6 +51,12 @@ class GatewayMetrics:
         if meter is None:
             meter = self._tenants[name] = TenantMeter()
         return meter
+
+    def count_reason(self, reason: str, model: str = "", tenant: str | None = None) -> None:
+        """Counts a request that was refused or failed; without a model, before its model was known."""
+        self._reasons[model, reason] += 1
+        if tenant is not None:
+            self.get_tenant_meter(tenant).reasons[reason] += 1
 
     def render_all(self, routes: list[Route], unlogged: int = 0) -> bytes:
         self._routes, self._unlogged = routes, unlogged
@@ -72,7 +79,14 @@ class GatewayMetrics:
             tokens.add_metric((*labels, "completion"), meter.completion_tokens)
             for (api, outcome), count in meter.ended.items():
                 requests.add_metric((*labels, api, outcome), count)
-        yield from (requests, in_flight, tokens)
+        unanswered = CounterMetricFamily(
+            "bedplate_requests_unanswered",
+            "Requests that were refused or failed, by reason",
+            labels=("model", "reason"),
+        )
+        for reason_labels, count in self._reasons.items():
+            unanswered.add_metric(reason_labels, count)
+        yield from (requests, in_flight, tokens, unanswered)
         yield from self._collect_times()
         yield from self._collect_tenants(self._tenants)
         yield from self._collect_routes()
@@ -104,12 +118,19 @@ class GatewayMetrics:
         tokens = CounterMetricFamily(
             "bedplate_tenant_tokens", "Tokens as the engine counted them, by tenant", labels=("tenant", "kind")
         )
+        unanswered = CounterMetricFamily(
+            "bedplate_tenant_requests_unanswered",
+            "Requests that were refused or failed, by tenant and reason",
+            labels=("tenant", "reason"),
+        )
         for name, meter in tenants.items():
+            for reason, count in meter.reasons.items():
+                unanswered.add_metric((name, reason), count)
             tokens.add_metric((name, "prompt"), meter.prompt_tokens)
             tokens.add_metric((name, "completion"), meter.completion_tokens)
             for outcome, count in meter.ended.items():
                 requests.add_metric((name, outcome), count)
-        yield from (requests, tokens)
+        yield from (requests, tokens, unanswered)
 
     def _collect_routes(self) -> Iterator[Metric]:
         """Replicas of one engine are summed."""
@@ -143,10 +164,11 @@ class _FixedCollector:
 class TenantMeter:
     """The metrics of one tenant."""
 
-    __slots__ = ("completion_tokens", "ended", "prompt_tokens")
+    __slots__ = ("completion_tokens", "ended", "prompt_tokens", "reasons")
 
     def __init__(self) -> None:
         self.ended: dict[str, int] = defaultdict(int)
+        self.reasons: dict[str, int] = defaultdict(int)
         self.prompt_tokens = self.completion_tokens = 0
 
     def record(self, outcome: str, usage: TokenUsage | None = None) -> None:
@@ -191,8 +213,8 @@ class EngineMeter:
         self.token_time = DurationHistogram(_TOKEN_BUCKETS_S)
         self.duration = DurationHistogram(_REQUEST_BUCKETS_S)
 
-    def record_rejection(self, api: str) -> None:
-        self.ended[api, "turned_away"] += 1
+    def record_rejection(self, api: str, outcome: str) -> None:
+        self.ended[api, outcome] += 1
 
     def record(
         self,

@@ -75,6 +75,9 @@ class Piece:
 class Text:
     """A model's tokenizer and chat template."""
 
+    max_token: int = (1 << 31) - 1
+    """The largest token id. An engine may stop at a larger one."""
+
     def encode(self, text: str, special: bool) -> list[int]:
         """Token ids. Special tokens in the text are parsed; `special` adds the default ones around the text."""
         raise NotImplementedError

@@ -264,6 +264,8 @@ class Endpoints:
             and value
             and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
         ):
+            if not 0 <= min(value) <= max(value) <= self._get_text().max_token:
+                raise BackendError(f"{name} contains a token id that is not in the vocabulary", name)
             return value
         raise BackendError(f"{name} must be a text or a list of token ids", name)
 

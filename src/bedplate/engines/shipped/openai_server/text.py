@@ -25,6 +25,7 @@ class HuggingFaceText(Text):
         # Some folders enable truncation and padding, which is for training.
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        self.max_token = max(self.tokenizer.get_vocab().values(), default=0)
         self.config = read_json(self.folder / "tokenizer_config.json")
         self.template = ChatTemplate(read_template(self.folder, self.config), find_special_tokens(self.config))
 
