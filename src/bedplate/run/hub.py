@@ -264,9 +264,7 @@ def _download_file(choice: HubChoice, file: HubFile, report: Callable[[int], Non
     with hold_lock(choice.folder.parent / ".locks" / choice.folder.name / digest, f"downloading {file.path}", say):
         if (linked.exists() and not is_verified(linked, digest)) or (blob.exists() and not is_verified(blob, digest)):
             if say is not None:
-                say(
-                    f"{file.path} in the cache does not have the checksum that {choice.repo} lists: downloading it again"
-                )
+                say(f"the cached {file.path} does not have the checksum that {choice.repo} lists: downloading it again")
             linked.unlink(missing_ok=True)
             blob.unlink(missing_ok=True)
         if not blob.exists():
