@@ -183,7 +183,7 @@ def test_json_has_the_whole_map(own_home: Path) -> None:
     assert mlx["installed"] == [] and set(mlx["features"]) == set(Features.__struct_fields__)
     locks = {one["engine"]: one["lock"] for one in printed["engines"]}
     assert locks["tgi"] is None
-    assert locks["exllamav3"] == {"locked": False, "reason": "the build of PyTorch depends on the GPU and its driver"}
+    assert locks["exllamav3"] == {"locked": False, "reason": "the build of torch depends on the GPU and its driver"}
 
 
 @pytest.mark.parametrize("engine", sorted(load_engines()))

@@ -61,7 +61,7 @@ def list_requests() -> Iterator[LockRequest]:
     recipes += [
         ("ray", RayPackages().find_recipe("cpu"), ("linux", "macos")),
         ("dynamo", DynamoPackages(real=False).find_recipe("cpu"), ("linux",)),
-        ("dynamo+vllm", DynamoPackages(real=True).find_recipe("cpu"), ("linux",)),
+        ("dynamo+workers", DynamoPackages(real=True).find_recipe("cpu"), ("linux",)),
         (BUILD_TOOLS, make_bare_recipe(*CMAKE_PACKAGES), ("linux", "macos")),
     ]
     for name, recipe, systems in recipes:

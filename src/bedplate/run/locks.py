@@ -66,7 +66,7 @@ def find_lock(name: str, recipe: EnvironmentRecipe, device: Device = "cpu", pyth
         return FoundLock(None, f"{IGNORE_VARIABLE} is set")
     backend = choose_torch_backend(recipe.packages, device)
     if backend not in (None, "cpu"):
-        return FoundLock(None, "the build of PyTorch depends on the GPU and its driver")
+        return FoundLock(None, "the build of torch depends on the GPU and its driver")
     where = find_platform()
     if where not in PLATFORMS:
         return FoundLock(None, f"there is no lock for {where}")
