@@ -118,15 +118,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def listing(self) -> None:
         siblings = [self.hub.describe(name) for name in {**self.hub.files, **self.hub.sizes}]
-        body = {
-            "_id": "1",
-            "id": "me/model",
-            "modelId": "me/model",
-            "sha": self.hub.commit,
+        body: dict[str, object] = {"_id": "1", "id": "me/model", "modelId": "me/model", "sha": self.hub.commit}
+        body |= {
             "private": False,
             "tags": [],
+            "gated": "manual" if self.hub.gated else False,
+            "downloads": 0,
+            "likes": 0,
         }
-        body |= {"gated": "manual" if self.hub.gated else False, "downloads": 0, "likes": 0, "siblings": siblings}
+        body["siblings"] = siblings
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def linked(self, name: str) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,9 @@ def refuse_plain_indexes(environment: Mapping[str, str]) -> None:
     for name in _INDEX_VARIABLES:
         for url in _PLAIN_URL.findall(environment.get(name, "")):
             refuse_plain_http(url, f"the package index ({name})", trusted)
-    for path in _list_config_files(environment):
+    for path in filter(Path.is_file, _list_config_files(environment)):
+        import tomllib
+
         try:
             settings = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -76,6 +76,8 @@ def _list_index_urls(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_loopback(host: str) -> bool:
+    import ipaddress
+
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
