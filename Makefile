@@ -18,7 +18,7 @@ QUICK := first_answer or not (engine or browser or measures or nightly)
 REST := (engine or browser) and not (first_answer or measures or nightly)
 MEASURES := measures and not nightly
 
-.PHONY: help serve test quick test-rest test-all nightly coverage fleet lint style types format score docs clean
+.PHONY: help serve test quick test-rest test-all nightly coverage fleet lint style types format score docs locks clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
@@ -31,6 +31,7 @@ help:
 	@echo "make format            let ruff rewrite the code"
 	@echo "make score             predicted speed and memory against published rows"
 	@echo "make docs              write docs/rules.md and the JSON Schemas from the source"
+	@echo "make locks [ARGS=...]  resolve the packages of engines that have changed, with hashes, for every platform"
 	@echo "make clean             remove what the above made here"
 
 serve: $(READY)
@@ -78,6 +79,9 @@ score: $(READY)
 docs: $(READY)
 	$(BIN)/python -c "import sys; from bedplate.show.rules import write_rules_page; sys.stdout.write(write_rules_page())" > docs/rules.md
 	$(BIN)/python -m bedplate.cli.schema_files
+
+locks: $(READY)
+	$(BIN)/python -m bedplate.cli.lock_files $(ARGS)
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

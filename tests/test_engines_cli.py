@@ -30,6 +30,7 @@ from bedplate.engines import Features, load_engines
 from bedplate.engines.names import ORCHESTRATORS
 from bedplate.facts.hardware import probe
 from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.run.engine_listing import LockStatus
 from bedplate.run.environments import EngineEnvironment
 from bedplate.run.models import find_intended_model
 from bedplate.show.columns import Column, SplitTable
@@ -180,6 +181,9 @@ def test_json_has_the_whole_map(own_home: Path) -> None:
     assert any(line["here"] for line in printed["cheat_sheet"])
     mlx = next(one for one in printed["engines"] if one["engine"] == "mlx")
     assert mlx["installed"] == [] and set(mlx["features"]) == set(Features.__struct_fields__)
+    locks = {one["engine"]: one["lock"] for one in printed["engines"]}
+    assert locks["tgi"] is None
+    assert locks["exllamav3"] == {"locked": False, "reason": "the build of torch depends on the GPU and its driver"}
 
 
 @pytest.mark.parametrize("engine", sorted(load_engines()))
@@ -284,6 +288,12 @@ THERE = [
     ),
 ]  # fmt: skip
 
+LOCKS = {
+    "alpha": LockStatus(locked=True),
+    "tensor-beta": None,
+    "gamma": LockStatus(locked=False, reason="there is no lock for Python 3.15"),
+}
+
 
 def render_text(shown: RenderableType, width: int) -> str:
     out = io.StringIO()
@@ -313,14 +323,16 @@ def test_engines_without_a_native_build_are_rejected() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 250])
 def test_map_page(width: int, snapshot: SnapshotAssertion) -> None:
-    page = render_text(render_map(read_machine("cpu"), mark_cheat_sheet(read_machine("cpu")), ROWS, THERE), width)
+    page = render_text(
+        render_map(read_machine("cpu"), mark_cheat_sheet(read_machine("cpu")), ROWS, THERE, LOCKS), width
+    )
     assert max(map(len, page.splitlines())) <= width
     assert page == snapshot
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_engine_page(width: int, snapshot: SnapshotAssertion) -> None:
-    page = render_text(render_engine(read_machine("cpu"), ROWS[0], THERE), width)
+    page = render_text(render_engine(read_machine("cpu"), ROWS[0], THERE, LOCKS["alpha"]), width)
     assert max(map(len, page.splitlines())) <= width
     assert page == snapshot
 

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.facts.hardware import probe
 from bedplate.facts.library import locate
-from bedplate.run import hub
+from bedplate.progress import SilentProgress
+from bedplate.run import checksums, hub, ready
+from bedplate.run.builtin import read_builtin_facts
+from bedplate.values import replace_fields
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GB = 10**9
@@ -33,6 +37,10 @@ def make_content(name: str, size: int = 300_000) -> bytes:
     return (hashlib.sha256(name.encode()).digest() * (size // 32 + 1))[:size]
 
 
+def is_large(name: str) -> bool:
+    return name.endswith((".gguf", ".safetensors"))
+
+
 @dataclass
 class Hub:
     """A local hub: its files, its faults, and the requests that it received."""
@@ -49,10 +57,29 @@ class Hub:
     statuses: list[int] = field(default_factory=list)
     """What the next downloads are answered with instead."""
     etag: str | None = None
+    listed: dict[str, str] = field(default_factory=dict)
+    """Digests that the listing has instead of the right ones."""
+    commit: str | None = COMMIT
     cdn: str | None = None
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     sent: int = 0
     """Bytes of files that were sent whole."""
+
+    def compute_digest(self, name: str) -> str:
+        """SHA-256 for large files, which are in LFS; git's SHA-1 for small ones."""
+        data = self.files.get(name, b"")
+        if is_large(name):
+            return hashlib.sha256(data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+    def describe(self, name: str) -> dict[str, object]:
+        """A file in the listing of the repository."""
+        size = self.sizes.get(name, len(self.files.get(name, b"")))
+        digest = self.listed.get(name) or self.compute_digest(name)
+        if not is_large(name):
+            return {"rfilename": name, "size": size, "blobId": digest}
+        lfs = {"sha256": digest, "size": size, "pointerSize": 134}
+        return {"rfilename": name, "size": size, "blobId": "0" * 40, "lfs": lfs}
 
     def downloads(self) -> list[str]:
         """The Range of each GET of a file."""
@@ -90,15 +117,21 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
 
     def listing(self) -> None:
-        sizes = {name: len(data) for name, data in self.hub.files.items()} | self.hub.sizes
-        siblings = [{"rfilename": name, "size": size, "blobId": "0" * 40} for name, size in sizes.items()]
-        body = {"_id": "1", "id": "me/model", "modelId": "me/model", "sha": COMMIT, "private": False, "tags": []}
-        body |= {"gated": "manual" if self.hub.gated else False, "downloads": 0, "likes": 0, "siblings": siblings}
+        siblings = [self.hub.describe(name) for name in {**self.hub.files, **self.hub.sizes}]
+        body: dict[str, object] = {"_id": "1", "id": "me/model", "modelId": "me/model", "sha": self.hub.commit}
+        body |= {
+            "private": False,
+            "tags": [],
+            "gated": "manual" if self.hub.gated else False,
+            "downloads": 0,
+            "likes": 0,
+        }
+        body["siblings"] = siblings
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def linked(self, name: str) -> dict[str, str]:
         data = self.hub.files[name]
-        etag = self.hub.etag or hashlib.sha256(data).hexdigest()
+        etag = self.hub.etag or self.hub.compute_digest(name)
         linked = {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data))}
         return linked | {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
 
@@ -148,6 +181,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(hub, "_PAUSES_S", (0.0, 0.0))
@@ -289,6 +323,18 @@ class TestRefusals:
         assert caught.value.hint is not None
         assert "network" in caught.value.hint
 
+    def test_refuses_plain_http(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080")
+        with pytest.raises(UsageError, match=r"over plain http from mirror\.example") as caught:
+            hub.choose_files("me/model", fits=accept_any_size)
+        assert "BEDPLATE_ALLOW_HTTP=mirror.example" in str(caught.value.hint)
+
+    def test_refuses_redirect_to_plain_http(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        server.cdn = "http://cdn.example"
+        with pytest.raises(UsageError, match=r"over plain http from cdn\.example"):
+            fetch_gguf("me/model")
+
     def test_checks_disk_space_before_downloading_from_the_hub(self, server: Hub) -> None:
         server.sizes = {"m-Q4_K_M.gguf": 10**18}
         choice = hub.choose_files("me/model", fits=accept_any_size)
@@ -372,14 +418,94 @@ class TestDownload:
 
     def test_discards_file_with_wrong_checksum(self, server: Hub, tmp_path: Path) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, "0" * 64
+        server.listed = {"m-Q4_K_M.gguf": "0" * 64}
         with pytest.raises(ExternalFailure, match="does not have the checksum"):
             fetch_gguf("me/model", fits=accept_any_size)
         assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
 
+    def test_refuses_file_whose_checksum_is_not_the_listed_one(self, server: Hub, tmp_path: Path) -> None:
+        server.files, server.listed = {"m-Q4_K_M.gguf": make_content("m")}, {"m-Q4_K_M.gguf": "0" * 64}
+        with pytest.raises(ExternalFailure, match="lists another checksum or size") as caught:
+            fetch_gguf("me/model", fits=accept_any_size)
+        assert "0" * 64 in str(caught.value.cause)
+        assert server.downloads() == []
+
+    def test_refuses_file_whose_size_is_not_the_listed_one(self, server: Hub) -> None:
+        server.files, server.sizes = {"m-Q4_K_M.gguf": make_content("m")}, {"m-Q4_K_M.gguf": 299_999}
+        with pytest.raises(ExternalFailure, match="lists another checksum or size"):
+            fetch_gguf("me/model", fits=accept_any_size)
+
+    def test_checks_the_whole_file_after_a_resumed_download(self, server: Hub, tmp_path: Path) -> None:
+        data = make_content("m", 3_000_000)
+        server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 0, 0, 0, 0]
+        choice = hub.choose_files("me/model", fits=accept_any_size)
+        with pytest.raises(ExternalFailure):
+            hub.download(choice)
+        (partial,) = (tmp_path / "hf").rglob("*.incomplete")
+        partial.write_bytes(b"x" * partial.stat().st_size)
+        server.break_after.clear()
+        with pytest.raises(ExternalFailure, match="does not have the checksum"):
+            hub.download(choice)
+        assert not list((tmp_path / "hf").rglob("*.gguf"))
+        assert hub.download(choice).read_bytes() == data
+
+    def test_checks_small_file_by_the_digest_of_git(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(globals(), "is_large", lambda name: False)
+        server.files = {"m-Q4_K_M.gguf": make_content("m", 2000)}
+        assert fetch_gguf("me/model").read_bytes() == make_content("m", 2000)
+        server.files = {"n-Q4_K_M.gguf": make_content("n", 2000)}
+        server.etag, server.listed = "0" * 40, {"n-Q4_K_M.gguf": "0" * 40}
+        with pytest.raises(ExternalFailure, match="does not have the checksum"):
+            fetch_gguf("me/model")
+
+    def test_downloads_changed_file_of_the_cache_again(self, server: Hub) -> None:
+        data = make_content("m")
+        server.files = {"m-Q4_K_M.gguf": data}
+        path = fetch_gguf("me/model")
+        path.resolve().write_bytes(b"x" * len(data))
+        said: list[str] = []
+        again = hub.download(hub.choose_files("me/model", fits=accept_any_size), say=said.append)
+        assert again == path and again.read_bytes() == data
+        assert ["checksum" in text for text in said] == [True]
+        assert len(server.downloads()) == 2
+
+    def test_hashes_an_unchanged_file_of_the_cache_once(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        path = fetch_gguf("me/model")
+        digest = path.resolve().name
+
+        def fail(*_: object) -> str:
+            raise AssertionError("the file was hashed again")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checksums, "compute_digest", fail)
+            assert checksums.is_verified(path, digest)
+        path.touch()
+        assert checksums.is_verified(path, digest)
+
+    def test_serving_refuses_a_cached_model_that_was_changed(
+        self, server: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.files = {"m-Q4_K_M.gguf": make_content("m")}
+        path = fetch_gguf("me/model")
+        model = replace_fields(read_builtin_facts(), name="me/model", files=(str(path),))
+        monkeypatch.setattr(ready, "find_local_model", lambda name: model)
+        assert ready.fetch_facts("me/model", probe(), SilentProgress()) == model
+        path.resolve().write_bytes(b"x" * 300_000)
+        with pytest.raises(ExternalFailure, match=r"m-Q4_K_M\.gguf in the Hugging Face cache") as caught:
+            ready.fetch_facts("me/model", probe(), SilentProgress())
+        assert str(path.resolve()) in str(caught.value.cause)
+
+    @pytest.mark.parametrize("commit", [None, "main", "0123"])
+    def test_refuses_listing_without_a_commit(self, server: Hub, commit: str | None) -> None:
+        server.files, server.commit = {"m-Q4_K_M.gguf": make_content("m")}, commit
+        with pytest.raises(ExternalFailure, match="which commit"):
+            hub.choose_files("me/model", fits=accept_any_size)
+
     @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
     def test_rejects_etag_with_a_path(self, server: Hub, tmp_path: Path, etag: str) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": make_content("m")}, etag
-        with pytest.raises(ExternalFailure, match="no usable ETag"):
+        with pytest.raises(ExternalFailure, match=r"no checksum \(ETag\)"):
             fetch_gguf("me/model", fits=accept_any_size)
         assert not list(tmp_path.rglob("*evil*"))
 
@@ -494,6 +620,12 @@ class TestHeadersAlone:
     def test_rejects_invalid_configuration(self, server: Hub) -> None:
         server.files = {"config.json": b"<html>", "model.safetensors": make_shard({"a": 1})}
         with pytest.raises(UsageError, match="not JSON"):
+            hub.read_remote_model("me/model")
+
+    def test_refuses_configuration_with_wrong_checksum(self, server: Hub) -> None:
+        server.files = {"config.json": json.dumps(CONFIG).encode()}
+        server.listed = {"config.json": "0" * 40}
+        with pytest.raises(ExternalFailure, match=r"config\.json does not have the checksum"):
             hub.read_remote_model("me/model")
 
     def test_gguf_repository_gets_a_hint(self, server: Hub) -> None:

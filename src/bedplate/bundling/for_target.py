@@ -36,7 +36,7 @@ from bedplate.run.builtin import FILE as BUILTIN_FILE
 from bedplate.run.builtin import NAME as BUILTIN_NAME
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.models import find_intended_model
-from bedplate.run.uv import find_engine_python, run_uv
+from bedplate.run.uv import find_engine_python, list_build_options, run_uv
 from bedplate.values import replace_fields, to_json
 from bedplate.values.bundle import (
     MANIFEST,
@@ -308,7 +308,8 @@ class _PackageDownloader:
         wanted.write_text("\n".join(packages) + "\n")
         limits.write_text("\n".join(constraints) + "\n")
         command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
-        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._choose_torch_backend(packages)]
+        command += ["--no-annotate", "--no-header", "--quiet", *list_build_options()]
+        command += [*self._arguments, *self._choose_torch_backend(packages)]
         label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
         # Some engines pin pre-releases, and some indexes have no upload times.
         dates = [["--exclude-newer", as_of], []] if as_of is not None else [[]]

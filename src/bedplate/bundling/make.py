@@ -35,12 +35,11 @@ from bedplate.facts.hardware import probe
 from bedplate.home import check_free_space
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run import wheels
-from bedplate.run.environments import make_environment
+from bedplate.run.environments import install_libraries, make_environment
 from bedplate.run.models import find_intended_model
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import get_prepared_dir
 from bedplate.run.ready import decide_engines, prepare_model
-from bedplate.run.uv import find_engine_python, run_uv
 from bedplate.values import Decision, Hardware, Model, Plan, replace_fields, to_json
 from bedplate.values.bundle import MANIFEST, SUMS, TOP, Bundle, BundledFile, PackedBundle, SiteRequirements
 from bedplate.values.intent import Intent
@@ -116,7 +115,7 @@ def make_bundle(
             else _collect_for_this_machine(intent, engine, progress)
         )
         if load.recipe is not None:
-            load.carried = _download_libraries(load.recipe, Path(scratch), progress)
+            load.carried = _download_libraries(engine_by_id(load.plan.engine), load.recipe, Path(scratch), progress)
         output = (output or name_default_output(load.plan)).expanduser().absolute()
         _check_output(output)
         return _write_bundle(load, output, progress)
@@ -244,15 +243,14 @@ def _find_linked_folders(folder: Path) -> list[Path]:
 
 
 def _download_libraries(
-    recipe: EnvironmentRecipe, scratch: Path, progress: Progress
+    engine: Engine, recipe: EnvironmentRecipe, scratch: Path, progress: Progress
 ) -> list[importlib.metadata.Distribution]:
     """Download small packages with libraries that the site's system may lack."""
     found: list[importlib.metadata.Distribution] = []
     for number, library in enumerate(recipe.libraries if sys.platform.startswith("linux") else ()):
         folder = scratch / f"carrier{number}"
-        arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
         try:
-            run_uv([*arguments, "--python", find_engine_python(), library.package], "fetching a library", scratch)
+            install_libraries(engine, recipe, folder, [library.package])
         except ExternalFailure as error:
             progress.note(f"{library.soname} is not packed ({error.cause}): the site's system must provide it")
             continue

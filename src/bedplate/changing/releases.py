@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable
 
 from bedplate.engines import Engine
+from bedplate.run.transport import refuse_plain_indexes
 from bedplate.run.uv import build_uv_environment, find_uv
 
 ASK_LIMIT_S = 60.0
@@ -26,12 +27,14 @@ def find_package(engine: Engine) -> tuple[str, str] | None:
 def find_newest(packages: Iterable[str]) -> dict[str, str]:
     """The newest release of each package that can be installed here. Packages that cannot be resolved are left out."""
     found: dict[str, str] = {}
+    env = build_uv_environment(os.environ)
+    refuse_plain_indexes(env)
     for package in packages:
         command = [find_uv(), "pip", "compile", "-", *QUIETLY, "--refresh-package", package]
         try:
             done = subprocess.run(
                 command, input=package, capture_output=True, text=True, timeout=ASK_LIMIT_S,
-                env=build_uv_environment(os.environ), check=False,
+                env=env, check=False,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError):
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from bedplate.cli.options import Json
 
@@ -17,6 +20,7 @@ EXAMPLES = """Examples:
 \b
   bedplate doctor
   bedplate doctor --json > report.json
+  bedplate doctor --sbom bom.json
 
 Keys, passwords and prompts are left out. Exit code 1: a problem was found."""
 
@@ -28,13 +32,28 @@ UNKNOWN = "this version of bedplate cannot run it"
 BROKEN = "the Python that it was made with is gone, or its manifest cannot be read"
 
 
-def doctor(json: Json = False) -> None:
+def doctor(
+    json: Json = False,
+    sbom: Annotated[
+        bool, typer.Option("--sbom", help="Write a software bill of materials (CycloneDX 1.6 JSON) instead.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Where --sbom writes; default: stdout.", show_default=False)
+    ] = None,
+) -> None:
     """Collect what a bug report needs, and list problems.
 
     Versions, hardware, installed engines and whether they still run, models, settings, and the last lines of logs.
     """
     import sys
 
+    if sbom:
+        _write_sbom(file)
+        return
+    if file is not None:
+        from bedplate.errors import UsageError
+
+        raise UsageError(f"doctor does not read {file}", hint=f"bedplate doctor --sbom {file} writes to it")
     from bedplate.engines import load_engines
     from bedplate.facts.doctor import FoundModel, make_report
     from bedplate.facts.hardware import probe
@@ -59,6 +78,22 @@ def doctor(json: Json = False) -> None:
 
         make_console().print(render_report(report))
     sys.exit(0 if report.is_healthy else 1)
+
+
+def _write_sbom(file: Path | None) -> None:
+    from json import dumps
+
+    from bedplate.errors import ExternalFailure
+    from bedplate.run.sbom import make_sbom
+
+    text = dumps(make_sbom(), indent=2, ensure_ascii=False)
+    if file is None or str(file) == "-":
+        print(text)  # noqa: T201
+        return
+    try:
+        file.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ExternalFailure(f"cannot write {file}", cause=error.strerror or str(error)) from error
 
 
 def _read_uv_version() -> str | None:

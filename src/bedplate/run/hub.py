@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -27,11 +26,13 @@ from bedplate.facts.library import (
     split_reference,
 )
 from bedplate.home import hold_lock
+from bedplate.run.checksums import compute_digest, compute_digest_of_bytes, is_digest, is_verified, record_verified
+from bedplate.run.transport import refuse_plain_http
 from bedplate.values import Model, replace_fields
 from bedplate.values.units import format_size as human_size
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
     from bedplate.facts.safetensors import SafetensorsHeader
 
@@ -57,6 +58,8 @@ _PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 class HubFile:
     path: str
     size_bytes: int
+    digest: str | None = None
+    """The SHA-256 of a large file, or git's SHA-1 of a small one, as the hub lists it; `None`: not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def choose_files(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
         group = _choose_best(groups, fits, repo)
     cache = find_hub_cache()
     folder = cache / ("models--" + repo.replace("/", "--"))
-    revision = info.sha or "main"
+    revision = _get_commit(info, repo)
     missing = sum(f.size_bytes for f in group if not (folder / "snapshots" / revision / f.path).exists())
     return HubChoice(
         repo=repo,
@@ -132,12 +135,13 @@ def read_remote_model(repo: str) -> Model:
     from bedplate.facts.safetensors import MAX_INDEX_BYTES, parse_index
 
     info = _fetch_model_info(repo)
-    endpoint, revision = _get_endpoint(), info.sha or "main"
+    endpoint, revision = _get_endpoint(), _get_commit(info, repo)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+    digests = {sibling.rfilename: _get_digest(sibling) for sibling in info.siblings or ()}
     if "config.json" not in sizes:
         raise _explain_unreadable(repo, info)
     with _translate_errors(repo), _silence_hub():
-        fetched = _RemoteRepository(repo, revision, endpoint)
+        fetched = _RemoteRepository(repo, revision, endpoint, digests)
         fields = parse_json(fetched.read_file("config.json", MAX_CONFIG_BYTES), "config.json")
         quant = None
         if "hf_quant_config.json" in sizes:
@@ -175,13 +179,16 @@ def _explain_unreadable(repo: str, info: ModelInfo) -> UsageError:
 class _RemoteRepository:
     """Reads parts of files of one commit of a repository."""
 
-    def __init__(self, repo: str, revision: str, endpoint: str) -> None:
-        self.repo, self.revision, self.endpoint = repo, revision, endpoint
+    def __init__(self, repo: str, revision: str, endpoint: str, digests: Mapping[str, str | None]) -> None:
+        self.repo, self.revision, self.endpoint, self.digests = repo, revision, endpoint, digests
 
     def read_file(self, path: str, most: int) -> bytes:
         data = self._read_range(path, 0, most)
         if len(data) > most:
             raise UsageError(f"{path} of {self.repo} is larger than the limit of {human_size(most)}")
+        expected = self.digests.get(path)
+        if expected is not None and compute_digest_of_bytes(data, expected) != expected:
+            raise _make_checksum_error(path, self.repo)
         return data
 
     def read_header(self, path: str) -> SafetensorsHeader:
@@ -208,9 +215,7 @@ class _RemoteRepository:
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end}"}
         url = hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
         found, skip = bytearray(), 0
-        session = utils.get_session()
-        with session.stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
-            utils.hf_raise_for_status(response)
+        with _open_stream(url, headers) as response:
             if response.status_code != 206:
                 skip = start
             for chunk in response.iter_bytes():
@@ -250,22 +255,26 @@ def _download_file(choice: HubChoice, file: HubFile, report: Callable[[int], Non
     """
     from huggingface_hub import hf_hub_download
 
-    if (choice.folder / "snapshots" / choice.revision / file.path).exists():
+    linked = choice.folder / "snapshots" / choice.revision / file.path
+    if linked.exists() and file.digest is not None and is_verified(linked, file.digest, report):
         return
-    url, etag, size = _locate_file(choice, file)
-    blob = choice.folder / "blobs" / etag
+    url, digest, size = _locate_file(choice, file)
+    blob = choice.folder / "blobs" / digest
     # huggingface_hub's own lock, so that its command line and bedplate do not download the same file twice.
-    with hold_lock(choice.folder.parent / ".locks" / choice.folder.name / etag, f"downloading {file.path}", say):
+    with hold_lock(choice.folder.parent / ".locks" / choice.folder.name / digest, f"downloading {file.path}", say):
+        if (linked.exists() and not is_verified(linked, digest)) or (blob.exists() and not is_verified(blob, digest)):
+            if say is not None:
+                say(f"the cached {file.path} does not have the checksum that {choice.repo} lists: downloading it again")
+            linked.unlink(missing_ok=True)
+            blob.unlink(missing_ok=True)
         if not blob.exists():
-            partial = blob.with_name(f"{etag}.incomplete")
+            partial = blob.with_name(f"{digest}.incomplete")
             _transfer(choice, file, partial, url, size, report)
-            if re.fullmatch(r"[0-9a-f]{64}", etag) and _compute_sha256(partial) != etag:
+            if compute_digest(partial, digest) != digest:
                 partial.unlink()
-                raise ExternalFailure(
-                    f"the downloaded {file.path} does not have the checksum that {choice.repo} lists",
-                    hint="run it again; if the error repeats, a proxy between here and the hub may change files",
-                )
+                raise _make_checksum_error(file.path, choice.repo)
             partial.replace(blob)
+            record_verified(blob, digest)
     hf_hub_download(
         choice.repo,
         file.path,
@@ -316,8 +325,7 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
     start = target.tell()
     if start:
         headers["Range"] = f"bytes={start}-"
-    with utils.get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
-        utils.hf_raise_for_status(response)
+    with _open_stream(url, headers) as response:
         if start and response.status_code != 206:
             target.truncate(0)
             target.seek(0)
@@ -331,35 +339,79 @@ def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Ca
             report(target.tell())
 
 
+@contextlib.contextmanager
+def _open_stream(url: str, headers: dict[str, str]) -> Iterator[Any]:
+    """Opens a URL of the hub or of its content delivery network; redirects to plain http are refused."""
+    utils = _import_utils()
+    refuse_plain_http(url, "a file of the hub")
+    with utils.get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+        for one in (*response.history, response):
+            refuse_plain_http(str(one.url), "a file of the hub")
+        utils.hf_raise_for_status(response)
+        yield response
+
+
 def _locate_file(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
-    """The URL of a file, its ETag, which names it in the cache, and its size."""
+    """The URL of a file, its digest, which names it in the cache, and its size."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(choice.repo, file.path, revision=choice.revision, endpoint=choice.endpoint)
     metadata = get_hf_file_metadata(url, timeout=_TIMEOUT_S, endpoint=choice.endpoint)
     etag = metadata.etag or ""
-    if not re.fullmatch(r"[\w-]{8,128}", etag):
+    if not is_digest(etag):
         raise ExternalFailure(
-            f"the answer of {choice.endpoint} has no usable ETag for {file.path}, which the hub always sends",
+            f"the answer of {choice.endpoint} has no checksum (ETag) for {file.path}, which the hub always sends",
             hint="check HF_ENDPOINT and any proxy between here and the hub",
         )
-    return metadata.location, etag, file.size_bytes if metadata.size is None else metadata.size
+    size = file.size_bytes if metadata.size is None else metadata.size
+    if etag != (file.digest or etag) or size != (file.size_bytes or size):
+        raise ExternalFailure(
+            f"{choice.endpoint} lists another checksum or size for {file.path} than it sends",
+            cause=f"listed: {file.digest}, {file.size_bytes} bytes; sent: {etag}, {size} bytes",
+            hint="check HF_ENDPOINT and any proxy between here and the hub",
+        )
+    return metadata.location, etag, size
+
+
+def _get_commit(info: ModelInfo, repo: str) -> str:
+    """The commit of the listed files: a branch may change between two requests."""
+    if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
+        raise ExternalFailure(
+            f"{_get_endpoint()} does not say which commit of {repo} it lists",
+            hint="check HF_ENDPOINT and any proxy between here and the hub",
+        )
+    return str(info.sha)
+
+
+def _get_digest(sibling: RepoSibling) -> str | None:
+    """The digest of a file in a repository's listing."""
+    found = (sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id) or ""
+    return found if is_digest(found) else None
+
+
+def _make_checksum_error(path: str, repo: str) -> ExternalFailure:
+    return ExternalFailure(
+        f"the downloaded {path} does not have the checksum that {repo} lists",
+        hint="run it again; if the error repeats, a proxy between here and the hub may change files",
+    )
 
 
 def _group_files(info: ModelInfo) -> list[tuple[HubFile, ...]]:
     """The models of a repository: single files, and split ones of which every part exists."""
-    sizes = {
-        sibling.rfilename: sibling.size or 0 for sibling in info.siblings or () if is_language_model(sibling.rfilename)
+    files = {
+        sibling.rfilename: HubFile(sibling.rfilename, sibling.size or 0, _get_digest(sibling))
+        for sibling in info.siblings or ()
+        if is_language_model(sibling.rfilename)
     }
     groups = []
-    for path in sorted(sizes):
+    for path in sorted(files):
         pure = PurePosixPath(path)
         if parts := list_parts(Path(pure.name)):
             names = [str(pure.with_name(part.name)) for part in parts]
-            if path == names[0] and all(name in sizes for name in names):
-                groups.append(tuple(HubFile(name, sizes[name]) for name in names))
+            if path == names[0] and all(name in files for name in names):
+                groups.append(tuple(files[name] for name in names))
         else:
-            groups.append((HubFile(path, sizes[path]),))
+            groups.append((files[path],))
     # Of two files with the same label, the one nearer to the root with the shorter name is the standard one.
     return sorted(groups, key=lambda group: (group[0].path.count("/") - (len(group) > 1), len(group[0].path)))
 
@@ -450,7 +502,9 @@ def _fetch_model_info(repo: str) -> ModelInfo:
 
 
 def _get_endpoint() -> str:
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    refuse_plain_http(endpoint, "the model hub (HF_ENDPOINT)")
+    return endpoint
 
 
 def _refuse_offline(repo: str) -> None:
@@ -485,11 +539,6 @@ def _check_free_space(choice: HubChoice) -> None:
             f"and {human_size(free)} are free in {choice.folder.parent}",
             hint="free some space (hf cache prune), or set HF_HOME to a folder on a larger disk",
         )
-
-
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -32,10 +32,12 @@ from bedplate.run.child import run_child
 from bedplate.run.environments import (
     EngineEnvironment,
     format_now,
+    install_bare_packages,
     measure_disk_bytes,
     read_environment,
     store_environment,
 )
+from bedplate.run.locks import BUILD_TOOLS
 from bedplate.run.uv import build_uv_environment as uv_environment
 from bedplate.run.uv import find_engine_python, run_uv
 from bedplate.values import Hardware
@@ -574,11 +576,7 @@ def _install_missing_tools(tools: Toolchain, work: Path, progress: Progress) -> 
     names = " and ".join(missing_packages)
     progress.note(f"installing {names} from the package index for this build, since this machine lacks them")
     target = work / "tools"
-    run_uv(
-        ["pip", "install", "--python", find_engine_python(), "--target", str(target), *missing_packages],
-        f"fetching {names}",
-        work,
-    )
+    install_bare_packages(BUILD_TOOLS, CMAKE_PACKAGES, target, f"fetching {names}", missing_packages)
     changes: dict[str, Any] = {}
     for name in ("cmake", "ninja"):
         found = next(

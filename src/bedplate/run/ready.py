@@ -18,6 +18,7 @@ from bedplate.errors import ExternalFailure, UsageError
 from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.progress import Progress
 from bedplate.run.builtin import fetch_builtin
+from bedplate.run.checksums import verify_cached_model
 from bedplate.run.environments import (
     EngineEnvironment,
     check_version,
@@ -188,7 +189,10 @@ def fetch_facts(model: str | None, hardware: Hardware, progress: Progress) -> Mo
 
 def _find_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
     found = find_local_model(model)
-    return found if found is not None else fetch_model(str(model), hardware.memory.available_bytes, progress)
+    if found is None:
+        return fetch_model(str(model), hardware.memory.available_bytes, progress)
+    verify_cached_model(found, progress)
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from bedplate.errors import ExternalFailure
 from bedplate.run.child import run_child
+from bedplate.run.transport import refuse_plain_indexes
 from bedplate.values.decision import Device
 
 _NO_NETWORK = re.compile(
@@ -25,6 +26,7 @@ _NO_NETWORK = re.compile(
 )
 _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
 """The beginning of a line in uv's chain of causes; it differs between versions."""
+SOURCE_VARIABLE = "BEDPLATE_ALLOW_SOURCE_BUILDS"
 _OTHER_ENVIRONMENT_VARIABLES = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
@@ -93,6 +95,11 @@ def build_uv_environment(given: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def list_build_options() -> list[str]:
+    """Options of `uv pip` that refuse source packages: building one runs its code, and needs a compiler."""
+    return [] if os.environ.get(SOURCE_VARIABLE) else ["--only-binary", ":all:"]
+
+
 def find_engine_python() -> str:
     """The interpreter for engine environments: `UV_PYTHON` if it is set, otherwise bedplate's own."""
     return os.environ.get("UV_PYTHON") or getattr(sys, "_base_executable", None) or sys.executable
@@ -142,7 +149,10 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
     """Runs uv in `folder`. `written` is called regularly with the bytes that it has written so far."""
     # Without --project, uv would read a uv.toml or pyproject.toml of the current directory.
     command = [find_uv(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
-    if (wheels := _only.get()) is not None:
+    env = build_uv_environment(os.environ)
+    if (wheels := _only.get()) is None:
+        refuse_plain_indexes(env)
+    else:
         command.append("--offline")
         if arguments[:2] == ["pip", "install"]:
             command += ["--no-index", "--find-links", str(wheels.folder)]
@@ -153,7 +163,7 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
         command.append("--no-index")
     tick = None if written is None else lambda pid: report_written_bytes(pid, written)
     try:
-        ended = run_child(command, build_uv_environment(os.environ), tick)
+        ended = run_child(command, env, tick)
     except OSError as error:
         raise ExternalFailure(f"{what} failed: cannot start uv", cause=str(error)) from error
     if ended.code != 0:
@@ -200,6 +210,8 @@ def explain_failure(what: str, output: str) -> ExternalFailure:
         hint = "free some space, or set BEDPLATE_HOME (and UV_CACHE_DIR) to a folder on a larger disk"
     elif re.search(r"[Hh]ash mismatch", output):
         hint = "the package index has a different file than the pinned one; use another index (UV_DEFAULT_INDEX)"
+    elif re.search(r"no usable wheels|has no wheels|no wheels? with|building from source is disabled", output):
+        hint = f"the package index has no wheel for this machine; {SOURCE_VARIABLE}=1 permits builds from source"
     elif _NO_NETWORK.search(output):
         hint = (
             "the first start needs a package index; set UV_DEFAULT_INDEX to a mirror, "

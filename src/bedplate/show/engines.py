@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from bedplate.decide.engine_map import EngineRow, EngineSupport, Situation
 from bedplate.engines.base import VENDOR_NAMES
+from bedplate.run.engine_listing import LockStatus
 from bedplate.run.environments import EngineEnvironment
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.decision import format_short
@@ -42,7 +43,11 @@ TBD = Text("TBD", style="dim")
 
 
 def render_map(
-    hardware: Hardware, sheet: Sequence[Situation], rows: Sequence[EngineRow], installed: Sequence[EngineEnvironment]
+    hardware: Hardware,
+    sheet: Sequence[Situation],
+    rows: Sequence[EngineRow],
+    installed: Sequence[EngineEnvironment],
+    locks: Mapping[str, LockStatus | None],
 ) -> RenderableType:
     """The page of `engines`."""
     names = Column.from_cells("engine", [Text(row.engine, style="bold") for row in rows])
@@ -58,6 +63,7 @@ def render_map(
             (
                 Column.from_cells("version", [row.version or "" for row in rows]),
                 Column.from_cells("installed", [_describe_state(row, installed) for row in rows]),
+                Column.from_cells("packages", [_describe_lock(locks.get(row.engine)) for row in rows], comfortable=30),
                 Column.from_cells("supported", [_describe_support(row.here) for row in rows], comfortable=30),
                 *_make_measurement_columns(rows),
             ),
@@ -94,6 +100,12 @@ def _describe_state(row: EngineRow, installed: Sequence[EngineEnvironment]) -> T
     words = "yes" if pinned else f"another version: {', '.join(others)}" if others else ""
     words = " and ".join(filter(None, [words, "built here" if built else ""]))
     return Text(f"{words}, {format_size(sum(environment.disk_bytes for environment in there))}", style="green")
+
+
+def _describe_lock(lock: LockStatus | None) -> Text:
+    if lock is None:
+        return Text("")
+    return Text("locked" if lock.locked else f"not locked: {lock.reason}")
 
 
 def _describe_support(here: EngineSupport) -> Text:
@@ -145,7 +157,9 @@ def describe_measured_workload(result: Result) -> str:
     return f"{result.model}{weights}, {result.concurrency} in flight, {lengths}"
 
 
-def render_engine(hardware: Hardware, row: EngineRow, installed: Sequence[EngineEnvironment]) -> RenderableType:
+def render_engine(
+    hardware: Hardware, row: EngineRow, installed: Sequence[EngineEnvironment], lock: LockStatus | None
+) -> RenderableType:
     """The page of `engines show`."""
     lines: list[tuple[str, str, str]] = [("Best for", row.strength, "")]
     if row.features is None:
@@ -163,7 +177,7 @@ def render_engine(hardware: Hardware, row: EngineRow, installed: Sequence[Engine
         ("Parallelism", ", ".join(row.ways) if row.ways else "none: one device", ""),
         ("Tasks", ", ".join(row.tasks), ""),
     ]
-    lines += _list_installations(row, installed)
+    lines += _list_installations(row, installed, lock)
     lines += [("Machine", describe_hardware(hardware), ""), *_list_support(row.here)]
     lines += _list_figures(row.measured)
     if row.features is not None:
@@ -190,7 +204,9 @@ def _describe_conversions(row: EngineRow) -> str:
     return f"; converted from {', '.join(converted)}" if converted else ""
 
 
-def _list_installations(row: EngineRow, installed: Sequence[EngineEnvironment]) -> list[tuple[str, str, str]]:
+def _list_installations(
+    row: EngineRow, installed: Sequence[EngineEnvironment], lock: LockStatus | None
+) -> list[tuple[str, str, str]]:
     lines = [("Installed", _describe_state(row, installed).plain, "")]
     if row.packages:
         sizes = f"download {format_size(row.download_bytes or 0)}, {format_size(row.disk_bytes or 0)} on disk"
@@ -198,6 +214,8 @@ def _list_installations(row: EngineRow, installed: Sequence[EngineEnvironment]) 
     for environment in (one for one in installed if one.engine == row.engine):
         lines.append(("", environment.adopted_path or environment.path, ""))
         lines += [("", f"  {note}", "") for note in environment.notes]
+    if lock is not None:
+        lines.append(("Packages", _describe_lock(lock).plain, ""))
     return lines
 
 
