@@ -163,7 +163,7 @@ def test_a_feature_is_recognized_and_refused_where_it_is_missing(
         (CHAT, make_chat_body(n=1, best_of=1, tools=[], tool_choice="none", response_format={"type": "text"})),
         (CHAT, make_chat_body(tools=None, logprobs=False, stop=None, stream_options=None)),
         (CHAT, make_chat_body(tools=[TOOL], tool_choice="none")),
-        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x", "logprobs": False}),
         ("/v1/completions", {"prompt": ["x", "y"]}),
         ("/v1/completions", {"prompt": [[0, 99], [5]]}),
         ("/v1/responses", {"input": "x"}),

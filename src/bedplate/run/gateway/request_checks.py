@@ -235,7 +235,7 @@ def _find_features(api: Api, asked: RequestFields, known: Capabilities | None, h
     found += _find_tools(api, asked)
     if (form := _find_format(api, asked, known)) is not None:
         found.append(form)
-    if asked.logprobs or asked.top_logprobs or (api == "completions" and asked.logprobs == 0):
+    if asked.logprobs or asked.top_logprobs or (api == "completions" and type(asked.logprobs) is int):
         found.append("logprobs")
     if _check_choices(asked, known):
         found.append("n")
