@@ -12,7 +12,6 @@ from tests.commands import invoke
 
 from bedplate import store
 from bedplate.home import ensure_writable, get_logs_dir, hold_lock, make_folder, open_private
-from bedplate.run.engine_key import read_stable_key
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes exist on Linux and macOS")
 
@@ -29,7 +28,7 @@ def read_mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize("first", ["logs", "store", "lock", "key", "engine key"])
+@pytest.mark.parametrize("first", ["logs", "store", "lock", "key"])
 def test_whatever_creates_the_home_makes_it_private(first: str, home: Path) -> None:
     if first == "logs":
         ensure_writable(get_logs_dir())
@@ -39,11 +38,9 @@ def test_whatever_creates_the_home_makes_it_private(first: str, home: Path) -> N
     elif first == "lock":
         with hold_lock(home / "engines" / "one", "testing"):
             pass
-    elif first == "key":
+    else:
         assert invoke("keys", "add", "alice").code == 0
         assert read_mode(home / "keys-required") == 0o600
-    else:
-        read_stable_key("vllm")
     assert read_mode(home) == 0o700
 
 

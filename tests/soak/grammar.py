@@ -112,7 +112,7 @@ def _frame_body(random_: random.Random, body: bytes) -> tuple[list[bytes], bytes
         return [length], body
     if chance < 0.85:
         return [b"Transfer-Encoding: chunked"], _chunk_body(random_, body)
-    wrong = (
+    wrong: tuple[tuple[list[bytes], bytes], ...] = (
         ([b"Content-Length: %d" % (len(body) + 5)], body),
         ([b"Content-Length: %d" % max(0, len(body) - 5)], body),
         ([b"Content-Length: -1"], body),
