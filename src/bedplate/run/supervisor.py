@@ -665,9 +665,17 @@ class Supervisor:
 
     async def _require_refusal(self, process: EngineProcess, url: str) -> None:
         """Stops an engine that answers without the key: this version's server is not one that the wrapper covers."""
-        async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            if answer.status == HTTPStatus.UNAUTHORIZED:
-                return
+        async with aiohttp.ClientSession() as session:
+            while not process.ended.is_set():
+                try:
+                    async with session.get(url) as answer:
+                        if answer.status == HTTPStatus.UNAUTHORIZED:
+                            return
+                        break
+                except aiohttp.ClientError:
+                    await process.wait_for_end(0.05)
+            else:
+                return  # it died, and is restarted
         await process.stop(grace_s=0)
         raise ExternalFailure(
             f"{self.engine.name} {self.environment.version} was stopped: its private port answered without the key",
