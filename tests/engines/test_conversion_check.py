@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib
 import json
 import os
@@ -12,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import HANG_S
 
 import bedplate.engines
 from bedplate.measure.agreement import CHANCE, CLEAR_GAP, FLOORS
@@ -169,6 +173,18 @@ class TestRealFiles:
         done = run_check(llama_environment, builtin_gguf, builtin_gguf)
         assert done.returncode == 0, done.stderr
         assert "texts agree with the source" in done.stdout and "(64 of all 64)" in done.stdout
+
+    def test_server_of_the_comparison_needs_a_key(
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment
+    ) -> None:
+        command = json.dumps(build_command(llama_environment, Launch(argv=("llama-server",))))
+        with contextlib.closing(check.LlamaCppModel(builtin_gguf, command)) as one:
+            assert one.tokenize("one")
+            assert one._key not in " ".join(psutil.Process(one._process.pid).cmdline())
+            connection = http.client.HTTPConnection("127.0.0.1", one._port, timeout=HANG_S)
+            with contextlib.closing(connection):
+                connection.request("POST", "/tokenize", "{}")
+                assert connection.getresponse().status == 401
 
     def test_rejects_a_result_that_does_not_load(
         self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path

@@ -19,6 +19,7 @@ import http.client
 import json
 import math
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -114,6 +115,7 @@ class LlamaCppModel(ComparedModel):
     def __init__(self, path: Path, command: str) -> None:
         self._path, self._command = path, json.loads(command)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._key = secrets.token_urlsafe(32)  # other users of the machine can connect to the port
         self._ready, self._starts = False, 0
         self._start()
         self.approximated = read_pre_tokenizer(path) in APPROXIMATED
@@ -125,7 +127,8 @@ class LlamaCppModel(ComparedModel):
         argv = [*self._command, "--model", str(self._path.resolve()), "--host", "127.0.0.1", "--port", str(self._port)]
         argv += ["--ctx-size", "512", "--parallel", "1", "--threads", str(count_free_threads()), "--no-warmup"]
         self._starts += 1
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
+        env = {**os.environ, "LLAMA_API_KEY": self._key}
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, env=env)
 
     def tokenize(self, text: str, begin: bool = False) -> list[int]:
         return [
@@ -185,7 +188,8 @@ class LlamaCppModel(ComparedModel):
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
         try:
-            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+            connection.request(method, path, json.dumps(body), headers)
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
         finally:
