@@ -31,7 +31,7 @@ class _Message(msgspec.Struct):
         return [self.reasoning_content, self.reasoning, self.content, self.refusal, *called]
 
 
-class _Choice(msgspec.Struct):
+class _AnswerChoice(msgspec.Struct):
     index: Any = 0
     text: Any = None
     delta: _Message | None = None
@@ -40,7 +40,7 @@ class _Choice(msgspec.Struct):
 
 
 class _AnswerEvent(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: list[_AnswerChoice] | None = None
 
 
 class _BlockDelta(msgspec.Struct):
@@ -95,7 +95,7 @@ class AnswerText:
         except sse.UNREADABLE:
             return
 
-    def _read_choice(self, choice: _Choice) -> None:
+    def _read_choice(self, choice: _AnswerChoice) -> None:
         index = choice.index if type(choice.index) is int else 0
         message = choice.delta or choice.message
         self._add(index, choice.text, *(message.list_parts() if message is not None else ()))
