@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bedplate.engines import get_engine
 from bedplate.run.gateway.backend import EJECT_AFTER, FinishedRequest
 from bedplate.run.gateway.errors import read_engine_error, remove_options
 from bedplate.run.gateway.model_name import ServedName
-from bedplate.run.gateway.request_checks import RequestMistake, check_request
+from bedplate.run.gateway.request_checks import FeatureFields, RequestMistake, check_request
 from bedplate.run.gateway.sse import APIS, read_request_fields
 from bedplate.values.capabilities import Capabilities, Feature, merge_capabilities
 
@@ -173,6 +176,29 @@ def test_a_feature_is_recognized_and_refused_where_it_is_missing(
 )
 def test_a_plain_request_uses_no_feature(path: str, body: dict[str, Any]) -> None:
     assert check(path, body, NONE) == ()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8) | st.just("9" * 5000),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["type", "function", "name", "role", "content", "allowed_tools", "format", "json_schema",
+                         "schema", "--5", "-1", "9" * 5000]), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(
+    path=st.sampled_from([path.decode() for path in APIS]),
+    fields=st.dictionaries(
+        st.sampled_from([*FeatureFields.__struct_fields__, "messages", "prompt", "input", "tools"]), JSON, max_size=4
+    ),
+    known=st.sampled_from([None, ALL, NONE]),
+)
+def test_any_json_is_accepted_or_refused(path: str, fields: dict[str, Any], known: Capabilities | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", **fields}
+    with contextlib.suppress(RequestMistake):
+        check(path, body, known)
 
 
 def test_embeddings_and_text_are_refused_by_a_model_of_the_other_kind() -> None:

@@ -7,6 +7,7 @@ messages; everything else is looked at only if the request has the field.
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -25,6 +26,8 @@ MEDIA_TYPES = frozenset([
 """Types of content parts that are not text."""
 _TEXT_TYPES = ("text", None)
 _LARGEST_TOKEN = 1 << 31
+_MOST_DIGITS = 10
+_INTEGER = re.compile(r"-?[0-9]+")
 _OPENING_QUOTE, _OPENING_BRACKET, _OPENING_BRACE = b'"[{'
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _WRITES = frozenset(["chat", "completions", "responses", "messages"])
@@ -295,7 +298,8 @@ def _read_tool_choice(given: Any) -> _ToolChoice:
         if kind == "any":
             return _ToolChoice("required")
         if kind == "allowed_tools":
-            mode = (given.get("allowed_tools") or given).get("mode")
+            allowed = given.get("allowed_tools")
+            mode = (allowed if isinstance(allowed, dict) else given).get("mode")
             return _ToolChoice("required" if mode == "required" else "auto")
         function = given.get("function")
         name = function.get("name") if isinstance(function, dict) else given.get("name")
@@ -364,7 +368,7 @@ def _check_stop(given: Any, param: str) -> bool:
 def _check_biases(biases: dict[str, Any], known: Capabilities | None) -> None:
     vocab_size = (known.vocab_size if known is not None else None) or _LARGEST_TOKEN
     for token in biases:
-        if token.lstrip("-").isdecimal() and not 0 <= int(token) < vocab_size:
+        if _INTEGER.fullmatch(token) and not (len(token) <= _MOST_DIGITS and 0 <= int(token) < vocab_size):
             raise RequestMistake(
                 "logit_bias names a token id that is not in the vocabulary", "invalid_tokens", "logit_bias"
             )
