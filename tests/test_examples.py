@@ -35,6 +35,7 @@ NOT_HERE = {
     "engines use": "needs an installed engine",
     "engines forget": "needs an installed engine",
     "keys revoke 3f2a91c0": "names a key of another home",
+    "keys open": "needs a home without keys",
     "20261115-a1": "names a run of another home",
     "model.gguf": "needs a model file",
     "./Qwen3-8B": "needs a model folder",

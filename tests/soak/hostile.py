@@ -90,7 +90,7 @@ async def send_request(host: str, port: int, sent: HostileRequest, limit_s: floa
             answer += part
             if not part or sent.ends == "resets early":
                 break
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, RuntimeError):  # uvloop raises the last one if the server has closed
         pass
     finally:
         if sent.ends.startswith("resets"):

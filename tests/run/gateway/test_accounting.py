@@ -309,7 +309,8 @@ async def test_first_usage_of_the_messages_api_is_not_the_last(keeper: RequestRe
     events = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in (start, delta, delta)]
     async with start_gateway(keeper=keeper, requests=COUNTING) as setup:
         setup.engine.otherwise = (make_count(30),)
-        await abort_stream(setup, "/v1/messages", {"messages": [], "max_tokens": 500}, *events)
+        messages = [{"role": "user", "content": "Hi"}]
+        await abort_stream(setup, "/v1/messages", {"messages": messages, "max_tokens": 500}, *events)
         await wait_until(lambda: rows, "the record")
         assert [one.json["prompt"] for one in setup.engine.seen[1:]] == ["HelloHello"]
     assert [(row.prompt_tokens, row.completion_tokens) for row in rows] == [(25, 32)]

@@ -346,10 +346,11 @@ def test_events_are_the_same_however_the_stream_is_split(
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and rest == b""
     dropped = has_usage and not asks_usage
     assert body == b"".join(events[:-2] + events[-1:] if dropped else events)
-    # Without usage, the tokens of the text are counted; this engine cannot, so they are estimated.
+    # Without usage, the tokens of prompt and text are counted; this engine cannot, so they are estimated.
     contents = [json.loads(event[5:])["choices"][0]["delta"]["content"] for event in events if b'"delta"' in event]
-    estimated = math.ceil(len("".join(contents).encode()) / 4)
-    assert (bench.tokens("prompt"), bench.tokens("completion")) == ((7, 3) if has_usage else (0, estimated))
+    prompt, answer = json.dumps(make_chat_body()["messages"]), "".join(contents)
+    estimated = math.ceil(len(prompt) / 4), math.ceil(len(answer.encode()) / 4)
+    assert (bench.tokens("prompt"), bench.tokens("completion")) == ((7, 3) if has_usage else estimated)
     assert bench.pool.active == 0
 
 

@@ -9,16 +9,16 @@ import msgspec
 from bedplate.run.gateway import sse
 
 
-class _Function(msgspec.Struct):
+class _CalledFunction(msgspec.Struct):
     name: Any = None
     arguments: Any = None
 
 
 class _ToolCall(msgspec.Struct):
-    function: _Function | None = None
+    function: _CalledFunction | None = None
 
 
-class _Message(msgspec.Struct):
+class _AnswerMessage(msgspec.Struct):
     content: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
@@ -34,8 +34,8 @@ class _Message(msgspec.Struct):
 class _AnswerChoice(msgspec.Struct):
     index: Any = 0
     text: Any = None
-    delta: _Message | None = None
-    message: _Message | None = None
+    delta: _AnswerMessage | None = None
+    message: _AnswerMessage | None = None
     finish_reason: Any = None
 
 

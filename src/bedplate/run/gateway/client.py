@@ -473,7 +473,7 @@ class ClientConnection(asyncio.Protocol):
         exchange.start()
 
     def _reject_model(self, asked: sse.RequestFields, member: TenantState, api: sse.Api, num_bytes: int) -> None:
-        """Rejects a model that is not served, or not for this tenant. The response does not tell which."""
+        """Rejects a model that is not served, or not for this tenant. Both get the same response."""
         if self._gateway.starting:
             message = "bedplate is starting and has not registered all of its models yet"
             self._gateway.record_rejection(None, member, api, asked, num_bytes, 503, "engine_loading")
