@@ -132,6 +132,8 @@ class Engine:
         """Ends like a killed process: stops listening and closes every connection."""
         if self._server is not None:
             self._server.close()
+        for _ in range(3):  # turns of the loop until a connection that was accepted has its transport
+            await asyncio.sleep(0)
         for line in self.lines:
             line.end(End.CLOSE)
         await wait_until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")

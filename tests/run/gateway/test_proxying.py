@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import BackendState, sse
+from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.pages import PageRequest, PageResponse
 from bedplate.run.gateway.watch import DurationHistogram
 from bedplate.values.capabilities import Capabilities
@@ -29,6 +30,7 @@ from .scripted import (
     Client,
     End,
     Setup,
+    Wire,
     make_answer,
     make_backend,
     make_chat_body,
@@ -267,6 +269,15 @@ async def test_openai_client_reads_streams_to_their_end() -> None:
 
 
 # connections
+
+
+async def test_connection_that_is_accepted_while_the_gateway_stops_is_closed() -> None:
+    async with start_gateway() as setup:
+        await setup.gateway.stop(0)
+        late, wire = ClientConnection(setup.gateway), Wire()
+        late.connection_made(wire)
+        assert wire.closing
+        late.connection_lost(None)
 
 
 async def test_one_connection_can_mix_apis_and_pages() -> None:

@@ -90,6 +90,7 @@ class Gateway:
             self.add(backend)
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
@@ -115,6 +116,7 @@ class Gateway:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Accepts no new connections, lets running answers finish for `grace_s`, and ends the others with an error."""
+        self._is_stopping = True
         if self._server is not None:
             self._server.close()
         busy = [c for c in list(self.connections) if not c.close_when_idle()]
@@ -336,7 +338,9 @@ class Gateway:
 
     def add_connection(self, connection: ClientConnection, transport: asyncio.BaseTransport) -> None:
         budget = self.descriptors
-        if budget.evict_from is not None:
+        if self._is_stopping:  # it was in the backlog of the socket that listened
+            connection.abort()
+        elif budget.evict_from is not None:
             number = transport.get_extra_info("socket").fileno()
             if number >= budget.evict_from and not self._evict_idle() and number >= (budget.refuse_from or 0):
                 connection.abort()
