@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, SLOT_KEPT_S, FairQueue, TenantQueue
+from bedplate.run.gateway.fair import LEAD_PREFILL_REQUESTS, MOST_PASSED, SLOT_KEPT_S, FairQueue, TenantQueue
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, digest_key
 
@@ -113,6 +113,23 @@ def test_recently_used_slots_stay_reserved_up_to_the_fair_share() -> None:
     assert queue.may_pass(quiet, 2, 8, 0.2) and not queue.may_pass(flood, 2, 8, 0.2)
     later = 2 * SLOT_KEPT_S + 1
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
+
+
+def test_smaller_requests_use_slots_that_the_first_one_cannot_but_not_for_ever() -> None:
+    queue: FairQueue[Job] = FairQueue()
+    line, large = queue.get_queue("one", 1.0), Job("one", sequences=4)
+    queue.add(line, large, 0.0)
+    for _ in range(2 * MOST_PASSED):
+        queue.add(line, Job("one"), 0.0)
+    passed = 0
+    while (found := queue.take(2, 8, 0.0, 2)) is not None:
+        assert found[1] is not large
+        passed += 1
+    assert passed == MOST_PASSED and queue.count == 1 + MOST_PASSED
+    assert line.queued_sequences == 4 + MOST_PASSED
+    found = queue.take(4, 8, 0.0, 4)
+    assert found is not None and found[1] is large
+    assert queue.take(1, 8, 0.0, 1) is not None, "those behind it go on"
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 4])

@@ -16,6 +16,9 @@ LEAD_PREFILL_REQUESTS = 2
 """A tenant above its share waits for others' prefills while it is at most this many requests behind them."""
 SLOTS_PER_PREFILL = 4
 """A tenant above its share uses at most one in this many of its slots for prefill while others use theirs."""
+MOST_PASSED = 8
+"""So many smaller requests of a tenant may go before one that waits for several free slots at once."""
+MOST_SEARCHED = 64
 SMOOTHING = 0.1
 
 
@@ -48,6 +51,7 @@ class TenantQueue(Generic[W]):
         "in_flight",
         "mean_cost",
         "name",
+        "passed",
         "prefilling",
         "queue",
         "queued_sequences",
@@ -62,6 +66,8 @@ class TenantQueue(Generic[W]):
         self.queued_sequences = 0
         self.in_flight = 0
         """Sequences that the engines are processing."""
+        self.passed = 0
+        """Requests that went before the first one, which waits for several free slots."""
         self.prefilling = 0
         """Running streams without a first token."""
         self.served = 0.0
@@ -81,6 +87,16 @@ class TenantQueue(Generic[W]):
         """The most slots that it could have used recently."""
         self.record_demand(now)
         return max(self._now, self._before)
+
+    def find_smaller(self, room: int) -> int | None:
+        """The place of a request that fits into `room` slots, while the first one needs more.
+
+        Without it, the tenant's free slots would stay unused until there are enough of them.
+        """
+        if room < 1 or self.passed >= MOST_PASSED:
+            return None
+        places = range(1, min(len(self.queue), MOST_SEARCHED))
+        return next((place for place in places if self.queue[place].sequences <= room), None)
 
     def record_demand(self, now: float) -> None:
         passed = now - self._since
@@ -175,14 +191,18 @@ class FairQueue(Generic[W]):
             needed = line.queue[0].sequences
             if needed > 1 and needed > max(1, parts.get(name, needed)):
                 needed = 1
-            if free_slots is not None and (
-                free_slots - (all_kept - reserved.get(name, 0)) < needed
-                or (largest is not None and largest < needed)
-                or self._must_wait_for_prefill(line, parts, now)
-            ):
-                skipped.append(line)
-                continue
-            found = line, line.queue.popleft()
+            place: int | None = 0
+            if free_slots is not None:
+                room = free_slots - (all_kept - reserved.get(name, 0))
+                room = room if largest is None else min(room, largest)
+                if room < needed:
+                    place = line.find_smaller(room)
+                if place is None or self._must_wait_for_prefill(line, parts, now):
+                    skipped.append(line)
+                    continue
+            line.passed = line.passed + 1 if place else 0
+            found = line, line.queue[place]
+            del line.queue[place]
             self.count -= 1
             line.queued_sequences -= found[1].sequences
             if line.queue:
