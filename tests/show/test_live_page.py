@@ -203,7 +203,7 @@ def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
         # The endpoint has counted the request.
         before = sum(600 // 3 * number for number in (1, 2)) * 11
         assert figures.recorder.used["default"].completion_tokens == before + 200
-        await tab.wait_until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
+        await tab.wait_until("document.querySelector('#tenants tr').cells[7].textContent == '6.8k'")
         # Stopping a stream also cancels it in the engine.
         await tab.evaluate("document.getElementById('most').value = 5000")
         await tab.press("Enter")
