@@ -36,7 +36,7 @@ from .scripted import (
 )
 
 STREAM = make_chat_body(stream=True)
-IDLE = 5000
+IDLE = 4500
 MOST_BYTES_FOR_AN_IDLE_CONNECTION = 16_000
 SECRET = "correct horse battery staple"
 

@@ -197,9 +197,11 @@ class FairQueue(Generic[W]):
                 room = room if largest is None else min(room, largest)
                 if room < needed:
                     place = line.find_smaller(room)
-                if place is None or self._must_wait_for_prefill(line, parts, now):
-                    skipped.append(line)
-                    continue
+                if self._must_wait_for_prefill(line, parts, now):
+                    place = None
+            if place is None:
+                skipped.append(line)
+                continue
             line.passed = line.passed + 1 if place else 0
             found = line, line.queue[place]
             del line.queue[place]
