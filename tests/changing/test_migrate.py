@@ -335,11 +335,10 @@ class TestSwap:
 
         async def then(host: Host) -> None:
             await add(host, first)
-            # Longer than the preparation of the second engine, also on a busy machine.
-            slow = asyncio.create_task(send_requests(host, 1, tokens=2000))
+            slow = asyncio.create_task(send_requests(host, 1, tokens=100))
             await until(lambda: host.get_service().in_flight, "a request to be in flight")
             moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", hold_most=2), Told()))
-            await until(lambda: host.engines[0].leaving, "the first engine to be drained")
+            await until(lambda: host.gateway.routes[0].held, "requests to be held while the first engine is drained")
             answers = await send_requests(host, 5)
             done, ((status, _),) = await moving, await slow
             assert status == 200 and done.held_most == 2
