@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from tests.conftest import HANG_S, Served, have_ended, wait_for
+from tests.conftest import HANG_S, Served, have_ended, post_json, wait_for
 from tests.e2e.test_killed_engine import Outcome, stream_once
 
 DETECTED_S = 60
@@ -35,16 +34,7 @@ def read_page(url: str) -> tuple[int, str]:
 
 
 def ask(served: Served, prompt: str) -> tuple[int, Any]:
-    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    request = urllib.request.Request(
-        f"{served.url}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    return post_json(f"{served.url}/completions", {"prompt": prompt, "max_tokens": 1, "temperature": 0})
 
 
 def count_restarts(served: Served) -> int:

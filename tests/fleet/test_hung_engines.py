@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
-from tests.conftest import HANG_S, have_ended, wait_for
+from tests.conftest import HANG_S, have_ended, post_json, wait_for
 from tests.fleet.serving import Serving
 
 
 def ask(serving: Serving) -> tuple[int, Any]:
     body = {"messages": [{"role": "user", "content": "Say a word."}], "max_tokens": 4}
-    request = urllib.request.Request(
-        f"{serving.root}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    return post_json(f"{serving.root}/v1/chat/completions", body)
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "pytorch", "mistral.rs", "onnxruntime"])
