@@ -298,10 +298,16 @@ def take_facts(step: Taking) -> None:
         shutil.copy(manifest, step.folder / f"{manifest.parent.parent.name}-{manifest.parent.name}.json")
 
 
-def take_models(step: Taking) -> None:
-    like = step.given.like or next((home() / "models" / "builtin").glob("*.gguf"), None)
+def find_tokenizer(step: Taking) -> Path | None:
+    """The model whose tokenizer the random models have."""
+    like: Path | None = step.given.like or next((home() / "models" / "builtin").glob("*.gguf"), None)
     if like is None and not step.given.dry_run:
         raise StepFailed(f"the built-in model is not in {home() / 'models' / 'builtin'}")
+    return like
+
+
+def take_models(step: Taking) -> None:
+    like = find_tokenizer(step)
     for shape in ("8b", "moe"):
         out = Path(step.model(shape))
         if (out / "model.safetensors.index.json").exists():
@@ -309,8 +315,12 @@ def take_models(step: Taking) -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         named = {"8b": "tiny", "moe": "tiny-moe"}[shape] if step.tiny else shape
-        words = [str(RANDOM_LLAMA), "--like", str(like), "--shape", named, "--form", "bf16", "--out", str(out)]
-        step.command([step.torch_python(), *words])
+        write_model(step, like, named, "bf16", out)
+
+
+def write_model(step: Taking, like: Path | None, shape: str, form: str, out: Path) -> None:
+    words = [str(RANDOM_LLAMA), "--like", str(like), "--shape", shape, "--form", form, "--out", str(out)]
+    step.command([step.torch_python(), *words])
 
 
 def serve_twice(name: str, *, then_kill: bool = False) -> Callable[[Taking], None]:
@@ -407,6 +417,38 @@ def take_bottlenecks(step: Taking) -> None:
                 step.bedplate("diagnose", str(run), to=f"diagnosis-{run.stem}.txt", needed=False, limit_s=60)
                 words = ["diagnose", str(run), "--json"]
                 step.bedplate(*words, to=f"diagnosis-{run.stem}.json", needed=False, limit_s=60)
+
+
+NGRAM = "+".join(
+    f"--speculative-config.{name}={value}"
+    for name, value in {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}.items()
+)
+OPTIONS = ("vllm", "vllm:--kv-cache-dtype=fp8", "vllm:--no-enable-prefix-caching", f"vllm:{NGRAM}")
+
+
+def take_options(step: Taking) -> None:
+    """The plan beside an FP8 cache, no prefix cache and n-gram speculation: unique prompts and a shared prefix."""
+    sides = OPTIONS[:1] if step.tiny else OPTIONS
+    side_by_side("8b", sides, "1,64,64:2048/128/1792", 3)(step)
+
+
+def measure_empty(shape: str) -> Callable[[Taking], None]:
+    """A shape that is too large to be written in the time: files without content, and weights that vLLM fills in."""
+
+    def take(step: Taking) -> None:
+        out = Path(step.model(shape))
+        if not (out / "model.safetensors.index.json").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            named = {"32b": "tiny", "mla": "tiny-mla"}[shape] if step.tiny else shape
+            write_model(step, find_tokenizer(step), named, "bf16" if step.tiny else "empty", out)
+        for count in step.loads(1, 16, 64, 256).split(","):
+            sizes = ("--prompt-tokens", "512", "--output-tokens", "128")
+            words = ("plan", str(out), "--engine", step.engine("vllm"), "--concurrency", count, *sizes, "--json")
+            step.bedplate(*words, to=f"plan-{count}.json", limit_s=60, needed=False)
+        side_by_side(shape, ("vllm" if step.tiny else "vllm:--load-format=dummy",), "1,16,64,256", 2)(step)
+
+    return take
 
 
 def take_migrate(step: Taking) -> None:
@@ -632,6 +674,10 @@ STEPS = (
     Step("shared-gpu", "serve and bench beside another process, and two benches at once", 120, take_shared_gpu, VLLM),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
     Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune, VLLM),
+    Step("options", "vLLM: FP8 cache, no prefix cache, n-gram speculation beside the plan", 420, take_options, VLLM,
+         optional=True),
+    Step("dense-32b", "vLLM: a 32 B dense shape at 1, 16, 64, 256", 190, measure_empty("32b"), VLLM, optional=True),
+    Step("mla", "vLLM: latent attention and experts at 1, 16, 64, 256", 190, measure_empty("mla"), VLLM, optional=True),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),
     Step("llama.cpp", "llama.cpp, CUDA build, built-in model", 480, take_llama_cpp, optional=True),
 )  # fmt: skip

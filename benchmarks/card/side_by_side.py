@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    sides: list[Side]
     names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
     hardware = probe()
     facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
@@ -259,7 +260,15 @@ def main() -> None:
     try:
         with ExitStack() as stack:
             # One after the other: an engine counts the memory that is free when it starts.
-            sides = [start(name, hardware, facts, work, share, stack) for name in names]
+            sides = []
+            for name in names:
+                try:
+                    sides.append(start(name, hardware, facts, work, share, stack))
+                except BedplateError as error:
+                    # The others are still measured; its log says more.
+                    say(f"{name} did not start: {error.message}: {error.cause or ''}")
+            if not sides:
+                raise SystemExit("none of the sides started")
             for turn in range(given.rounds):
                 for place, load in enumerate([*loads, *alone]):
                     measured = sides if place < len(loads) else sides[:1]
@@ -268,6 +277,8 @@ def main() -> None:
                 write(sides, given.out, environment, run, facts, finished=turn == given.rounds - 1)
     except BedplateError as error:
         raise SystemExit(f"{error.message}: {error.cause or ''} ({error.hint or ''})") from error
+    if len(sides) < len(names):
+        raise SystemExit(f"{len(names) - len(sides)} of {len(names)} sides did not start")
     print((given.out / "verdicts.json").read_text())
 
 

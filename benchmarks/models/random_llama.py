@@ -3,9 +3,12 @@
     python benchmarks/models/random_llama.py --like SMOLLM2_FOLDER --shape 8b --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape moe --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 8b --form q4_k --out OUT.gguf
+    python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 32b --form empty --out OUT_FOLDER
 
 The tokenizer and the vocabulary are those of the model given with --like, so that every token has a text.
-Shapes with experts are Qwen3-MoE and exist as 16-bit folders only.
+Shapes with experts are Qwen3-MoE, `mla` is DeepSeek-V2: both exist as 16-bit folders only. `empty` writes files of the
+same size that take no space on disk and hold zeros, for engines that fill in weights themselves
+(`--load-format dummy`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,6 +35,19 @@ MUL1 = 0x83DC_D12D
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention (MLA) as in DeepSeek-V2: the cache holds `rank` + `rope` values for each token and layer."""
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    first_intermediate: int
+    """Width of the first layer, which has no experts."""
+    shared_experts: int
+
+
+@dataclass(frozen=True)
 class Shape:
     hidden: int
     intermediate: int
@@ -41,6 +58,7 @@ class Shape:
     experts: int = 0
     experts_active: int = 0
     """With experts, `intermediate` is the width of each of them."""
+    latent: Latent | None = None
 
 
 SHAPES = {
@@ -48,6 +66,10 @@ SHAPES = {
     "1b": Shape(2048, 8192, 16, 32, 8, head=64),
     # A layer as of Qwen3-30B-A3B, and a quarter of its 48 layers: 7.7 billion parameters, 0.9 billion for each token.
     "moe": Shape(2048, 768, 12, 32, 4, experts=128, experts_active=8),
+    "32b": Shape(5120, 25600, 64, 64, 8),
+    # DeepSeek-V2-Lite: 15.7 billion parameters, 2.4 billion for each token.
+    "mla": Shape(2048, 1408, 27, 16, 16, experts=64, experts_active=6, latent=Latent(512, 128, 64, 128, 10944, 2)),
+    "tiny-mla": Shape(256, 128, 2, 4, 4, experts=8, experts_active=2, latent=Latent(64, 32, 16, 32, 512, 1)),
     "tiny": Shape(256, 512, 2, 4, 2, head=64),
     "tiny-moe": Shape(256, 128, 2, 4, 2, head=64, experts=8, experts_active=2),
 }
@@ -55,19 +77,35 @@ SHAPES = {
 
 def linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
     """Every matrix of the layers: name, rows (outputs), columns (inputs)."""
-    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
     for layer in range(shape.layers):
         at = f"model.layers.{layer}"
-        yield f"{at}.self_attn.q_proj", q, shape.hidden
-        yield f"{at}.self_attn.k_proj", kv, shape.hidden
-        yield f"{at}.self_attn.v_proj", kv, shape.hidden
-        yield f"{at}.self_attn.o_proj", shape.hidden, q
-        if shape.experts:
-            yield f"{at}.mlp.gate", shape.experts, shape.hidden
-        for mlp in [f"{at}.mlp.experts.{expert}" for expert in range(shape.experts)] or [f"{at}.mlp"]:
-            yield f"{mlp}.gate_proj", shape.intermediate, shape.hidden
-            yield f"{mlp}.up_proj", shape.intermediate, shape.hidden
-            yield f"{mlp}.down_proj", shape.hidden, shape.intermediate
+        for name, rows, columns in attention(shape):
+            yield f"{at}.self_attn.{name}", rows, columns
+        experts = 0 if shape.latent and layer == 0 else shape.experts
+        if experts:
+            yield f"{at}.mlp.gate", experts, shape.hidden
+        widths = {f"{at}.mlp.experts.{expert}": shape.intermediate for expert in range(experts)}
+        if shape.latent and experts:
+            widths[f"{at}.mlp.shared_experts"] = shape.latent.shared_experts * shape.intermediate
+        first = shape.latent.first_intermediate if shape.latent else shape.intermediate
+        for mlp, width in (widths or {f"{at}.mlp": first}).items():
+            yield f"{mlp}.gate_proj", width, shape.hidden
+            yield f"{mlp}.up_proj", width, shape.hidden
+            yield f"{mlp}.down_proj", shape.hidden, width
+
+
+def attention(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    if latent := shape.latent:
+        yield "q_proj", shape.heads * (latent.nope + latent.rope), shape.hidden
+        yield "kv_a_proj_with_mqa", latent.rank + latent.rope, shape.hidden
+        yield "kv_b_proj", shape.heads * (latent.nope + latent.value), latent.rank
+        yield "o_proj", shape.hidden, shape.heads * latent.value
+        return
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    yield "q_proj", q, shape.hidden
+    yield "k_proj", kv, shape.hidden
+    yield "v_proj", kv, shape.hidden
+    yield "o_proj", shape.hidden, q
 
 
 def norms(shape: Shape) -> Iterator[tuple[str, int]]:
@@ -75,16 +113,23 @@ def norms(shape: Shape) -> Iterator[tuple[str, int]]:
         at = f"model.layers.{layer}"
         yield f"{at}.input_layernorm", shape.hidden
         yield f"{at}.post_attention_layernorm", shape.hidden
-        if shape.experts:
+        if shape.latent:
+            yield f"{at}.self_attn.kv_a_layernorm", shape.latent.rank
+        elif shape.experts:
             yield f"{at}.self_attn.q_norm", shape.head
             yield f"{at}.self_attn.k_norm", shape.head
     yield "model.norm", shape.hidden
 
 
 def config(shape: Shape, like: dict[str, Any], exl3_bits: int | None) -> dict[str, Any]:
+    kind, model_type = "LlamaForCausalLM", "llama"
+    if shape.experts:
+        kind, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
+    if shape.latent:
+        kind, model_type = "DeepseekV2ForCausalLM", "deepseek_v2"
     return {
-        "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "LlamaForCausalLM"],
-        "model_type": "qwen3_moe" if shape.experts else "llama",
+        "architectures": [kind],
+        "model_type": model_type,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
@@ -101,6 +146,32 @@ def config(shape: Shape, like: dict[str, Any], exl3_bits: int | None) -> dict[st
         **{name: like[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in like},
         **({"quantization_config": _exl3(exl3_bits)} if exl3_bits else {}),
         **(_experts(shape) if shape.experts else {}),
+        **(_latent(shape, shape.latent) if shape.latent else {}),
+    }
+
+
+def _latent(shape: Shape, latent: Latent) -> dict[str, Any]:
+    return {
+        "intermediate_size": latent.first_intermediate,
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": latent.nope,
+        "qk_rope_head_dim": latent.rope,
+        "v_head_dim": latent.value,
+        "head_dim": latent.rope,
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": latent.shared_experts,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "attention_bias": False,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
     }
 
 
@@ -169,6 +240,36 @@ def write_folder(shape: Shape, like: Path, out: Path, exl3_bits: int | None) -> 
         if held > SHARD_BYTES:
             flush()
     flush()
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_empty(shape: Shape, like: Path, out: Path) -> None:
+    """A folder whose weights are holes in files: all of the sizes, none of the bytes."""
+    out.mkdir(parents=True)
+    known = write_tokenizer(like, out)
+    (out / "config.json").write_text(json.dumps(config(shape, known, None), indent=2))
+    vocabulary = (known["vocab_size"], shape.hidden)
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary, "lm_head.weight": vocabulary}
+    sizes |= {f"{name}.weight": (width,) for name, width in norms(shape)}
+    sizes |= {f"{name}.weight": (rows, columns) for name, rows, columns in linears(shape)}
+    shards: list[dict[str, Any]] = [{}]
+    held = 0
+    for name, size in sizes.items():
+        begin, held = held, held + 2 * math.prod(size)
+        shards[-1][name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, held]}
+        if held > SHARD_BYTES:
+            shards.append({})
+            held = 0
+    where: dict[str, str] = {}
+    for number, shard in enumerate(filter(None, shards), start=1):
+        file = out / f"model-{number:05d}.safetensors"
+        header = json.dumps({"__metadata__": {"format": "pt"}, **shard}).encode()
+        with file.open("wb") as open_file:
+            open_file.write(len(header).to_bytes(8, "little") + header)
+            open_file.truncate(8 + len(header) + max(one["data_offsets"][1] for one in shard.values()))
+        where.update(dict.fromkeys(shard, file.name))
+    total = sum(2 * math.prod(size) for size in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -286,13 +387,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--like", type=Path, required=True, help="model whose tokenizer is used: a folder or a GGUF")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--form", choices=("bf16", "exl3-4", "exl3-8", "f16", "q8_0", "q4_k"), required=True)
+    parser.add_argument("--form", choices=("bf16", "empty", "exl3-4", "exl3-8", "f16", "q8_0", "q4_k"), required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     shape = SHAPES[given.shape]
-    if shape.experts and given.form != "bf16":
-        parser.error("a shape with experts is written with --form bf16 only")
-    if given.form in ("f16", "q8_0", "q4_k"):
+    if shape.experts and given.form not in ("bf16", "empty"):
+        parser.error("a shape with experts is written with --form bf16 or empty only")
+    if given.form == "empty":
+        write_empty(shape, given.like, given.out)
+    elif given.form in ("f16", "q8_0", "q4_k"):
         write_gguf(shape, given.like, given.out, given.form)
     else:
         bits = int(given.form.partition("-")[2]) if given.form.startswith("exl3") else None
