@@ -20,7 +20,7 @@ from bedplate.values.run import Cell, Run
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "card" / "results"
-FIRST, SECOND, THIRD = "h200-2026-11-17", "h200-2026-11-17-b", "h200-2026-11-17-c"
+FIRST, SECOND, THIRD, FOURTH = (f"h200-2026-11-17{letter}" for letter in ("", "-b", "-c", "-d"))
 
 
 @cache
@@ -62,7 +62,12 @@ def test_start_times() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "archive", "name"),
-    [("vLLM", FIRST, "vllm-8b"), ("SGLang", FIRST, "sglang-8b"), ("vLLM, experts", THIRD, "moe-vllm")],
+    [
+        ("vLLM", FIRST, "vllm-8b"),
+        ("SGLang", FIRST, "sglang-8b"),
+        ("vLLM, experts", THIRD, "moe-vllm"),
+        ("SGLang, experts", FOURTH, "moe-sglang"),
+    ],
 )
 def test_speed(engine: str, archive: str, name: str) -> None:
     run = from_json(Run, read_files(archive)[f"{name}/run.json"].encode())
@@ -138,6 +143,47 @@ def test_diagnose_names_bottlenecks_and_predicts_their_gain(
     assert (*read_numbers(slow), *read_numbers(fast)) == (round(compute_speed(before)), round(compute_speed(after)))
     assert (found.limit, float(predicted), float(told)) == (limit, round(gain, 2), round(measured, 2))
     assert abs(gain / measured - 1) < 0.3
+
+
+def read_verdicts(step: str) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["b"], one["load"]): one for one in read_json(FOURTH, f"{step}/verdicts.json") if one["a"] == "vllm"}
+
+
+def test_plan_is_not_slower_than_the_engines_defaults() -> None:
+    for place, (row, load) in enumerate({"1 request": "1:512/128", "64 requests": "64:512/128"}.items()):
+        assert row in find_row("vLLM, FP8")
+        verdict = read_verdicts("vllm-defaults")["vllm:defaults", load]
+        low, gain, high = verdict["output_tok_s"]
+        assert verdict["answer"] == "stay" and low < 1
+        told = read_numbers(find_row("defaults against the plan")[place])
+        assert told == [round(abs(gain - 1) * 100, 1), round(abs(low - 1) * 100), round(abs(high - 1) * 100)]
+        assert read_numbers(find_row("TTFT, ratio")[place]) == [round(verdict["ttft_ms"][n], 2) for n in (1, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("row", "side"),
+    [
+        ("the plan", "vllm"),
+        ("`--kv-cache-dtype fp8`", "vllm-kv-cache-dtype-fp8"),
+        ("`--no-enable-prefix-caching`", "vllm-no-enable-prefix-caching"),
+        ("n-gram speculation, 4 tokens", "vllm-speculative-config"),
+    ],
+)
+def test_options_beside_the_plan(row: str, side: str) -> None:
+    names = [one for one in read_files(FOURTH) if one.startswith("options/") and one.endswith(".json")]
+    (name,) = [one for one in names if one == f"options/{side}.json" or one.startswith(f"options/{side}.method")]
+    cells = from_json(Run, read_files(FOURTH)[name].encode()).cells
+    assert read_numbers(" ".join(find_row(row))) == [round(compute_speed(cell)) for cell in cells]
+
+
+def test_larger_shape() -> None:
+    printed = read_files(FOURTH)["dense-32b/output.txt"]
+    lines = PAGE[PAGE.index("| vLLM, 32 B | 1 |") :].splitlines()[:3]
+    for level, line in zip((1, 16, 64), lines, strict=True):
+        (speed,) = re.findall(rf" {level}:512/128, round 1, .*: (\d+) tok/s", printed)
+        estimate = read_json(FOURTH, f"dense-32b/plan-{level}.json")["estimate"]["output_tok_s"]
+        told = read_numbers(line.split("|", 3)[3])
+        assert told == [float(speed), *(round(estimate[name]) for name in ("value", "low", "high"))]
 
 
 def test_busy_gpu_is_refused_and_flagged() -> None:

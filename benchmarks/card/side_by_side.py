@@ -14,7 +14,7 @@ All sides stay loaded, each with the same part of the GPU's memory (`--share`), 
 equally: in each round every side answers the same prompts, in alternating order.
 A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]]; those of `--first-loads` are measured on the first side alone.
 
-Writes one run file for each side after every round (SIDE.json) and what `compare` says of each pair (verdicts.json).
+Writes one run file for each side after every load (SIDE.json) and what `compare` says of each pair (verdicts.json).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: fl
         engine_version=ready.plan.engine_version,
         model=facts.name,
         quantization=chosen.decision.quantization,
-        weights_id=hash_model_content(facts)[:12] if facts.files else None,
+        weights_id=hash_model_content(facts)[:12] if facts.files and "dummy" not in how else None,
         device=ready.plan.settings.device,
         parallelism=ready.plan.parallelism,
         settings=ready.plan.settings,
@@ -274,7 +274,8 @@ def main() -> None:
                     measured = sides if place < len(loads) else sides[:1]
                     for side in measured if (turn + place) % 2 == 0 else reversed(measured):
                         measure_once(side, load, place * 1000 + turn, given.seconds, 6 * given.seconds, own)
-                write(sides, given.out, environment, run, facts, finished=turn == given.rounds - 1)
+                    last = turn == given.rounds - 1 and place == len(loads) + len(alone) - 1
+                    write(sides, given.out, environment, run, facts, finished=last)
     except BedplateError as error:
         raise SystemExit(f"{error.message}: {error.cause or ''} ({error.hint or ''})") from error
     if len(sides) < len(names):
