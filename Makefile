@@ -14,8 +14,8 @@ ARGS ?=
 # not part of this one.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE -u MAKEFLAGS $(BIN)/python -m pytest
 # Each test is in one of these sets by its marks (pyproject.toml); tests/conftest.py adds `engine` by fixtures.
-QUICK := first_answer or not (engine or browser or measures or nightly)
-REST := (engine or browser) and not (first_answer or measures or nightly)
+QUICK := first_answer or not (engine or browser or asyncio_loop or measures or nightly)
+REST := (engine or browser or asyncio_loop) and not (first_answer or measures or nightly)
 MEASURES := measures and not nightly
 
 .PHONY: help serve test quick test-rest test-all nightly coverage fleet lint style types format score docs locks clean
