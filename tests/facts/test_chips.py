@@ -313,10 +313,7 @@ def test_a_stated_memory_size_is_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("h100", ["NVIDIA H100 SXM 80GB", "NVIDIA H100 PCIe 80GB", "NVIDIA H100 NVL 94GB"]),
-        ("8x h100 80GB", ["NVIDIA H100 SXM 80GB", "NVIDIA H100 PCIe 80GB"]),
-        ("A100 40GB", ["NVIDIA A100 SXM 40GB", "NVIDIA A100 PCIe 40GB"]),
-        ("h200", ["NVIDIA H200 SXM 141GB", "NVIDIA H200 NVL 141GB"]),
+        ("rtx 6000", ["NVIDIA RTX 6000 Ada", "NVIDIA Quadro RTX 6000"]),
         ("rtx 3080", ["NVIDIA GeForce RTX 3080 10GB", "NVIDIA GeForce RTX 3080 12GB"]),
         ("4060 ti", ["NVIDIA GeForce RTX 4060 Ti 16GB", "NVIDIA GeForce RTX 4060 Ti 8GB"]),
         ("m3 max", ["Apple M3 Max (40-core GPU)", "Apple M3 Max (30-core GPU)"]),
@@ -331,6 +328,60 @@ def test_an_ambiguous_name_is_a_usage_error(text: str, names: list[str]) -> None
     assert caught.value.exit_code == 2
     for name in names:
         assert find_chip(name).chip.name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name", "other"),
+    [
+        ("h100", 1, "NVIDIA H100 SXM 80GB", "NVIDIA H100 NVL 94GB"),
+        ("8x h100 80GB", 8, "NVIDIA H100 SXM 80GB", "NVIDIA H100 PCIe 80GB"),
+        ("8 H100", 8, "NVIDIA H100 SXM 80GB", "NVIDIA H100 PCIe 80GB"),
+        ("h200", 1, "NVIDIA H200 SXM 141GB", "NVIDIA H200 NVL 141GB"),
+        ("A100 80GB", 1, "NVIDIA A100 SXM 80GB", "NVIDIA A100 PCIe 80GB"),
+        # What fits the smaller of two fits both.
+        ("4 a100", 4, "NVIDIA A100 SXM 40GB", "NVIDIA A100 SXM 80GB"),
+        ("V100", 1, "NVIDIA V100 SXM2 16GB", "NVIDIA V100 SXM2 32GB"),
+    ],
+)
+def test_one_form_of_a_data_centre_chip_is_assumed_and_noted(text: str, count: int, name: str, other: str) -> None:
+    match = find_chip(text)
+    assert (match.count, match.chip.name) == (count, name)
+    assert f"assuming {name}" in (match.note or "") and other in (match.note or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("8 H100 SXM", 8, "NVIDIA H100 SXM 80GB"),
+        ("2 4090", 2, "NVIDIA GeForce RTX 4090"),
+        ("8 Gaudi3", 8, "Intel Gaudi 3"),
+        # Numbers that belong to a name are not counts.
+        ("6000 Ada", 1, "NVIDIA RTX 6000 Ada"),
+        ("7900 XTX", 1, "AMD Radeon RX 7900 XTX"),
+    ],
+)
+def test_a_count_may_stand_before_a_name_without_a_sign(text: str, count: int, name: str) -> None:
+    match = find_chip(text)
+    assert (match.count, match.chip.name) == (count, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("MacBook Pro M3 Max 64GB", "Apple M3 Max (40-core GPU)"),
+        ("MacBook Pro 16-inch M4 Max 128GB", "Apple M4 Max (40-core GPU)"),
+        ("MacBook Air M2", "Apple M2 (10-core GPU)"),
+        ("mac mini m4 pro 64gb", "Apple M4 Pro (20-core GPU)"),
+        ("Mac Studio M2 Ultra", "Apple M2 Ultra (76-core GPU)"),
+        ("Framework Desktop 128GB", "AMD Ryzen AI Max+ 395"),
+        ("HP ZBook Ultra G1a", "AMD Ryzen AI Max+ 395"),
+        ("Razer Blade 16 RTX 4090", "NVIDIA GeForce RTX 4090 Laptop"),
+        ("Lenovo Legion Pro 7i RTX 4080", "NVIDIA GeForce RTX 4080 Laptop"),
+        ("Core Ultra 7 155H", "Intel Core Ultra 7 155H"),
+    ],
+)
+def test_products_are_known_by_their_chips(text: str, name: str) -> None:
+    assert find_chip(text).chip.name == name
 
 
 def test_a_guess_uses_the_most_common_chip_and_notes_it() -> None:

@@ -265,7 +265,7 @@ def test_an_idle_card_has_free_memory() -> None:
         ({"ram_gb": 16}, "hardware"),
         ({"accelerator": "H100 SXM", "gpu": 3}, "hardware.gpu"),
         ({"accelerator": "H999"}, "hardware.accelerator"),
-        ({"accelerator": "h100"}, "hardware.accelerator"),
+        ({"accelerator": "rtx 3080"}, "hardware.accelerator"),
         ({"accelerator": 5090}, "hardware.accelerator"),
         ({"accelerator": " "}, "hardware.accelerator"),
         ({"accelerator": "99999x H100 SXM"}, "hardware.accelerator"),

@@ -186,8 +186,8 @@ def find_chip(
     """The chip that `text` names. The text is a driver's name or what people type, optionally with a count and a size.
 
     A driver's name always matches one chip. If two share it, `memory_bytes` (from the driver) decides, or `ram_bytes`
-    (the machine's memory) for chips that use the machine's memory. Any other ambiguous name raises an error, unless
-    `guess` is set.
+    (the machine's memory) for chips that use the machine's memory. One form of a data-centre chip is assumed and noted.
+    Any other ambiguous name raises an error, unless `guess` is set.
     """
     asked = _parse_name(text)
     reported_bytes = memory_bytes or ram_bytes
@@ -201,6 +201,10 @@ def find_chip(
     if literal := index.aliases.get(asked.sized):
         return _choose_chip(literal, whole, text, guess)
     candidates = _find_by_name(asked, index, guess)
+    if not candidates and (counted := BARE_COUNT.match(text)) and _parse_name(text[counted.end() :]).count is None:
+        return find_chip(
+            f"{counted[1]}x {text[counted.end() :]}", guess=guess, memory_bytes=memory_bytes, ram_bytes=ram_bytes
+        )
     if not candidates:
         raise _make_unknown_error(text, index)
     return _choose_chip(candidates, asked, text, guess)
@@ -315,6 +319,7 @@ VARIANTS = frozenset({
 SAME_WORDS = {"mobile": "laptop", "notebook": "laptop", "sxm2": "sxm", "sxm3": "sxm", "sxm4": "sxm", "sxm5": "sxm"}
 SAME_WORDS |= {"sxm6": "sxm", "pci": "pcie", "express": "", "quadros": "quadro"}
 COUNT_FIRST = re.compile(r"\s*([0-9]{1,5})(?:\s*[x*]\s*(?=[^\s0-9])|\s+[x*]\s+(?=\S)|[x*]\s+(?=[0-9]{4}(?![0-9])))")
+BARE_COUNT = re.compile(r"\s*([0-9]{1,4})\s+(?=[a-zA-Z]|[0-9]{4}(?![0-9]))")
 TAIL_OF_MODEL = re.compile(r"xtx?(?![a-z0-9])")
 COUNT_LAST = re.compile(r"\s*(?:\*\s*|(?<=\s)x\s*|x)([0-9]{1,5})\s*$")
 MEMORY = re.compile(r"(?<![a-z0-9.])([0-9]{1,5}(?:\.[0-9]{1,3})?)\s?(t|g)(?:i?b)?(?![a-z0-9/])")
@@ -322,6 +327,15 @@ CORES = re.compile(r"(?<![a-z0-9])([0-9]{1,3})[\s-]?cores?(?![a-z])(?:\s+gpu)?")
 CLOCK = re.compile(r"@?\s*[0-9.]+\s*ghz")
 # Additions of /proc/cpuinfo: a generation, a board revision, the graphics beside the cores.
 ADDED = re.compile(r"\b[0-9]{1,2}th gen\b|\bmodel [ab]\b\+?|\brev [0-9.]+|\bw(?:ith|/) radeon .*")
+# Products that are sold with several chips, one of which is named beside them.
+MACS = re.compile(
+    r"\b(?:macbook(?:\s+(?:pro|air))?|mac\s+(?:studio|mini|pro)|imac(?:\s+pro)?)\b"
+    r"(?:[\s-]+1[3-6](?:[\s-]?inch|\")?)?(?=.*\bm[1-9])"
+)
+LAPTOPS = re.compile(
+    r"\b(?:razer\s+blade|(?:asus\s+)?rog\s+(?:zephyrus|strix)|(?:lenovo\s+)?legion|alienware|thinkpad|(?:dell\s+)?xps|"
+    r"(?:hp\s+)?omen|(?:acer\s+)?predator)\b.*?(?=\b(?:geforce|rtx)\b)"
+)
 MARKS = re.compile(r"\((?:r|tm)\)|[®™]")
 MAKERS = re.compile(r"(?:nvidia|geforce|rtx|gtx|tesla|amd|radeon|rx|instinct|apple|intel)+(?=.)")
 WORD = re.compile(r"[a-z0-9]+")
@@ -332,6 +346,9 @@ def _parse_name(text: str) -> _ParsedName:
     if len(text) > LONGEST_NAME:
         raise UsageError(f"the name of a chip cannot have {len(text)} characters", hint="for example: 8x H100 SXM")
     plain = MARKS.sub("", text.lower().replace("×", "x")).strip()
+    plain = MACS.sub(" ", plain).strip()
+    if LAPTOPS.search(plain):
+        plain = f"{LAPTOPS.sub(' ', plain).strip()} laptop"
     count, rest = _split_count(plain)
     if count == 0:
         raise UsageError(f"“{text.strip()}” names zero chips", hint="a count is at least 1")
@@ -446,9 +463,13 @@ def _choose_chip(candidates: tuple[Chip, ...], asked: _ParsedName, text: str, gu
     note = None
     guessed = len(fitting) > 1 or complaint is not None
     if len(fitting) > 1:
-        if not guess and not _are_interchangeable(fitting):
-            raise UsageError(f"“{text.strip()}” is ambiguous: {_join_names(fitting)}", hint=_suggest_names(fitting))
         note = f"“{text.strip()}” is ambiguous: {_join_names(fitting)}; using {chip.name}, the most common"
+        if not guess and (common := _assume_form(fitting)):
+            chip = common
+            others = _join_names(other for other in fitting if other is not chip)
+            note = f"“{text.strip()}”: assuming {chip.name}; others are {others}"
+        elif not guess and not _are_interchangeable(fitting):
+            raise UsageError(f"“{text.strip()}” is ambiguous: {_join_names(fitting)}", hint=_suggest_names(fitting))
     elif complaint is not None:
         note = f"“{text.strip()}”: {complaint}; using {chip.name}"
     return ChipMatch(
@@ -507,6 +528,16 @@ def _are_interchangeable(candidates: Sequence[Chip]) -> bool:
     """Whether the driver reports the same name and inference sees the same memory and bandwidth."""
     kinds = {(chip.driver_names, chip.memory_gib, chip.memory_options_gib, chip.bandwidth_gb_s) for chip in candidates}
     return len(kinds) == 1 and bool(candidates[0].driver_names)
+
+
+def _assume_form(candidates: Sequence[Chip]) -> Chip | None:
+    """The form of one data-centre chip to assume: of those with the least memory, the most common.
+
+    What fits the smallest fits all of them.
+    """
+    if any(chip.kind != "datacenter" for chip in candidates) or len({chip.capability for chip in candidates}) > 1:
+        return None
+    return min(candidates, key=lambda chip: chip.memory_gib or 0.0)
 
 
 def _join_names(candidates: Iterable[Chip]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any, cast, get_args
 
@@ -14,6 +14,7 @@ from bedplate.errors import UsageError
 from bedplate.facts.apple import estimate_wired_limit
 from bedplate.facts.chips import GIB, Chip, ChipLink, ChipMatch, estimate_memory_bandwidth, find_chip
 from bedplate.facts.devices import make_host_link
+from bedplate.facts.machines import find_machine
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import UNNAMED_CPU, OperatingSystem, Pcie, Vendor
 from bedplate.values.intent import MOST_CARDS, MOST_CORES, MOST_NODE_CARDS, MOST_RAM_GB, DescribedMachine
@@ -46,6 +47,9 @@ def make_simulated_hardware(described: Mapping[str, Any]) -> Hardware:
     """The machine that an intent's `hardware` describes, or that `probe --json` saved."""
     if "schema" in described:
         return _read_saved(described)
+    described, named = _resolve_named_machine(described)
+    if len(parts := _split_cards(described.get("accelerator"))) > 1:
+        return _join_cards(described, parts)
     asked = _DescribedFields(described)
     ram_bytes = asked.get_bytes("ram_gb")
     system = asked.get_system()
@@ -62,7 +66,100 @@ def make_simulated_hardware(described: Mapping[str, Any]) -> Hardware:
         card, cpu = None, card
     if card is None and cpu is not None and cpu.chip.kind != "cpu":
         card, cpu = cpu, None
-    return _assemble(asked, card, cpu, ram_bytes, system)
+    return _add_notes(_assemble(asked, card, cpu, ram_bytes, system), named)
+
+
+def _add_notes(hardware: Hardware, notes: Iterable[str]) -> Hardware:
+    return msgspec.structs.replace(hardware, notes=(*notes, *hardware.notes))
+
+
+def _resolve_named_machine(described: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The description with the fields of the machine that it names (p5.48xlarge, DGX H100), and what was assumed."""
+    text = described.get("accelerator")
+    found = find_machine(text) if isinstance(text, str) else None
+    if found is None:
+        return described, ()
+    machine, machines = found
+    if described.get("count") is not None:
+        raise UsageError(
+            f"hardware.count: {machine.names[0]} is a whole machine", hint=f"accelerator: 2x {machine.names[0]}"
+        )
+    given = {name: value for name, value in described.items() if value is not None and name != "accelerator"}
+    fields = machine.describe(machines) | given
+    cards = f"{machine.count} x {machine.accelerator}, {machine.cores} cores, {machine.ram_gb:g} GiB RAM"
+    return fields, (f"{machine.names[0]}: {cards} each" if machines > 1 else f"{machine.names[0]}: {cards}",)
+
+
+def _split_cards(named: object) -> list[str]:
+    """The different cards of one machine: a list, or names with a plus between them."""
+    if isinstance(named, list | tuple):
+        if not named or not all(isinstance(one, str) and one.strip() for one in named):
+            raise UsageError("hardware.accelerator: a list needs names", hint='for example ["2x RTX 3090", "RTX 4090"]')
+        return [one.strip() for one in named]
+    parts = [part.strip() for part in named.split("+")] if isinstance(named, str) else []
+    if len(parts) < 2 or not all(parts):
+        return []
+    try:
+        whole = find_chip(str(named))
+    except UsageError:
+        return parts
+    return [] if "+" in whole.chip.name else parts  # a few names contain a plus
+
+
+def _join_cards(described: Mapping[str, Any], parts: Sequence[str]) -> Hardware:
+    """One machine with different cards, which PCIe connects."""
+    for name in ("count", "gpus_per_node", "link", "network"):
+        if described.get(name) is not None:
+            raise UsageError(
+                f"hardware.{name}: cannot be given for different cards",
+                hint="put the number before each: 2x RTX 3090 + RTX 4090",
+            )
+    rest = {name: value for name, value in described.items() if name != "accelerator"}
+    if described.get("cpu") is None and described.get("cores") is None:
+        rest["cores"] = CORES_PER_CARD * len(parts)
+    machines = [make_simulated_hardware({**rest, "accelerator": part, "link": "pcie"}) for part in parts]
+    for part, machine in zip(parts, machines, strict=True):
+        if not machine.accelerators or any(one.unified_memory for one in machine.accelerators):
+            raise UsageError(
+                f"hardware.accelerator: {part} is not a card that can be added to a machine with others",
+                hint="name graphics cards or accelerators with memory of their own",
+            )
+    largest = max(machines, key=lambda machine: machine.memory.total_bytes)
+    accelerators: list[Accelerator] = []
+    links: list[Link] = []
+    for machine in machines:
+        first = len(accelerators)
+        added = [msgspec.structs.replace(one, index=first + one.index) for one in machine.accelerators]
+        links += (_move_link(link, first) for link in machine.links)
+        links += (_link_different_cards(one, other) for one in accelerators for other in added)
+        accelerators += added
+    memory = largest.memory
+    if described.get("ram_gb") is None:
+        total = sum(machine.memory.total_bytes for machine in machines)
+        held = memory.total_bytes - memory.available_bytes
+        memory = msgspec.structs.replace(memory, total_bytes=total, available_bytes=total - held)
+    notes = dict.fromkeys(note for machine in machines for note in machine.notes if "ram_gb" not in note)
+    return msgspec.structs.replace(
+        largest, accelerators=tuple(accelerators), links=tuple(links), memory=memory, notes=tuple(notes)
+    )
+
+
+def _move_link(link: Link, first: int) -> Link:
+    a, b = (end if end == "host" else str(int(end) + first) for end in (link.a, link.b))
+    return msgspec.structs.replace(link, a=a, b=b)
+
+
+def _link_different_cards(one: Accelerator, other: Accelerator) -> Link:
+    rates = [_find_slot_rate(card) for card in (one, other)]
+    rate = None if None in rates else min(rate for rate in rates if rate is not None)
+    source = "the slower of the two cards' PCIe slots; the path between them is unknown"
+    figure = None if rate is None else _make_spec_figure(rate, source)
+    return Link(kind="pcie", a=str(one.index), b=str(other.index), bandwidth_bytes_s=figure)
+
+
+def _find_slot_rate(card: Accelerator) -> float | None:
+    chip = find_chip(card.name, guess=True, memory_bytes=card.memory_bytes).chip
+    return chip.pcie_bytes_s
 
 
 def estimate_idle_free_bytes(total_bytes: int) -> int:

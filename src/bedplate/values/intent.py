@@ -23,8 +23,9 @@ MOST_CARDS, MOST_NODE_CARDS, MOST_CORES, MOST_RAM_GB = 16_384, 144, 4_096, 65_53
 class DescribedMachine(Record, frozen=True, kw_only=True):
     """Hypothetical hardware. Needs an accelerator or a CPU."""
 
-    accelerator: Name | None = None
-    """The accelerator: H100 SXM, RTX 4090, Apple M4 Max. A count may stand before it: 8x H100 SXM."""
+    accelerator: Name | tuple[Name, ...] | None = None
+    """The accelerator: H100 SXM, RTX 4090, Apple M4 Max, p5.48xlarge. A count may stand before it: 8x H100 SXM.
+    Different cards of one machine: a list, or names with a plus between them."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_CARDS)] | None = None
     """Accelerators in all nodes together. Default: 1."""
     gpus_per_node: Annotated[int, msgspec.Meta(ge=1, le=MOST_NODE_CARDS)] | None = None

@@ -1,0 +1,85 @@
+"""Machines that are known by a name, and machines with different cards."""
+
+from __future__ import annotations
+
+import pytest
+
+from bedplate.errors import UsageError
+from bedplate.facts.chips import load_chips
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.machines import find_machine, load_machines
+from bedplate.values import Hardware
+
+
+def describe(accelerator: object, **fields: object) -> Hardware:
+    return make_simulated_hardware({"accelerator": accelerator, **fields})
+
+
+@pytest.mark.parametrize("machine", sorted({one.names[0] for one in load_machines().values()}))
+def test_every_machine_has_known_chips_and_can_be_described(machine: str) -> None:
+    found = find_machine(machine)
+    assert found is not None
+    named, machines = found
+    assert machines == 1 and named.accelerator in load_chips() and named.source
+    hardware = describe(machine)
+    assert len(hardware.accelerators) == named.count
+    assert hardware.memory.total_bytes == named.ram_gb * (1 << 30) and hardware.cpu.physical_cores == named.cores
+    assert any(note.startswith(machine) for note in hardware.notes)
+
+
+@pytest.mark.parametrize("text", ["p5.48xlarge", "P5.48XLARGE", " p5.48xlarge "])
+def test_names_are_found_in_any_case(text: str) -> None:
+    assert len(describe(text).accelerators) == 8
+
+
+def test_several_machines_are_nodes() -> None:
+    hardware = describe("2x p5.48xlarge")
+    assert len(hardware.accelerators) == 16 and any("2 nodes of 8" in note for note in hardware.notes)
+    assert [link for link in hardware.links if link.kind == "network"]
+
+
+def test_given_fields_replace_those_of_the_machine() -> None:
+    assert describe("g6.12xlarge", ram_gb=96).memory.total_bytes == 96 << 30
+
+
+def test_count_beside_a_machine_is_refused() -> None:
+    with pytest.raises(UsageError, match="is a whole machine"):
+        describe("p5.48xlarge", count=4)
+
+
+@pytest.mark.parametrize("named", ["2x RTX 3090 + RTX 4090", ["2x RTX 3090", "RTX 4090"], "RTX 3090 x2+4090"])
+def test_different_cards_are_joined(named: object) -> None:
+    hardware = describe(named)
+    names = [card.name for card in hardware.accelerators]
+    assert names == ["NVIDIA GeForce RTX 3090"] * 2 + ["NVIDIA GeForce RTX 4090"]
+    assert [card.index for card in hardware.accelerators] == [0, 1, 2]
+    between = {(link.a, link.b) for link in hardware.links if link.b != "host"}
+    assert between == {("0", "1"), ("0", "2"), ("1", "2")}
+    assert {link.a for link in hardware.links if link.b == "host"} == {"0", "1", "2"}
+    assert hardware.memory.total_bytes == 72 << 30
+
+
+def test_names_that_contain_a_plus_are_one_chip() -> None:
+    assert [card.name for card in describe("Ryzen AI Max+ 395 128GB").accelerators] == ["AMD Ryzen AI Max+ 395"]
+    assert describe("xeon 8480+", ram_gb=64).cpu.name == "Intel Xeon Platinum 8480+"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("foo + RTX 4090", "unknown chip “foo”"),
+        ("RTX 4090 + M4 Max 64GB", "is not a card that can be added"),
+        ([], "a list needs names"),
+        (["RTX 4090", 3], "a list needs names"),
+    ],
+)
+def test_cards_that_cannot_be_joined_are_named(named: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        describe(named)
+
+
+@pytest.mark.parametrize("field", ["count", "gpus_per_node", "link", "network"])
+def test_fields_of_equal_cards_are_refused_for_different_ones(field: str) -> None:
+    value = "pcie" if field in ("link", "network") else 2
+    with pytest.raises(UsageError, match=f"hardware.{field}: cannot be given for different cards"):
+        describe("RTX 3090 + RTX 4090", **{field: value})
