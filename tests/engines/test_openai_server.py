@@ -249,6 +249,15 @@ class TestAnswers:
         assert [found[n]["usage"]["completion_tokens"] for n in range(8)] == [len(text) + 1 for text in texts]
         assert int(server.complete("most:")[1]["choices"][0]["text"]) == 2  # slots, and never more
 
+    def test_top_k_beyond_the_vocabulary_is_the_whole_vocabulary(self, server: Server) -> None:
+        for top_k, used in ((5, "5"), (2**63, "258"), (-1, "-1")):
+            assert server.complete("top_k:", top_k=top_k)[1]["choices"][0]["text"] == used
+
+    def test_surrogate_pairs_are_text(self, server: Server) -> None:
+        assert (
+            server.ask("/v1/completions", b'{"prompt": "say:\\ud83d\\ude42"}')[1]["choices"][0]["text"] == "\U0001f642"
+        )
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -263,6 +272,10 @@ class TestErrors:
             ("/v1/completions", {"prompt": "say:x", "max_tokens": "9"}, 400, "an integer", "max_tokens"),
             ("/v1/completions", {"prompt": "say:x", "temperature": "hot"}, 400, "a number", "temperature"),
             ("/v1/completions", {"prompt": "say:x", "top_p": 1.5}, 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:x", "top_p": 10**400}, 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", b'{"prompt": "say:x", "top_p": NaN}', 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:\ud800"}, 400, "half of a surrogate pair", None),
+            ("/v1/completions", {"prompt": "say:x", "user": {"\udfff": 1}}, 400, "half of a surrogate pair", None),
             ("/v1/completions", {"prompt": "say:x", "n": 2}, 400, "n and best_of must be 1", "n"),
             ("/v1/completions", {"prompt": "say:x", "stop": [1]}, 400, "a list of strings", "stop"),
             ("/v1/completions", {"prompt": "say:x", "stream": "yes"}, 400, "true or false", "stream"),
