@@ -465,8 +465,8 @@ class ClientConnection(asyncio.Protocol):
         if why is not None:
             self._reject_with_retry(route, member, api, asked, size, why)
             return
-        if request.path in sse.OPENAI_TARGETS:
-            request.target = sse.OPENAI_TARGETS[request.path] + request.target[len(request.path) :]
+        # Without its query: no API has one, and an engine might read parameters there that were not checked.
+        request.target = sse.OPENAI_TARGETS.get(request.path, request.path)
         self._current = exchange = GatewayExchange(
             self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now, features
         )
