@@ -125,8 +125,11 @@ def test_tenant_ahead_of_its_share_leaves_slots_to_a_request_that_needs_several(
     found = queue.take(4, SLOTS, 0.1, 4)
     assert found is not None and found[1] is large
     queue.charge_sent(behind, 400.0, 0.1, 4)
+    assert ahead.is_held_back
     found = queue.take(1, SLOTS, 0.1, 1)
     assert found is not None and found[0] is ahead, "nobody waits for several slots any more"
+    queue.charge_sent(ahead, 100, 0.1)
+    assert not ahead.is_held_back
 
 
 def test_request_with_more_sequences_than_any_engine_has_slots_is_returned_at_once() -> None:

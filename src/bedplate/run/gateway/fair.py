@@ -225,7 +225,6 @@ class FairQueue(Generic[W]):
                 skipped.append(line)
                 continue
             line.passed = line.passed + 1 if place else 0
-            line.is_held_back = False
             found = line, line.queue[place]
             del line.queue[place]
             self.count -= 1
@@ -258,6 +257,7 @@ class FairQueue(Generic[W]):
             line.record_demand(now)
         else:
             line.in_flight += sequences
+        line.is_held_back = False
         line.charged = cost_tokens / sequences
         line.served += cost_tokens / line.weight
         if line.queue:
