@@ -439,12 +439,13 @@ class ClientConnection(asyncio.Protocol):
         if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
             self._reject_model(asked, member, api, size)
             return
+        checked_as = sse.CHECKED_AS.get(request.path, api) if api == "other" else api
         try:
-            features = check_request(api, asked, route.capabilities)
+            features = check_request(checked_as, asked, route.capabilities)
         except RequestMistake as mistake:
             self._gateway.record_rejection(route, member, api, asked, size, 400, mistake.code, "refused")
             kind = "invalid_request_error"
-            self.respond(400, encode_error(api, 400, mistake.message, kind, mistake.code, mistake.param))
+            self.respond(400, encode_error(checked_as, 400, mistake.message, kind, mistake.code, mistake.param))
             return
         now = monotonic()
         demand = ONE_SEQUENCE
