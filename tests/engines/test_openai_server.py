@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
 import json
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -22,6 +24,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
+from tests.soak.grammar import generate_request
+from tests.soak.hostile import Results, send_request
 
 from bedplate.engines.shipped import SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.shipped.openai_server import (
@@ -462,6 +466,36 @@ class TestConnections:
         with contextlib.suppress(ConnectionError):
             assert self.raw(server, data).startswith(b"HTTP/1.1 " + status)
         assert server.ask("/health")[0] == 200
+
+
+class TestGeneratedRequests:
+    REQUESTS, AT_ONCE = 400, 64
+
+    def test_none_fails_and_none_is_answered_without_the_key(self) -> None:
+        one = start("--slots", "2", "--context", str(CONTEXT), env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
+        results, numbers = Results(), iter(range(self.REQUESTS))
+
+        async def run_client() -> None:
+            for number in numbers:
+                key = KEY if number % 3 else None
+                sent = generate_request(random.Random(number), "scripted", key)
+                answer = await send_request("127.0.0.1", one.port, sent, limit_s=1.0)
+                results.add_answer(str(number), sent, answer, must_refuse=key is None)
+
+        async def run_clients() -> None:
+            await asyncio.gather(*(run_client() for _ in range(self.AT_ONCE)))
+
+        try:
+            asyncio.run(run_clients())
+            assert not results.wrong, results.wrong
+            assert results.statuses["200"] and results.statuses["400"] and results.statuses["401"], results.statuses
+            wait_for(lambda: one.metrics()["requests_running"] == 0, "aborted requests to end")
+            assert one.process.poll() is None
+            one.process.kill()
+            printed = one.process.communicate()[1].decode()
+            assert "Traceback" not in printed, printed[printed.index("Traceback") :]
+        finally:
+            stop(one)
 
 
 class TestCancelling:

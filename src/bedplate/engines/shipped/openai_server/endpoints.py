@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from http import HTTPStatus
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -165,10 +166,11 @@ class Endpoints:
             refusal = BackendError("missing or wrong API key", status=401, code="invalid_api_key")
         elif int(headers.get("content-length", "0")) > MAX_BODY_BYTES:  # the HTTP parser has validated the number
             refusal = _make_too_long_error()
-        if refusal is not None:
-            await make_error_response(refusal)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        try:
+            await (self.app if refusal is None else make_error_response(refusal))(scope, receive, send)
+        except LocalProtocolError:
+            # The body was not HTTP after all. The server has answered with 400 and takes no second response.
+            return
 
     def _has_key(self, headers: Headers) -> bool:
         if self.key is None:
