@@ -378,7 +378,8 @@ async def test_tokens_of_messages_are_counted_only_for_messages() -> None:
     """llama.cpp answers 500 if they are missing."""
     async with start_gateway(capabilities=NONE) as setup:
         client = await setup.connect()
-        for body in ({"prompt": "x"}, {"messages": []}, {"messages": [{"role": 5, "content": "x"}]}):
+        mistakes: list[dict[str, Any]] = [{"prompt": "x"}, {"messages": []}, ask_with(5)]
+        for body in mistakes:
             answer = await client.post("/v1/messages/count_tokens", body)
             assert (answer.status, answer.json["type"]) == (400, "error")
             assert answer.json["error"]["type"] == "invalid_request_error"
