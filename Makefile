@@ -55,6 +55,7 @@ test-all: test
 nightly: $(READY_DEV)
 	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" --hypothesis-profile=nightly
 	$(PYTEST) -n 0 -m "nightly or measures" --fail-undecided
+	$(BIN)/python -m tests.soak.hostile
 
 coverage: $(READY_DEV)
 	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" --cov --cov-report=term:skip-covered --cov-fail-under=80

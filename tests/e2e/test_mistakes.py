@@ -53,9 +53,11 @@ def test_a_mistake_is_refused_in_bedplates_terms(served: Served, path: str, body
 
 
 def test_the_anthropic_api_has_its_own_errors(served: Served) -> None:
-    for messages in ([], [{"role": 5, "content": "x"}]):
-        status, answer = post(served, "/v1/messages", {"messages": messages})
-        assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+    mistakes: list[dict[str, Any]] = [{"messages": []}, {"messages": [{"role": 5, "content": "x"}]}, {"prompt": "x"}]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for body in mistakes:
+            status, answer = post(served, path, body)
+            assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
 
 
 def test_json_formats_hold(served: Served) -> None:

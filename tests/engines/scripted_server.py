@@ -72,6 +72,8 @@ class Scripted(EngineBackend):
             raise BackendError("not this one", "prompt")
         if word == "schema":
             rest = str(request.schema)
+        if word == "top_k":
+            rest = str(request.top_k)
         if word == "most":
             rest = str(self.most_at_once)
         self.answers[request] = None if word in ("forever", "crash", "fail") else list(rest.encode())

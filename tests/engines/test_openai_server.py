@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
 import json
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -22,6 +24,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import HANG_S, wait_for
+from tests.soak.grammar import generate_request
+from tests.soak.hostile import Results, send_request
 
 from bedplate.engines.shipped import SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.shipped.openai_server import (
@@ -249,6 +253,15 @@ class TestAnswers:
         assert [found[n]["usage"]["completion_tokens"] for n in range(8)] == [len(text) + 1 for text in texts]
         assert int(server.complete("most:")[1]["choices"][0]["text"]) == 2  # slots, and never more
 
+    def test_top_k_beyond_the_vocabulary_is_the_whole_vocabulary(self, server: Server) -> None:
+        for top_k, used in ((5, "5"), (2**63, "258"), (-1, "-1")):
+            assert server.complete("top_k:", top_k=top_k)[1]["choices"][0]["text"] == used
+
+    def test_surrogate_pairs_are_text(self, server: Server) -> None:
+        assert (
+            server.ask("/v1/completions", b'{"prompt": "say:\\ud83d\\ude42"}')[1]["choices"][0]["text"] == "\U0001f642"
+        )
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -263,6 +276,10 @@ class TestErrors:
             ("/v1/completions", {"prompt": "say:x", "max_tokens": "9"}, 400, "an integer", "max_tokens"),
             ("/v1/completions", {"prompt": "say:x", "temperature": "hot"}, 400, "a number", "temperature"),
             ("/v1/completions", {"prompt": "say:x", "top_p": 1.5}, 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:x", "top_p": 10**400}, 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", b'{"prompt": "say:x", "top_p": NaN}', 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:\ud800"}, 400, "half of a surrogate pair", None),
+            ("/v1/completions", {"prompt": "say:x", "user": {"\udfff": 1}}, 400, "half of a surrogate pair", None),
             ("/v1/completions", {"prompt": "say:x", "n": 2}, 400, "n and best_of must be 1", "n"),
             ("/v1/completions", {"prompt": "say:x", "stop": [1]}, 400, "a list of strings", "stop"),
             ("/v1/completions", {"prompt": "say:x", "stream": "yes"}, 400, "true or false", "stream"),
@@ -449,6 +466,36 @@ class TestConnections:
         with contextlib.suppress(ConnectionError):
             assert self.raw(server, data).startswith(b"HTTP/1.1 " + status)
         assert server.ask("/health")[0] == 200
+
+
+class TestGeneratedRequests:
+    REQUESTS, AT_ONCE = 400, 64
+
+    def test_none_fails_and_none_is_answered_without_the_key(self) -> None:
+        one = start("--slots", "2", "--context", str(CONTEXT), env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
+        results, numbers = Results(), iter(range(self.REQUESTS))
+
+        async def run_client() -> None:
+            for number in numbers:
+                key = KEY if number % 3 else None
+                sent = generate_request(random.Random(number), "scripted", key)
+                answer = await send_request("127.0.0.1", one.port, sent, limit_s=1.0)
+                results.add_answer(str(number), sent, answer, must_refuse=key is None)
+
+        async def run_clients() -> None:
+            await asyncio.gather(*(run_client() for _ in range(self.AT_ONCE)))
+
+        try:
+            asyncio.run(run_clients())
+            assert not results.wrong, results.wrong
+            assert results.statuses["200"] and results.statuses["400"] and results.statuses["401"], results.statuses
+            wait_for(lambda: one.metrics()["requests_running"] == 0, "aborted requests to end")
+            assert one.process.poll() is None
+            one.process.kill()
+            printed = one.process.communicate()[1].decode()
+            assert "Traceback" not in printed, printed[printed.index("Traceback") :]
+        finally:
+            stop(one)
 
 
 class TestCancelling:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from tests.conftest import HANG_S, have_ended, post_json, wait_for
-from tests.fleet.serving import Serving
+from tests.fleet.serving import START_LIMIT_S, Serving
+
+# The engine is installed and its weights are converted first, which may take longer than other tests may.
+pytestmark = pytest.mark.timeout(2 * START_LIMIT_S)
 
 
 def ask(serving: Serving) -> tuple[int, Any]:

@@ -21,6 +21,7 @@ METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 1e308, -1e-300, 2**63, 10**40, "", "a", "\u0000", "\ud83d\ude00" * 50, "x" * 20_000,
     [], {}, [[]], [None], {"": None}, [1, "a", {}], "../../etc/passwd", "'; drop table usage; --", "\x1b[2J\r\nforged",
+    "\ud800 half a pair", 10**400,
 )  # fmt: skip
 FIELDS = (
     "model", "messages", "prompt", "input", "max_tokens", "max_completion_tokens", "n", "best_of", "n_predict",

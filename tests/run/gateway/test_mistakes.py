@@ -374,6 +374,19 @@ def test_a_stream_with_the_served_name_is_not_changed() -> None:
         assert ServedName("small").find_renaming(event) is None
 
 
+async def test_tokens_of_messages_are_counted_only_for_messages() -> None:
+    """llama.cpp answers 500 if they are missing."""
+    async with start_gateway(capabilities=NONE) as setup:
+        client = await setup.connect()
+        mistakes: list[dict[str, Any]] = [{"prompt": "x"}, {"messages": []}, ask_with(5)]
+        for body in mistakes:
+            answer = await client.post("/v1/messages/count_tokens", body)
+            assert (answer.status, answer.json["type"]) == (400, "error")
+            assert answer.json["error"]["type"] == "invalid_request_error"
+        assert not setup.engine.seen
+        assert (await client.post("/v1/messages/count_tokens", make_chat_body())).status == 200
+
+
 # reasons
 
 

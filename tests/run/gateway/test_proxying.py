@@ -64,7 +64,7 @@ async def test_every_api_goes_to_the_path_of_the_engine_that_reports_usage(path:
     async with start_gateway() as setup:
         answer = await (await setup.connect()).post(f"{path}?beta=true", make_chat_body(prompt="x", input="x"))
         assert answer.json == ANSWER
-        assert setup.engine.seen[0].target == f"{target.get(path, path)}?beta=true"
+        assert setup.engine.seen[0].target == target.get(path, path), "the query is not checked, so it is not forwarded"
 
 
 async def test_accepts_answer_that_ends_with_the_connection() -> None:
@@ -431,7 +431,7 @@ async def test_accepts_request_target_in_absolute_form() -> None:
     async with start_gateway() as setup:
         client = await setup.connect()
         assert (await client.post(f"http://test{CHAT}?a=b", make_chat_body())).json == ANSWER
-        assert setup.engine.seen[0].target == f"{CHAT}?a=b"
+        assert setup.engine.seen[0].target == CHAT
         assert (await client.get("http://test/health")).status == 200
 
 

@@ -439,12 +439,13 @@ class ClientConnection(asyncio.Protocol):
         if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
             self._reject_model(asked, member, api, size)
             return
+        checked_as = sse.CHECKED_AS.get(request.path, api) if api == "other" else api
         try:
-            features = check_request(api, asked, route.capabilities)
+            features = check_request(checked_as, asked, route.capabilities)
         except RequestMistake as mistake:
             self._gateway.record_rejection(route, member, api, asked, size, 400, mistake.code, "refused")
             kind = "invalid_request_error"
-            self.respond(400, encode_error(api, 400, mistake.message, kind, mistake.code, mistake.param))
+            self.respond(400, encode_error(checked_as, 400, mistake.message, kind, mistake.code, mistake.param))
             return
         now = monotonic()
         demand = ONE_SEQUENCE
@@ -465,8 +466,8 @@ class ClientConnection(asyncio.Protocol):
         if why is not None:
             self._reject_with_retry(route, member, api, asked, size, why)
             return
-        if request.path in sse.OPENAI_TARGETS:
-            request.target = sse.OPENAI_TARGETS[request.path] + request.target[len(request.path) :]
+        # Without its query: no API has one, and an engine might read parameters there that were not checked.
+        request.target = sse.OPENAI_TARGETS.get(request.path, request.path)
         self._current = exchange = GatewayExchange(
             self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now, features
         )

@@ -10,7 +10,7 @@ SLOT_KEPT_S = 5.0
 """A tenant's slots stay reserved for at least this long after it last used them, and at most twice as long."""
 FIRST_COST_TOKENS = 500.0
 """Expected cost of a request before any has ended."""
-LEAD_REQUESTS = 4
+LEAD_REQUESTS = 2
 """A tenant keeps its slots while it is at most this many requests per slot ahead of the others."""
 LEAD_PREFILL_REQUESTS = 2
 """A tenant above its share waits for others' prefills while it is at most this many requests behind them."""
@@ -49,6 +49,7 @@ class TenantQueue(Generic[W]):
         "_since",
         "charged",
         "in_flight",
+        "is_held_back",
         "mean_cost",
         "name",
         "passed",
@@ -68,6 +69,8 @@ class TenantQueue(Generic[W]):
         """Sequences that the engines are processing."""
         self.passed = 0
         """Requests that went before the first one, which waits for several free slots."""
+        self.is_held_back = False
+        """Whether it leaves free slots to a tenant that was served less and waits for several of them."""
         self.prefilling = 0
         """Running streams without a first token."""
         self.served = 0.0
@@ -97,6 +100,12 @@ class TenantQueue(Generic[W]):
             return None
         places = range(1, min(len(self.queue), MOST_SEARCHED))
         return next((place for place in places if self.queue[place].sequences <= room), None)
+
+    def count_useful(self, unused: int) -> int:
+        """How many of so many unused slots its next request can use, now or when its running requests have ended."""
+        if not self.queue or (needed := self.queue[0].sequences) <= unused or self.find_smaller(unused) is not None:
+            return unused
+        return min(unused, max(0, needed - self.in_flight))
 
     def record_demand(self, now: float) -> None:
         passed = now - self._since
@@ -170,14 +179,24 @@ class FairQueue(Generic[W]):
         return True
 
     def take(
-        self, free_slots: int | None, slots: int | None, now: float, largest: int | None = None
+        self,
+        free_slots: int | None,
+        slots: int | None,
+        now: float,
+        room_in_one: int | None = None,
+        most_in_one: int | None = None,
     ) -> tuple[TenantQueue[W], W] | None:
         """Removes and returns the next request that may use some of the free slots.
 
-        `largest` is the most slots that are free in one engine. A request with more sequences than its tenant's share
-        is returned as soon as one slot is free; the caller rejects it.
+        A request that needs more slots than are free keeps those that become free from tenants that were served more
+        than their share, until there are enough of them.
+
+        `room_in_one` is the most slots that are free in one engine, `most_in_one` the most that an engine has. A
+        request with more sequences than that, or than its tenant's share, is returned as soon as one slot is free; the
+        caller rejects it.
         """
         skipped: list[TenantQueue[W]] = []
+        served_of_first: float | None = None  # the counter of the first tenant whose request needs more slots
         parts = self._share_slots(slots, now) if slots is not None else {}
         reserved = self._reserve_slots(parts, now)
         all_kept = sum(reserved.values())
@@ -189,16 +208,19 @@ class FairQueue(Generic[W]):
                 continue
             line._entry = None
             needed = line.queue[0].sequences
-            if needed > 1 and needed > max(1, parts.get(name, needed)):
+            if needed > 1 and needed > max(1, min(parts.get(name, needed), most_in_one or needed)):
                 needed = 1
             place: int | None = 0
             if free_slots is not None:
                 room = free_slots - (all_kept - reserved.get(name, 0))
-                room = room if largest is None else min(room, largest)
-                if room < needed:
-                    place = line.find_smaller(room)
-                if self._must_wait_for_prefill(line, parts, now):
+                room = room if room_in_one is None else min(room, room_in_one)
+                must_leave = served_of_first is not None and self._must_leave_slots(line, parts, served_of_first)
+                if must_leave or self._must_wait_for_prefill(line, parts, now):
                     place = None
+                elif room < needed:
+                    place = line.find_smaller(room)
+                    if place is None and needed > 1 and served_of_first is None:
+                        served_of_first = line.served
             if place is None:
                 skipped.append(line)
                 continue
@@ -235,6 +257,7 @@ class FairQueue(Generic[W]):
             line.record_demand(now)
         else:
             line.in_flight += sequences
+        line.is_held_back = False
         line.charged = cost_tokens / sequences
         line.served += cost_tokens / line.weight
         if line.queue:
@@ -292,9 +315,23 @@ class FairQueue(Generic[W]):
         for name, part in parts.items():
             line = self._lines[name]
             unused = min(part, line.count_wanted_slots(now)) - line.in_flight
-            if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _estimate_cost(line):
-                reserved[name] = unused
+            if unused > 0 and not line.is_held_back and self._is_level(line, parts, lowest):
+                reserved[name] = line.count_useful(unused)
         return reserved
+
+    def _must_leave_slots(self, line: TenantQueue[W], parts: dict[str, int], served: float) -> bool:
+        """Whether a tenant must leave free slots to one with this counter that waits for several of them.
+
+        It leaves them until its lead is half of what makes it do so. Slots that are kept free are unused for a while,
+        so this happens seldom and lasts for several requests.
+        """
+        line.is_held_back = not self._is_level(line, parts, served, 0.5 if line.is_held_back else 1.0)
+        return line.is_held_back
+
+    def _is_level(self, line: TenantQueue[W], parts: dict[str, int], served: float, part_of_lead: float = 1.0) -> bool:
+        """Whether a tenant is at most a few requests ahead of one with this counter."""
+        lead = LEAD_REQUESTS * max(1, parts.get(line.name, 1)) * _estimate_cost(line)
+        return line.served <= served + part_of_lead * lead
 
     def _must_wait_for_prefill(self, line: TenantQueue[W], parts: dict[str, int], now: float) -> bool:
         """Whether a tenant that wants more than its share waits for the prefill of other tenants' requests.

@@ -384,7 +384,7 @@ class Route:
             found = (
                 self.waiting.take(None, None, now)
                 if count is None
-                else self.waiting.take(count.free, count.all, now, count.room)
+                else self.waiting.take(count.free, count.all, now, count.room, count.largest)
             )
             if found is None:
                 return

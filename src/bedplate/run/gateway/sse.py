@@ -24,6 +24,8 @@ APIS: dict[bytes, Api] = {
     b"/tokenize": "other",
     b"/detokenize": "other",
 }
+CHECKED_AS: dict[bytes, Api] = {b"/v1/messages/count_tokens": "messages"}
+"""Paths that generate nothing and have the format of an API that does."""
 OPENAI_TARGETS = {
     b"/chat/completions": b"/v1/chat/completions",
     b"/completions": b"/v1/completions",

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from http import HTTPStatus
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,6 +28,8 @@ from .worker import AnswerStream, Delta, EngineWorker, TokenLogprob
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_TOP_LOGPROBS = 20
+MAX_TOP_K = (1 << 31) - 1
+"""Engines have integers of 32 bits."""
 MAX_INPUTS = 2048
 """Maximum number of texts in one embeddings request, as in OpenAI's API."""
 LONG_TEXT = 16384
@@ -63,6 +66,10 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
             raise _make_too_long_error()
     try:
         found = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair is not text, and tokenizers fail on it
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BackendError("the body contains half of a surrogate pair, which is not text") from error
     except (ValueError, RecursionError) as error:
         raise BackendError(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -159,10 +166,11 @@ class Endpoints:
             refusal = BackendError("missing or wrong API key", status=401, code="invalid_api_key")
         elif int(headers.get("content-length", "0")) > MAX_BODY_BYTES:  # the HTTP parser has validated the number
             refusal = _make_too_long_error()
-        if refusal is not None:
-            await make_error_response(refusal)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        try:
+            await (self.app if refusal is None else make_error_response(refusal))(scope, receive, send)
+        except LocalProtocolError:
+            # The body was not HTTP after all. The server has answered with 400 and takes no second response.
+            return
 
     def _has_key(self, headers: Headers) -> bool:
         if self.key is None:
@@ -315,7 +323,7 @@ class Endpoints:
             max_tokens=min(limits),
             temperature=fields.read_number("temperature", 1.0, 0, 100),
             top_p=fields.read_number("top_p", 1.0, 0, 1),
-            top_k=fields.read_integer("top_k", -1),
+            top_k=self._read_top_k(fields),
             min_p=fields.read_optional_number("min_p", 0, 1),
             presence_penalty=fields.read_number("presence_penalty", 0, -2, 2),
             frequency_penalty=fields.read_number("frequency_penalty", 0, -2, 2),
@@ -326,6 +334,11 @@ class Endpoints:
             schema=self._read_schema(body.get("response_format")),
             ignore_eos=fields.read_flag("ignore_eos"),
         )
+
+    def _read_top_k(self, fields: BodyFields) -> int | None:
+        """At most the size of the vocabulary: a larger number means the same."""
+        top_k = fields.read_integer("top_k", -1)
+        return top_k if top_k is None else min(top_k, self._get_text().max_token + 1, MAX_TOP_K)
 
     def _read_schema(self, form: Any) -> str | None:
         kind = form.get("type") if isinstance(form, dict) else form

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from typing import Any, ClassVar
@@ -23,10 +22,10 @@ class BodyFields:
         value = self.body.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise BackendError(f"{name} must be a number", name)
         if not low <= value <= high:
-            raise BackendError(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
+            raise BackendError(f"{name} must be between {low:g} and {high:g}", name)
         return float(value)
 
     def read_optional_number(self, name: str, low: float, high: float) -> float | None:
