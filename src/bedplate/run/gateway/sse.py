@@ -131,14 +131,14 @@ class _UsageEvent(_UsageReport):
     choices: list[msgspec.Raw] | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _FinishedChoice(msgspec.Struct, gc=False):
     finish_reason: Any = None
 
 
 class _WholeAnswer(_UsageReport):
     """An answer that is not streamed."""
 
-    choices: list[_Choice] | None = None
+    choices: list[_FinishedChoice] | None = None
 
 
 class _LastEvent(msgspec.Struct):

@@ -100,9 +100,13 @@ class RateBucket:
         return missing * 60 / self.per_minute if missing > 0 else 0.0
 
     def take(self, amount: float, now: float) -> None:
-        level = self._level + (now - self._at) * self._per_s
-        self._level = (level if level < self.per_minute else self.per_minute) - amount
-        self._at = now
+        level = self._level
+        if now > self._at:
+            level += (now - self._at) * self._per_s
+            if level > self.per_minute:
+                level = self.per_minute
+            self._at = now
+        self._level = level - amount
 
     def report_remaining(self) -> tuple[float, float]:
         """The available amount at the last update, and the milliseconds until the bucket is full, to be rounded off."""
