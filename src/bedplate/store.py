@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
@@ -470,15 +471,26 @@ def read_tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tu
         bodies = connection.execute("SELECT name, body FROM tenants ORDER BY name").fetchall()
         rows = connection.execute("SELECT tenant, digest, body FROM keys ORDER BY rowid").fetchall()
     try:
-        found = []
-        for name, body in bodies:
-            own = [(bytes(digest), key) for tenant, digest, key in rows if tenant == name]
-            keys = tuple(from_json(TenantKey, key, origin=str(where)) for _, key in own)
-            tenant = replace_fields(from_json(Tenant, body, origin=str(where)), keys=keys)
-            found.append((tenant, tuple(digest for digest, _ in own)))
-        return tuple(found)
+        return _parse_tenants(tuple(bodies), tuple(rows), str(where))
     except UsageError as error:
         raise _make_failure(error, where) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _parse_tenants(
+    bodies: tuple[tuple[str, str], ...], rows: tuple[tuple[str, bytes, str], ...], origin: str
+) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
+    """The same object for the same rows: a gateway reads them after each write to the store, and few writes change
+    them."""
+    own: dict[str, list[tuple[bytes, str]]] = {}
+    for name, digest, key in rows:
+        own.setdefault(name, []).append((digest, key))
+    found = []
+    for name, body in bodies:
+        keys = tuple(from_json(TenantKey, key, origin=origin) for _, key in own.get(name, ()))
+        tenant = replace_fields(from_json(Tenant, body, origin=origin), keys=keys)
+        found.append((tenant, tuple(digest for digest, _ in own.get(name, ()))))
+    return tuple(found)
 
 
 def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:

@@ -9,19 +9,21 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import httptools
-import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.demand import is_plain, read_demand
 from bedplate.run.gateway.errors import encode_error
 from bedplate.run.gateway.exchange import GatewayExchange
+from bedplate.run.gateway.heads import ClientRequest, RequestHead, learn_head
 from bedplate.run.gateway.origins import write_cors_headers, write_preflight_headers
 from bedplate.run.gateway.pages import show_page
 from bedplate.run.gateway.request_checks import RequestMistake, check_request
 from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
+from bedplate.run.gateway.upstream import WRITE_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.heads import RepeatedHead
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
     from bedplate.run.gateway.tenants import TenantState, VerifiedKey
@@ -55,29 +57,14 @@ _READ_HEADERS = frozenset([b"authorization", b"content-length", b"expect", b"hos
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class ClientRequest(msgspec.Struct, gc=False):
-    method: bytes
-    target: bytes
-    path: bytes
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    keep_alive: bool
-    member: TenantState | None
-    """The owner of the key that was sent with it."""
-    chunked: bool
-    """Whether the client supports chunked transfer encoding (HTTP/1.1)."""
-    cors: bytes
-    """Response headers for a page of another origin that is allowed."""
-
-
 class ClientConnection(asyncio.Protocol):
     """One client's connection. Requests that arrive while another is being answered wait in order."""
 
     __slots__ = (
         "_answer_cors", "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_cors", "_current",
         "_discarding", "_fed", "_gateway", "_head_bytes", "_head_pieces_bytes", "_headers", "_host", "_keep_alive",
-        "_key", "_linger_until", "_member", "_owes_continue", "_parser", "_paused", "_rejection", "_request_began",
-        "_stage", "_target", "_transport", "_waiting", "deadline",
+        "_key", "_last_head", "_linger_until", "_member", "_num_begun", "_owes_continue", "_parser", "_paused",
+        "_rejection", "_repeated", "_request_began", "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
@@ -97,6 +84,12 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = False
         self._chunked = True
         self._waiting: deque[ClientRequest] = deque()
+        self._last_head: RequestHead | None = None
+        """The head of the last complete request that the parser has read."""
+        self._repeated: RepeatedHead | None = None
+        """Recognizes `_last_head`, if that request arrived in one piece."""
+        self._num_begun = 0
+        """Requests that began in the data that is being read."""
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
@@ -118,6 +111,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # type: ignore[attr-defined]
         self._set_deadline(REQUEST_TIMEOUT_S)
         self._gateway.add_connection(self, transport)
 
@@ -135,7 +129,24 @@ class ClientConnection(asyncio.Protocol):
                 self._set_deadline(LINGER_S)
                 self.deadline = min(self.deadline or 0.0, self._linger_until)
             return
-        was_in_head = self._stage == _IN_HEAD
+        repeated = self._repeated
+        if (
+            repeated is not None
+            and self._stage == _IDLE
+            and self._current is None
+            and not self._waiting
+            and not self._paused
+            and (body := repeated.find_body(data)) is not None
+            and len(body) <= self._gateway.max_body_bytes
+            and self._is_key_still_valid()
+            and self._last_head is not None
+        ):
+            try:
+                self._answer(ClientRequest(self._last_head, body, self._member))
+            except Exception as error:  # a bug must not leave the client without an answer
+                self._handle_internal_error(error)
+            return
+        began_in, self._num_begun, self._repeated = self._stage, 0, None
         self._fed = len(data)
         try:
             self._parser.feed_data(data)
@@ -146,8 +157,11 @@ class ClientConnection(asyncio.Protocol):
             self._handle_internal_error(error)
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
-        if self._stage == _IN_HEAD:
-            if was_in_head:
+        if self._num_begun == 1 and self._stage == began_in == _IDLE and not self._discarding and self._last_head:
+            if self._last_head.api is not None:
+                self._repeated = learn_head(data)
+        elif self._stage == _IN_HEAD:
+            if began_in == _IN_HEAD:
                 # The parser reports a header only when it is complete, whatever its length.
                 self._head_pieces_bytes += len(data)
                 if self._head_pieces_bytes > MAX_HEAD_BYTES:
@@ -182,6 +196,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._stage = _IN_HEAD
+        self._num_begun += 1
+        self._last_head = None
         self._target = b""
         self._headers = []
         self._body = []
@@ -279,20 +295,20 @@ class ClientConnection(asyncio.Protocol):
         self._owes_continue = False
         parser, target, body = self._parser, self._target, self._body
         modern = parser.get_http_version() == "1.1"
-        request = ClientRequest(
-            parser.get_method(),
-            target,
-            target.partition(b"?")[0] if b"?" in target else target,
-            self._headers,
-            body[0] if len(body) == 1 else b"".join(body),
-            modern and parser.should_keep_alive(),
-            self._member,
-            modern,
-            self._cors,
+        method = parser.get_method()
+        path = target.partition(b"?")[0]
+        api = sse.APIS.get(path) if method == b"POST" else None
+        if api is not None:
+            # Without its query: no API has one, and an engine might read parameters there that were not checked.
+            target = sse.OPENAI_TARGETS.get(path, path)
+        self._last_head = head = RequestHead(
+            method, target, path, api, self._headers, modern and parser.should_keep_alive(), modern, self._cors
         )
+        request = ClientRequest(head, body[0] if len(body) == 1 else b"".join(body), self._member)
         self._body = []
-        self._discarding = not request.keep_alive
+        self._discarding = not head.keep_alive
         if self._current is None and not self._waiting and not self._paused:
+            self._count_arrived(-len(request.body))
             self._answer(request)
             return
         self._waiting.append(request)
@@ -409,25 +425,31 @@ class ClientConnection(asyncio.Protocol):
 
     # internals
 
+    def _is_key_still_valid(self) -> bool:
+        """Whether the key of the last request, if one is required, has not expired and no key has changed since."""
+        tenants, key = self._gateway.tenants, self._key
+        return key.is_current(tenants.turn) if key is not None else tenants.is_open
+
     def _answer(self, request: ClientRequest, *, from_loop: bool = False) -> None:
         """`from_loop`: called by the event loop, not by the parser, which may have more requests."""
-        api = sse.APIS.get(request.path) if request.method == b"POST" else None
+        head = request.head
+        api = head.api
+        size = len(request.body)
         if api is None and not from_loop:
             # A page is built synchronously: through the loop, so that a client that pipelines many blocks no others.
+            self._count_arrived(size)
             self._waiting.append(request)
             asyncio.get_running_loop().call_soon(self._answer_next)
             return
-        size = len(request.body)
-        self._arrived_bytes -= size
-        self._gateway.arriving_bytes -= size
+        gateway = self._gateway
         self.deadline = None
-        self._keep_alive = request.keep_alive
-        self._chunked = request.chunked
-        self._answer_cors = request.cors
+        self._keep_alive = head.keep_alive
+        self._chunked = head.chunked
+        self._answer_cors = head.cors
         if api is None:
             self._show_page(request)
             return
-        member = request.member or self._gateway.tenants.default
+        member = request.member or gateway.tenants.default
         try:
             asked = sse.read_request_fields(request.body)
         except sse.UNREADABLE as error:
@@ -435,13 +457,14 @@ class ClientConnection(asyncio.Protocol):
             self._gateway.record_rejection(None, member, api, None, size, 400, "bad_body", "refused")
             self.respond(400, encode_error(api, 400, message, "invalid_request_error", "bad_body"))
             return
-        route = self._gateway.find_route(asked.model)
+        route = gateway.find_route(asked.model)
         if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
             self._reject_model(asked, member, api, size)
             return
-        checked_as = sse.CHECKED_AS.get(request.path, api) if api == "other" else api
+        checked_as = sse.CHECKED_AS.get(request.head.path, api) if api == "other" else api
+        is_simple = asked.is_simple()
         try:
-            features = check_request(checked_as, asked, route.capabilities)
+            features = check_request(checked_as, asked, route.capabilities, is_simple)
         except RequestMistake as mistake:
             self._gateway.record_rejection(route, member, api, asked, size, 400, mistake.code, "refused")
             kind = "invalid_request_error"
@@ -449,28 +472,30 @@ class ClientConnection(asyncio.Protocol):
             return
         now = monotonic()
         demand = ONE_SEQUENCE
-        if not is_plain(api, asked):
+        if not (is_simple and api == "chat") and not is_plain(api, asked):
             read = read_demand(api, asked, route.request_fields, route.request_limits)
             if isinstance(read, Rejection):
                 self._reject_with_retry(route, member, api, asked, size, read)
                 return
             demand = read
+        max_tokens = asked.max_answer_tokens
         # Tokenization generates nothing; it is charged for its length.
-        cost_tokens = member.estimate_cost_tokens(size, asked.max_answer_tokens if api != "other" else 0, demand)
+        cost_tokens = member.estimate_cost_tokens(size, max_tokens if api != "other" else 0, demand)
         sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
+        line = route.waiting.get_queue(member.name, member.weight)
         why = member.check_limits(cost_tokens, now, sequences) if member.is_limited else None
         if why is None and not route.is_free:
-            why = self._gateway.check_admission(route, member, size)
+            why = route.check_admission(line, size)
         if why is None and sequences > 1:
-            why = route.check_sequences(route.waiting.get_queue(member.name, member.weight), sequences)
+            why = route.check_sequences(line, sequences)
         if why is not None:
             self._reject_with_retry(route, member, api, asked, size, why)
             return
-        # Without its query: no API has one, and an engine might read parameters there that were not checked.
-        request.target = sse.OPENAI_TARGETS.get(request.path, request.path)
         self._current = exchange = GatewayExchange(
-            self, request, api, asked, self._gateway, route, member, cost_tokens, demand, now, features
-        )
+            self, request, api, asked, gateway, route, member, line, cost_tokens, max_tokens, demand, sequences,
+            route.links[0].meter if route.links else route.get_meter_without_engine(), now, now, now, features, size,
+            request.body, bool(asked.stream), gateway.keeps_content,
+        )  # fmt: skip
         exchange.start()
 
     def _reject_model(self, asked: sse.RequestFields, member: TenantState, api: sse.Api, num_bytes: int) -> None:
@@ -489,12 +514,13 @@ class ClientConnection(asyncio.Protocol):
         self.respond(404, encode_error(api, 404, message, "invalid_request_error", "model_not_found", "model"))
 
     def _show_page(self, request: ClientRequest) -> None:
-        if request.cors and request.method == b"OPTIONS":
-            self.respond(200, b"", extra=write_preflight_headers(request.headers))
+        head = request.head
+        if head.cors and head.method == b"OPTIONS":
+            self.respond(200, b"", extra=write_preflight_headers(head.headers))
             return
         response = show_page(self._gateway, request)
         extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
-        content_type, to_head = response.content_type.encode(), request.method == b"HEAD"
+        content_type, to_head = response.content_type.encode(), head.method == b"HEAD"
         self.respond(response.status, response.body, content_type=content_type, extra=extra, to_head=to_head)
 
     def _reject_with_retry(
@@ -526,7 +552,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_next(self) -> None:
         if self._transport is not None and self._current is None and self._waiting and not self._paused:
-            self._answer(self._waiting.popleft(), from_loop=True)
+            request = self._waiting.popleft()
+            self._count_arrived(-len(request.body))
+            self._answer(request, from_loop=True)
 
     def _is_free(self) -> bool:
         """Whether an answer may begin now. Not while the client has not read the last one: it would fill the memory."""
@@ -611,9 +639,9 @@ class ClientConnection(asyncio.Protocol):
         self._stage = _IDLE
         self.data_received(head + rest)
 
-    def _handle_internal_error(self, error: httptools.HttpParserCallbackError) -> None:
-        """Answers with 500 after a bug in a parser callback, so that the client does not wait forever."""
-        cause = error.__context__ or error
+    def _handle_internal_error(self, error: Exception) -> None:
+        """Answers with 500 after a bug, so that the client does not wait forever."""
+        cause = (error.__context__ or error) if isinstance(error, httptools.HttpParserCallbackError) else error
         context = {"message": "internal error while reading a request", "exception": cause, "protocol": self}
         asyncio.get_running_loop().call_exception_handler(context)
         current, self._current = self._current, None

@@ -6,6 +6,8 @@ import asyncio
 from time import monotonic, time
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.answers import AnswerText
 from bedplate.run.gateway.backend import FinishedRequest
@@ -14,32 +16,26 @@ from bedplate.run.gateway.demand import list_prompts
 from bedplate.run.gateway.errors import encode_error, read_engine_error
 from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
-from bedplate.run.gateway.tenants import ONE_SEQUENCE
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
-    from bedplate.run.gateway.client import ClientConnection, ClientRequest
+    from bedplate.run.gateway.client import ClientConnection
     from bedplate.run.gateway.errors import EngineError
+    from bedplate.run.gateway.fair import TenantQueue
+    from bedplate.run.gateway.heads import ClientRequest
     from bedplate.run.gateway.model_name import Renaming
     from bedplate.run.gateway.routes import BackendLink, Route
     from bedplate.run.gateway.server import Gateway
     from bedplate.run.gateway.tenants import Demand, Rejection, TenantState
     from bedplate.run.gateway.upstream import EngineConnection
+    from bedplate.run.gateway.watch import EngineMeter
     from bedplate.values.capabilities import Feature
 
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: bedplate\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
-# Headers of one hop, headers that the gateway writes itself, and credentials.
-_NOT_FORWARDED = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
-    b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
-    b" content-type origin".split()
-)
-_SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-"""The body was parsed as JSON. Some engines reject other content types, such as curl's default."""
 MAX_EVENT_BYTES = 16_000_000
 MAX_ANSWER_BYTES = 256_000_000
 """Limit of an answer that is not streamed."""
@@ -54,104 +50,96 @@ _End = tuple[Outcome, "GatewayBackend | None", float]
 """How the request ended, which engine had it, and when."""
 
 
-class GatewayExchange:
+class GatewayExchange(msgspec.Struct, eq=False):
     """Owns one request. It runs in callbacks of the two connections, without a task, and buffers at most one
-    incomplete event of a stream."""
+    incomplete event of a stream. A `Struct`, because it has many fields and most requests change few of them."""
 
-    __slots__ = (
-        "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body",
-        "_by_client", "_client", "_connection", "_demand", "_first", "_gateway", "_held", "_keeps_content",
-        "_last_events", "_limits", "_link", "_meter", "_reason", "_renaming", "_request", "_route", "_sent_on",
-        "_started", "_status", "_streaming", "_suspects", "_text", "_type", "_uncounted", "_usage",
-        "_usage_adds", "cost_tokens", "features", "joined_at", "line", "member", "num_bytes", "over",
-        "prefilling", "sent_at", "sequences", "streams", "tried", "tried_again",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        client: ClientConnection,
-        request: ClientRequest,
-        api: sse.Api,
-        asked: sse.RequestFields,
-        gateway: Gateway,
-        route: Route,
-        member: TenantState,
-        cost_tokens: float,
-        demand: Demand,
-        now: float,
-        features: tuple[Feature, ...] = (),
-    ) -> None:
-        self._client = client
-        self._request = request
-        self._api = api
-        self._asked = asked
-        self._gateway = gateway
-        self._route = route
-        self.member = member
-        self.line = route.waiting.get_queue(member.name, member.weight)
-        self.cost_tokens = cost_tokens
-        """The expected cost that it was charged when it was accepted."""
-        self._demand = demand
-        self.sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
-        self.num_bytes = len(request.body)
-        self.features = features
-        """What it asks for in addition to text."""
-        self._reason: str | None = None
-        self._by_client = False
-        self._suspects: list[tuple[GatewayBackend, FinishedRequest]] | None = None
-        """Backends that answered with an error whose cause is not known."""
-        self.joined_at = self.sent_at = self._started = now
-        self._limits = b""
-        self._meter = route.links[0].meter if route.links else route.get_meter_without_engine()
-        self._link: BackendLink | None = None
-        self._affinity: int | None = None
-        self._connection: EngineConnection | None = None
-        self._first: float | None = None
-        self.tried_again = False
-        """Whether this is the second attempt, which uses a new connection instead of an idle one."""
-        self.tried: list[GatewayBackend] = []
-        """Backends that failed to answer it."""
-        self.over = False
-        self.streams = bool(asked.stream)
-        self.prefilling = False
-        """Whether an engine has it and has not sent the first token."""
-        keeper = gateway.keeper
-        self._keeps_content = gateway.seen is not None or (keeper is not None and keeper.content is not None)
-        """Whether all of the answer is kept, for `--log-content` and shadow runs."""
-        self._sent_on: list[bytes] = []
-        """What was sent to the client, or the end of it."""
-        self._text: AnswerText | None = None
-        """The text of what is no longer in `_sent_on`."""
-        self._usage_adds = False
-        """Whether each sequence reports its own usage."""
-        self._uncounted = False
-        """Whether its tokens are counted after its end, since the engine did not report all of them."""
-        self._asked_usage = False
-        self._body = request.body
-        if asked.stream:
-            self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            if not self._asked_usage and (api == "chat" or api == "completions"):
-                self._body = sse.add_usage_option(request.body, asked)
-        self._forget_answer()
+    _client: ClientConnection
+    _request: ClientRequest
+    _api: sse.Api
+    _asked: sse.RequestFields
+    _gateway: Gateway
+    _route: Route
+    member: TenantState
+    line: TenantQueue[GatewayExchange]
+    cost_tokens: float
+    """The expected cost that it was charged when it was accepted."""
+    _max_tokens: int | None
+    _demand: Demand
+    sequences: int
+    _meter: EngineMeter
+    _started: float
+    joined_at: float
+    sent_at: float
+    features: tuple[Feature, ...]
+    """What it asks for in addition to text."""
+    num_bytes: int
+    _body: bytes
+    streams: bool
+    _keeps_content: bool
+    """Whether all of the answer is kept, for `--log-content` and shadow runs."""
+    _asked_usage: bool = False
+    _reason: str | None = None
+    _by_client: bool = False
+    _suspects: list[tuple[GatewayBackend, FinishedRequest]] | None = None
+    """Backends that answered with an error whose cause is not known."""
+    _limits: bytes = b""
+    _link: BackendLink | None = None
+    _affinity: int | None = None
+    _connection: EngineConnection | None = None
+    _first: float | None = None
+    tried_again: bool = False
+    """Whether this is the second attempt, which uses a new connection instead of an idle one."""
+    tried: list[GatewayBackend] = []
+    """Backends that failed to answer it."""
+    over: bool = False
+    prefilling: bool = False
+    """Whether an engine has it and has not sent the first token."""
+    _sent_on: list[bytes] = []
+    """What was sent to the client, or the end of it."""
+    _text: AnswerText | None = None
+    """The text of what is no longer in `_sent_on`."""
+    _usage_adds: bool = False
+    """Whether each sequence reports its own usage."""
+    _uncounted: bool = False
+    """Whether its tokens are counted after its end, since the engine did not report all of them."""
+    # the answer of one engine
+    _status: int = 0
+    _type: bytes = b""
+    _streaming: bool = False
+    _answer: list[bytes] = []
+    _answer_bytes: int = 0
+    _held: bytes = b""
+    _before_last: list[bytes] = []
+    """The last chunks before those in `_sent_on`."""
+    _last_events: bytes = b""
+    _finish_reason: str | None = None
+    _renaming: Renaming | None = None
+    _usage: sse.TokenUsage = msgspec.field(default_factory=sse.TokenUsage)
 
     def _forget_answer(self) -> None:
+        """Before the request is sent to another engine."""
         self._status = 0
         self._type = b""
         self._streaming = False
-        self._answer: list[bytes] = []
+        self._answer = []
         self._answer_bytes = 0
         self._held = b""
-        self._before_last = (b"", b"")
         self._last_events = b""
-        self._renaming: Renaming | None = None
+        self._finish_reason = None
+        self._renaming = None
         self._usage = sse.TokenUsage()
 
     def start(self) -> None:
-        member = self.member
+        member, asked = self.member, self._asked
         self._meter.in_flight += 1
         member.in_flight += self.sequences
         if member.has_limits:
             member.charge(self.cost_tokens, self._started)
+        if self.streams:
+            self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+            if not self._asked_usage and (self._api == "chat" or self._api == "completions"):
+                self._body = sse.add_usage_option(self._body, asked)
         self._route.take(self)
         if member.has_limits:  # while the engine works
             self._limits = member.format_limit_headers()
@@ -216,26 +204,12 @@ class GatewayExchange:
 
     def send_to_engine(self, connection: EngineConnection) -> None:
         self._connection = connection
-        request, body = self._request, self._body
-        backend = connection.pool.backend
+        body, backend = self._body, connection.pool.backend
         if backend.wants_name and self._asked.model != backend.model:
             body = sse.set_model(body, backend.model)
         traits = backend.requests
-        dropped = traits.dropped_headers if traits is not None else ()
         self._usage_adds = self.sequences > 1 and traits is not None and traits.usage_per_sequence
-        head = [b"POST ", request.target, _SENT_HEAD % len(body)]
-        if key := backend.engine_key:
-            head += (b"authorization: Bearer ", key.encode(), b"\r\n")
-        for name, value in request.headers:
-            if name not in _NOT_FORWARDED:
-                if name not in dropped:
-                    head += (name, b": ", value, b"\r\n")
-            elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-                request.headers = _remove_hop_headers(request.headers)
-                self.send_to_engine(connection)
-                return
-        head += (b"\r\n", body)
-        connection.send(self, b"".join(head))
+        connection.send(self, self._request.head.format_request(backend, body))
 
     def receive_head(self, status: int, content_type: bytes) -> None:
         self._status = status
@@ -245,6 +219,11 @@ class GatewayExchange:
         self._streaming = status == 200 and content_type[:17].lower() == b"text/event-stream"
 
     def receive_body(self, data: bytes) -> None:
+        if self._first is not None and not self._held and data.endswith(b"\n\n") and data.find(b'"usage":') < 0:
+            # The usual case: complete events in the middle of a stream.
+            self._last_events = data
+            self._send_on(data)
+            return
         if not self._streaming:
             self._answer.append(data)
             self._answer_bytes += len(data)
@@ -263,7 +242,6 @@ class GatewayExchange:
                 return
         if not data:
             return
-        self._before_last = (self._before_last[1], self._last_events)
         self._last_events = data
         if sse.may_have_usage(data):
             data = sse.read_usage(data, self._usage, drop=not self._asked_usage, adds=self._usage_adds)
@@ -271,18 +249,23 @@ class GatewayExchange:
                 return
         if self._first is None:
             self._renaming = self._route.served_name.find_renaming(data)
+        self._send_on(data)
+
+    def _send_on(self, data: bytes) -> None:
+        """Sends events to the client."""
         if self._renaming is not None:
             data = data.replace(*self._renaming)
-        self._sent_on.append(data)
-        if len(self._sent_on) == KEPT_CHUNKS and not self._keeps_content:
+        sent = self._sent_on
+        sent.append(data)
+        if len(sent) == KEPT_CHUNKS and not self._keeps_content:
             self._keep_text()
-        if self._first is None:
-            self._first = monotonic()
-            self._backend.worked = True
-            self._route.end_prefill(self)
-            self._client.begin_stream(_STREAM_HEAD + self._limits, data)
-        else:
+        if self._first is not None:
             self._client.write_stream(data)
+            return
+        self._first = monotonic()
+        self._backend.worked = True
+        self._route.end_prefill(self)
+        self._client.begin_stream(_STREAM_HEAD + self._limits, data)
 
     def complete_answer(self) -> None:
         self._connection = None
@@ -387,7 +370,7 @@ class GatewayExchange:
             duration_s=monotonic() - self.sent_at,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
-            target=self._request.target,
+            target=self._request.head.target,
             body=self._request.body,
         )
 
@@ -397,19 +380,22 @@ class GatewayExchange:
             self._text = AnswerText()
         self._text.read_events(self._api, b"".join(self._sent_on))
         if not self._keeps_content:
+            self._before_last = self._sent_on[-2:]
             self._sent_on = []
         return self._text
 
     # the end of the request
 
     def _answer_whole(self) -> None:
-        backend = self._backend
+        link, answer = self._link, self._answer
+        if link is None:
+            raise RuntimeError("the request has not been sent to an engine")
+        backend = link.backend
         backend.worked = True
-        answer = self._answer
         body = answer[0] if len(answer) == 1 else b"".join(answer)
         outcome: Outcome = "ok"
         if self._status >= 400:
-            error = read_engine_error(self._status, body, self._request.path, backend.find_mistake)
+            error = read_engine_error(self._status, body, self._request.head.path, backend.find_mistake)
             self._status = error.status
             if self._judge_error(backend, error):
                 return
@@ -421,7 +407,7 @@ class GatewayExchange:
             backend.health.record_success()
             if (renaming := self._route.served_name.find_renaming(body)) is not None:
                 body = body.replace(*renaming)
-            sse.read_body_usage(body, self._usage)
+            self._finish_reason = sse.read_body_usage(body, self._usage)
             self._last_events = body
         if self._keeps_content:
             self._sent_on.append(body)
@@ -543,7 +529,7 @@ class GatewayExchange:
         row = self._build_record(end)
         words = None
         if self._keeps_content:
-            words = RequestContent(self._request.target, self._request.body, b"".join(self._sent_on))
+            words = RequestContent(self._request.head.target, self._request.body, b"".join(self._sent_on))
         if keeper is not None:
             keeper.add(row)
             if keeper.content is not None and words is not None:
@@ -592,7 +578,7 @@ class GatewayExchange:
     def _estimate_unseen_tokens(self, ended: float) -> int:
         """How many tokens of an answer that is not streamed were generated for each sequence until it was aborted."""
         tokens = self._route.estimate_progress(ended - self.sent_at) * self.member.mean_output
-        limit = self._asked.max_answer_tokens
+        limit = self._max_tokens
         return int(tokens if limit is None else min(tokens, limit))
 
     def _record_count(self, end: _End, prompt_tokens: int, output_tokens: int) -> None:
@@ -606,6 +592,11 @@ class GatewayExchange:
         self._meter.add_tokens(usage)
         self._gateway.meters.get_tenant_meter(member.name).add_tokens(usage)
         self._keep_record(end)
+
+    def _find_finish_reason(self) -> str | None:
+        if self._finish_reason is not None:
+            return self._finish_reason
+        return sse.find_finish_reason(*self._before_last, *self._sent_on[-2:], self._last_events)
 
     def _build_record(self, end: _End) -> ServedRequest:
         outcome, backend, ended = end
@@ -622,22 +613,16 @@ class GatewayExchange:
             outcome=outcome,
             status=self._status,
             body_bytes=self.num_bytes,
-            max_tokens=asked.max_answer_tokens,
+            max_tokens=self._max_tokens,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             wait_ms=1000 * (self.sent_at - started) if engine is not None else None,
             ttft_ms=1000 * (self._first - started) if self._first is not None else None,
             duration_ms=1000 * (ended - started),
-            finish=sse.find_finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
+            finish=self._find_finish_reason() if outcome == "ok" else None,
             prefix_hashes=hash_prefixes(text, self._gateway.tenants.salt),
             text_bytes=text_bytes,
             reason=self._reason,
             features=self.features,
         )
-
-
-def _remove_hop_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Removes the headers that `Connection` names, which are for one hop only."""
-    named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
-    return [(name, value) for name, value in headers if name not in named and name != b"connection"]

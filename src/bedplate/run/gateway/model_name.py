@@ -29,21 +29,29 @@ Renaming = tuple[bytes, bytes]
 class ServedName:
     """The name under which a model is served."""
 
-    __slots__ = ("_encoded", "_marks")
+    __slots__ = ("_encoded", "_last", "_marks")
 
     def __init__(self, name: str) -> None:
         self._encoded = msgspec.json.encode(name)
         self._marks = (b'"model":' + self._encoded, b'"model": ' + self._encoded)
+        self._last: Renaming | None = None
+        """The last renaming: engines seldom change the name that they answer with."""
 
     def find_renaming(self, data: bytes) -> Renaming | None:
         """What must be replaced in an answer, or in all events of the stream that begins with `data`."""
+        at = data.find(b'"model":')
+        if at < 0 or data.startswith(self._marks, at):
+            return None
+        if self._last is not None and data.startswith(self._last[0], at):
+            return self._last
         compact, spaced = self._marks
-        if compact in data or spaced in data or b'"model":' not in data:
+        if compact in data or spaced in data:
             return None
         name = _read_name(data)
         for found in _NAME.finditer(data):
             if name is not None and msgspec.json.decode(found[1]) == name:
-                return found[0], compact
+                self._last = found[0], compact
+                return self._last
         return None
 
 

@@ -18,7 +18,7 @@ from bedplate.run.log_text import clean_line
 from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
-    from bedplate.run.gateway.client import ClientRequest
+    from bedplate.run.gateway.heads import ClientRequest
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
     from bedplate.run.start_phases import StartPhases
@@ -52,7 +52,7 @@ Page = Callable[[PageRequest], PageResponse | None]
 
 def show_page(gateway: Gateway, request: ClientRequest) -> PageResponse:
     """Returns the page at the request's path, or an error in OpenAI's format."""
-    path = _decode_path(request.path)
+    path = _decode_path(request.head.path)
     try:
         return _find_page(gateway, path, request)
     except Exception:
@@ -62,7 +62,7 @@ def show_page(gateway: Gateway, request: ClientRequest) -> PageResponse:
 
 def _find_page(gateway: Gateway, path: str, request: ClientRequest) -> PageResponse:
     own_page = _find_own_page(path)
-    method = request.method.decode("latin-1")
+    method = request.head.method.decode("latin-1")
     if method in ("GET", "HEAD"):
         visit = _read_page_request(gateway, request)
         registered = gateway.handed.get(path)
@@ -88,9 +88,9 @@ def _read_page_request(gateway: Gateway, request: ClientRequest) -> PageRequest:
     is_open = gateway.tenants.is_open
     name = DEFAULT_TENANT if is_open else member.name if member is not None else None
     sees_all = is_open or (member is not None and member.is_admin)
-    accept = next((value for name, value in request.headers if name == b"accept"), b"").decode("latin-1")
+    accept = next((value for name, value in request.head.headers if name == b"accept"), b"").decode("latin-1")
     query: dict[str, str] = {}
-    for key, value in parse_qsl(request.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
+    for key, value in parse_qsl(request.head.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
         query.setdefault(key, value)
     return PageRequest(name, sees_all, accept, query)
 

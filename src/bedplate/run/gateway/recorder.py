@@ -44,6 +44,8 @@ class RequestContent(NamedTuple):
     """The body, or all events of a stream, as the client received them."""
 
 
+_Rows = tuple[tuple[Tenant, tuple[bytes, ...]], ...]
+"""Tenants, each with the digests of its keys."""
 Changed = Callable[[tuple[Tenant, ...], tuple[KeyDigest, ...]], None]
 
 
@@ -82,7 +84,8 @@ class RequestRecorder:
         self._changed: Changed = lambda tenants, keys: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: object = self._read_store_version()
-        self.tenants, self.keys = self._read()
+        self._rows = store.read_tenants_and_digests(self.path)
+        self.tenants, self.keys = _list_tenants(self._rows)
         self.salt = self._read_salt()
         if self.keys:  # they may have been added by a version that did not write the marker
             with contextlib.suppress(ExternalFailure):
@@ -181,11 +184,15 @@ class RequestRecorder:
         if mark == self._seen:
             return
         try:
-            tenants, keys = self._read()
+            rows = store.read_tenants_and_digests(self.path)
         except ExternalFailure as error:
             self._note_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
             return
         self._seen = mark
+        if rows is self._rows:  # only requests were written
+            return
+        self._rows = rows
+        tenants, keys = _list_tenants(rows)
         if (tenants, keys) != (self.tenants, self.keys) and self._loop is not None:
             self.tenants, self.keys = tenants, keys
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -202,15 +209,6 @@ class RequestRecorder:
                 marks.append((0, 0, 0))
         return tuple(marks)
 
-    def _read(self) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
-        rows = store.read_tenants_and_digests(self.path)
-        keys = tuple(
-            KeyDigest(digest, tenant.name, _to_seconds(key.expires_at))
-            for tenant, digests in rows
-            for key, digest in zip(tenant.keys, digests, strict=True)
-        )
-        return tuple(tenant for tenant, _ in rows), keys
-
     def _read_salt(self) -> bytes:
         try:
             return store.get_salt(self.path)
@@ -224,6 +222,15 @@ class RequestRecorder:
         if not self._failing:
             self._failing = True
             self._note(text)
+
+
+def _list_tenants(rows: _Rows) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
+    keys = tuple(
+        KeyDigest(digest, tenant.name, _to_seconds(key.expires_at))
+        for tenant, digests in rows
+        for key, digest in zip(tenant.keys, digests, strict=True)
+    )
+    return tuple(tenant for tenant, _ in rows), keys
 
 
 def _to_seconds(at: str | None) -> float | None:

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from bedplate.values.capabilities import FEATURE_NAMES, Capabilities, Feature
 
@@ -34,7 +35,7 @@ _WRITES = frozenset(["chat", "completions", "responses", "messages"])
 
 
 class FeatureFields(msgspec.Struct):
-    """The fields of a request that ask for more than text, in any of the APIs. They are read, not validated."""
+    """The fields of a request that ask for more than one text, in any of the APIs. They are read, not validated."""
 
     tool_choice: Any = None
     functions: Any = None
@@ -52,14 +53,28 @@ class FeatureFields(msgspec.Struct):
     stop_sequences: Any = None
     seed: Any = None
     logit_bias: Any = None
+    tools: msgspec.Raw = NOTHING
     tokens: msgspec.Raw = NOTHING
+    # These change the number or the length of the answers, with `n`, `best_of` and `stop`; `demand` reads them.
+    n_cmpl: Any = None
+    num_return_sequences: Any = None
+    n_predict: Any = None
+    num_predict: Any = None
+    max_new_tokens: Any = None
+    min_tokens: Any = None
+    min_new_tokens: Any = None
+    ignore_eos: Any = None
+    generation_config: Any = None
+    samplers: Any = None
+    n_probs: Any = None
 
-    def has_features(self) -> bool:
-        return not (
-            self.tool_choice is self.functions is self.response_format is self.text is self.output_format
-            is self.output_config is self.logprobs is self.top_logprobs is self.n is self.best_of is self.stop
-            is self.stop_sequences is self.seed is self.logit_bias is None
-        )  # fmt: skip
+    def is_simple(self) -> bool:
+        """Whether the request has none of these fields."""
+        return astuple(self)[:_NUM_FEATURE_FIELDS] == _NO_FEATURE_FIELDS
+
+
+_NO_FEATURE_FIELDS = astuple(FeatureFields())
+_NUM_FEATURE_FIELDS = len(_NO_FEATURE_FIELDS)
 
 
 class RequestMistake(Exception):
@@ -117,8 +132,13 @@ _decode_messages_tools = msgspec.json.Decoder(list[_MessagesTool]).decode
 _decode_responses_tools = msgspec.json.Decoder(list[_ResponsesTool]).decode
 
 
-def check_request(api: Api, asked: RequestFields, known: Capabilities | None) -> tuple[Feature, ...]:
-    """The features that the request uses; raises `RequestMistake`. `known` is `None` if they are not known."""
+def check_request(
+    api: Api, asked: RequestFields, known: Capabilities | None, is_simple: bool | None = None
+) -> tuple[Feature, ...]:
+    """The features that the request uses; raises `RequestMistake`.
+
+    `known` is `None` if the capabilities are not known. `is_simple` is `asked.is_simple()`, if the caller needs it too.
+    """
     if known is not None and api in _WRITES and not known.generation:
         message = "this model does not generate text; its embeddings are at /v1/embeddings"
         raise RequestMistake(message, "unsupported_generation", "model")
@@ -136,7 +156,7 @@ def check_request(api: Api, asked: RequestFields, known: Capabilities | None) ->
         _check_prompt(asked.input, "input", known)
     elif asked.tokens is not NOTHING:
         _check_tokens(asked.tokens, "tokens", known)
-    if not has_media and asked.tools is NOTHING and not asked.has_features():
+    if not has_media and (asked.is_simple() if is_simple is None else is_simple):
         return NO_FEATURES
     features = _find_features(api, asked, known, has_media)
     if known is not None:

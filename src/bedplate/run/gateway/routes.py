@@ -79,7 +79,9 @@ class BackendLink:
         return slots if limit is None or slots < limit else limit
 
     def has_room(self, by_slots: bool, sequences: int = 1) -> bool:
-        limit = self.get_limit(by_slots)
+        limit = self.backend.slots if by_slots else None
+        if limit is None or self.backend.max_connections is not None:
+            limit = self.get_limit(by_slots)
         if limit is None:
             return True
         if not by_slots:
@@ -302,7 +304,8 @@ class Route:
 
     def release_slot(self, exchange: GatewayExchange, link: BackendLink, cost_tokens: float | None, now: float) -> None:
         """Frees the slot of a request that has ended; `cost_tokens` is its actual cost, where known."""
-        self.end_prefill(exchange)
+        if exchange.prefilling:
+            self.end_prefill(exchange)
         self.waiting.settle_charge(exchange.line, exchange.cost_tokens, cost_tokens, exchange.sequences)
         if cost_tokens:
             took_s = now - exchange.sent_at

@@ -18,7 +18,7 @@ from bedplate.run.gateway.descriptors import DescriptorBudget
 from bedplate.run.gateway.origins import OriginPolicy
 from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import BackendLink, Route
-from bedplate.run.gateway.tenants import Rejection, Tenants
+from bedplate.run.gateway.tenants import Tenants
 from bedplate.run.gateway.watch import GatewayMetrics
 from bedplate.values.traffic import Outcome, ServedRequest
 
@@ -146,6 +146,11 @@ class Gateway:
         return [backend for route in self._routes.values() for backend in route.backends]
 
     @property
+    def keeps_content(self) -> bool:
+        """Whether requests and answers are stored, or observed by a shadow run."""
+        return self.seen is not None or (self.keeper is not None and self.keeper.content is not None)
+
+    @property
     def needs_key(self) -> bool:
         return not self.tenants.is_open
 
@@ -235,12 +240,6 @@ class Gateway:
         if not model:
             return next(iter(self._routes.values())) if len(self._routes) == 1 else None
         return self._by_name.get(model.lower())
-
-    def check_admission(self, route: Route, member: TenantState, num_bytes: int) -> Rejection | None:
-        """Why the route cannot accept a request of this tenant; `None` where it can."""
-        if route.is_free:
-            return None
-        return route.check_admission(route.waiting.get_queue(member.name, member.weight), num_bytes)
 
     def record_rejection(
         self,

@@ -42,6 +42,7 @@ _LAST_TYPES: dict[Api, frozenset[str]] = {
     "responses": frozenset(["response.completed", "response.incomplete", "response.failed", "error"]),
 }
 _FINISH = re.compile(rb'"(?:finish|stop)_reason": ?"([a-z_]{1,32})"')
+_FINISH_REASONS = frozenset(["stop", "length", "tool_calls", "content_filter"])
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
@@ -60,19 +61,6 @@ class RequestFields(FeatureFields):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     prompt_cache_key: Any = None
-    # These change the number or the length of the answers, with `n`, `best_of` and `stop`; `demand` reads them.
-    n_cmpl: Any = None
-    num_return_sequences: Any = None
-    n_predict: Any = None
-    num_predict: Any = None
-    max_new_tokens: Any = None
-    min_tokens: Any = None
-    min_new_tokens: Any = None
-    ignore_eos: Any = None
-    generation_config: Any = None
-    samplers: Any = None
-    n_probs: Any = None
-    tools: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
     instructions: msgspec.Raw = NOTHING
     messages: msgspec.Raw = NOTHING
@@ -84,20 +72,21 @@ class RequestFields(FeatureFields):
         """The maximum length of the answer."""
         if self.n_predict is not None and type(self.n_predict) is int:  # takes precedence where it is understood
             return self.n_predict if self.n_predict >= 0 else None
-        if self.max_completion_tokens is None and self.max_output_tokens is None and self.max_tokens is None:
-            return None
+        if self.max_completion_tokens is self.max_output_tokens is None:
+            most = self.max_tokens
+            return most if type(most) is int and most >= 0 else None
         for asked in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if type(asked) is int and asked >= 0:
                 return asked
         return None
 
-    def _has_messages_alone(self) -> bool:
-        return self.tools is self.system is self.instructions is self.prompt is self.input is NOTHING
-
     def get_prompt_text(self, most_bytes: int) -> tuple[bytes, int]:
         """The beginning of the prompt, as JSON in the order of chat templates, and the length of all of it."""
         length = len(self.messages)
-        if length <= most_bytes and self._has_messages_alone():
+        if (
+            self.tools is self.system is self.instructions is self.prompt is self.input is NOTHING
+            and length <= most_bytes
+        ):
             return bytes(self.messages), length
         parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
         views = [memoryview(part) for part in parts if part is not NOTHING]
@@ -118,8 +107,9 @@ class _UsageCounts(msgspec.Struct):
     input_tokens_details: Any = None
     cache_read_input_tokens: Any = None
 
-    @property
-    def cached_tokens(self) -> int | None:
+    def find_cached_tokens(self) -> int | None:
+        if self.prompt_tokens_details is self.input_tokens_details is self.cache_read_input_tokens is None:
+            return None
         for details in (self.prompt_tokens_details, self.input_tokens_details):
             if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
                 return max(0, int(details["cached_tokens"]))
@@ -131,11 +121,26 @@ class _UsageHolder(msgspec.Struct):
     usage: _UsageCounts | None = None
 
 
-class _UsageEvent(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
+class _UsageReport(msgspec.Struct):
+    """An event or an answer, as far as it reports usage. The Messages and the Responses API have it in an object."""
+
     usage: _UsageCounts | None = None
     message: _UsageHolder | None = None
     response: _UsageHolder | None = None
+
+
+class _UsageEvent(_UsageReport):
+    choices: list[msgspec.Raw] | None = None
+
+
+class _FinishedChoice(msgspec.Struct, gc=False):
+    finish_reason: Any = None
+
+
+class _WholeAnswer(_UsageReport):
+    """An answer that is not streamed."""
+
+    choices: list[_FinishedChoice] | None = None
 
 
 class _LastEvent(msgspec.Struct):
@@ -143,17 +148,14 @@ class _LastEvent(msgspec.Struct):
     error: Any = None
 
 
-class TokenUsage:
+class TokenUsage(msgspec.Struct, gc=False):
     """Tokens of one request as the engine counted them; chunks are never counted."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "reports")
-
-    def __init__(self) -> None:
-        self.cached_tokens: int | None = None
-        self.prompt_tokens: int | None = None
-        self.completion_tokens: int | None = None
-        self.reports = 0
-        """How many times the engine reported usage."""
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    reports: int = 0
+    """How many times the engine reported usage."""
 
     def add(self, other: TokenUsage) -> None:
         """Adds the usage of another sequence of the same request."""
@@ -162,24 +164,29 @@ class TokenUsage:
             setattr(self, name, more if own is None else own + (more or 0))
         self.reports += other.reports
 
-    def take(self, event: _UsageEvent) -> bool:
-        found = False
-        for holder in (event, event.message, event.response):
-            counts = holder.usage if holder is not None else None
-            if counts is None:
-                continue
-            found = True
-            self.reports += 1
-            prompt = counts.prompt_tokens if counts.prompt_tokens is not None else counts.input_tokens
-            completion = counts.completion_tokens if counts.completion_tokens is not None else counts.output_tokens
-            cached = counts.cached_tokens
-            self.cached_tokens = cached if cached is not None else self.cached_tokens
-            self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
-            self.completion_tokens = completion if completion is not None else self.completion_tokens
+    def take(self, report: _UsageReport) -> bool:
+        """Reads the counts of an event or an answer; returns whether it has any."""
+        found = report.usage is not None
+        if report.usage is not None:
+            self._take_counts(report.usage)
+        for holder in (report.message, report.response) if report.message or report.response else ():
+            if holder is not None and holder.usage is not None:
+                found = True
+                self._take_counts(holder.usage)
         return found
+
+    def _take_counts(self, counts: _UsageCounts) -> None:
+        self.reports += 1
+        prompt = counts.prompt_tokens if counts.prompt_tokens is not None else counts.input_tokens
+        completion = counts.completion_tokens if counts.completion_tokens is not None else counts.output_tokens
+        cached = counts.find_cached_tokens()
+        self.cached_tokens = cached if cached is not None else self.cached_tokens
+        self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
+        self.completion_tokens = completion if completion is not None else self.completion_tokens
 
 
 _decode_asked = msgspec.json.Decoder(RequestFields).decode
+_decode_whole = msgspec.json.Decoder(_WholeAnswer).decode
 _decode_event = msgspec.json.Decoder(_UsageEvent).decode
 _decode_last = msgspec.json.Decoder(_LastEvent).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -261,13 +268,15 @@ def read_usage(events: bytes, usage: TokenUsage, *, drop: bool, adds: bool = Fal
     return separator.join(kept)
 
 
-def read_body_usage(body: bytes, usage: TokenUsage) -> None:
-    """Reads the token counts of an answer that is not streamed."""
-    if b'"usage"' in body:
-        try:
-            usage.take(_decode_event(body))
-        except UNREADABLE:
-            return
+def read_body_usage(body: bytes, usage: TokenUsage) -> str | None:
+    """Reads the token counts of an answer that is not streamed; returns its finish reason, if it is a usual one."""
+    try:
+        answer = _decode_whole(body)
+    except UNREADABLE:
+        return None
+    usage.take(answer)
+    reason = answer.choices[-1].finish_reason if answer.choices else None
+    return reason if type(reason) is str and reason in _FINISH_REASONS else None
 
 
 def find_finish_reason(*events: bytes) -> str | None:

@@ -77,11 +77,12 @@ ONE_SEQUENCE = Demand()
 class RateBucket:
     """A token bucket: `per_minute` units a minute, also in one burst. A later correction may overdraw it."""
 
-    __slots__ = ("_at", "_level", "_per_s", "per_minute")
+    __slots__ = ("_at", "_level", "_ms_per_unit", "_per_s", "per_minute")
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
         self._per_s = per_minute / 60
+        self._ms_per_unit = 60_000 / per_minute
         self._level = float(per_minute)
         self._at = time.monotonic()
 
@@ -107,10 +108,10 @@ class RateBucket:
             self._at = now
         self._level = level - amount
 
-    def report_remaining(self) -> tuple[int, int]:
-        """The available amount at the last update, and the milliseconds until the bucket is full."""
+    def report_remaining(self) -> tuple[float, float]:
+        """The available amount at the last update, and the milliseconds until the bucket is full, to be rounded off."""
         level = self._level
-        return int(level) if level > 0 else 0, int((self.per_minute - level) * 1000 / self._per_s) + 1
+        return level if level > 0 else 0, (self.per_minute - level) * self._ms_per_unit + 1
 
 
 class TenantState:
@@ -317,7 +318,11 @@ class VerifiedKey:
 
     def is_valid_for(self, given: bytes, turn: object) -> bool:
         """Whether this is the same key, and still valid."""
-        return turn is self._turn and hmac.compare_digest(given, self._given) and not self.has_expired
+        return hmac.compare_digest(given, self._given) and self.is_current(turn)
+
+    def is_current(self, turn: object) -> bool:
+        """Whether the key has not expired, and no key has changed since it was verified."""
+        return turn is self._turn and (self.expires_s is None or not self.has_expired)
 
 
 def reject_sequences(sequences: int, limit: int, what: str) -> Rejection:

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
+from bedplate.run.gateway.heads import RepeatedHead, learn_head
+
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
 
 CONNECT_TIMEOUT_S = 10.0
+WRITE_BUFFER_BYTES = 0
+"""Each write is sent at once. With a buffer, uvloop sends it after it has read from all connections that have data: a
+first token would wait for the tokens of many other streams."""
+_INVALID = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
 class EngineExchange(Protocol):
@@ -34,8 +40,8 @@ class EngineConnection(asyncio.Protocol):
     """One keep-alive connection to the engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_ends_at_close", "_has_end", "_parser", "_paused", "_status", "_type", "address", "exchange", "pool",
-        "transport", "used",
+        "_ends_at_close", "_has_end", "_is_between_answers", "_num_begun", "_parser", "_repeated", "_status",
+        "_type", "address", "exchange", "is_paused", "pool", "transport", "used",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
@@ -50,33 +56,36 @@ class EngineConnection(asyncio.Protocol):
         self._has_end = False
         """Whether the answer has a Content-Length or is chunked."""
         self._ends_at_close = False
-        self._paused = False
+        self.is_paused = False
+        self._is_between_answers = True
+        self._num_begun = 0
+        """Answers that began in the data that is being read."""
+        self._repeated: RepeatedHead | None = None
+        """Recognizes the head of the last answer, if that arrived in one piece; `_status` and `_type` are its."""
 
     def send(self, exchange: EngineExchange, request: bytes) -> None:
         self.exchange = exchange
-        self.pool.carriers.add(self)
         if self.transport is not None:
             self.transport.write(request)
 
     def pause(self) -> None:
-        if self.transport is not None and not self._paused:
+        if self.transport is not None and not self.is_paused:
             self._set_paused(True)
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self._paused and self.transport is not None:
+        if self.is_paused and self.transport is not None:
             self._set_paused(False)
             self.transport.resume_reading()
 
     def _set_paused(self, paused: bool) -> None:
-        if paused != self._paused:
-            self._paused = paused
+        if paused != self.is_paused:
+            self.is_paused = paused
             self.pool.backend.unread += 1 if paused else -1
 
     def drop(self) -> None:
         """Closes the connection, so that the engine cancels the request."""
         self.exchange = None
-        self.pool.carriers.discard(self)
         self._set_paused(False)
         if self.transport is not None:
             self.transport.abort()
@@ -85,6 +94,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # type: ignore[attr-defined]
+        self.pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
@@ -92,10 +103,19 @@ class EngineConnection(asyncio.Protocol):
         if exchange is None:
             self.drop()  # data without a request: the connection is out of sync
             return
+        was_between = self._is_between_answers
+        if was_between:
+            if self._repeated is not None and (body := self._repeated.find_body(data)) is not None:
+                self._receive_whole(exchange, body)
+                return
+            self._repeated, self._num_begun = None, 0
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        except _INVALID as error:
             self._handle_invalid_answer(exchange, error)
+            return
+        if was_between and self._num_begun == 1 and self._is_between_answers and self._status == 200:
+            self._repeated = learn_head(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         ended_well = self._ends_at_close and exc is None
@@ -103,6 +123,7 @@ class EngineConnection(asyncio.Protocol):
         exchange = self._release_exchange(reusable=False)
         self._set_paused(False)
         self.transport = None
+        self.pool.connections.discard(self)
         if exchange is None:
             return
         if ended_well:
@@ -113,6 +134,8 @@ class EngineConnection(asyncio.Protocol):
     # called by httptools
 
     def on_message_begin(self) -> None:
+        self._is_between_answers = False
+        self._num_begun += 1
         self._type = b""
         self._has_end = False
 
@@ -138,12 +161,23 @@ class EngineConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status < 200:
             return
-        if exchange := self._release_exchange(reusable=self._parser.should_keep_alive()):
+        self._is_between_answers = keep_alive = self._parser.should_keep_alive()
+        if exchange := self._release_exchange(reusable=keep_alive):
             exchange.complete_answer()
+
+    def _receive_whole(self, exchange: EngineExchange, body: bytes) -> None:
+        """Receives a complete answer with the same head as the last one."""
+        try:
+            exchange.receive_head(self._status, self._type)
+            exchange.receive_body(body)
+            if self._release_exchange(reusable=True) is not None:
+                exchange.complete_answer()
+        except Exception as error:  # a bug must not leave the client without an answer
+            self._handle_invalid_answer(exchange, error)
 
     def _handle_invalid_answer(self, exchange: EngineExchange, error: Exception) -> None:
         how = f"its answer is not valid HTTP ({error})"
-        if isinstance(error, httptools.HttpParserCallbackError):
+        if isinstance(error, httptools.HttpParserCallbackError) or not isinstance(error, _INVALID):
             how = "internal error in bedplate while forwarding the answer"
             context = {"message": "internal error while forwarding an answer", "exception": error.__context__ or error}
             asyncio.get_running_loop().call_exception_handler(context)
@@ -162,7 +196,6 @@ class EngineConnection(asyncio.Protocol):
 
     def _release_exchange(self, *, reusable: bool) -> EngineExchange | None:
         exchange, self.exchange = self.exchange, None
-        self.pool.carriers.discard(self)
         self.used = True
         self._ends_at_close = False
         self.pool.give_back(self, reusable=reusable, was_active=exchange is not None)
@@ -180,8 +213,8 @@ class EnginePool:
         self.active = 0
         """Connections that carry an exchange, or are being opened for one."""
         self._connecting: set[asyncio.Task[None]] = set()
-        self.carriers: set[EngineConnection] = set()
-        """Connections that carry an exchange."""
+        self.connections: set[EngineConnection] = set()
+        """All open connections."""
 
     def take(self, exchange: EngineExchange) -> None:
         """Gives the exchange an idle connection, or opens one."""
@@ -201,7 +234,8 @@ class EnginePool:
     def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
         if reusable and connection.transport is not None and not connection.transport.is_closing():
             # Reading may be paused for a slow client of the last answer; the next exchange must not wait for that.
-            connection.resume()
+            if connection.is_paused:
+                connection.resume()
             self._idle.append(connection)
         else:
             with contextlib.suppress(ValueError):
@@ -218,7 +252,7 @@ class EnginePool:
 
     def drop_requests(self) -> None:
         """Ends all exchanges at once: the engine will not answer them."""
-        for connection in list(self.carriers):
+        for connection in [one for one in self.connections if one.exchange is not None]:
             connection.lose_engine("it made no progress")
 
     def close(self) -> None:
