@@ -7,7 +7,7 @@ from typing import Literal
 from bedplate.values.decision import Parallelism, Settings, Weights
 from bedplate.values.diagnosis import Limit
 from bedplate.values.record import Figure, Record
-from bedplate.values.run import Load, Quality
+from bedplate.values.run import Exclusion, Load, Quality
 from bedplate.values.verdict import Answer
 from bedplate.values.workload import LatencyTarget, Workload
 
@@ -222,6 +222,8 @@ class TuningRun(Record, frozen=True, kw_only=True):
     trials: tuple[Trial, ...] = ()
     refused: tuple[RefusedSetting, ...] = ()
     notes: tuple[str, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+    """Why plans do not use it: flags of the measurements of the compared sides."""
     source: str | None = None
     """Imported tunings: the file that it was read from."""
 
