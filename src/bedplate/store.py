@@ -361,6 +361,7 @@ class CellHead(msgspec.Struct):
 
     id: str
     run: str
+    machine: str
     subject: Subject
 
 
