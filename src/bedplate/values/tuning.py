@@ -239,6 +239,13 @@ class TuningRun(Record, frozen=True, kw_only=True):
         found = self.find_proof("plan")
         return self.finished and found is not None and found.answer == "migrate"
 
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether it ended without comparing any other settings with the plan's. An exported one has no trials."""
+        tried = any(one.turned and one.taken and not one.own_defaults for one in self.trials)
+        compared = self.find_side("tuned") is not None
+        return self.finished and not compared and bool(self.steps or (self.trials and not tried))
+
     def covers(self, workload: Workload) -> bool:
         """Whether it applies to this class of workload."""
         stated = workload.concurrency is not None or workload.users > 1
