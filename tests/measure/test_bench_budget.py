@@ -10,9 +10,9 @@ import pytest
 from tests.commands import invoke
 
 from bedplate import store
+from bedplate.measure import quality
 from bedplate.measure.bench import prepare_in_time
 from bedplate.measure.bench_budget import (
-    ANSWERS_S,
     LEAST_WINDOW_S,
     OVERRUN,
     WARMUP_S,
@@ -38,7 +38,7 @@ class Clock:
 
 def test_without_a_budget_nothing_changes() -> None:
     wall = WallBudget(None)
-    assert wall.left_s is None and wall.has_time_for(1e9) and wall.get_answers_limit_s(9) == ANSWERS_S
+    assert wall.left_s is None and wall.has_time_for(1e9) and wall.get_answers_limit_s(9) == quality.LIMIT_S
     assert wall.fit_repeat(TIMES, 1000.0, 50) == TIMES
 
 
