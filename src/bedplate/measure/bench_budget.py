@@ -11,7 +11,7 @@ from bedplate.values.units import format_seconds
 
 WARMUP_S = 2.0
 LEAST_WINDOW_S = 1.0
-OVERRUN = 1.2
+OVERRUN = 1.1
 """How far the last requests may exceed the budget, as a factor. They are then cut off."""
 ANSWERS_SHARE = 0.25
 """Share of the remaining time that the check of the answers may take."""
