@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 from syrupy.assertion import SnapshotAssertion
 from tests.commands import invoke
+from tests.runs import make_run
 
 from bedplate import store
 from bedplate.decide.case import DecisionCase
@@ -35,7 +36,7 @@ from bedplate.run.environments import EngineEnvironment
 from bedplate.run.models import find_intended_model
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.engines import PROVERB, render_engine, render_map
-from bedplate.values import Hardware
+from bedplate.values import Hardware, replace_fields
 from bedplate.values.result import Result
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.yaml"))
@@ -161,8 +162,10 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) -> None:
     before = invoke("engines")
     assert before.code == 0 and before.out.count("TBD") >= 4 * len(load_engines()) and PROVERB in before.out
-    store.add_result(make_result("llama.cpp", machine=store.compute_fingerprint(probe())))
-    store.add_result(make_result("vllm", machine="another machine", output_tok_s=99999.0))
+    machine, run = store.compute_fingerprint(probe()), make_run(())
+    store.add_run(replace_fields(run, environment=replace_fields(run.environment, machine=machine)))
+    store.add_result(make_result("llama.cpp", machine=machine, run=run.id))
+    store.add_result(make_result("vllm", machine="another machine", output_tok_s=99999.0, run=run.id))
     after = invoke("engines").out
     for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 in flight, 512 + 128 tokens"):
         assert figure in after

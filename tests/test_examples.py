@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 CAPTURES = ROOT / "tests" / "captures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 VERBS = {
-    "diagnose", "engines", "estimate", "inspect", "intent", "keys", "models", "plan", "probe", "report", "schema",
-    "simulate", "workload",
+    "diagnose", "engines", "estimate", "inspect", "intent", "keys", "models", "plan", "probe", "report", "runs",
+    "schema", "simulate", "workload",
 }  # fmt: skip
 """Verbs that compute and start nothing; of the others, the options are checked (test_docs)."""
 NOT_HERE = {

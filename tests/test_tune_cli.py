@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.commands import invoke
 from tests.decide.test_tuned import make_tuning
 
 from bedplate import store
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import fetch_builtin
+from bedplate.show.tune import render_tuned
 from bedplate.values import from_json, replace_fields
-from bedplate.values.tuning import RefusedSetting, SettingChange, Trial, TuningRun
+from bedplate.values.run import Exclusion
+from bedplate.values.tuning import RefusedSetting, SettingChange, Trial, TrialMeasurement, TuningRun
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +121,43 @@ def test_the_store_keeps_the_latest_tuning_and_all_refusals() -> None:
     assert (
         store.read_refused_settings("m", "llama.cpp") == (refused,) and store.read_refused_settings("m", "vllm") == ()
     )
+
+
+# the headline
+
+
+def write_headline(tuned: TuningRun) -> str:
+    out = io.StringIO()
+    Console(file=out, width=400).print(render_tuned(tuned))
+    return next(line.strip() for line in out.getvalue().splitlines() if line.strip())
+
+
+def make_trial(*turned: SettingChange, own_defaults: bool = False) -> Trial:
+    taken = TrialMeasurement(at="2026-11-15T10:00:00Z", seconds=1.0, score=1.0, output_tok_s=10.0)
+    return Trial(turned=turned, own_defaults=own_defaults, taken=(taken,))
+
+
+def test_a_tuning_that_measured_no_alternative_is_inconclusive() -> None:
+    tuned = make_tuning(ubatch="256")
+    change = tuned.steps[0].turn
+    alone = replace_fields(tuned, sides=tuned.sides[:1], proofs=(), steps=())
+    for trials in ((make_trial(),), (make_trial(), make_trial(change, own_defaults=True))):
+        said = write_headline(replace_fields(alone, trials=trials))
+        assert said.startswith("Inconclusive.") and "No alternative to the plan was measured" in said
+    tried = replace_fields(alone, trials=(make_trial(), make_trial(change)))
+    assert "significantly better" in write_headline(tried) and not tried.is_inconclusive
+    assert not replace_fields(alone, trials=(make_trial(),), finished=False).is_inconclusive
+    assert not replace_fields(alone, trials=()).is_inconclusive, "an exported tuning has no trials"
+
+
+def test_a_tuning_whose_best_settings_were_not_compared_is_inconclusive() -> None:
+    tuned = make_tuning(ubatch="256")
+    said = write_headline(replace_fields(tuned, sides=(), proofs=(), trials=(make_trial(tuned.steps[0].turn),)))
+    assert said.startswith("Inconclusive.") and "ubatch 256 looked better" in said
+
+
+def test_a_tuning_that_plans_do_not_use_says_why() -> None:
+    tuned = make_tuning(ubatch="256")
+    assert "use it from now on" in write_headline(tuned)
+    flagged = replace_fields(tuned, exclusions=(Exclusion(kind="short", text="only 3 requests succeeded"),))
+    assert "`plan` and `serve` do not use it: only 3 requests succeeded." in write_headline(flagged)

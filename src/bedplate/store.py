@@ -14,29 +14,31 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.home import get_home, make_disk_failure, make_folder
 from bedplate.values.agreement import Agreement
+from bedplate.values.evidence import StoredEvidence, find_exclusions
 from bedplate.values.hardware import Hardware
 from bedplate.values.record import Record, from_json, replace_fields, to_json
 from bedplate.values.result import Result
-from bedplate.values.run import Cell, Run
+from bedplate.values.run import Cell, Exclusion, Run, Subject
 from bedplate.values.tenant import Tenant, TenantKey
 from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
 from bedplate.values.tuning import RefusedSetting, TuningRun
 from bedplate.values.verdict import Verdict
 
-VERSION = 7
+VERSION = 8
 """Version of the tables.
 
 1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts. 6: tunings and
-refused settings. 7: daily sums of the reasons of refused and failed requests. Each version only adds tables, so an
-older file needs no conversion.
+refused settings. 7: daily sums of the reasons of refused and failed requests. 8: exclusions of cells, which are filled
+in for the cells of an older file. Each version only adds tables.
 """
+FIRST_WITH_EXCLUSIONS = 8
 MOST_READ = 10_000
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS results (
@@ -76,6 +78,13 @@ CREATE TABLE IF NOT EXISTS cells (
 );
 CREATE INDEX IF NOT EXISTS cells_by_run ON cells (run, number);
 CREATE INDEX IF NOT EXISTS cells_by_machine ON cells (machine, model, engine, at);
+CREATE TABLE IF NOT EXISTS exclusions (
+    id INTEGER PRIMARY KEY,
+    cell TEXT NOT NULL,
+    run TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS exclusions_by_cell ON exclusions (cell);
 CREATE TABLE IF NOT EXISTS verdicts (
     id INTEGER PRIMARY KEY,
     at TEXT NOT NULL,
@@ -216,10 +225,44 @@ def _create_missing_tables(connection: sqlite3.Connection, path: Path) -> None:
     try:
         with FileLock(path.with_name(f"{path.name}.making")):
             connection.execute("PRAGMA journal_mode=WAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
             connection.executescript(SCHEMA)
+            if version < FIRST_WITH_EXCLUSIONS:
+                _exclude_stored_cells(connection, path)
             connection.execute(f"PRAGMA user_version={VERSION}")
+            connection.commit()  # before another process may take the lock
     except OSError as error:
         raise _make_failure(error, path) from error
+
+
+def _exclude_stored_cells(connection: sqlite3.Connection, path: Path) -> None:
+    """Apply the rules for evidence to the cells of an older store, and remove the results of excluded cells."""
+    excluded: set[tuple[object, ...]] = set()
+    for (body,) in connection.execute("SELECT body FROM cells"):
+        with contextlib.suppress(UsageError):  # whoever reads a damaged record gets the error
+            cell = from_json(Cell, body, origin=str(path))
+            if _write_exclusions(connection, cell):
+                load, measured = cell.load, (cell.run, cell.subject.engine)
+                excluded.add((*measured, load.concurrency, load.prompt_tokens, load.output_tokens))
+                if load.concurrency is None:  # `shadow` converts an open loop to a concurrency
+                    excluded.add(measured)
+    for number, body in connection.execute("SELECT id, body FROM results").fetchall():
+        with contextlib.suppress(UsageError):
+            result = from_json(Result, body, origin=str(path))
+            measured = (result.run or "", result.engine)
+            load_key = (*measured, result.concurrency, result.prompt_tokens, result.output_tokens)
+            if excluded & {measured, load_key}:
+                connection.execute("DELETE FROM results WHERE id = ?", (number,))
+
+
+def _write_exclusions(connection: sqlite3.Connection, cell: Cell) -> bool:
+    found = find_exclusions(cell)
+    connection.execute("DELETE FROM exclusions WHERE cell = ?", (cell.id,))
+    connection.executemany(
+        "INSERT INTO exclusions (cell, run, body) VALUES (?, ?, ?)",
+        [(cell.id, cell.run, _to_line(one)) for one in found],
+    )
+    return bool(found)
 
 
 def _make_failure(error: Exception, path: Path) -> ExternalFailure:
@@ -266,12 +309,14 @@ def add_run(run: Run, path: Path | None = None) -> None:
 
 def add_cell(cell: Cell, path: Path | None = None) -> None:
     """Store a cell, or replace it, for example after another repeat."""
-    _write(
-        "INSERT INTO cells (id, run, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-        (cell.id, cell.run, cell.at, cell.machine, cell.subject.engine, cell.subject.model, _to_line(cell)),
-        path,
-    )
+    subject = cell.subject
+    with _open_store(path or get_store_path()) as connection:
+        connection.execute(
+            "INSERT INTO cells (id, run, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+            (cell.id, cell.run, cell.at, cell.machine, subject.engine, subject.model, _to_line(cell)),
+        )
+        _write_exclusions(connection, cell)
 
 
 def read_runs(machine: str | None = None, path: Path | None = None) -> tuple[Run, ...]:
@@ -310,6 +355,75 @@ def find_run(named: str | None = None, path: Path | None = None) -> Run:
         newest = ", ".join(one.id for one in (found or kept)[:5])
         raise UsageError(what, hint=f"stored runs: {newest}" if newest else "run bedplate bench first")
     return replace_fields(found[0], cells=read_cells(found[0].id, path=path))
+
+
+class CellHead(msgspec.Struct):
+    """A cell without its samples."""
+
+    id: str
+    run: str
+    machine: str
+    subject: Subject
+
+
+def read_cell_heads(path: Path | None = None) -> tuple[CellHead, ...]:
+    """All cells without their samples, in the order they were started."""
+    where = path or get_store_path()
+    if not where.is_file():
+        return ()
+    decode = msgspec.json.Decoder(CellHead).decode
+    with _open_store(where) as connection:
+        bodies = connection.execute("SELECT body FROM cells ORDER BY number")
+        try:
+            return tuple(decode(body) for (body,) in bodies)
+        except msgspec.DecodeError as error:
+            raise _make_failure(error, where) from error
+
+
+class RemovedRecords(NamedTuple):
+    cells: int
+    results: int
+    verdicts: int
+
+
+def remove_run(id_: str, path: Path | None = None) -> RemovedRecords:
+    """Remove a run or a tuning, and the results and verdicts that were computed from it."""
+    with _open_store(path or get_store_path()) as connection:
+        results = [
+            (number,)
+            for number, body in connection.execute("SELECT id, body FROM results")
+            if _decode_derived(body).run == id_
+        ]
+        verdicts = [
+            (number,)
+            for number, body in connection.execute("SELECT id, body FROM verdicts")
+            if id_ in _decode_derived(body).list_runs()
+        ]
+        connection.executemany("DELETE FROM results WHERE id = ?", results)
+        connection.executemany("DELETE FROM verdicts WHERE id = ?", verdicts)
+        connection.execute("DELETE FROM exclusions WHERE run = ?", (id_,))
+        cells = connection.execute("DELETE FROM cells WHERE run = ?", (id_,)).rowcount
+        connection.execute("DELETE FROM runs WHERE id = ?", (id_,))
+        connection.execute("DELETE FROM tunings WHERE id = ?", (id_,))
+    return RemovedRecords(cells, len(results), len(verdicts))
+
+
+class _RunsOfSide(msgspec.Struct):
+    runs: tuple[str, ...] = ()
+
+
+class _DerivedRecord(msgspec.Struct):
+    """The runs that a result or a verdict was computed from."""
+
+    run: str | None = None
+    a: _RunsOfSide | None = None
+    b: _RunsOfSide | None = None
+
+    def list_runs(self) -> tuple[str, ...]:
+        return tuple(run for side in (self.a, self.b) if side is not None for run in side.runs)
+
+
+_decode_derived = msgspec.json.Decoder(_DerivedRecord).decode
 
 
 def add_verdict(verdict: Verdict, at: str, path: Path | None = None) -> None:
@@ -360,6 +474,43 @@ def read_tunings(machine: str | None, model: str | None = None, path: Path | Non
         "ORDER BY at DESC, number DESC LIMIT ?"
     )
     return _read(query, TuningRun, (machine, machine, model, model, MOST_READ), path)
+
+
+def read_evidence(machine: str, path: Path | None = None) -> StoredEvidence:
+    """The measurements that may change plans on this machine.
+
+    A result, verdict or tuning counts only if its run is stored, so that a person can see and discard it, and if no
+    cell behind it is excluded. Checks of answers do not depend on the speed, so they always count.
+    """
+    where = path or get_store_path()
+    if not where.is_file():
+        return StoredEvidence()
+    with _open_store(where) as connection:
+        runs = {run for (run,) in connection.execute("SELECT id FROM runs WHERE machine = ?", (machine,))}
+        excluded = {cell for (cell,) in connection.execute("SELECT DISTINCT cell FROM exclusions")}
+    return StoredEvidence(
+        tuple(one for one in read_results(machine, path=path) if one.run in runs),
+        read_agreements(machine, path=path),
+        tuple(
+            one
+            for one in read_verdicts(machine, path=path)
+            if runs.issuperset((*one.a.runs, *one.b.runs)) and excluded.isdisjoint((*one.a.cells, *one.b.cells))
+        ),
+        tuple(one for one in read_tunings(machine, path=path) if not one.exclusions),
+    )
+
+
+def read_exclusions(run: str | None = None, path: Path | None = None) -> dict[str, tuple[Exclusion, ...]]:
+    """The reasons why cells of a run, or of all runs, are not evidence, by cell."""
+    where = path or get_store_path()
+    if not where.is_file():
+        return {}
+    query = "SELECT cell, body FROM exclusions WHERE ? IS NULL OR run = ? ORDER BY id"
+    found: dict[str, tuple[Exclusion, ...]] = {}
+    with _open_store(where) as connection:
+        for cell, body in connection.execute(query, (run, run)):
+            found[cell] = (*found.get(cell, ()), from_json(Exclusion, body, origin=str(where)))
+    return found
 
 
 def add_refused(refused: RefusedSetting, path: Path | None = None) -> None:

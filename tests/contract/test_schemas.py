@@ -96,6 +96,8 @@ def test_every_json_option_has_a_schema() -> None:
 # what the verbs write
 
 LLAMA, CARD = "meta-llama/Llama-3.1-8B", "RTX 4090"
+RUN_ID = "20261116-064003-7056"
+"""The captured run `two-cores-arm-llama`."""
 WITHOUT_ENGINE = {
     "probe": ("hardware", ["probe", "--json"]),
     "inspect": ("model", ["inspect", "Llama 3.1 8B FP8", "--json"]),
@@ -123,6 +125,10 @@ WITHOUT_ENGINE = {
                             "--json"]),
     "tune --import": ("tuning", ["tune", "--import", str(V1 / "tuning.json"), "--json"]),
     "tune --list": ("knobs", ["tune", "--list", "--json"]),
+    "runs": ("runs", ["runs", "--json"]),
+    "runs list": ("runs", ["runs", "list", "--json"]),
+    "runs show": ("run-details", ["runs", "show", RUN_ID, "--json"]),
+    "runs discard": ("discarded-run", ["runs", "discard", RUN_ID, "--yes", "--json"]),
     "keys add": ("key", ["keys", "add", "alice", "--requests-per-minute", "60", "--expires", "30d", "--json"]),
     "keys list": ("tenants", ["keys", "list", "--json"]),
     "keys": ("tenants", ["keys", "--json"]),
@@ -147,12 +153,14 @@ def test_verb_writes_its_document(case: str, home: Path) -> None:
     name, argv = WITHOUT_ENGINE[case]
     files = {"run": "two-cores-arm-llama", "other_run": "two-cores-arm-vllm"}
     for file, capture in files.items():
-        if f"{{{file}}}" in argv:
+        if f"{{{file}}}" in argv or "runs" in argv:
             (home / f"{file}.json").write_bytes(
                 lzma.decompress((CAPTURES / "runs" / f"{capture}.json.xz").read_bytes())
             )
     (home / "platform.yaml").write_text(PLATFORM)
     paths = {**{file: home / f"{file}.json" for file in files}, "platform": home / "platform.yaml"}
+    if "runs" in argv:
+        assert invoke("bench", "--import", str(paths["run"])).code == 0
     answer = invoke(*(word.format(**paths) if word.startswith("{") else word for word in argv))
     assert answer.out, answer.err
     check_document(name, answer.out)

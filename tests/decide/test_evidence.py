@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.commands import invoke
+from tests.runs import make_run
 
 from bedplate import store
 from bedplate.decide import decide
-from bedplate.decide.evidence import compute_factor, gather_evidence
+from bedplate.decide.evidence import Calibration, SpeedRatio, calibrate, gather_evidence
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
 from bedplate.values import Decision, Parallelism, Workload, replace_fields
@@ -142,11 +143,22 @@ class TestCalibration:
     @pytest.mark.parametrize(("label", "known"), [("6.0 bpw", True), ("AWQ-Int4", True), ("made up", False)])
     def test_quantization_labels_of_decisions_are_recognized(self, label: str, known: bool) -> None:
         evidence = gather_evidence(MACHINE, MODEL, [make_result("vllm", 50, quantization=label)])
-        assert bool(evidence.factors) is known
+        assert bool(evidence.calibrations) is known
 
     def test_correction_factor_is_the_median_ratio(self) -> None:
-        assert compute_factor([(100, 50), (100, 100), (10, 100)]) == 1.0
-        assert compute_factor([(0, 50), (10, 0)]) is None and compute_factor([]) is None
+        on_gpu = [SpeedRatio(("vllm", "cuda"), ratio, run) for ratio, run in ((2.0, "c"), (1.0, "b"), (0.1, "c"))]
+        found = calibrate([*on_gpu, SpeedRatio(("vllm", "cpu"), 0.5, None)])
+        assert found == {("vllm", "cuda"): Calibration(1.0, ("c", "b")), ("vllm", "cpu"): Calibration(0.5, ())}
+        assert calibrate([]) == {}
+
+    def test_plan_names_the_runs_and_the_command_that_removes_them(self) -> None:
+        def explain(*results: Result) -> str:
+            reasons = decide_with(*results).reasons
+            return next(reason.text for reason in reasons if reason.rule == "evidence.calibrated")
+
+        assert "(run a; bedplate runs discard a removes it)" in explain(make_result("vllm", 4000, run="a"))
+        several = explain(*(make_result("vllm", 4000, run=run) for run in ("d", "c", "b")))
+        assert "(runs d, c and 1 more; bedplate runs discard ID removes one)" in several
 
 
 def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +175,10 @@ def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypa
         "--json",
     )
     assert '"engine": "vllm"' in invoke(*arguments).out
-    for one in (make_result("vllm", 4000), make_result("sglang", 5200)):
+    for one in (make_result("vllm", 4000, run="made"), make_result("sglang", 5200, run="made")):
         store.add_result(one)
+    assert '"engine": "vllm"' in invoke(*arguments).out, "nobody could see or discard the run of these results"
+    made = make_run(())
+    store.add_run(replace_fields(made, environment=replace_fields(made.environment, machine=one.machine)))
     answer = invoke(*arguments)
     assert answer.code == 0 and '"evidence.measured"' in answer.out

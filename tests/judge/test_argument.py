@@ -34,6 +34,15 @@ def test_excludes_wrong_answers_and_invalid_measurements() -> None:
     assert recommend_engine([make_run(cells[1:])]).choice is None
 
 
+def test_recommends_nothing_on_few_requests() -> None:
+    few = Flag(kind="short", text="only 3 requests succeeded")
+    found = recommend_engine([make_run([make_cell("vllm", 4, 1000, flags=(few,))])])
+    assert found.choice is None and found.headline.startswith("There is no recommendation")
+    slower = [make_cell("vllm", 4, 1000, flags=(few,)), make_cell("llama.cpp", 4, 10)]
+    choice = recommend_engine([make_run(slower)], target=LatencyTarget(ttft_ms=5000)).choice
+    assert choice is not None and choice.engine == "llama.cpp"
+
+
 def test_does_not_recommend_by_speed_alone() -> None:
     unchecked = make_cell("vllm", 4, 1000, quality=Quality(note="not requested"))
     assert (

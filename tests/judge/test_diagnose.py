@@ -20,10 +20,11 @@ from tests.judge.made_engine import MadeEngine, exactly, the_shape
 import bedplate.engines
 from bedplate.engines import load_engines
 from bedplate.judge.diagnose import Roofline, diagnose, diagnose_subject, group_by_subject
+from bedplate.measure.flags import flag_cell
 from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.decision import Parallelism
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
-from bedplate.values.run import Cell, ClientAccuracy, EngineSeries
+from bedplate.values.run import Cell, ClientAccuracy, EngineSeries, ResourceUse
 
 WITHIN = 0.3
 """Allowed relative error of a predicted gain."""
@@ -35,6 +36,29 @@ def find_bottleneck(engine: MadeEngine, *loads: int, cores: int = 2) -> Bottlene
 
 def find_gain(found: Bottleneck) -> float:
     return next(one.gain.value for one in found.predictions if one.metric == "output_tok_s")
+
+
+class TestDisturbedCells:
+    def disturb(self, cell: Cell) -> Cell:
+        use = ResourceUse(other_cpu_share=0.34, peak_memory_bytes=1)
+        repeats = tuple(replace_fields(repeat, use=use) for repeat in cell.repeats)
+        cell = replace_fields(cell, repeats=repeats)
+        return replace_fields(cell, flags=flag_cell(cell))
+
+    def test_other_processes_are_reported_instead_of_a_bottleneck(self) -> None:
+        engine = MadeEngine(token_ms=0.02, read_ms=20.0)
+        assert diagnose_subject(engine.cells(1, 4), engine.ground(2)).limit == "memory bandwidth"
+        found = diagnose_subject([self.disturb(cell) for cell in engine.cells(1, 4)], engine.ground(2))
+        assert found.limit is None and "other processes used the machine (used 34% of the CPU)" in found.text
+        assert [one.limit for one in found.loads] == [None, None] and not found.evidence and not found.predictions
+        assert [(one.kind, "no other process" in one.text) for one in found.changes] == [("measure", True)]
+
+    def test_an_undisturbed_load_keeps_its_bottleneck(self) -> None:
+        engine = MadeEngine(token_ms=0.02, read_ms=20.0)
+        light, heavy = engine.cells(1, 4)
+        found = diagnose_subject([light, self.disturb(heavy)], engine.ground(2))
+        assert [one.limit for one in found.loads] == ["memory bandwidth", None]
+        assert found.limit == "memory bandwidth" and "1 request at a time" in found.text
 
 
 class TestEachLimit:

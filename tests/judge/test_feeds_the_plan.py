@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.commands import invoke
 from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample
+from tests.runs import make_run
 
 from bedplate import store
 from bedplate.decide import decide
@@ -226,7 +227,9 @@ def test_ignores_a_verdict_of_another_machine(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     fields = ("--set", "cpu=Intel Xeon", "--set", "cores=2", "--set", "ram_gb=24")
     asked = ("plan", *fields, "--concurrency", "16", "--prompt-tokens", "128", "--output-tokens", "64")
-    verdict = judge_pair(3.9)
+    verdict, made = judge_pair(3.9), make_run(())
+    environment = replace_fields(made.environment, machine=store.compute_fingerprint(SMALL))
+    store.add_run(replace_fields(made, id=verdict.a.runs[0], environment=environment))
     store.add_verdict(replace_fields(verdict, machine="another"), "2026-11-15T14:44:30Z")
     assert '"engine": "llama.cpp"' in invoke(*asked, "--json").out
     store.add_verdict(verdict, "2026-11-15T14:44:30Z")

@@ -31,6 +31,7 @@ from bedplate.run.builtin import read_builtin_facts
 from bedplate.run.environments import EngineEnvironment, make_environment
 from bedplate.run.ready import ModelDecision, decide_engines, list_installed_engines
 from bedplate.values import from_json, replace_fields
+from bedplate.values.evidence import find_exclusions
 from bedplate.values.run import Run
 from bedplate.values.service import ModelOrder
 
@@ -207,8 +208,8 @@ def test_starts_measures_checks_and_stops_a_real_engine(
             assert repeat.use.peak_memory_bytes is not None and repeat.use.peak_memory_bytes > 50_000_000
             assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
             assert repeat.engine.scrapes >= 2 and repeat.engine.running_max is not None
-    valid = [cell for cell in run.cells if not any(flag.invalid for flag in cell.flags)]
-    assert len(store.read_results(store.compute_fingerprint(probe()))) == len(valid)
+    clean = [cell for cell in run.cells if not find_exclusions(cell)]
+    assert len(store.read_evidence(store.compute_fingerprint(probe())).results) == len(clean)
 
 
 def test_measures_through_the_gateway_and_reports_it(

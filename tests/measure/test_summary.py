@@ -235,10 +235,9 @@ class TestEvidence:
     def test_invalid_cells_give_no_result(self, cell: Cell) -> None:
         assert make_result(cell) is None
 
-    def test_broken_answers_have_quality_zero(self) -> None:
-        cell = replace_fields(make_whole_cell(), quality=Quality(asked=10, agreement=0.97, verdict="broken"))
-        found = make_result(cell)
-        assert found is not None and found.quality == 0.0
+    def test_unchecked_answers_have_no_quality_and_broken_ones_give_no_result(self) -> None:
+        cell = make_whole_cell()
+        assert make_result(replace_fields(cell, quality=Quality(asked=10, agreement=0.97, verdict="broken"))) is None
         unchecked = make_result(replace_fields(cell, quality=Quality()))
         assert unchecked is not None and unchecked.quality is None
 

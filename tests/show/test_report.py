@@ -65,6 +65,20 @@ def test_the_report_gives_reasons_and_shows_every_row() -> None:
     assert len(make_page().plots) == 5
 
 
+def test_warnings_are_a_banner_above_the_recommendation() -> None:
+    busy = Flag(kind="busy", text="other processes used 14% of the CPU")
+    mixed = Flag(kind="mixed", text="Q4_1 weights, but vllm BF16")
+    cells = [make_cell("llama.cpp", load, 60, flags=(busy, mixed)) for load in (1, 4)]
+    page = make_report([make_run(cells)])
+    assert page.warnings == ("llama.cpp Q4_1 at 1, 4: other processes used 14% of the CPU",)
+    assert page.flags == ("llama.cpp Q4_1 at 1, 4: Q4_1 weights, but vllm BF16",)
+    html, markdown = to_html(page), to_markdown(page)
+    assert html.index('class="warnings"') < html.index(busy.text) < html.index("<h1>") and html.count(busy.text) == 1
+    assert markdown.startswith("> **Warning:** llama.cpp") and markdown.index("# Deploy") > markdown.index("14%")
+    clean = make_report([make_run(CELLS)])
+    assert clean.warnings == () and 'class="warnings"' not in to_html(clean) and to_markdown(clean).startswith("# ")
+
+
 def test_names_are_escaped() -> None:
     cell = make_cell("<script>alert(1)</script>", 1, 10)
     cell = replace_fields(cell, subject=replace_fields(cell.subject, model='a"b<c'))

@@ -14,8 +14,9 @@ from bedplate.facts.traces import BYTES_PER_TOKEN
 from bedplate.measure.flags import flag_cell
 from bedplate.measure.prefixes import choose_spread
 from bedplate.measure.statistics import compute_half_width
-from bedplate.measure.summary import is_valid, list_samples
+from bedplate.measure.summary import list_samples
 from bedplate.values import Workload, replace_fields
+from bedplate.values.evidence import find_exclusions
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
@@ -131,12 +132,12 @@ def make_cell(
 
 
 def derive_results(a: Cell, b: Cell) -> tuple[Result, ...]:
-    """The results of both engines for later plans, converted to a closed loop.
+    """The results of both engines for later plans, converted to a closed loop. Empty if one side is not evidence.
 
     In an open loop the throughput is that of the arrivals. The engine's own speed is the rate of tokens while requests
     were in flight, times the mean concurrency.
     """
-    if not is_valid(a) or not is_valid(b):
+    if find_exclusions(a) or find_exclusions(b):
         return ()
     busy = [
         sum(s.duration_ms for s in repeat.samples) / 1000 / max(_measure_span(repeat), 1e-3) for repeat in a.repeats
@@ -162,7 +163,6 @@ def _derive_result(cell: Cell, in_flight: int) -> Result | None:
         return None
     mean, wide = statistics.fmean(speeds), compute_half_width(speeds)
     samples, subject, quality = list_samples(cell), cell.subject, cell.quality
-    is_checked = quality is not None and quality.verdict != "unchecked"
     ttfts = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
     tpots = [sample.tpot_ms for sample in samples if sample.tpot_ms is not None]
     return Result(
@@ -184,7 +184,5 @@ def _derive_result(cell: Cell, in_flight: int) -> Result | None:
         output_tok_s=mean,
         output_tok_s_low=None if wide is None else max(0.0, mean - wide),
         output_tok_s_high=None if wide is None else mean + wide,
-        quality=(0.0 if quality.verdict == "broken" else quality.agreement)
-        if is_checked and quality is not None
-        else None,
+        quality=quality.agreement if quality is not None and quality.verdict == "ok" else None,
     )

@@ -18,6 +18,7 @@ from bedplate.hosting.drift import ENOUGH, SPAN_S, describe_drift
 from bedplate.measure.knee import MET
 from bedplate.store import compute_fingerprint
 from bedplate.values import Hardware, Workload, replace_fields
+from bedplate.values.evidence import StoredEvidence
 from bedplate.values.record import Record
 from bedplate.values.traffic import ServedRequest
 from bedplate.values.watch import Outlook
@@ -47,16 +48,12 @@ def _build_outlook(host: Host, service: HostedService) -> Outlook:
     workload, requests = _read_workload(service)
     hardware, machine = host.hardware, compute_fingerprint(host.hardware)
     try:
-        results, agreements, verdicts = (
-            store.read_results(machine),
-            store.read_agreements(machine),
-            store.read_verdicts(machine),
-        )
+        evidence = store.read_evidence(machine)
     except BedplateError:  # the store cannot be read; decide without measurements
-        results, agreements, verdicts = (), (), ()
+        evidence = StoredEvidence()
     decision = decide(
-        hardware, service.readied.decided.facts, workload, operations=wanted.operations, results=results,
-        agreements=agreements, verdicts=verdicts, installable=True,
+        hardware, service.readied.decided.facts, workload, operations=wanted.operations, results=evidence.results,
+        agreements=evidence.agreements, verdicts=evidence.verdicts, installable=True,
     )  # fmt: skip
     return Outlook(
         model=service.name,

@@ -36,6 +36,9 @@ from bedplate.cli import (
     probe,
     ps,
     report,
+    runs,
+    runs_discard,
+    runs_show,
     schema,
     serve,
     shadow,
@@ -55,7 +58,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 PANELS: dict[str, tuple[ModuleType, ...]] = {
     "Run": (serve, ps, status, logs, stop),
     "Decide": (plan, models, engines, inspect, probe, workload, estimate),
-    "Measure": (bench, tune, compare, diagnose, report),
+    "Measure": (bench, tune, compare, diagnose, report, runs),
     "Change": (shadow, migrate, watch),
     "Scale out": (simulate, bundle),
     "Administer": (keys, usage, prepared, doctor, schema),
@@ -149,6 +152,8 @@ def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
 
 
 engines_use.register(engines.app)
+for verb in (runs_show, runs_discard):
+    verb.register(runs.app)
 VERBS = tuple(chain.from_iterable(PANELS.values()))
 app = make_app(VERBS)
 

@@ -96,7 +96,7 @@ def bench(
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Time limit for all measurements together.", show_default="4m for each engine"
+            metavar="TIME", help="Time limit of the whole run.", show_default="4m of measurements for each engine"
         ),
     ] = None,
     slo: Annotated[

@@ -36,10 +36,10 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
     from bedplate.engines import load_engines
     from bedplate.run.engine_listing import EngineEntry, EngineList, add_environments, find_lock_status
     from bedplate.run.environments import list_installed
-    from bedplate.store import compute_fingerprint, read_results
+    from bedplate.store import compute_fingerprint, read_evidence
 
     machine = _resolve_machine(hardware)
-    found = build_rows(load_engines(), machine, read_results(compute_fingerprint(machine)))
+    found = build_rows(load_engines(), machine, read_evidence(compute_fingerprint(machine)).results)
     sheet, there = mark_cheat_sheet(machine), list_installed()
     locks = {row.engine: find_lock_status(engine_by_id(row.engine), row.here.device) for row in found}
     if json:
@@ -66,10 +66,10 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     from bedplate.engines import get_engine as engine_by_id
     from bedplate.run.engine_listing import EnginePage, add_environments, find_lock_status
     from bedplate.run.environments import list_installed
-    from bedplate.store import compute_fingerprint, read_results
+    from bedplate.store import compute_fingerprint, read_evidence
 
     machine, one = _resolve_machine(hardware), engine_by_id(engine)
-    own = [result for result in read_results(compute_fingerprint(machine)) if result.engine == one.id]
+    own = [result for result in read_evidence(compute_fingerprint(machine)).results if result.engine == one.id]
     found, there = build_row(one, machine, find_common_results(own).get(one.id)), list_installed()
     lock = find_lock_status(one, found.here.device)
     if json:

@@ -96,21 +96,23 @@ def _find_models(
     from bedplate.decide.catalogue import (
         Catalogue,
         build_catalogue,
+        describe_calibrations,
         find_copies,
         list_distinct_models,
         rank_entries,
         search_models,
     )
     from bedplate.facts.library import list_local_models
-    from bedplate.store import compute_fingerprint, read_results
+    from bedplate.store import compute_fingerprint, read_evidence
 
     wanted = search_models(list_distinct_models(), search)
+    results = read_evidence(compute_fingerprint(machine)).results
     asked = build_catalogue(
         machine,
         intent.workload,
         intent.operations,
         models=wanted,
-        results=read_results(compute_fingerprint(machine)),
+        results=results,
         here=find_copies(list_local_models()) if intent.hardware is None else {},
         least_tok_s=least,
     )
@@ -122,7 +124,8 @@ def _find_models(
                 entries.append(entry)
     kept = rank_entries(entry for entry in entries if everything or entry.fits)
     fitting = sum(entry.fits for entry in entries)
-    return Catalogue(known=len(entries), fitting=fitting, models=kept)
+    notes = describe_calibrations(machine, results, kept)
+    return Catalogue(known=len(entries), fitting=fitting, models=kept, notes=notes)
 
 
 def _suggest_plan_command(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:

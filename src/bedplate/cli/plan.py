@@ -169,16 +169,16 @@ def _decide(intent: Intent, engine: str | None, *, untuned: bool = False) -> tup
     from bedplate.decide.intent import resolve_hardware
     from bedplate.run.environments import read_registered_versions
     from bedplate.run.models import find_intended_model
-    from bedplate.store import compute_fingerprint, read_agreements, read_results, read_tunings, read_verdicts
+    from bedplate.store import compute_fingerprint, read_evidence
     from bedplate.values import replace_fields
 
     machine = resolve_hardware(intent)
     facts = find_intended_model(intent.model)
-    store_key = compute_fingerprint(machine)
+    evidence = read_evidence(compute_fingerprint(machine))
     decision = decide(
-        machine, facts, intent.workload, engine, operations=intent.operations, results=read_results(store_key),
-        agreements=read_agreements(store_key, facts.name), verdicts=read_verdicts(store_key, facts.name),
-        tunings=() if untuned else tuple(one for one in read_tunings(store_key, facts.name) if one.build != "native"),
+        machine, facts, intent.workload, engine, operations=intent.operations, results=evidence.results,
+        agreements=evidence.agreements, verdicts=evidence.verdicts,
+        tunings=() if untuned else tuple(one for one in evidence.tunings if one.build != "native"),
         versions=read_registered_versions() if intent.hardware is None else None,
     )  # fmt: skip
     notes = (

@@ -85,6 +85,8 @@ def report(
     from bedplate.cli.terminal import make_console
 
     make_console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
+    for warning in page.warnings:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _load_run(named: str | None) -> Run:
@@ -116,9 +118,10 @@ def _find_model_facts(cells: list[Cell], models: list[Model]) -> dict[tuple[str,
 
 
 def _compare_with_choice(cells: list[Cell], incumbent: str, choice: MeasuredEngine | None) -> Verdict | None:
-    """Compares the engine in service with the recommended one; `None` where they are the same."""
+    """Compares the engine in service with the recommended one; `None` where they are the same, or nothing is sound."""
     from bedplate.engines.names import find_engine_id
     from bedplate.errors import UsageError
+    from bedplate.judge.argument import is_sound
     from bedplate.judge.compare import compare
 
     wanted = find_engine_id(incumbent) or incumbent
@@ -126,6 +129,7 @@ def _compare_with_choice(cells: list[Cell], incumbent: str, choice: MeasuredEngi
     if not mine:
         there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "none"
         raise UsageError(f"{incumbent} was not measured in these runs", hint=f"measured engines: {there}")
-    if choice is None or choice.engine == wanted:
+    mine = [cell for cell in mine if is_sound(cell)]
+    if choice is None or choice.engine == wanted or not mine:
         return None
     return compare(mine, choice.cells, allow=("quantization", "weights"))

@@ -261,18 +261,19 @@ def _plan_deployment(intent: Intent, stream: RequestStream, engine: str | None, 
     from bedplate.decide.intent import resolve_hardware
     from bedplate.decide.simulate import MeanLengths, make_deployment
     from bedplate.run.models import find_intended_model
-    from bedplate.store import compute_fingerprint, read_agreements, read_results, read_verdicts
+    from bedplate.store import compute_fingerprint, read_evidence
 
     machine, facts = resolve_hardware(intent), find_intended_model(intent.model)
     work = _make_replica_workload(intent.workload, stream, facts.max_context, traced=traced)
-    key = compute_fingerprint(machine)
-    measured = read_results(key)
+    evidence = read_evidence(compute_fingerprint(machine))
     decision = decide(
-        machine, facts, work, engine, operations=intent.operations, results=measured,
-        agreements=read_agreements(key, facts.name), verdicts=read_verdicts(key, facts.name),
+        machine, facts, work, engine, operations=intent.operations, results=evidence.results,
+        agreements=evidence.agreements, verdicts=evidence.verdicts,
     )  # fmt: skip
     lengths = MeanLengths(stream.mean_prompt, stream.mean_output)
-    return make_deployment(machine, facts, decision, work, lengths, operations=intent.operations, results=measured)
+    return make_deployment(
+        machine, facts, decision, work, lengths, operations=intent.operations, results=evidence.results
+    )
 
 
 def _make_replica_workload(work: Workload, stream: RequestStream, max_context: int | None, *, traced: bool) -> Workload:

@@ -91,7 +91,7 @@ def describe_tuning(tuned: TuningRun) -> str:
         if proof.output_tok_s is not None:
             other = "the untuned plan" if proof.against == "plan" else f"{tuned.engine} defaults"
             text += f"; {_describe_gain(proof)} {other}"
-    return text
+    return f"{text} (bedplate runs discard {tuned.id} removes it)"
 
 
 def _describe_gain(proof: Proof) -> str:

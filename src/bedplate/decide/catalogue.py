@@ -12,7 +12,7 @@ from typing import Literal
 from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, EngineCandidate
 from bedplate.decide.case import FEW, DecisionCase, with_model_task
 from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, EngineSearch
-from bedplate.decide.evidence import MachineEvidence, Measured, gather_evidence
+from bedplate.decide.evidence import Calibration, MachineEvidence, Measured, calibrate, compute_speed_ratios
 from bedplate.decide.explain import estimate_candidate
 from bedplate.decide.memory import find_largest, fit, get_free_bytes
 from bedplate.decide.wording import describe_shortage
@@ -104,6 +104,8 @@ class Catalogue(Record, frozen=True, kw_only=True):
     """Number of models considered."""
     fitting: int
     models: tuple[CatalogueEntry, ...]
+    notes: tuple[str, ...] = ()
+    """Measurements on this machine that change the estimated speeds, and how to remove them."""
 
 
 class DistinctModel(Record, frozen=True, kw_only=True):
@@ -188,6 +190,19 @@ def build_catalogue(
         yield known, replace_fields(entry, here=(here or {}).get(known.key, ())) if entry is not None else None
 
 
+def describe_calibrations(
+    hardware: Hardware, results: Sequence[Result], entries: Iterable[CatalogueEntry]
+) -> tuple[str, ...]:
+    """A note on each engine of the entries whose estimates were scaled by measurements."""
+    used = {entry.engine for entry in entries}
+    found = calibrate(compute_speed_ratios(hardware, results)) if used - {None} else {}
+    return tuple(
+        f"estimates of {engine} on {device} are scaled by {one.describe()}"
+        for (engine, device), one in found.items()
+        if engine in used
+    )
+
+
 def rank_entries(entries: Iterable[CatalogueEntry]) -> tuple[CatalogueEntry, ...]:
     """Sorted: comfortable models first, the most capable on top; models that do not fit last, the smallest first."""
     return tuple(sorted(entries, key=_rank))
@@ -235,7 +250,7 @@ class _CatalogueBuilder:
         self.everyday = with_everyday_context(workload)
         self.unsaid = has_default_lengths(workload)
         self.results, self.least_tok_s = results, least_tok_s
-        self._factors: Mapping[Measured, float] | None = None
+        self._calibrations: Mapping[Measured, Calibration] | None = None
         self._decided: dict[str, CatalogueEntry] = {}
 
     def build_entry(self, model: Model) -> CatalogueEntry:
@@ -262,7 +277,7 @@ class _CatalogueBuilder:
             return replace_fields(plain, why=why)
         workload = with_model_task(model, self._adapt_workload(model))
         case = DecisionCase(self.hardware, model, workload, self.operations)
-        found = self._settle_in_flight(case, MachineEvidence(own, self._get_corrections(model)))
+        found = self._settle_in_flight(case, MachineEvidence(own, self._get_calibrations()))
         if isinstance(found, str):
             return replace_fields(plain, why=found)
         return self._judge_pace(_describe_entry(plain, found))
@@ -293,11 +308,11 @@ class _CatalogueBuilder:
             return f"its weights need {as_size(smallest)} at {bits:g} bits; only {as_size(available)} is available"
         return None
 
-    def _get_corrections(self, model: Model) -> Mapping[Measured, float]:
-        """Correction factors from measurements on this machine; the same for all models, so computed once."""
-        if self._factors is None:
-            self._factors = gather_evidence(self.hardware, model, self.results).factors
-        return self._factors
+    def _get_calibrations(self) -> Mapping[Measured, Calibration]:
+        """Corrections from measurements on this machine; the same for all models, so computed once."""
+        if self._calibrations is None:
+            self._calibrations = calibrate(compute_speed_ratios(self.hardware, self.results))
+        return self._calibrations
 
     def _settle_in_flight(self, case: DecisionCase, evidence: MachineEvidence) -> _ChosenCandidate | str:
         """By Little's law, if the workload has a request rate but no number of concurrent requests."""

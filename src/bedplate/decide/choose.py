@@ -90,9 +90,22 @@ def decide(
         decision = EngineSearch(case, evidence, installable, engines).make_decision(asked)
     else:
         decision = _settle_in_flight(case, evidence, asked, installable, engines)
+    if note := _describe_disturbed_rates(hardware):
+        decision = replace_fields(decision, notes=(*decision.notes, note))
     if asked is None and (better := _suggest_four_bits(decision, case, evidence, installable)):
         decision = replace_fields(decision, notes=(*decision.notes, better))
     return _add_dequantization(decision, model, case.model) if folder is not None else decision
+
+
+def _describe_disturbed_rates(hardware: Hardware) -> str | None:
+    """A note if the only known memory bandwidth was measured while other processes used the machine."""
+    measured = hardware.measured
+    figures = [card.bandwidth_bytes_s for card in hardware.accelerators] or [hardware.memory.bandwidth_bytes_s]
+    used = any(figure is not None and figure.basis == "measured" for figure in figures)
+    if measured is None or not measured.disturbances or not used:
+        return None
+    why = measured.disturbances[0]
+    return f"the memory bandwidth was measured on a busy machine ({why}); bedplate probe --measure repeats it"
 
 
 def _apply_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:

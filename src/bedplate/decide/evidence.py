@@ -32,10 +32,38 @@ Measured = tuple[str, Device]
 
 
 @dataclass(frozen=True)
+class SpeedRatio:
+    """One result compared with its estimate."""
+
+    measured: Measured
+    ratio: float
+    """Measured over estimated output tokens per second."""
+    run: str | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The correction of the estimates of one engine on one device."""
+
+    factor: float
+    """The median ratio of measured to estimated speed."""
+    runs: tuple[str, ...]
+    """The runs with these measurements, newest first."""
+
+    def describe(self) -> str:
+        """The factor, its runs, and the command that removes them."""
+        words = f"{self.factor:.2f}, the median ratio of measured to estimated speed on this machine"
+        if not self.runs:
+            return words
+        which = ", ".join(self.runs[:2]) + (f" and {len(self.runs) - 2} more" if len(self.runs) > 2 else "")
+        named, what = ("run", self.runs[0]) if len(self.runs) == 1 else ("runs", "ID")
+        return f"{words} ({named} {which}; bedplate runs discard {what} removes {'it' if named == 'run' else 'one'})"
+
+
+@dataclass(frozen=True)
 class MachineEvidence:
     results: tuple[Result, ...] = ()
-    factors: Mapping[Measured, float] = field(default_factory=dict)
-    """Ratio of measured to estimated speed."""
+    calibrations: Mapping[Measured, Calibration] = field(default_factory=dict)
     agreements: tuple[Agreement, ...] = ()
     """Checks of the answers of engines with this model, newest first."""
     verdicts: tuple[Verdict, ...] = ()
@@ -44,7 +72,8 @@ class MachineEvidence:
     """Tuning results with this model, newest first."""
 
     def get_factor(self, engine: str, device: Device) -> float:
-        return self.factors.get((engine, device), 1.0)
+        found = self.calibrations.get((engine, device))
+        return found.factor if found is not None else 1.0
 
     def find_broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
         """The check that found wrong answers with exactly these settings, unless a later check found none."""
@@ -78,6 +107,7 @@ class BetterEngine:
     source: str
     made_into: str | None = None
     """The measured quantization, if it was converted from the same weights as the other engine's."""
+    runs: tuple[str, ...] = ()
 
 
 def _judge_verdicts(
@@ -101,12 +131,13 @@ def _judge_verdicts(
 def _from_verdict(verdict: Verdict, near: Effect) -> BetterEngine:
     b = verdict.b
     made = b.quantization if b.quantization != verdict.a.quantization else None
-    source = f"store: verdict on {_describe_runs(*verdict.a.runs, *b.runs)}"
+    runs = tuple(dict.fromkeys((*verdict.a.runs, *b.runs)))
+    source = f"store: verdict on {_describe_runs(runs)}; bedplate runs discard ID removes one"
     text = f"measured here: {verdict.text}"
     if made is not None and b.quality is not None:
         note = b.quality.note or "its answers agree with the reference"
         text += f" Its {made} was converted from the same weights; {note}."
-    return BetterEngine(b.engine, near.gain.value, text, source, made)
+    return BetterEngine(b.engine, near.gain.value, text, source, made, runs)
 
 
 def _is_right(side: ComparedEngine) -> bool:
@@ -163,8 +194,10 @@ def _from_results(other: Result, mine: Result) -> BetterEngine:
         text += (
             f"; its {made} was converted from the same weights, with {other.quality or 0:.0%} greedy-token agreement"
         )
-    where = _describe_runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
-    return BetterEngine(other.engine, gain, text, f"store: {where}, {other.concurrency} requests in flight", made)
+    runs = tuple(dict.fromkeys(run for run in (mine.run, other.run) if run))
+    where = _describe_runs(runs) if mine.run and other.run else f"{other.at} and {mine.at}"
+    source = f"store: {where}, {other.concurrency} requests in flight; bedplate runs discard ID removes one"
+    return BetterEngine(other.engine, gain, text, source, made, runs)
 
 
 def get_engine_name(engine: str) -> str:
@@ -172,9 +205,8 @@ def get_engine_name(engine: str) -> str:
     return known.name if known is not None else engine
 
 
-def _describe_runs(*names: str | None) -> str:
-    known = list(dict.fromkeys(name for name in names if name))
-    return f"run{'s' if len(known) > 1 else ''} {', '.join(known)}"
+def _describe_runs(names: Sequence[str]) -> str:
+    return f"run{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def _to_load(result: Result) -> Load:
@@ -226,12 +258,6 @@ def _is_better(one: Result, other: Result) -> bool:
     return one.ttft_ms is None or other.ttft_ms is None or one.ttft_ms <= other.ttft_ms * PROVEN_GAIN
 
 
-def compute_factor(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The median ratio of measured to estimated speed."""
-    ratios = [measured / estimated for measured, estimated in pairs if measured > 0 and estimated > 0]
-    return statistics.median(ratios) if ratios else None
-
-
 def gather_evidence(
     hardware: Hardware,
     model: Model,
@@ -241,11 +267,24 @@ def gather_evidence(
     tunings: Sequence[TuningRun] = (),
 ) -> MachineEvidence:
     """Turn results into evidence: those of this model may overrule a rule, and all of them correct the estimates."""
+    return MachineEvidence(
+        tuple(result for result in results if result.model == model.name),
+        calibrate(compute_speed_ratios(hardware, results, (model,))),
+        tuple(one for one in agreements if one.model == model.name),
+        tuple(one for one in verdicts if one.model == model.name),
+        tuple(one for one in tunings if one.model == model.name),
+    )
+
+
+def compute_speed_ratios(
+    hardware: Hardware, results: Sequence[Result], models: Sequence[Model] = ()
+) -> list[SpeedRatio]:
+    """Compare each result, newest first, with its estimate. `models` are facts of models not known by name."""
     from bedplate.decide.estimate import compute_expectation
 
-    pairs: dict[Measured, list[tuple[float, float]]] = {}
+    found = []
     for result in results[:MOST_RESULTS]:
-        measured_model = _get_model(result, model)
+        measured_model = _get_model(result, models)
         if measured_model is None or not result.output_tok_s:
             continue
         work = Workload(
@@ -255,25 +294,32 @@ def gather_evidence(
         machine = hardware if device != "cpu" else replace_fields(hardware, accelerators=(), links=())
         slots = -(-result.concurrency // result.parallelism.data)
         expected = compute_expectation(machine, measured_model, result.engine, result.parallelism, work, slots=slots)
-        if expected is not None:
-            pairs.setdefault((result.engine, device), []).append((result.output_tok_s, expected.output_tok_s))
-    factors = {measured: factor for measured, found in pairs.items() if (factor := compute_factor(found)) is not None}
-    return MachineEvidence(
-        tuple(result for result in results if result.model == model.name),
-        factors,
-        tuple(one for one in agreements if one.model == model.name),
-        tuple(one for one in verdicts if one.model == model.name),
-        tuple(one for one in tunings if one.model == model.name),
-    )
+        if expected is not None and expected.output_tok_s > 0:
+            ratio = result.output_tok_s / expected.output_tok_s
+            found.append(SpeedRatio((result.engine, device), ratio, result.run))
+    return found
+
+
+def calibrate(ratios: Sequence[SpeedRatio]) -> dict[Measured, Calibration]:
+    groups: dict[Measured, list[SpeedRatio]] = {}
+    for one in ratios:
+        groups.setdefault(one.measured, []).append(one)
+    return {
+        measured: Calibration(
+            statistics.median(one.ratio for one in group),
+            tuple(dict.fromkeys(one.run for one in group if one.run is not None)),
+        )
+        for measured, group in groups.items()
+    }
 
 
 def _guess_device(hardware: Hardware) -> Device:
     return DEVICES.get(hardware.accelerators[0].vendor, "cpu") if hardware.accelerators else "cpu"
 
 
-def _get_model(result: Result, model: Model) -> Model | None:
-    """The measured model with the measured weights: the requested model, or one that is known by name."""
-    found = model if result.model == model.name else look_up_model(result.model)
+def _get_model(result: Result, models: Sequence[Model]) -> Model | None:
+    """The measured model with the measured weights: one of `models`, or one that is known by name."""
+    found = next((one for one in models if one.name == result.model), None) or look_up_model(result.model)
     if found is None or not result.quantization or result.quantization == found.quantization:
         return found
     label = result.quantization.upper().replace(" ", "")

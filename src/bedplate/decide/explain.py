@@ -265,7 +265,5 @@ def explain_latency(candidate: EngineCandidate, case: DecisionCase, evidence: Ma
 @add_reason("evidence.calibrated", "store: measured on this machine")
 def explain_calibration(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Measurements of an engine on this machine correct its estimates."""
-    factor = evidence.factors.get((candidate.engine.id, candidate.target.device))
-    if factor is None:
-        return None
-    return f"estimates are scaled by {factor:.2f}, the median ratio of measured to estimated speed on this machine"
+    found = evidence.calibrations.get((candidate.engine.id, candidate.target.device))
+    return f"estimates are scaled by {found.describe()}" if found is not None else None

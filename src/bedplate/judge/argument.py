@@ -12,6 +12,7 @@ from bedplate.judge.weighing import explain_worse_quality
 from bedplate.measure.knee import MET
 from bedplate.measure.summary import is_valid, list_samples, meets, summarize_cell
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
+from bedplate.values.evidence import find_exclusions
 from bedplate.values.run import Cell, Load, Quality, Run
 from bedplate.values.summary import Summary
 from bedplate.values.workload import LatencyTarget
@@ -53,16 +54,20 @@ def group_by_engine(cells: Sequence[Cell]) -> list[MeasuredEngine]:
 def recommend_engine(
     runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: LatencyTarget | None = None
 ) -> Recommendation:
-    """Recommends an engine. Engines with wrong answers are excluded, whatever their speed."""
+    """Recommends an engine. Engines with wrong answers are excluded, whatever their speed.
+
+    Invalid cells and cells with few requests count for nothing.
+    """
     cells = [cell for run in runs for cell in run.cells]
     missing = list_not_measured(runs)
     sound = [
         MeasuredEngine(one.engine, one.quantization, kept)
         for one in group_by_engine(cells)
-        if (kept := tuple(cell for cell in one.cells if is_valid(cell) and not _is_broken(cell)))
+        if (kept := tuple(filter(is_sound, one.cells)))
     ]
     if not sound:
-        return Recommendation("There is no valid measurement to base a recommendation on.", not_measured=missing)
+        headline = "There is no recommendation: no valid measurement has enough requests."
+        return Recommendation(headline, not_measured=missing)
     sound, worse_ones = _exclude_worse_answers(sound)
     if target is not None:
         return _recommend_by_target(sound, target, diagnosis, missing, worse_ones)
@@ -222,8 +227,9 @@ def _find_effort(one: MeasuredEngine) -> int:
     return engine.effort if engine is not None else MOST_EFFORT
 
 
-def _is_broken(cell: Cell) -> bool:
-    return cell.quality is not None and cell.quality.verdict == "broken"
+def is_sound(cell: Cell) -> bool:
+    """Whether a recommendation may use the cell: it is valid, with enough requests and correct answers."""
+    return is_valid(cell) and all(one.kind not in ("short", "broken") for one in find_exclusions(cell))
 
 
 def _describe_load(load: Load) -> str:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 
 from bedplate.judge.advice import DiagnosedCell, advise_changes, predict_gains
 from bedplate.judge.findings import collect_evidence, list_unknowns, write_sentence
-from bedplate.judge.observed import break_down_cells, find_single_request
+from bedplate.judge.observed import break_down_cells, find_single_request, list_disturbances
 from bedplate.judge.roofline import Roofline, build_roofline
 from bedplate.judge.spending import attribute_time
-from bedplate.values.diagnosis import Bottleneck, Diagnosis
+from bedplate.values.diagnosis import Bottleneck, Diagnosis, SuggestedChange
 from bedplate.values.run import Cell
 
 __all__ = ["Roofline", "build_roofline", "diagnose", "diagnose_subject", "group_by_subject"]
@@ -46,6 +46,13 @@ def group_by_subject(cells: Iterable[Cell]) -> list[list[Cell]]:
                one.parallelism, one.settings)  # fmt: skip
         found.setdefault(key, []).append(cell)
     return [sorted(group, key=lambda cell: (cell.load.concurrency or 0, cell.at)) for group in found.values()]
+
+
+def _advise_idle_machine(cells: Sequence[Cell]) -> tuple[SuggestedChange, ...]:
+    if not any(list_disturbances(cell) for cell in cells):
+        return ()
+    text = "run bedplate bench again while no other process uses the machine"
+    return (SuggestedChange(kind="measure", text=text),)
 
 
 def diagnose_subject(cells: Sequence[Cell], roofline: Roofline) -> Bottleneck:
@@ -74,6 +81,6 @@ def diagnose_subject(cells: Sequence[Cell], roofline: Roofline) -> Bottleneck:
         if breakdown is not None
         else (),
         predictions=tuple(predict_gains(diagnosed)) if diagnosed is not None else (),
-        changes=tuple(advise_changes(diagnosed)) if diagnosed is not None else (),
+        changes=tuple(advise_changes(diagnosed)) if diagnosed is not None else _advise_idle_machine(cells),
         unknown=tuple(list_unknowns(cell, breakdown, alone, roofline)),
     )

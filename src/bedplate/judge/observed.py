@@ -66,10 +66,19 @@ def _select_good(cell: Cell) -> list[Sample]:
     ]
 
 
+def list_disturbances(cell: Cell) -> tuple[str, ...]:
+    """How other processes used the machine. Its times then show their load too, and not only the engine's limits."""
+    return tuple(flag.text.removeprefix("other processes ") for flag in cell.flags if flag.kind == "busy")
+
+
+def _is_usable(cell: Cell) -> bool:
+    return not list_invalid_reasons(cell) and not list_disturbances(cell)
+
+
 def find_single_request(cells: Sequence[Cell]) -> SingleRequestTimes | None:
     for cell in cells:
         good = _select_good(cell)
-        if cell.load.concurrency == 1 and len(good) >= LEAST_REQUESTS and not list_invalid_reasons(cell):
+        if cell.load.concurrency == 1 and len(good) >= LEAST_REQUESTS and _is_usable(cell):
             return SingleRequestTimes(
                 ttft_ms=statistics.median(one.ttft_ms or 0.0 for one in good),
                 step_ms=statistics.median(one.tpot_ms or 0.0 for one in good),
@@ -85,9 +94,9 @@ def _compute_prompt_tokens(cell: Cell, good: Sequence[Sample]) -> float:
 
 
 def break_down_cell(cell: Cell, alone: SingleRequestTimes | None) -> RequestBreakdown | None:
-    """`None` if the cell is invalid or has too few requests with counted tokens."""
+    """`None` if the cell is invalid or disturbed, or has too few requests with counted tokens."""
     good = _select_good(cell)
-    if len(good) < LEAST_REQUESTS or list_invalid_reasons(cell):
+    if len(good) < LEAST_REQUESTS or not _is_usable(cell):
         return None
     in_flight = float(cell.load.concurrency or _apply_littles_law(cell, good))
     request = statistics.fmean(one.duration_ms for one in good)

@@ -9,7 +9,7 @@ from bedplate.decide.estimate.physics import (
     count_linear_ops,
     count_weight_bytes,
 )
-from bedplate.judge.observed import RequestBreakdown, is_cache_full
+from bedplate.judge.observed import RequestBreakdown, is_cache_full, list_disturbances
 from bedplate.judge.roofline import Roofline
 from bedplate.measure.summary import list_invalid_reasons
 from bedplate.values.diagnosis import Limit, LoadDiagnosis, SpentOn, TimeShare
@@ -23,10 +23,7 @@ ALL_REDUCE_S = 12e-6
 
 def attribute_time(cell: Cell, breakdown: RequestBreakdown | None, roofline: Roofline) -> LoadDiagnosis:
     if breakdown is None:
-        too_few = "too few requests ended, or the endpoint reports no token counts; measure for longer"
-        return LoadDiagnosis(
-            cell=cell.id, load=cell.load, limit=None, why="; ".join(list_invalid_reasons(cell)) or too_few
-        )
+        return LoadDiagnosis(cell=cell.id, load=cell.load, limit=None, why=_explain_unusable(cell))
     spent = sorted(_list_time_parts(cell, breakdown, roofline), key=lambda one: one.ms, reverse=True)
     totals: dict[Limit, float] = {}
     for one in spent:
@@ -47,6 +44,13 @@ def attribute_time(cell: Cell, breakdown: RequestBreakdown | None, roofline: Roo
         operations_share=_compute_operations_share(breakdown, roofline),
         why=why,
     )
+
+
+def _explain_unusable(cell: Cell) -> str:
+    if disturbances := list_disturbances(cell):
+        return f"other processes used the machine ({'; '.join(disturbances)})"
+    too_few = "too few requests ended, or the endpoint reports no token counts; measure for longer"
+    return "; ".join(list_invalid_reasons(cell)) or too_few
 
 
 def _explain_unclear_overhead(roofline: Roofline) -> str | None:

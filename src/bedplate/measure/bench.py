@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import platform
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from bedplate.engines.roles import FIRST
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.measure import quality as quality_of
+from bedplate.measure.bench_budget import LEAST_WINDOW_S, WARMUP_S, RepeatTimes, WallBudget, estimate_need
 from bedplate.measure.flags import flag_cell
 from bedplate.measure.gpu_reservation import (
     WAIT_S,
@@ -46,7 +49,7 @@ from bedplate.measure.load import (
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.load.repeating import find_halt_reason
 from bedplate.measure.moments import format_now, make_run_id
-from bedplate.measure.summary import make_result
+from bedplate.measure.summary import list_durations, list_samples, make_result
 from bedplate.measure.watch import EngineMeters, Watcher, find_listening_pid, make_meters, measure_idle_share
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.prepare import hash_model_content
@@ -65,7 +68,7 @@ from bedplate.values import Hardware, Model, Refusal, Workload, replace_fields
 from bedplate.values.cost import Price
 from bedplate.values.run import BenchMatrix, Cell, Load, Quality, Repeat, Run, RunEnvironment, Subject
 from bedplate.values.service import Build, ModelOrder
-from bedplate.values.units import format_memory
+from bedplate.values.units import format_memory, format_seconds
 from bedplate.values.workload import LatencyTarget, RequestShape
 
 CONCURRENCIES = (1, 4, 8, 16)
@@ -74,13 +77,14 @@ ENGINE_BUDGET_S = 240.0
 """Default measuring time for each engine."""
 LEAST_REPEATS = 3
 USUAL_TURNS = 2
-WARMUP_S = 2.0
 CONTEXT_SPARE = 128
 """Tokens for the chat template."""
 LEAST_CONTEXT = 1024
 ROUNDS_PER_LOAD = 1000
 """Prompts are numbered by round; each load has this many round numbers."""
 REQUEST_LIMIT_S = 300.0
+UNKNOWN_GROWTH = 4
+"""A request under load is assumed to take at most this multiple of its time alone, before a load was measured."""
 MOST_EXTENSION = 6.0
 """Largest ratio of a measurement window to the requested time, if too few requests have ended."""
 
@@ -118,6 +122,7 @@ class BenchRun:
     qualities: dict[str, Quality] = field(default_factory=dict)
     own: dict[int, ClientErrorFigures] = field(default_factory=dict)
     spent_s: float = 0.0
+    wall: WallBudget = field(default_factory=lambda: WallBudget(None))
     gpu_policy: GpuPolicy = field(default_factory=lambda: GpuPolicy("bench"))
     reservation: GpuReservation | None = None
 
@@ -137,6 +142,11 @@ class BenchRun:
         self.cells[cell.id] = cell
         store.add_cell(cell, self.path)
         return cell
+
+    def leave_out(self, label: str, why: str, hint: str | None = None) -> None:
+        refusal = Refusal(engine=label, kind="impossible", why=why, hint=hint)
+        self.keep_run(left_out=(*self.run.left_out, refusal))
+        self.teller.report_refusal(refusal)
 
     def assemble_run(self) -> Run:
         return replace_fields(self.run, cells=tuple(self.cells.values()))
@@ -172,10 +182,12 @@ def bench(
 
     `engines`: ids, or "installed", or "all" for all installable engines. With `url` an endpoint is measured instead.
     `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
+    `budget_s` limits the whole run, with starts and checks; the default limits only the measurements of each engine.
     Ctrl-C stops the run and keeps the measured cells; `resume` continues a stopped run.
     `wait_for_gpu_s`: how long to wait for a GPU that another process uses; then an error is raised. With
     `allow_busy_gpu` it is measured anyway, and flagged.
     """
+    wall = WallBudget(budget_s)
     progress, teller = progress or SilentProgress(), teller or BenchListener()
     hardware = probe()
     policy = GpuPolicy("bench", wait_for_gpu_s, allow_busy_gpu)
@@ -216,7 +228,7 @@ def bench(
         describe_environment(hardware, command), price=price if price is not None and price.is_given else None
     )
     run = Run(id=make_run_id(), at=format_now(), environment=environment, matrix=matrix)
-    one = BenchRun(run, hardware, progress, teller, path, gpu_policy=policy)
+    one = BenchRun(run, hardware, progress, teller, path, wall=wall, gpu_policy=policy)
     one.shapes = _read_trace_shapes(matrix)
     return _measure_run(one)
 
@@ -359,6 +371,7 @@ def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
         )
     one.quantizations = [(subject.engine.id, subject.decision.quantization) for subject in one.subjects]
     one.keep_run(left_out=tuple(refused), models=_strip_model(facts))
+    _compare_need_with_budget(one)
     one.teller.report_start(
         one.assemble_run(), [_make_subject(one, subject) for subject in one.subjects], measure_idle_share()
     )
@@ -371,16 +384,65 @@ def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
             label = label_engine(matrix, subject.engine.id, subject.decision.engine_version)
             if label in failed or not _needs_measuring(one, subject, turn):
                 continue
+            if not one.wall.has_time_for(_estimate_start_s(one, subject)):
+                one.leave_out(label, f"not started in round {turn + 1}: {one.wall.describe_spent()}")
+                continue
             try:
                 _measure_engine(one, subject, turn)
             except (ExternalFailure, NotPossible) as error:
                 failed.add(label)
-                refusal = Refusal(engine=label, kind="impossible", why=error.summary, hint=error.hint)
-                one.keep_run(left_out=(*one.run.left_out, refusal))
-                one.teller.report_refusal(refusal)
+                one.leave_out(label, error.summary, error.hint)
+    _end_cells(one)
     if not one.cells and one.run.left_out:
         first = one.run.left_out[-1]
         raise ExternalFailure("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
+
+
+def _compare_need_with_budget(one: BenchRun) -> None:
+    """Say beforehand what the whole matrix needs, if that is more than the budget."""
+    matrix = one.matrix
+    steps = (step for subject in one.subjects if (launch := subject.decision.launch) for step in launch.prepare)
+    need = estimate_need(
+        max(1, len(one.subjects)) * len(matrix.loads),
+        matrix.turns,
+        matrix.seconds,
+        starts_s=sum(_estimate_start_s(one, subject) for subject in one.subjects),
+        installs_s=sum(step.seconds.value for step in steps if step.seconds is not None),
+        checks=max(1, len(one.subjects)) if matrix.check_quality else 0,
+    )
+    if one.wall.limit_s is not None and need.total_s > one.wall.limit_s:
+        total, given = format_seconds(need.total_s), format_seconds(one.wall.limit_s)
+        one.progress.note(
+            f"all of it needs about {total} ({need.describe()}), and the budget is {given}: windows are shortened, and "
+            "cells without time are left out"
+        )
+
+
+def _estimate_start_s(one: BenchRun, subject: ModelDecision) -> float:
+    """The last start of this engine here; else the usual time of the engine."""
+    if one.wall.limit_s is None:
+        return 0.0
+    machine, name = one.run.environment.machine, subject.facts.name
+    for head in reversed(store.read_cell_heads(one.path)):
+        known = head.subject
+        if (head.machine, known.engine, known.model) == (machine, subject.engine.id, name) and known.start_s:
+            return known.start_s
+    return subject.engine.container.start_s
+
+
+def _end_cells(one: BenchRun) -> None:
+    """End cells that had no time in the last round."""
+    for cell in list(one.cells.values()):
+        if cell.halt is None and cell.repeats and one.wall.limit_s is not None:
+            _keep_ended(one, replace_fields(cell, halt="time"))
+
+
+def _keep_ended(one: BenchRun, cell: Cell) -> Cell:
+    """Store an ended cell, and its result for later plans."""
+    cell = one.keep(cell)
+    if cell.halt is not None and (result := make_result(cell)) is not None:
+        store.add_result(result, one.path)
+    return cell
 
 
 def _plan_subject(one: BenchRun, engine_id: str, hardware: Hardware | None = None) -> ModelDecision:
@@ -457,11 +519,16 @@ def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) 
     """Checks the answers of each engine once per run, since they do not depend on the load."""
     engine = label_engine(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
     if engine not in one.qualities:
+        unchecked = len(one.subjects) - len(one.qualities)
+        limit_s = one.wall.get_answers_limit_s(unchecked)
         if not one.matrix.check_quality:
             found = Quality(note="not requested")
+        elif limit_s is None:
+            found = Quality(note="not checked: the budget has no time for it")
         else:
             one.progress.note(f"comparing the answers of {ready.decided.engine.name} with the reference")
-            found = run_loop(quality_of.check(started.url, ready.plan.model.served_name, started.key, plan=ready.plan))
+            name = ready.plan.model.served_name
+            found = run_loop(quality_of.check(started.url, name, started.key, plan=ready.plan, limit_s=limit_s))
         one.qualities[engine] = found
         one.teller.report_quality(_make_subject(one, ready.decided), found)
     return one.qualities[engine]
@@ -482,7 +549,9 @@ def _measure_endpoint(one: BenchRun) -> None:
 
 def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> None:
     matrix, key = one.matrix, target.key
-    prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
+    prepared = run_loop(prepare_in_time(target, matrix.loads[0], None, one.shapes, one.wall.hard_left_s))
+    if prepared is None:
+        raise ExternalFailure(f"{target.url} did not answer within the budget", hint="give a larger --budget")
     one.facts = fetch_facts(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
     engine = "endpoint"
     subject = Subject(
@@ -494,12 +563,16 @@ def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> 
     )
     one.keep_run(models=() if one.facts is None else _strip_model(replace_fields(one.facts, name=prepared.model)))
     one.teller.report_start(one.assemble_run(), [subject], measure_idle_share())
-    quality = Quality(note="not requested")
-    if matrix.check_quality:
-        quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts))
+    _compare_need_with_budget(one)
+    quality, limit_s = Quality(note="not requested"), one.wall.get_answers_limit_s(1)
+    if matrix.check_quality and limit_s is None:
+        quality = Quality(note="not checked: the budget has no time for it")
+    elif matrix.check_quality and limit_s is not None:
+        quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts, limit_s=limit_s))
         one.teller.report_quality(subject, quality)
     for turn in range(matrix.turns):
         SubjectMeasurement(one, subject, target, meters, quality, turn, prepared=prepared).measure_all()
+    _end_cells(one)
 
 
 def read_key(variable: str | None) -> str | None:
@@ -553,15 +626,17 @@ class SubjectMeasurement:
             # A load whose cell is invalid would be requested forever.
             if wanted is None or wanted in [cell.load for cell in mine]:
                 return
-            self.measure_cell(wanted, number, searching=True)
+            if not self.measure_cell(wanted, number, searching=True):
+                return
             number += 1
 
-    def measure_cell(self, load: Load, number: int, *, searching: bool = False) -> None:
+    def measure_cell(self, load: Load, number: int, *, searching: bool = False) -> bool:
+        """Whether it was measured; False: the budget has no time for it."""
         one = self.one
         cell_id = _make_cell_id(one, self.label, load)
         kept = one.cells.get(cell_id)
         if kept is not None and _has_enough_repeats(one, kept, self.turn):
-            return
+            return True
         cell = kept or Cell(
             id=cell_id,
             run=one.run.id,
@@ -571,9 +646,14 @@ class SubjectMeasurement:
             load=load,
         )
         cell = replace_fields(cell, subject=self.subject, quality=self.quality, notes=self.notes)
-        one.teller.report_phase(cell, "preparing")
+        if not one.wall.has_time_for(WARMUP_S + LEAST_WINDOW_S):
+            return self._leave_out(cell)
         began = time.monotonic()
-        self.prepared = run_loop(prepare(self.target, load, known=self.prepared, shapes=one.shapes))
+        one.teller.report_phase(cell, "preparing")
+        prepared = run_loop(prepare_in_time(self.target, load, self.prepared, one.shapes, one.wall.hard_left_s))
+        if prepared is None:
+            return self._leave_out(cell)
+        self.prepared = prepared
         allowed_s = self._compute_allowed_s(searching)
         last = self.turn == one.matrix.turns - 1
         rule = RepeatRule(
@@ -585,7 +665,10 @@ class SubjectMeasurement:
         reason = None
         while reason is None:
             index = len(cell.repeats)
-            repeat = self._measure_repeat(cell, index, number * ROUNDS_PER_LOAD + index, allowed_s)
+            times = self._choose_times(cell, allowed_s)
+            if times is None:
+                return self._leave_out(cell)
+            repeat = self._measure_repeat(cell, number * ROUNDS_PER_LOAD + index, times)
             cell = replace_fields(
                 cell,
                 repeats=(*cell.repeats, repeat),
@@ -594,34 +677,62 @@ class SubjectMeasurement:
             )
             if not self.alive():
                 one.keep(replace_fields(cell, halt="stopped"))
-                load_text = "under this load" if load.concurrency is None else f"with {load.concurrency} in flight"
-                raise ExternalFailure(f"{self.subject.engine} exited {load_text}")
+                raise ExternalFailure(f"{self.subject.engine} exited {describe_load_text(load)}")
             reason = find_halt_reason(
                 [compute_delivered_tok_s(each) for each in cell.repeats], time.monotonic() - began, rule
             )
             final = reason if last or reason == "unknown" else None
             cell = one.keep(replace_fields(cell, halt=final))
         one.spent_s += time.monotonic() - began
-        if cell.halt is not None and (result := make_result(cell)) is not None:
-            store.add_result(result, one.path)
-        one.teller.report_cell(cell)
+        one.teller.report_cell(_keep_ended(one, cell))
+        return True
+
+    def _leave_out(self, cell: Cell) -> bool:
+        """The budget has no time for another repeat. A cell with repeats is kept as it is."""
+        if cell.repeats:
+            self.one.teller.report_cell(cell)
+            return True
+        why = f"not measured {describe_load_text(cell.load)}: {self.one.wall.describe_spent()}"
+        self.one.leave_out(self.label, why)
+        return False
 
     def _compute_allowed_s(self, searching: bool) -> float:
         """An equal share of the remaining budget for each unfinished cell."""
         one, matrix = self.one, self.one.matrix
-        left_s = max(0.0, matrix.budget_s - one.spent_s)
+        wall_s = one.wall.left_s
+        left_s = max(0.0, matrix.budget_s - one.spent_s if wall_s is None else wall_s)
         if searching:
             return max(matrix.seconds, left_s / 4)
-        engines = max(1, len(one.subjects))
-        to_come = engines * len(matrix.loads) * (matrix.turns - self.turn)
-        done = sum(cell.halt is not None for cell in one.cells.values())
-        return left_s / max(1, to_come - (done if matrix.turns == 1 else 0))
+        return left_s / self._count_cells_to_come()
 
-    def _measure_repeat(self, cell: Cell, index: int, round_number: int, allowed_s: float) -> Repeat:
+    def _count_cells_to_come(self) -> int:
+        one, matrix = self.one, self.one.matrix
+        to_come = max(1, len(one.subjects)) * len(matrix.loads) * (matrix.turns - self.turn)
+        done = sum(cell.halt is not None for cell in one.cells.values())
+        return max(1, to_come - (done if matrix.turns == 1 else 0))
+
+    def _choose_times(self, cell: Cell, allowed_s: float) -> RepeatTimes | None:
+        """`None`: the time that is left is too short for another repeat."""
+        streams, seconds = cell.load.concurrency or 0, self.one.matrix.seconds
+        alone_s = (self.prepared.request_s if self.prepared is not None else None) or 0.0
+        most_s = compute_longest_s(seconds, allowed_s, alone_s, streams)
+        times = RepeatTimes(seconds, most_s, REQUEST_LIMIT_S)
+        return self.one.wall.fit_repeat(times, self._estimate_request_s(cell, alone_s), self._count_cells_to_come())
+
+    def _estimate_request_s(self, cell: Cell, alone_s: float) -> float:
+        """The time of a request under this load: at most in proportion to that under the nearest measured load."""
+        streams = cell.load.concurrency or 1
+        known = {
+            other.load.concurrency: statistics.fmean(durations) / 1000
+            for other in self.one.cells.values()
+            if self.is_mine(other) and other.load.concurrency and (durations := list_durations(list_samples(other)))
+        }
+        lower = [count for count in known if count <= streams]
+        return known[max(lower)] * streams / max(lower) if lower else alone_s * min(streams, UNKNOWN_GROWTH)
+
+    def _measure_repeat(self, cell: Cell, round_number: int, times: RepeatTimes) -> Repeat:
         one, load = self.one, cell.load
         streams = load.concurrency or 0
-        alone_s = (self.prepared.request_s if self.prepared is not None else None) or 0.0
-        most_s = compute_longest_s(one.matrix.seconds, allowed_s, alone_s, streams)
         moments: dict[str, str] = {}
         with Watcher(self.meters) as watcher:
 
@@ -634,10 +745,10 @@ class SubjectMeasurement:
                 self.target,
                 load,
                 prepared=self.prepared,
-                seconds=one.matrix.seconds,
+                seconds=times.seconds,
                 warmup_s=WARMUP_S,
-                most_seconds=most_s,
-                timeout_s=REQUEST_LIMIT_S,
+                most_seconds=times.most_s,
+                timeout_s=times.timeout_s,
                 round=round_number,
                 shapes=one.shapes,
                 check=one.own.get(streams, True),
@@ -651,6 +762,25 @@ class SubjectMeasurement:
             )
         use, engine = watcher.summarize_readings()
         return replace_fields(repeat, at=repeat.at or moments.get("begin"), use=use, engine=engine)
+
+
+async def prepare_in_time(
+    target: LoadTarget,
+    load: Load,
+    known: PreparedEndpoint | None,
+    shapes: tuple[RequestShape, ...],
+    limit_s: float | None,
+) -> PreparedEndpoint | None:
+    """`None`: the endpoint did not answer within `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await prepare(target, load, known=known, shapes=shapes)
+    except TimeoutError:
+        return None
+
+
+def describe_load_text(load: Load) -> str:
+    return "under this load" if load.concurrency is None else f"with {load.concurrency} in flight"
 
 
 def compute_longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) -> float:

@@ -47,14 +47,32 @@ PROMPT = "Every morning the old gardener walked through the village to the river
 
 
 async def check(
-    url: str, name: str, key: str | None, *, plan: Plan | None = None, model: Model | None = None
+    url: str,
+    name: str,
+    key: str | None,
+    *,
+    plan: Plan | None = None,
+    model: Model | None = None,
+    limit_s: float = LIMIT_S,
 ) -> Quality:
-    """Checks an endpoint within about a minute. What it does not report stays `None`, with a note."""
+    """Checks an endpoint within about a minute. What it does not report stays `None`, with a note.
+
+    The check ends after `limit_s`, or after twice that time if the endpoint does not answer.
+    """
+    try:
+        async with asyncio.timeout(2 * limit_s):
+            return await _check(url, name, key, plan, model, TimeLimit(limit_s))
+    except TimeoutError:
+        return Quality(note=f"the check of the answers took longer than {2 * limit_s:.0f} s")
+
+
+async def _check(
+    url: str, name: str, key: str | None, plan: Plan | None, model: Model | None, clock: TimeLimit
+) -> Quality:
     import aiohttp
 
     facts = (plan.source or plan.model) if plan is not None else model
     reference = await asyncio.to_thread(find_reference, facts) if facts is not None else None
-    clock = TimeLimit(LIMIT_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
@@ -72,6 +90,7 @@ class TimeLimit:
     """The remaining time of a limit."""
 
     def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
         self._until = time.monotonic() + limit_s
 
     @property
@@ -137,7 +156,7 @@ async def check_agreement(
     """Compares next tokens with the reference, as many as the time limit allows."""
     pairs = choose_quick_prefixes(reference.list_known())
     replies: list[Reply] = []
-    while len(replies) < len(pairs) and (not replies or clock.left_s > LIMIT_S / 2):
+    while len(replies) < len(pairs) and (not replies or clock.left_s > clock.limit_s / 2):
         some = pairs[len(replies) : len(replies) + AT_ONCE]
         replies += await ask(asking.url, some, model=asking.name, key=key, in_flight=IN_FLIGHT)
     found = compare(pairs[: len(replies)], replies)

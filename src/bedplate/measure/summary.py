@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from bedplate.measure.statistics import compute_half_width, compute_percentiles, compute_serial_correlation
 from bedplate.values.cost import CostPerMillion, Price, compute_cost_per_million
 from bedplate.values.decision import Settings
+from bedplate.values.evidence import find_exclusions
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Load, Repeat, Run, Sample, Subject
 from bedplate.values.summary import BenchRow, Interval, Percentiles, Summary
@@ -457,9 +458,11 @@ SETTING_WORDS = {
 
 
 def make_result(cell: Cell) -> Result | None:
-    """The result that later plans use; `None` if the cell is invalid or has an open loop."""
+    """The result that later plans use; `None` if the cell is not evidence, or has an open loop."""
+    if cell.load.concurrency is None or find_exclusions(cell):
+        return None
     found = summarize_cell(cell)
-    if cell.load.concurrency is None or found.output_tok_s is None or not is_valid(cell):
+    if found.output_tok_s is None:
         return None
     subject, quality = cell.subject, cell.quality
     on_card = subject.device not in (None, "cpu")
@@ -483,13 +486,5 @@ def make_result(cell: Cell) -> Result | None:
         output_tok_s_low=None if found.interval is None else found.interval.low,
         output_tok_s_high=None if found.interval is None else found.interval.high,
         peak_memory_bytes=found.peak_gpu_bytes if on_card and found.peak_gpu_bytes else found.peak_memory_bytes,
-        quality=_get_quality_share(cell) if quality is not None else None,
+        quality=quality.agreement if quality is not None and quality.verdict == "ok" else None,
     )
-
-
-def _get_quality_share(cell: Cell) -> float | None:
-    """The agreement; 0 for broken answers, even if some agree."""
-    quality = cell.quality
-    if quality is None or quality.verdict == "unchecked":
-        return None
-    return 0.0 if quality.verdict == "broken" else quality.agreement

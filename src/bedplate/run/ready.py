@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from bedplate.decide import decide, plan
 from bedplate.decide.placement import MachinePart, Need, ServiceAsk, divide_machine
@@ -32,16 +31,10 @@ from bedplate.run.native import BuildNotUsable, find_toolchain, find_usable_buil
 from bedplate.run.prepare import prepare
 from bedplate.run.starting import EngineStart
 from bedplate.run.trials import Examiner, provide_native_environment
-from bedplate.store import compute_fingerprint, read_agreements, read_results, read_tunings, read_verdicts
+from bedplate.store import compute_fingerprint, read_evidence
 from bedplate.values import Decision, Hardware, Model, Plan, Workload, replace_fields
-from bedplate.values.agreement import Agreement
-from bedplate.values.result import Result
+from bedplate.values.evidence import StoredEvidence
 from bedplate.values.service import Build, ModelOrder
-from bedplate.values.tuning import TuningRun
-from bedplate.values.verdict import Verdict
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 """The variables that restrict a process to some of the accelerators."""
@@ -161,14 +154,9 @@ def _plan_all(
     tell: Callable[[Hardware, Model, ModelOrder, Decision], None] = lambda hardware, model, wanted, decision: None,
     path: Path | None = None,
 ) -> tuple[ModelDecision, ...]:
-    past = _EarlierMeasurements(
-        _read_measurements(read_results, hardware, progress, path),
-        _read_measurements(read_agreements, hardware, progress, path),
-        _read_measurements(read_verdicts, hardware, progress, path),
-        _read_measurements(read_tunings, hardware, progress, path),
-    )
+    evidence = _read_evidence(hardware, progress, path)
     asks = [
-        ServiceAsk(facts.name, one.workload, _make_decider(one, facts, build, past), one.replicas, one.is_on_demand)
+        ServiceAsk(facts.name, one.workload, _make_decider(one, facts, build, evidence), one.replicas, one.is_on_demand)
         for one, facts in zip(wanted, models, strict=True)
     ]
     parts = divide_machine(hardware, asks, budget_bytes)
@@ -195,28 +183,16 @@ def _find_facts(model: str | None, hardware: Hardware, progress: Progress) -> Mo
     return found
 
 
-@dataclass(frozen=True)
-class _EarlierMeasurements:
-    """Earlier measurements on this machine."""
-
-    results: tuple[Result, ...]
-    agreements: tuple[Agreement, ...]
-    verdicts: tuple[Verdict, ...]
-    tunings: tuple[TuningRun, ...]
-
-    def filter_tunings(self, build: Build, untuned: bool) -> tuple[TuningRun, ...]:
-        """The tunings of the build that will be served."""
-        return () if untuned else tuple(one for one in self.tunings if (one.build == "native") == (build == "native"))
-
-
 def _make_decider(
-    wanted: ModelOrder, facts: Model, build: Build, past: _EarlierMeasurements
+    wanted: ModelOrder, facts: Model, build: Build, evidence: StoredEvidence
 ) -> Callable[[Hardware, Workload], Decision]:
     engine = wanted.engine
     if engine is not None:
         check_version(engine_by_id(engine))
     # A native build is for all of this machine's hardware, and an adopted environment may be.
     for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
+
+    tunings = tuple(one for one in evidence.tunings if (one.build == "native") == (build == "native"))
 
     def decide_for(hardware: Hardware, workload: Workload) -> Decision:
         decision = decide(
@@ -225,10 +201,10 @@ def _make_decider(
             workload,
             engine,
             operations=wanted.operations,
-            results=past.results,
-            agreements=past.agreements,
-            verdicts=past.verdicts,
-            tunings=past.filter_tunings(build, wanted.untuned),
+            results=evidence.results,
+            agreements=evidence.agreements,
+            verdicts=evidence.verdicts,
+            tunings=() if wanted.untuned else tunings,
             installable=not for_all,
             versions=read_registered_versions() if build != "native" else None,
         )
@@ -369,18 +345,10 @@ def list_installable_engines() -> tuple[str, ...]:
     return tuple(engine.id for engine in load_engines().values() if engine.recipe is not None)
 
 
-class _StoreReader(Protocol[T_co]):
-    """A function that reads from the store what was measured on one machine."""
-
-    def __call__(self, machine: str, *, path: Path | None = None) -> tuple[T_co, ...]: ...
-
-
-def _read_measurements(
-    read: _StoreReader[T], hardware: Hardware, progress: Progress, path: Path | None
-) -> tuple[T, ...]:
+def _read_evidence(hardware: Hardware, progress: Progress, path: Path | None) -> StoredEvidence:
     """Reads what was measured on this machine from the store. If that fails, serving continues without it."""
     try:
-        return read(compute_fingerprint(hardware), path=path)
+        return read_evidence(compute_fingerprint(hardware), path)
     except ExternalFailure as error:
         progress.note(f"{error.message}: earlier measurements on this machine are not used")
-        return ()
+        return StoredEvidence()

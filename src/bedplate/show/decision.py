@@ -15,6 +15,8 @@ from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, 
 from bedplate.values.quoting import join_shell, quote_shell
 from bedplate.values.units import format_figure, format_memory, format_seconds, format_size
 
+SHIFTS = ("tuned.measured", "evidence.calibrated")
+"""Rules of reasons that state how measurements on this machine change a plan."""
 ORIGINS = {"default": "default", "asked": "specified", "observed": "observed"}
 
 
@@ -49,6 +51,9 @@ def render_serving(
         table.add_row("Memory", Text(describe_fit(decision.memory)), Text(format_spread(decision.estimate.memory_gb)))
     if decision.fits:
         table.add_row("Speed", *_make_speed_row(decision))
+    for reason in decision.reasons:
+        if reason.rule in SHIFTS:
+            table.add_row("", Text(reason.text), Text(cite_reason(reason)))
     return table
 
 
@@ -178,15 +183,15 @@ def _make_speed_row(decision: Decision) -> tuple[Text, Text]:
     expected = decision.estimate
     if expected.tpot_ms is None:
         return Text("not measured on this machine yet", style="dim"), Text("")
+    is_measured = any(reason.rule in SHIFTS for reason in decision.reasons)
     one = Figure(
         value=1000 / expected.tpot_ms.value,
         low=1000 / expected.tpot_ms.high,
         high=1000 / max(expected.tpot_ms.low, 1e-9),
         basis="estimate",
     )
-    return Text(f"about {format_range(one, ' tok/s')} for one stream"), Text(
-        "estimate, not measured on this machine yet"
-    )
+    basis = "estimate" if is_measured else "estimate, not measured on this machine yet"
+    return Text(f"about {format_range(one, ' tok/s')} for one stream"), Text(basis)
 
 
 def _render_preparations(decision: Decision) -> list[RenderableType]:

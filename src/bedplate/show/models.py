@@ -47,6 +47,7 @@ def render_models(
         parts += [Text("\n Does not run here", style="bold"), UnfitModelTable(tuple(refused[:limit]))]
         if limit is not None and len(refused) > limit:
             parts.append(Text(f" … and {len(refused) - limit} more: --limit {len(refused)}", style="dim"))
+    parts += [Text(f"\n {note}", style="dim") for note in found.notes]
     if fitting:
         parts += _render_foot(shown, plan)
     return Group(*parts)

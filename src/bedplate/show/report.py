@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bedplate._version import __version__
@@ -21,12 +21,13 @@ from bedplate.judge.argument import (
     recommend_engine,
     summarize_cells,
 )
-from bedplate.measure.summary import compute_spent, list_invalid_reasons
+from bedplate.measure.summary import compute_spent
 from bedplate.show import plots
 from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
 from bedplate.values import LatencyTarget, Model
 from bedplate.values.cost import Price
 from bedplate.values.diagnosis import Diagnosis
+from bedplate.values.evidence import ABOUT_OTHERS, find_exclusions
 from bedplate.values.quoting import escape_markdown, join_shell
 from bedplate.values.run import Cell, Run
 from bedplate.values.summary import Summary
@@ -62,6 +63,8 @@ class ReportPage:
     title: str
     headline: str
     subtitle: str
+    warnings: tuple[str, ...]
+    """Reasons to doubt measurements. They are shown above the recommendation."""
     because: tuple[str, ...]
     verdict: Verdict | None
     change: str | None
@@ -109,12 +112,13 @@ def make_report(
         title=f"{', '.join(names)} on {first.environment.hardware}",
         headline=found.headline,
         subtitle=f"{', '.join(names)} · {' and '.join(hardware)} · {first.at[:10]}{_describe_lengths(cells)}",
+        warnings=_list_texts(shown, lambda cell: (one.text for one in find_exclusions(cell))),
         because=found.because,
         verdict=verdict,
         change=bottleneck.changes[0].text if bottleneck is not None and bottleneck.changes else None,
         columns=(*COLUMNS[:-LAST], *(PAID[name] for name in paid.names), *COLUMNS[-LAST:]),
         rows=_make_rows(runs, shown, found.choice, diagnosis, paid),
-        flags=_list_flags(shown),
+        flags=_list_texts(shown, lambda cell: (one.text for one in cell.flags if one.kind in ABOUT_OTHERS)),
         plots=_draw_plots(runs, shown, found.choice, models or {}, target),
         not_measured=found.not_measured,
         environment=_list_environment(runs, shown),
@@ -133,7 +137,9 @@ def to_html(page: ReportPage) -> str:
 
 def to_markdown(page: ReportPage) -> str:
     safe = escape_markdown
-    lines = [f"# {safe(page.headline)}", "", safe(page.subtitle), "", *(f"- {safe(line)}" for line in page.because)]
+    lines = [f"> **Warning:** {safe(warning)}  " for warning in page.warnings]
+    lines += [""] if lines else []
+    lines += [f"# {safe(page.headline)}", "", safe(page.subtitle), "", *(f"- {safe(line)}" for line in page.because)]
     if page.verdict is not None:
         lines += ["", f"**{safe(page.verdict.answer)}**: {safe(page.verdict.text)}"]
     if page.change:
@@ -225,13 +231,13 @@ def _make_cells(one: MeasuredEngine, cell: Cell, summary: Summary, limit: str | 
     )
 
 
-def _list_flags(shown: Sequence[MeasuredEngine]) -> tuple[str, ...]:
-    """What reduces the validity of a row, each text once with all its loads."""
+def _list_texts(shown: Sequence[MeasuredEngine], list_texts: Callable[[Cell], Iterable[str]]) -> tuple[str, ...]:
+    """The texts about all cells, each once per engine with all its loads."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in shown:
         for cell in one.cells:
             at = str(cell.load.concurrency or cell.load.requests_per_s or cell.load.arrivals)
-            for text in dict.fromkeys((*list_invalid_reasons(cell), *(flag.text for flag in cell.flags))):
+            for text in dict.fromkeys(list_texts(cell)):
                 found.setdefault((one.name, text), []).append(at)
     return tuple(f"{name} at {', '.join(at)}: {text}" for (name, text), at in found.items())
 

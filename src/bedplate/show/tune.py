@@ -154,6 +154,10 @@ def _render_head(tuned: TuningRun) -> Text:
     where = f"{tuned.engine} {tuned.engine_version}"
     if not tuned.finished:
         return Text.assemble(("Not finished.", "bold yellow"), f"  {tuned.measurements} measurements are stored.")
+    if tuned.is_inconclusive:
+        return Text.assemble(
+            ("Inconclusive.", "bold yellow"), f"  {_explain_inconclusive(tuned)} The plan is unchanged."
+        )
     if best is None:
         words = f"  No setting made {where} significantly better."
         return Text.assemble(("The plan is unchanged.", "bold green"), words)
@@ -168,7 +172,17 @@ def _render_head(tuned: TuningRun) -> Text:
     words = f"  {where} with {describe_changes(best.turned)}"
     words += f": {_describe_proof(defaults, 'the engine defaults')}" if defaults is not None else ""
     words += f"; {_describe_proof(plan, 'the plan')}" if plan is not None else ""
-    return Text.assemble(("Tuned.", "bold cyan"), f"{words}. `plan` and `serve` use it from now on.")
+    use = "`plan` and `serve` use it from now on."
+    if tuned.exclusions:
+        use = f"`plan` and `serve` do not use it: {'; '.join(one.text for one in tuned.exclusions)}."
+    return Text.assemble(("Tuned.", "bold cyan"), f"{words}. {use}")
+
+
+def _explain_inconclusive(tuned: TuningRun) -> str:
+    if tuned.steps:
+        better = describe_changes(tuple(step.turn for step in tuned.steps))
+        return f"{better} looked better, but could not be compared with the plan."
+    return "No alternative to the plan was measured; a larger --budget tries more settings."
 
 
 def _describe_proof(proof: Proof, name: str) -> str:

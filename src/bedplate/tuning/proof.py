@@ -20,6 +20,7 @@ from bedplate.tuning.search import Point, SearchResult, make_gain_figure
 from bedplate.tuning.state import TuningState
 from bedplate.tuning.trials import list_cause_and_hint
 from bedplate.values import replace_fields
+from bedplate.values.evidence import find_exclusions
 from bedplate.values.run import Cell, Repeat
 from bedplate.values.tuning import ComparedSettings, RefusedKind, SettingChange, SideName, TuningStep
 
@@ -59,7 +60,11 @@ class Prover:
             make_proof(self.state.kept, "own defaults" if one == OWN else "plan", cells[one], cells[self.state.best])
             for one in others
         )
-        self.state.change(sides=sides, proofs=proofs)
+        used = [cells[point] for point in ((), self.state.best) if point in cells] if self.state.best else []
+        exclusions = tuple(dict.fromkeys(one for cell in used for one in find_exclusions(cell)))
+        if exclusions:
+            self.state.note(f"plans do not use this tuning: {'; '.join(one.text for one in exclusions)}")
+        self.state.change(sides=sides, proofs=proofs, exclusions=exclusions)
 
     def _make_side(self, point: Point, cell: Cell) -> ComparedSettings:
         plan = self.state.make_plan_at(point)

@@ -9,7 +9,7 @@ from bedplate.errors import BedplateError, ExternalFailure, NotPossible
 from bedplate.judge.diagnose import build_roofline, diagnose_subject
 from bedplate.measure.bench import describe_environment
 from bedplate.measure.burst import send_burst
-from bedplate.measure.flags import BUSY, SWAPPED_BYTES
+from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flag_cell
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import format_now
 from bedplate.measure.summary import compute_output_tok_s, list_tpots, list_ttfts, meets
@@ -169,7 +169,8 @@ class Trials:
                 if repeat is None:
                     return
                 repeats.append(repeat)
-            cells.append(self.state.make_cell((), one, tuple(repeats), "plan"))
+            cell = self.state.make_cell((), one, tuple(repeats), "plan")
+            cells.append(replace_fields(cell, flags=flag_cell(cell)))
         hardware = self.state.hardware
         ground = build_roofline(cells[-1].subject, self.state.facts, hardware, describe_environment(hardware))
         found = diagnose_subject(cells, ground)

@@ -279,7 +279,7 @@ class Tuner:
 
         With a short budget, the engine defaults are measured only in the proof.
         """
-        self.state.change(steps=(), proofs=(), sides=())
+        self.state.change(steps=(), proofs=(), sides=(), exclusions=())
         planned = self.trials.measure((), None)
         if planned is None:
             raise ExternalFailure(

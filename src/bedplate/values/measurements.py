@@ -6,6 +6,9 @@ from typing import Literal
 
 from bedplate.values.record import Figure, Record
 
+TOO_LOW = "figures may be too low"
+"""The end of notes on other processes that used the machine during the measurement."""
+
 
 class MeasuredMachine(Record, frozen=True, kw_only=True):
     """What must be unchanged for an old measurement to stay valid."""
@@ -96,3 +99,8 @@ class Measurements(Record, frozen=True, kw_only=True):
     disk: DiskRead | None = None
     notes: tuple[str, ...] = ()
     """What was not measured and why, and what makes a figure less reliable."""
+
+    @property
+    def disturbances(self) -> tuple[str, ...]:
+        """The notes on other processes that used the machine. Empty: it was idle."""
+        return tuple(note for note in self.notes if note.endswith(TOO_LOW))

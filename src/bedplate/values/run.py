@@ -158,6 +158,13 @@ class Flag(Record, frozen=True, kw_only=True):
     """Whether the cell must not be compared at all."""
 
 
+class Exclusion(Record, frozen=True, kw_only=True):
+    """A reason why a measurement does not change estimates and plans."""
+
+    kind: FlagKind
+    text: str
+
+
 class Subject(Record, frozen=True, kw_only=True):
     """What was measured: an engine that bedplate started, or an endpoint given by its URL."""
 

@@ -7,7 +7,7 @@ from typing import Literal
 from bedplate.values.decision import Parallelism, Settings, Weights
 from bedplate.values.diagnosis import Limit
 from bedplate.values.record import Figure, Record
-from bedplate.values.run import Load, Quality
+from bedplate.values.run import Exclusion, Load, Quality
 from bedplate.values.verdict import Answer
 from bedplate.values.workload import LatencyTarget, Workload
 
@@ -222,6 +222,8 @@ class TuningRun(Record, frozen=True, kw_only=True):
     trials: tuple[Trial, ...] = ()
     refused: tuple[RefusedSetting, ...] = ()
     notes: tuple[str, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+    """Why plans do not use it: flags of the measurements of the compared sides."""
     source: str | None = None
     """Imported tunings: the file that it was read from."""
 
@@ -236,6 +238,13 @@ class TuningRun(Record, frozen=True, kw_only=True):
         """Whether the tuned settings are proven better than the plan's."""
         found = self.find_proof("plan")
         return self.finished and found is not None and found.answer == "migrate"
+
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether it ended without comparing any other settings with the plan's. An exported one has no trials."""
+        tried = any(one.turned and one.taken and not one.own_defaults for one in self.trials)
+        compared = self.find_side("tuned") is not None
+        return self.finished and not compared and bool(self.steps or (self.trials and not tried))
 
     def covers(self, workload: Workload) -> bool:
         """Whether it applies to this class of workload."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from bedplate.decide import decide
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.measured import apply_measurements
+from bedplate.facts.measured.measuring import find_disturbances
+from bedplate.run.builtin import read_builtin_facts
 from bedplate.show.measured import format_operations, format_rate, render_measured
 from bedplate.values import (
     Accelerator,
     Figure,
     Hardware,
     Measurements,
+    Workload,
     from_json,
     make_estimate,
     replace_fields,
@@ -30,6 +35,27 @@ def test_measurements_take_precedence_over_data_sheets() -> None:
     cards = tuple(replace_fields(card, bandwidth_bytes_s=make_estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
     found = apply_measurements(replace_fields(HARDWARE, accelerators=cards), MEASURED)
     assert all(card.bandwidth_bytes_s and card.bandwidth_bytes_s.basis == "measured" for card in found.accelerators)
+
+
+def test_figures_of_a_busy_machine_replace_no_data_sheet() -> None:
+    """Entries of earlier versions have the same note."""
+    busy = replace_fields(MEASURED, notes=find_disturbances(HARDWARE, 0.6))
+    cards = tuple(replace_fields(card, bandwidth_bytes_s=make_estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
+    memory = replace_fields(HARDWARE.memory, bandwidth_bytes_s=make_estimate(40e9, 0.2))
+    known = replace_fields(HARDWARE, accelerators=cards, memory=memory)
+    found = apply_measurements(known, busy)
+    assert (found.accelerators, found.memory, found.links) == (cards, memory, HARDWARE.links)
+    assert found.cpu.instruction_sets == ("avx2", "avx512f"), "load does not change which instructions run"
+    unknown = apply_measurements(HARDWARE, busy)
+    assert unknown.memory.bandwidth_bytes_s == make_figure(20e9), "the only figure there is"
+
+
+def test_plan_says_that_its_only_bandwidth_is_of_a_busy_machine() -> None:
+    plain = make_simulated_hardware({"cpu": "Intel Xeon", "cores": 2, "ram_gb": 24})
+    for share, noted in ((0.6, 1), (0.0, 0)):
+        found = apply_measurements(plain, replace_fields(MEASURED, notes=find_disturbances(plain, share)))
+        notes = decide(found, read_builtin_facts(), Workload()).notes
+        assert sum("busy machine (other processes used 60% of the CPU" in note for note in notes) == noted
 
 
 def test_unmeasured_figures_stay_unchanged() -> None:

@@ -18,6 +18,7 @@ from tests.conftest import HANG_S, wait_for
 
 from bedplate.errors import ExternalFailure
 from bedplate.facts.measured import cuda, disk, matrix, ram
+from bedplate.facts.measured.cache import identify_machine, recall
 from bedplate.facts.measured.measuring import find_disturbances, measure
 from bedplate.facts.measured.part import run_part
 from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replace_fields
@@ -131,6 +132,20 @@ def test_other_processes_are_noted() -> None:
         HARDWARE, accelerators=(first, replace_fields(second, processes=(GpuProcess(pid=1), GpuProcess(pid=2))))
     )
     assert find_disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
+
+
+def test_figures_of_a_busy_machine_do_not_replace_those_of_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shares = iter((0.6, 0.0, 0.6))
+    monkeypatch.setattr("bedplate.facts.measured.measuring._measure_busy_share", lambda: next(shares))
+    monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", lambda name, request, result, *_, **__: result())
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    for disturbed in (True, False):
+        found = measure(HARDWARE)
+        assert bool(found.disturbances) is disturbed and recall(identify_machine(HARDWARE)) == found
+    busy = measure(HARDWARE)
+    assert recall(identify_machine(HARDWARE)) == found and "stay in use" in busy.notes[-1]
 
 
 def test_the_data_sheet_figure_is_kept_with_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,15 +7,22 @@ from bedplate.values.measurements import GpuBandwidth, Measurements
 
 
 def apply_measurements(hardware: Hardware, found: Measurements) -> Hardware:
-    """`hardware` with the measured figures of `found`; everything else stays unchanged."""
+    """`hardware` with the measured figures of `found`; everything else stays unchanged.
+
+    Figures that were measured while other processes used the machine replace no figure of a data sheet.
+    """
     ram = found.ram_all_cores
     gpus = {gpu.index: gpu for gpu in found.gpus}
+    if found.disturbances:
+        ram = ram if hardware.memory.bandwidth_bytes_s is None else None
+        known = {card.index for card in hardware.accelerators if card.bandwidth_bytes_s is not None}
+        gpus = {index: gpu for index, gpu in gpus.items() if index not in known}
     return replace_fields(
         hardware,
         cpu=replace_fields(hardware.cpu, instruction_sets=_remove_broken(hardware.cpu.instruction_sets, found)),
         memory=replace_fields(hardware.memory, bandwidth_bytes_s=ram.read_bytes_s) if ram else hardware.memory,
         accelerators=tuple(_apply_to_card(card, gpus.get(card.index)) for card in hardware.accelerators),
-        links=_apply_to_links(hardware.links, found),
+        links=hardware.links if found.disturbances else _apply_to_links(hardware.links, found),
         measured=found,
         notes=(*hardware.notes, *_list_broken(found)),
     )

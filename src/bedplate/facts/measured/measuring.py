@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from bedplate.errors import BedplateError, ExternalFailure
 from bedplate.facts.measured import cuda, disk, matrix, ram
-from bedplate.facts.measured.cache import identify_machine, remember
+from bedplate.facts.measured.cache import identify_machine, recall, remember
 from bedplate.facts.measured.instructions import check_instruction_sets
 from bedplate.facts.measured.part import run_part
 from bedplate.progress import Progress, SilentProgress
 from bedplate.values import Hardware, Record, replace_fields
-from bedplate.values.measurements import GpuBandwidth, Measurements
+from bedplate.values.measurements import TOO_LOW, GpuBandwidth, Measurements
 
 BUSY_SHARE = 0.15
 """Share of all CPUs. An idle desktop stays below it."""
@@ -66,6 +66,10 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
         disk=reads.disk,
         notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_note_unmeasured(hardware)),
     )
+    earlier = recall(machine)
+    if found.disturbances and earlier is not None and not earlier.disturbances:
+        kept = f"not stored: the figures of {earlier.when[:10]}, measured on the idle machine, stay in use"
+        return replace_fields(found, notes=(*found.notes, kept))
     try:
         remember(found)
     except ExternalFailure as error:
@@ -80,12 +84,12 @@ def find_disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
     """Other processes on this machine, which make the measured figures too low."""
     found = []
     if busy_share >= BUSY_SHARE:
-        found.append(f"other processes used {busy_share:.0%} of the CPU just before, so figures may be too low")
+        found.append(f"other processes used {busy_share:.0%} of the CPU just before, so {TOO_LOW}")
     for card in hardware.accelerators:
         if card.processes:
             count = len(card.processes)
             others = "another process uses" if count == 1 else f"{count} other processes use"
-            found.append(f"{others} GPU {card.index}, so its figures may be too low")
+            found.append(f"{others} GPU {card.index}, so its {TOO_LOW}")
     return tuple(found)
 
 
