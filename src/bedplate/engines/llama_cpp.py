@@ -681,6 +681,8 @@ def _count_first_layers(model: Model, with_experts: int) -> int:
 
 def divide_layers(layers: int, placed: int, sizes: Sequence[float]) -> tuple[int, ...]:
     """Layers by card as llama_model::load_tensors divides the last `placed` of them, the output counted as one."""
+    if len(sizes) == 1:
+        return (max(0, placed - 1),)
     total, counts, ends, so_far = sum(sizes), [0] * len(sizes), [], 0.0
     for size in sizes:
         so_far += size

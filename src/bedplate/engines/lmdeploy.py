@@ -168,7 +168,7 @@ RULE_SOURCES = {
     "memory.capture": "messages.py of 0.16.0: cache_max_entry_count",
 }
 LAUNCH_RULES = (
-    LaunchRule("lmdeploy.quantization", "turbomind/deploy/converter.py and pytorch/config.py of 0.16.0", check_method),
+    LaunchRule("lmdeploy.quantization", "turbomind/converter.py and pytorch/config.py of 0.16.0", check_method),
     LaunchRule("lmdeploy.cache-share", "messages.py of 0.16.0: cache_max_entry_count", check_cache_share),
     LaunchRule(
         "lmdeploy.architecture", "turbomind/supported_models.py and pytorch/models/module_map.py of 0.16.0",
