@@ -136,6 +136,18 @@ def plan_experts_on_host() -> ShownPlan:
     return make_plan("llama.cpp", "RTX 3090", 4, "Qwen/Qwen3-235B-A22B", 1)
 
 
+@functools.cache
+def make_cpu_plan() -> ShownPlan:
+    hardware = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 128})
+    return show_plan("llama.cpp", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
+
+
+@functools.cache
+def make_mac_plan() -> ShownPlan:
+    hardware = make_simulated_hardware({"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"})
+    return show_plan("mlx", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
+
+
 def put_experts_on_host(shown: ShownPlan) -> ShownPlan:
     return shown.with_plan(
         parallelism=replace_fields(shown.plan.parallelism, pipeline=1),
@@ -433,18 +445,6 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         lambda: make_plan("exllamav3", "RTX 3090", 1, "Qwen/Qwen3-8B", 1).with_option("--cache-tokens", "1000"),
     ),
 }  # fmt: skip
-
-
-@functools.cache
-def make_cpu_plan() -> ShownPlan:
-    hardware = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 128})
-    return show_plan("llama.cpp", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
-
-
-@functools.cache
-def make_mac_plan() -> ShownPlan:
-    hardware = make_simulated_hardware({"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"})
-    return show_plan("mlx", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
 
 
 class TestSeededFaults:

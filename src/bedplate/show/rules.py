@@ -83,7 +83,7 @@ def write_rules_page() -> str:
 
 def _list_shared_checks() -> list[tuple[str, ...]]:
     engines = load_engines().values()
-    found = []
+    found: list[tuple[str, ...]] = []
     for rule in (*GENERAL_RULES, *MEMORY_RULES):
         cited = [f"{engine.name}: {source}" for engine in engines if (source := engine.rule_sources.get(rule.id))]
         found.append((f'<a id="{rule.id}"></a>`{rule.id}`', rule.sentence, "<br>".join(cited) or rule.source))
