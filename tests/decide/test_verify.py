@@ -155,12 +155,6 @@ def put_experts_on_host(shown: ShownPlan) -> ShownPlan:
     )
 
 
-def on_two_nodes(engine: str) -> ShownPlan:
-    """A plan for one node of two, as if it used both."""
-    shown = make_plan(engine, "H100 SXM", 16, "meta-llama/Meta-Llama-3.1-70B", 64, nodes=2)
-    return shown.with_layout(tensor=8, pipeline=1, data=2, expert=1, attention_data=1)
-
-
 # name → (rules of which one must find it, the faulty plan)
 FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
     # idle hardware
@@ -386,7 +380,10 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         "layout.hosts",
         lambda: make_plan("llama.cpp", "H100 SXM", 16, "Qwen/Qwen3-8B", 1, nodes=2).with_layout(pipeline=16),
     ),
-    "SGLang replicas over two nodes": ("sglang.replicas", lambda: on_two_nodes("sglang")),
+    "SGLang replicas in one command for two nodes": (
+        "sglang.replicas",
+        lambda: plan_h100("sglang").with_option("--dp-size", "2").with_option("--nnodes", "2"),
+    ),
     "SGLang replicas with attention replicas": (
         "sglang.replicas",
         lambda: plan_h100("sglang").with_option("--dp-size", "2").with_option("--attn-dp-size", "2"),

@@ -37,7 +37,8 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
                     layout = Parallelism(
                         tensor=tensor, pipeline=pipeline, data=data, expert=expert, attention_data=attention
                     )
-                    hosts = -(-tensor * pipeline * data // each_host)
+                    # Replicas are started separately; one of them may need several hosts.
+                    hosts = -(-tensor * pipeline // each_host)
                     if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or distributes):
                         yield layout
 

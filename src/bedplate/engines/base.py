@@ -472,7 +472,7 @@ class Engine:
         return -(-layers // stages)
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
-        """Whether it has this layout for this architecture, on this many hosts."""
+        """Whether it has this layout for this architecture; `hosts` are those of one replica."""
         return True
 
     def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:

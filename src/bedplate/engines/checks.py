@@ -28,7 +28,7 @@ class PlannedLaunch:
     cards: tuple[Accelerator, ...]
     """The accelerators that the layout uses, in the order of their indexes."""
     hosts: int
-    """Operating systems that these cards belong to."""
+    """Operating systems that the cards of one replica belong to."""
 
     @property
     def model(self) -> Model:

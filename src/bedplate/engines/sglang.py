@@ -249,12 +249,13 @@ def check_online_fp8(launch: PlannedLaunch) -> str | None:
 
 
 def check_replicas(launch: PlannedLaunch) -> str | None:
-    """Replicas are on one host, and are not combined with attention data parallelism."""
+    """One command starts replicas on one host only, and not together with attention data parallelism."""
     if launch.get_count("--dp-size") == 1 or "--enable-dp-attention" in launch.options:
         return None
     if launch.get_count("--attn-dp-size") > 1:
         return "--dp-size is not combined with --attn-dp-size"
-    return f"--dp-size does not reach over {launch.hosts} hosts" if launch.hosts > 1 else None
+    nodes = launch.get_count("--nnodes")
+    return f"--dp-size is not combined with --nnodes {nodes}" if nodes > 1 else None
 
 
 def check_groups(launch: PlannedLaunch) -> str | None:
@@ -476,8 +477,7 @@ class Sglang(Engine):
         return min(self.uses.share, max(0.1, math.floor(100 * (free - rest) / free) / 100))
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
-        merged = layout.attention_data > 1
-        return hosts == 1 or ((merged or layout.data == 1) and layout.tensor * layout.pipeline % hosts == 0)
+        return layout.tensor * layout.pipeline % hosts == 0
 
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         # With --enable-dp-attention, --dp-size divides the tensor ranks instead of multiplying them.

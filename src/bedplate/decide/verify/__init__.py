@@ -68,7 +68,7 @@ def describe_launch(plan: Plan, launch: Launch, hardware: Hardware) -> PlannedLa
         chip=chip,
         capability=parse_capability(capability),
         cards=cards,
-        hosts=-(-len(cards) // max(1, each)) if cards else 1,
+        hosts=-(-layout.tensor * layout.pipeline // max(1, each)) if cards else 1,
     )
 
 
