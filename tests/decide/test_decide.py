@@ -421,10 +421,11 @@ class TestRemedies:
     )
     def test_suggested_number_of_gpus_is_enough(self, name: str, card: str, count: int, wanted: str) -> None:
         work, model = Workload(prompt_tokens=1000), find_model(name)
-        decision = decide(make_machine(card, count), model, work, wanted)
+        # Host memory for the conversion to four bits.
+        decision = decide(make_machine(card, count, 1024), model, work, wanted)
         cards = int(re.findall(r"(\d+) GPUs of this model", " ".join(decision.hints))[0])
         assert cards > count
-        assert decide(make_machine(card, cards), model, work, wanted).fits
+        assert decide(make_machine(card, cards, 1024), model, work, wanted).fits
 
     def test_smaller_quantization_is_suggested_first_if_sufficient(self) -> None:
         decision = decide(make_cpu_machine(4 * GIB), EIGHT_B, Workload())

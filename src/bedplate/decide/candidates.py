@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bedplate.decide.case import MANY, DecisionCase
+from bedplate.decide.case import MANY, DecisionCase, with_model_task
 from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.layouts import list_layouts
-from bedplate.decide.memory import MemoryDemand, fit
+from bedplate.decide.memory import MemoryDemand, fit, get_free_bytes, get_weight_bytes_on_device
+from bedplate.decide.verify import PlanFault, find_first_fault
 from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
 from bedplate.engines import Engine
 from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, ComputeTarget, find_cards
@@ -22,6 +23,7 @@ from bedplate.values import (
     Hardware,
     Model,
     Parallelism,
+    Plan,
     Refusal,
     Remedy,
     Settings,
@@ -33,6 +35,7 @@ from bedplate.values import (
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.tuning import TuningRun
+from bedplate.values.units import format_memory
 
 LEAST_BITS = 3.0
 """With fewer bits per weight, another engine or a smaller model gives better answers."""
@@ -58,8 +61,17 @@ CARDS = (2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
 """Usual numbers of GPUs in one machine, or in several nodes together."""
 SURELY = 2
 """Cache for this many times a request's tokens needs no further check: windows and states do not grow as fast."""
+SHOWN_PORT = 8080
+"""The port in a Decision's launch command, which a person can copy; `serve` takes a free port."""
 SAME = 0.97
 """An estimate cannot tell layouts within three percent apart; then the simpler one is preferred."""
+
+
+@dataclass(frozen=True)
+class RejectedCandidate:
+    quantization: str
+    layout: Parallelism
+    fault: PlanFault
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ class EngineCandidate:
     """Whether `model` is first dequantized from the requested GGUF."""
     tuned: TuningRun | None = None
     """The tuning result that its settings come from, if there is one."""
+    rejected: tuple[RejectedCandidate, ...] = ()
+    """Candidates of the same engine that would have been preferred, but that the verifier rejected."""
 
     @property
     def quantization(self) -> str | None:
@@ -117,22 +131,68 @@ def choose_candidate(
         return engine.make_refusal("impossible", "the build that bedplate installs does not support this hardware")
     case = replace(case, hardware=hardware)
     forms = list(_list_weights(engine, target, case))
+    if not forms and not _has_memory_to_convert(engine, case):
+        return engine.make_refusal("impossible", f"its conversion needs {_describe_source(engine, case)}")
     if not forms:
         return engine.make_refusal(
             "impossible",
             f"does not support {case.model.quantization or case.model.format} weights on this hardware",
             "the same model in another format",
         )
-    found = [candidate for form in forms if (candidate := _lay_out(engine, target, form, case, evidence))]
-    fitting = [candidate for candidate in found if candidate.fit.fits]
-    if not fitting:
-        return refuse_too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes), case.workload)
-    sound = [candidate for candidate in fitting if find_wrong_answers(candidate, evidence) is None]
-    if not sound and not asked and (wrong := find_wrong_answers(fitting[0], evidence)) is not None:
-        return engine.make_refusal(
-            "unsuitable", f"gave wrong answers on this machine: {wrong.why}", f"--engine {engine.id} uses it anyway"
-        )
-    return _choose_weights(sound or fitting, case)
+    found = [_lay_out(engine, target, form, case, evidence) for form in forms]
+    laid_out = [fitting for some in found if (fitting := [one for one in some if one.fit.fits])]
+    if not laid_out:
+        smallest = min(found, key=lambda some: some[0].model.weight_bytes)
+        refusal = refuse_too_large(engine, min(smallest, key=_compute_missing_bytes), case.workload)
+        if _has_memory_to_convert(engine, case):
+            return refusal
+        hints = (refusal.hint, f"a conversion to fewer bits, with {_describe_source(engine, case)}")
+        return replace_fields(refusal, hint=join_alternatives(hint for hint in hints if hint is not None))
+    return _choose_verified(engine, laid_out, case, evidence, asked)
+
+
+def _choose_verified(
+    engine: Engine, laid_out: list[list[EngineCandidate]], case: DecisionCase, evidence: MachineEvidence, asked: bool
+) -> EngineCandidate | Refusal:
+    """The best candidate that the verifier accepts; `laid_out` has the layouts that fit for each weight format."""
+    rejected: list[RejectedCandidate] = []
+    while laid_out:
+        fitting = [_choose_layout(some, case) for some in laid_out]
+        sound = [candidate for candidate in fitting if find_wrong_answers(candidate, evidence) is None]
+        if not sound and not asked and (wrong := find_wrong_answers(fitting[0], evidence)) is not None:
+            return engine.make_refusal(
+                "unsuitable", f"gave wrong answers on this machine: {wrong.why}", f"--engine {engine.id} uses it anyway"
+            )
+        chosen = _choose_weights(sound or fitting, case)
+        fault = verify_candidate(chosen, case)
+        if fault is None:
+            return replace(chosen, rejected=tuple(rejected))
+        rejected.append(RejectedCandidate(chosen.quantization or "", chosen.layout, fault))
+        laid_out = [kept for some in laid_out if (kept := [one for one in some if one is not chosen])]
+    first = rejected[0].fault
+    return engine.make_refusal("impossible", first.why, first.hint)
+
+
+def describe_rejection(one: RejectedCandidate) -> str:
+    layout = one.layout
+    cards = layout.tensor * layout.pipeline * layout.data
+    where = f" on {cards} accelerators" if cards > 1 else ""
+    return f"{one.quantization}{where} was not planned: {one.fault.why} (rule {one.fault.rule})"
+
+
+def verify_candidate(candidate: EngineCandidate, case: DecisionCase) -> PlanFault | None:
+    """The reason why the engine would not serve this candidate."""
+    engine = candidate.engine
+    plan = Plan(
+        engine=engine.id,
+        engine_version=engine.version or "unpinned",
+        model=case.model,
+        workload=with_model_task(case.model, case.workload),
+        weights=candidate.weights,
+        parallelism=candidate.layout,
+        settings=candidate.settings,
+    )
+    return find_first_fault(plan, engine.launch(plan, SHOWN_PORT), candidate.hardware)
 
 
 def find_wrong_answers(candidate: EngineCandidate, evidence: MachineEvidence) -> Agreement | None:
@@ -244,7 +304,28 @@ def _list_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> 
         model = convert_model(case.model, form)
         if form.made != "as it is" and (model.bits_per_weight or 16.0) < least:
             continue
+        if form.made == "converted" and not _has_memory_to_convert(engine, case):
+            continue
         yield form, model
+
+
+def _has_memory_to_convert(engine: Engine, case: DecisionCase) -> bool:
+    """Whether host memory holds the weights that the engine's conversion reads; an assumed size does not count."""
+    memory, need = case.hardware.memory, case.model.weight_bytes * engine.loading.conversion_copies
+    return memory.basis == "estimate" or need <= memory.available_bytes * (1 - RESERVED_SHARE)
+
+
+def _describe_source(engine: Engine, case: DecisionCase) -> str:
+    need = case.model.weight_bytes * engine.loading.conversion_copies
+    return f"{format_memory(need)} of host memory for the unconverted weights"
+
+
+def _can_load(engine: Engine, weights: Weights, source: Model, layout: Parallelism, case: DecisionCase) -> bool:
+    """Whether each card holds the unquantized weights, if the engine needs all of them before it quantizes."""
+    if weights.made != "while loading" or weights.label in SIXTEEN_BIT or engine.loading.quantizes == "by layer":
+        return True
+    each = get_weight_bytes_on_device(source, layout, engine)
+    return all(each <= (get_free_bytes(card) or 0) for card in find_cards(case.hardware, engine.vendors))
 
 
 def convert_model(model: Model, form: Weights) -> Model:
@@ -256,17 +337,17 @@ def convert_model(model: Model, form: Weights) -> Model:
 
 def _lay_out(
     engine: Engine, target: ComputeTarget, form: tuple[Weights, Model], case: DecisionCase, evidence: MachineEvidence
-) -> EngineCandidate | None:
-    """The best layout for these weights; if none fits, the one that lacks the least memory."""
+) -> list[EngineCandidate]:
+    """A candidate for each layout of these weights."""
     weights, model = form
-    found = [
+    return [
         _make_candidate(engine, target, weights, model, layout, case, evidence)
         for layout in list_layouts(case.hardware, engine, model)
     ]
-    fitting = [candidate for candidate in found if candidate.fit.fits]
-    if not fitting:
-        return min(found, key=lambda one: sum(need.high_bytes - (need.usable_bytes or 0) for need in one.fit.devices))
-    return _choose_layout(fitting, case)
+
+
+def _compute_missing_bytes(candidate: EngineCandidate) -> int:
+    return sum(need.high_bytes - (need.usable_bytes or 0) for need in candidate.fit.devices)
 
 
 def _make_candidate(
@@ -281,6 +362,8 @@ def _make_candidate(
     hardware, workload = case.hardware, case.workload
     room = fit(hardware, model, workload, engine, parallelism=layout)
     settings, need = fit_settings(engine, hardware, model, layout, case, room)
+    if not _can_load(engine, weights, case.model, layout, case):
+        need = replace_fields(need, fits=False)
     expected = None
     if need.fits:
         factor = evidence.get_factor(engine.id, target.device)
@@ -366,6 +449,9 @@ def _choose_layout(fitting: list[EngineCandidate], case: DecisionCase) -> Engine
     Latency targets come first: only layouts that meet them, or the one that misses them least.
     """
     in_flight = case.in_flight
+    # Weights are in host memory only if they do not fit on all cards together.
+    on_cards = [one for one in fitting if one.fit.offload is None]
+    fitting = on_cards or [one for one in fitting if one.cards == max(other.cards for other in fitting)]
     useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
     most = max(one.max_concurrency for one in useful)
     holding = [one for one in useful if one.max_concurrency >= min(in_flight, most)]

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bedplate.decide.apply_tuning import with_tuning
-from bedplate.decide.candidates import SERVER_EFFORT, EngineCandidate, choose_candidate, find_wrong_answers
+from bedplate.decide.candidates import (
+    SERVER_EFFORT,
+    SHOWN_PORT,
+    EngineCandidate,
+    choose_candidate,
+    describe_rejection,
+    find_wrong_answers,
+    verify_candidate,
+)
 from bedplate.decide.case import STORED_BITS, DecisionCase, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
 from bedplate.decide.explain import estimate_candidate, list_reasons
@@ -39,8 +47,6 @@ from bedplate.values.tuning import TuningRun
 from bedplate.values.units import format_figure
 from bedplate.values.verdict import Verdict
 
-SHOWN_PORT = 8080
-"""The port in a Decision's launch command, which a person can copy; `serve` takes a free port."""
 FIRST_GUESS_S = 0.5
 GUESSED_TPOT_S = 0.03
 KEEPS_UP = 0.9
@@ -252,7 +258,8 @@ class EngineSearch:
                 engine=None, model=case.model.name, quantization=case.model.quantization, fits=False,
                 max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._list_hints(asked),
             )  # fmt: skip
-        chosen = with_tuning(chosen, case, self.evidence)
+        tuned = with_tuning(chosen, case, self.evidence)
+        chosen = tuned if tuned is chosen or verify_candidate(tuned, case) is None else chosen
         orchestrator, above = self._choose_orchestrator(_count_nodes(chosen))
         estimate = estimate_candidate(chosen, case)
         decision = Decision(
@@ -278,6 +285,7 @@ class EngineSearch:
             ),
             refused=refused,
             challengers=challengers,
+            notes=tuple(map(describe_rejection, chosen.rejected[:1])),
         )
         launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
         decision = replace_fields(decision, launch=launch)

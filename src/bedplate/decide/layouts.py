@@ -23,6 +23,8 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
         yield Parallelism()
         return
     node, fast = min(hardware.cards_per_node, cards), count_fast_cards(hardware)
+    each_host = min(node, (target.chip.per_host if target.chip is not None else None) or node)
+    distributes = type(engine).launch_on_node is not Engine.launch_on_node
     for tensor in TENSOR_SIZES:
         if tensor > node or (tensor > 1 and "tensor" not in engine.ways) or not can_divide(model, tensor):
             continue
@@ -32,9 +34,13 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
             for expert, attention in _list_expert_ways(engine, model, tensor):
                 most = cards // (tensor * pipeline) if "data" in engine.ways else 1
                 for data in _list_replicas(most):
-                    yield Parallelism(
+                    layout = Parallelism(
                         tensor=tensor, pipeline=pipeline, data=data, expert=expert, attention_data=attention
                     )
+                    # Replicas are started separately; one of them may need several hosts.
+                    hosts = -(-tensor * pipeline // each_host)
+                    if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or distributes):
+                        yield layout
 
 
 def can_divide(model: Model, tensor: int) -> bool:
@@ -48,9 +54,15 @@ def can_divide(model: Model, tensor: int) -> bool:
         return False
     details = model.quantization_details
     step = max((details.group_size or 1), *(details.block or (1,))) if details is not None else 1
-    # Expert parallelism distributes whole experts; then only the shared parts of the model must divide.
-    widths = [model.intermediate_size] if not model.num_experts else []
-    return all(width % tensor == 0 and (width // tensor) % step == 0 for width in widths if width)
+    return all(width % tensor == 0 and (width // tensor) % step == 0 for width in _list_dense_widths(model))
+
+
+def _list_dense_widths(model: Model) -> list[int]:
+    """Widths of the MLPs that tensor ranks divide; expert parallelism distributes whole experts."""
+    if not model.num_experts:
+        return [model.intermediate_size] if model.intermediate_size else []
+    dense = model.intermediate_size if any(part.name == "mlp" for part in model.parts) else None
+    return [width for width in (dense, model.shared_expert_intermediate_size) if width]
 
 
 def can_divide_experts(model: Model, tensor: int) -> bool:

@@ -85,26 +85,50 @@ def select_cards(hardware: Hardware, engine: Engine, layout: Parallelism) -> tup
     return cards[:wanted]
 
 
-def get_kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
+def get_kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism, engine: Engine | None = None) -> float:
     """The KV cache of one request on one device: tensor ranks divide the heads, but each stores a whole latent cache.
 
     With attention data parallelism, only one rank stores a request.
     """
-    return model.compute_kv_bytes(tokens) / _count_cache_parts(model, layout)
+    return model.compute_kv_bytes(tokens) * _get_cache_share(model, layout, engine)
 
 
-def _count_cache_parts(model: Model, layout: Parallelism) -> int:
+def _get_cache_share(model: Model, layout: Parallelism, engine: Engine | None) -> float:
     ranks = max(1, layout.tensor // max(1, layout.attention_data))
     ranks = min(ranks, model.num_kv_heads or ranks) if model.kv_lora_rank is None else 1
-    return layout.pipeline * max(1, ranks)
+    return _get_stage_share(model, layout, engine) / max(1, ranks)
 
 
-def get_weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
-    """Bytes of weights on one device: tensor or expert ranks divide the experts, tensor ranks divide the rest."""
+def _get_stage_share(model: Model, layout: Parallelism, engine: Engine | None) -> float:
+    """The largest share of the layers that one pipeline stage gets: stages have whole layers."""
+    if engine is None or layout.pipeline == 1 or not model.num_layers:
+        return 1 / layout.pipeline
+    return engine.count_largest_stage(model.num_layers, layout.pipeline) / model.num_layers
+
+
+def get_weight_bytes_on_device(model: Model, layout: Parallelism, engine: Engine | None = None) -> int:
+    """Bytes of weights on one device: tensor or expert ranks divide the experts, tensor ranks divide the rest.
+
+    With the engine, those of its largest pipeline stage, which may have the embedding or the output besides.
+    """
     experts = _sum_expert_bytes(model)
     attention = max(1, layout.tensor // max(1, layout.attention_data))
-    rest = (model.weight_bytes - experts) / attention
-    return round((experts / max(layout.tensor, layout.expert) + rest) / layout.pipeline)
+    first, last = _get_end_bytes(model, engine) if layout.pipeline > 1 else (0, 0)
+    share = _get_stage_share(model, layout, engine)
+    rest = (model.weight_bytes - experts - first - last) * share + max(first, last)
+    # Layers without experts come first, so that the other stages have more experts than layers.
+    dense_first = engine is not None and 2 * (model.num_moe_layers or 0) > model.num_layers
+    richest = min(1.0, share * model.num_layers / (model.num_moe_layers or 1)) if dense_first else share
+    return round(experts / max(layout.tensor, layout.expert) * richest + rest / attention)
+
+
+def _get_end_bytes(model: Model, engine: Engine | None) -> tuple[int, int]:
+    """Bytes outside of the layers: with the first stage, and with the last."""
+    if engine is None:
+        return 0, 0
+    sizes = {part.name: part.bytes for part in model.parts}
+    embedding = 0 if engine.loading.embeds_on_host else sizes.get("embedding", 0)
+    return embedding + sizes.get("vision", 0), sizes.get("output", 0)
 
 
 def get_free_bytes(card: Accelerator) -> int | None:
@@ -135,10 +159,10 @@ def _fit_on_cards(
     smallest = min(cards, key=lambda card: get_free_bytes(card) or 0)
     free, use = get_free_bytes(smallest), engine.uses
     usable = round(free * use.share) if free is not None else None
-    weights = get_weight_bytes_on_device(model, layout)
-    cache_each = get_kv_bytes_on_device(model, asked.tokens, layout)
+    weights = get_weight_bytes_on_device(model, layout, engine)
+    cache_each = get_kv_bytes_on_device(model, asked.tokens, layout, engine)
     # Each request has its own windows and states; only the cache that grows with every token is shared.
-    shared = model.kv_bytes_per_token * asked.shared_tokens / _count_cache_parts(model, layout)
+    shared = model.kv_bytes_per_token * asked.shared_tokens * _get_cache_share(model, layout, engine)
     groups = max(1, layout.attention_data)
 
     def compute_cache(requests: int) -> float:
@@ -205,6 +229,20 @@ class _Split:
     card_cache: int
 
 
+def _fit_layers(model: Model, kept: int, with_experts: int, cache: float, cards: int, room: float) -> bool:
+    """Whether whole layers fit on the cards, with the experts of the last `kept` layers that have any."""
+    sizes = {part.name: part.bytes for part in model.parts}
+    experts, room = sizes.get(EXPERTS, 0), room - sizes.get("output", 0)
+    small = (model.weight_bytes - experts - sizes.get("output", 0) + cache) / with_experts
+    large = small + experts / with_experts
+    if (large if kept else small) > room:
+        return False
+    full, rest = divmod(with_experts - kept, int(room // small))
+    beside = int((room - rest * small) // large) if rest else 0
+    needed = full + bool(rest) - (-max(0, kept - beside) // int(room // large) if kept else 0)
+    return needed <= cards
+
+
 def _fit_offloaded(
     hardware: Hardware, cards: Sequence[Accelerator], model: Model, engine: Engine, asked: MemoryDemand
 ) -> Fit | None:
@@ -223,13 +261,19 @@ def _fit_offloaded(
         return use.device_bytes + engine.compute_activation_bytes(model, asked.prompt_tokens * requests)
 
     def split(requests: int) -> _Split:
-        room = count * (usable - compute_overhead(requests) * (1 + use.spread))
-        cache = cache_each * requests
+        each = usable - compute_overhead(requests) * (1 + use.spread)
+        room, cache = count * each, cache_each * requests
         if experts and room >= dense + cache:
             kept = min(with_experts, int((room - dense - cache) // (experts / with_experts)))
-            on_cards = round(dense + kept * experts / with_experts)
-            return _Split("experts", kept, with_experts - kept, on_cards, cache)
-        kept = max(0, min(layers, int(room // ((model.weight_bytes + cache) / layers))))
+            if count > 1:
+                kept = find_largest(
+                    lambda some: _fit_layers(model, some, with_experts, cache, count, each), max(1, kept)
+                )
+            if kept or _fit_layers(model, 0, with_experts, cache, count, each):
+                on_cards = round(dense + kept * experts / with_experts)
+                return _Split("experts", kept, with_experts - kept, on_cards, cache)
+        # The layers on cards are divided evenly, and each card holds whole layers.
+        kept = max(0, min(layers, count * int(each // ((model.weight_bytes + cache) / layers))))
         on_cards = round(model.weight_bytes * kept / layers)
         return _Split("layers", kept, layers - kept, on_cards, round(cache * kept / layers))
 

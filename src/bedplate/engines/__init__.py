@@ -73,7 +73,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-SHARED_MODULES = ("base", "knobs", "mistakes", "names", "parsers", "shared", "roles", "shipped", "traits")
+SHARED_MODULES = ("base", "checks", "knobs", "mistakes", "names", "parsers", "shared", "roles", "shipped", "traits")
 """Shared modules; every other module of this folder is an engine."""
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.traits import (
     AdviceFlags,
     ClonedProgram,
@@ -19,6 +20,8 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     KnownMistake,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -34,6 +37,7 @@ from bedplate.values import (
     Hardware,
     Launch,
     Model,
+    Parallelism,
     Plan,
     Preparation,
     Refusal,
@@ -320,6 +324,12 @@ class Engine:
     """`None`: not known, so the gateway refuses no feature."""
     mistakes: ClassVar[tuple[tuple[str, KnownMistake], ...]] = ()
     """(pattern of its error message, the client's mistake): whatever status it answers with, the engine works."""
+    launch_rules: ClassVar[tuple[LaunchRule, ...]] = ()
+    """What this version refuses, each with the file that has the check."""
+    rule_sources: ClassVar[Mapping[str, str]] = {}
+    """Rule that several engines share → the file and version in which this engine makes the same check."""
+    launch_options: ClassVar[LaunchOptions] = LaunchOptions()
+    loading: ClassVar[LoadingTraits] = LoadingTraits()
     node_starter: ClassVar[str | None] = None
     """The launcher that starts its ranks on several nodes, if its own command does not."""
 
@@ -370,7 +380,7 @@ class Engine:
         first = cards[0] if cards else None
         chip = find_accelerator_chip(first) if first is not None else None
         capability = (
-            _parse_capability(first.compute_capability or (chip.capability if chip else None)) if first else None
+            parse_capability(first.compute_capability or (chip.capability if chip else None)) if first else None
         )
         if first is not None and (capability is None or capability >= self.capability):
             return ComputeTarget(
@@ -451,6 +461,24 @@ class Engine:
     def private_key_variable(self) -> str | None:
         """The environment variable for the key of its private port when bedplate starts it; `None`: it has no key."""
         return WRAPPER_KEY_VARIABLE if self.is_wrapped else self.key_variable
+
+    def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
+        """The accelerators that the command line asks for; `None` if it does not say."""
+        names = self.launch_options.cards
+        return math.prod(launch.get_count(name) for name in names) if names else None
+
+    def count_largest_stage(self, layers: int, stages: int) -> int:
+        """The most layers that one of several pipeline stages gets."""
+        return -(-layers // stages)
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        """Whether it has this layout for this architecture; `hosts` are those of one replica."""
+        return True
+
+    def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:
+        """The layers on each card of one replica's pipeline; the first stages get the remainder."""
+        layers, stages = launch.model.num_layers, launch.plan.parallelism.pipeline
+        return tuple(layers // stages + (number < layers % stages) for number in range(stages))
 
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         """The recipe for this device, if packages differ by device."""
@@ -626,7 +654,7 @@ def _is_dedicated_accelerator(card: Accelerator) -> bool:
 def choose_context(model: Model, workload: Workload) -> int:
     """The context length to reserve KV cache for: as requested, else enough for most conversations."""
     asked = workload.context_tokens
-    wanted = asked if asked is not None else max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
+    wanted = max(workload.request_tokens, asked if asked is not None else DEFAULT_CONTEXT_TOKENS)
     return min(wanted, model.max_context or DEFAULT_CONTEXT_TOKENS)
 
 
@@ -674,7 +702,7 @@ def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(one) for one in re.findall(r"\d+", version)[:4])
 
 
-def _parse_capability(text: str | None) -> tuple[int, int] | None:
+def parse_capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 

@@ -18,6 +18,7 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
     apply_tuned_options,
     keep_tunable,
@@ -27,11 +28,20 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, ServerFeatures, TableNames
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerTraits,
+    EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
+    ServerFeatures,
+    TableNames,
+)
 from bedplate.values import (
     Hardware,
     Launch,
     Model,
+    Parallelism,
     Plan,
     Preparation,
     Refusal,
@@ -114,6 +124,47 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     ),
 )
 
+NO_TENSOR = frozenset(["afmoe", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", "mistral4", "olmo3", "olmo_hybrid",
+                       "qwen3_next"])  # fmt: skip
+"""Architectures with `supports_tp: False` in architecture/ of 1.6.5."""
+
+
+def check_tensor(launch: PlannedLaunch) -> str | None:
+    """Tensor parallelism is only for architectures that implement it."""
+    if "--tensor-parallel" not in launch.options or launch.model.architecture not in NO_TENSOR:
+        return None
+    return f"the architecture {launch.model.architecture} has no tensor parallelism"
+
+
+def check_width(launch: PlannedLaunch) -> str | None:
+    """The hidden size is a multiple of 128, except for architectures that trim the padding."""
+    width = launch.model.hidden_size
+    if width is None or width % WIDTH_STEP == 0 or launch.model.architecture in _ANY_WIDTH:
+        return None
+    return f"the hidden size of {width} is not a multiple of {WIDTH_STEP}"
+
+
+def check_cache_tokens(launch: PlannedLaunch) -> str | None:
+    """The cache consists of whole pages."""
+    tokens = launch.get_count("--cache-tokens", 0)
+    return f"--cache-tokens {tokens} is not a multiple of {PAGE_TOKENS}" if tokens % PAGE_TOKENS else None
+
+
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """This version has the model's architecture."""
+    architecture = launch.model.architecture
+    if architecture in (*ARCHITECTURES, "unknown") or launch.model.format == "facts":
+        return None
+    return f"ExLlamaV3 does not have the architecture {architecture}"
+
+
+LAUNCH_RULES = (
+    LaunchRule("exllamav3.tensor", "model/model.py of 1.6.5: supports_tp", check_tensor),
+    LaunchRule("exllamav3.width", "modules/linear.py of 1.6.5: pad_to", check_width),
+    LaunchRule("exllamav3.cache", "cache/fp16.py of 1.6.5: max_num_tokens", check_cache_tokens),
+    LaunchRule("exllamav3.architecture", "architecture/architectures.py of 1.6.5", check_architecture),
+)
+
 
 class ExLlamaV3(BedplateServedEngine):
     id = "exllamav3"
@@ -162,6 +213,9 @@ class ExLlamaV3(BedplateServedEngine):
         spread=0.6,
         source="ExLlamaV3: default of max_chunk_size; driver context and kernels assumed as for PyTorch",
     )
+    launch_rules = LAUNCH_RULES
+    loading = LoadingTraits(embeds_on_host=True, source="modules/embedding.py of 1.6.5: embeddings are on the CPU")
+    launch_options = LaunchOptions(context="--context", slots="--slots", cards=("--cards",))
     max_slots = 256
     strength = "one to four RTX cards, one user"
     table_names = TableNames(words=("exllamav3", "exl3"), rank=6)
@@ -196,6 +250,9 @@ class ExLlamaV3(BedplateServedEngine):
             why = f"has no conversion of {model.quantization} weights that suits this workload"
             return self.make_refusal("impossible", why, "the same model in BF16, or as EXL3")
         return None
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        return layout.tensor == 1 or model.architecture not in NO_TENSOR
 
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKENS
@@ -28,6 +28,7 @@ from bedplate.engines.base import (
     plan_download,
     plan_helper_installation,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
     SPIN,
     apply_tuned_options,
@@ -47,13 +48,15 @@ from bedplate.engines.mistakes import (
     TOO_LONG,
 )
 from bedplate.engines.pytorch import ENGINE as CONVERTER
-from bedplate.engines.shared import make_curl_command, sum_counters, sum_samples
+from bedplate.engines.shared import make_curl_command, split_layers, sum_counters, sum_samples
 from bedplate.engines.traits import (
     AdviceFlags,
     ContainerConversion,
     ContainerImage,
     ContainerTraits,
     EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -233,6 +236,53 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+def check_context_size(launch: PlannedLaunch) -> str | None:
+    """The context, which the server divides among its slots, holds the longest request in each of them."""
+    size, slots = launch.get_count("--ctx-size", 0), launch.get_count("--parallel")
+    asked = launch.plan.workload.request_tokens
+    if not size or size // slots >= asked:
+        return None
+    return f"--ctx-size {size} divided among {slots} slots is less than a request of {asked:,} tokens"
+
+
+def check_cache_type(launch: PlannedLaunch) -> str | None:
+    """A quantized cache of values needs flash attention."""
+    kind = launch.options.get("--cache-type-v", "f16")
+    if kind in ("f16", "bf16", "f32") or launch.options.get("--flash-attn", "auto") != "off":
+        return None
+    return f"a KV cache of type {kind} needs flash attention, which is off"
+
+
+def check_split(launch: PlannedLaunch) -> str | None:
+    """Experts on the host over several cards need an explicit split: by default each card gets as many layers."""
+    if launch.plan.parallelism.pipeline == 1 or not launch.get_count("--n-cpu-moe", 0):
+        return None
+    if "--tensor-split" in launch.options:
+        return None
+    return "the layers with experts on the host all come first, so that the last card gets most of the experts"
+
+
+LAUNCH_RULES = (
+    LaunchRule("llama.cpp.context", "src/llama-context.cpp of b10586: n_ctx_seq", check_context_size,
+               "a shorter --context"),
+    LaunchRule("llama.cpp.cache-type", "src/llama-context.cpp of b10586: type_v", check_cache_type),
+    LaunchRule("llama.cpp.split", "src/llama-model.cpp of b10586: load_tensors, splits; common/arg.cpp: --n-cpu-moe",
+               check_split),
+)  # fmt: skip
+RULE_SOURCES = {
+    "plan.device": "ggml/src/ggml-cuda/CMakeLists.txt of b10586",
+    "weights.available": "src/llama-model-loader.cpp of b10586",
+    "slots.count": "src/llama-cparams.h of b10586: LLAMA_MAX_SEQ",
+    "layout.kinds": "common/arg.cpp of b10586: --split-mode",
+    "layout.cards": "common/arg.cpp of b10586: --device",
+    "layout.hosts": "tools/rpc/README.md of b10586: experimental",
+    "layout.idle-cards": "common/arg.cpp of b10586: --device",
+    "memory.load": "src/llama-model.cpp of b10586: load_tensors",
+    "memory.serve": "src/llama-kv-cache.cpp of b10586: the whole cache is allocated at start-up",
+    "memory.host": "common/arg.cpp of b10586: --n-gpu-layers, --n-cpu-moe",
+}
+
+
 class LlamaCpp(Engine):
     id = "llama.cpp"
     name = "llama.cpp"
@@ -319,6 +369,10 @@ class LlamaCpp(Engine):
         maintained="active",
         source="llama.cpp b11549 (October 2026): tools/server/README.md, docs/build.md, common/arg.cpp",
     )
+    launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
+    launch_options = LaunchOptions(slots="--parallel")
+    loading = LoadingTraits(embeds_on_host=True, source="src/llama-model.cpp of b10586: dev_input is the CPU")
     max_slots = MAX_SLOTS
     default_slots = DEFAULT_SLOTS
     variable_prefixes = ("LLAMA_",)
@@ -410,6 +464,24 @@ class LlamaCpp(Engine):
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
         return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0)
+
+    def count_largest_stage(self, layers: int, stages: int) -> int:
+        # It divides the layers and the output, which comes last.
+        return -(-(layers + 1) // stages)
+
+    def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
+        if launch.device not in DEVICE_NAMES:
+            return None
+        return len(launch.options["--device"].split(",")) if "--device" in launch.options else 1
+
+    def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:
+        """The layers of each card: the last ones are on cards, divided by --tensor-split, else by free memory."""
+        layers = launch.model.num_layers
+        planned = launch.plan.settings.gpu_layers
+        placed = min(launch.get_count("--n-gpu-layers", layers + 1 if planned is None else planned), layers + 1)
+        given = launch.options.get("--tensor-split", "")
+        sizes = [float(one) for one in given.split(",")] if given else [card.free_bytes or 1 for card in launch.cards]
+        return divide_layers(layers, placed, sizes or [1.0])
 
     def find_tool_support(self, plan: Plan) -> ToolSupport:
         # A ChatML template without tools is extended by them in `launch`.
@@ -590,6 +662,11 @@ def _place_layers(plan: Plan) -> list[str]:
         argv += ["--split-mode", "layer" if cards > 1 else "none"]
     if settings.host_expert_layers:
         argv += ["--n-cpu-moe", str(_count_first_layers(plan.model, settings.host_expert_layers))]
+        if cards > 1:
+            # By default every card gets as many layers, and the last cards all layers with experts.
+            *others, last = split_layers(plan)
+            # The output counts as one more layer.
+            argv += ["--tensor-split", ",".join(map(str, (*others, last + 1)))]
     return argv
 
 
@@ -600,6 +677,21 @@ def _count_first_layers(model: Model, with_experts: int) -> int:
         # Every second or third layer has experts.
         return min(layers, -(-with_experts * layers // experts))
     return min(layers, with_experts + layers - experts)
+
+
+def divide_layers(layers: int, placed: int, sizes: Sequence[float]) -> tuple[int, ...]:
+    """Layers by card as llama_model::load_tensors divides the last `placed` of them, the output counted as one."""
+    if len(sizes) == 1:
+        return (max(0, placed - 1),)
+    total, counts, ends, so_far = sum(sizes), [0] * len(sizes), [], 0.0
+    for size in sizes:
+        so_far += size
+        ends.append(so_far / total)
+    for number in range(placed):
+        card = next((index for index, end in enumerate(ends) if number / placed < end), len(sizes) - 1)
+        # The output follows the last layer.
+        counts[card] += layers + 1 - placed + number < layers
+    return tuple(counts)
 
 
 def _plan_source() -> list[Preparation]:

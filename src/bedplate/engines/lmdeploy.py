@@ -16,6 +16,7 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     HUB,
@@ -39,6 +40,8 @@ from bedplate.engines.traits import (
     ContainerImage,
     ContainerTraits,
     EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -138,6 +141,42 @@ _KNOWN_FAILURES: FailurePatterns = (
 )
 
 
+def check_method(launch: PlannedLaunch) -> str | None:
+    """Its backends load this quantization of this architecture on this GPU."""
+    label, method = identify_quantization(launch.model)
+    if method == "16-bit":
+        return None
+    target = ComputeTarget(device=launch.device, count=1, features=launch.chip.features if launch.chip else frozenset())
+    return None if _runs(launch.model, label, method, target) else f"it does not load {label} weights of this model"
+
+
+def check_cache_share(launch: PlannedLaunch) -> str | None:
+    """The cache takes less than all of the memory that the weights leave."""
+    share = launch.options.get("--cache-max-entry-count", "0.8")
+    return None if 0 < float(share) < 1 else f"--cache-max-entry-count {share} is not between 0 and 1"
+
+
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """One of its backends has the model's architecture."""
+    if launch.model.architecture in (*TURBOMIND, *PYTORCH, "", "unknown"):
+        return None
+    return f"LMDeploy does not have the architecture {launch.model.architecture}"
+
+
+RULE_SOURCES = {
+    "memory.convert": "lite/apis/calibrate.py of 0.16.0: load_hf_from_pretrained",
+    "memory.capture": "messages.py of 0.16.0: cache_max_entry_count",
+}
+LAUNCH_RULES = (
+    LaunchRule("lmdeploy.quantization", "turbomind/converter.py and pytorch/config.py of 0.16.0", check_method),
+    LaunchRule("lmdeploy.cache-share", "messages.py of 0.16.0: cache_max_entry_count", check_cache_share),
+    LaunchRule(
+        "lmdeploy.architecture", "turbomind/supported_models.py and pytorch/models/module_map.py of 0.16.0",
+        check_architecture,
+    ),
+)  # fmt: skip
+
+
 class LmDeploy(Engine):
     id = "lmdeploy"
     name = "LMDeploy"
@@ -178,6 +217,16 @@ class LmDeploy(Engine):
         spread=0.5,
         source="LMDeploy: defaults of cache_max_entry_count and max_prefill_token_num; the rest assumed as for vLLM",
     )
+    launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
+    launch_options = LaunchOptions(
+        context="--session-len", slots="--max-batch-size", port="--server-port", share="--cache-max-entry-count",
+        cards=("--tp",),
+    )  # fmt: skip
+    loading = LoadingTraits(
+        share_covers="cache", conversion_copies=1.0,
+        source="messages.py of 0.16.0: cache_max_entry_count; lite/apis/calibrate.py: load_hf_from_pretrained",
+    )  # fmt: skip
     default_slots = 128
     private_port = PrivatePort(
         key_checked_by="wrapper",

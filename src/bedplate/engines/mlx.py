@@ -14,6 +14,7 @@ from bedplate.engines.base import (
     find_known_failure,
     get_converted_path,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
     apply_tuned_options,
     keep_tunable,
@@ -26,6 +27,7 @@ from bedplate.engines.traits import (
     AdviceFlags,
     ContainerTraits,
     EstimateTraits,
+    LaunchOptions,
     PrivatePort,
     ServerFeatures,
     TableNames,
@@ -124,6 +126,16 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """This version has the model's architecture."""
+    if launch.model.architecture in (*ARCHITECTURES, "unknown") or launch.model.format == "facts":
+        return None
+    return f"MLX does not have the architecture {launch.model.architecture}"
+
+
+LAUNCH_RULES = (LaunchRule("mlx.architecture", "mlx_lm/models of 0.32.2", check_architecture),)
+
+
 class Mlx(Engine):
     id = "mlx"
     name = "MLX"
@@ -168,6 +180,8 @@ class Mlx(Engine):
         spread=0.5,
         source="published memory peaks of mlx-lm on M4 Max: mainly the logits of one prefill step",
     )
+    launch_rules = LAUNCH_RULES
+    launch_options = LaunchOptions(slots="--decode-concurrency")
     default_slots = 4
     private_port = PrivatePort(
         key_checked_by="wrapper",

@@ -16,7 +16,9 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
 )
+from bedplate.engines.checks import PlannedLaunch
 from bedplate.engines.llama_cpp import LlamaCpp
+from bedplate.engines.shared import split_layers
 from bedplate.engines.traits import (
     MODELS,
     AdviceFlags,
@@ -142,6 +144,7 @@ class Ollama(Engine):
     strength = "existing deployments, or users of its model library"
     table_names = TableNames(words=("ollama",), rank=13)
     runs_engine = LLAMA_CPP.id
+    loading = LLAMA_CPP.loading
     estimate = EstimateTraits(pass_tokens=512)
     flags = AdviceFlags(
         slots="OLLAMA_NUM_PARALLEL",
@@ -179,6 +182,15 @@ class Ollama(Engine):
         settings = replace_fields(LLAMA_CPP.settle(hardware, model, workload), batch_tokens=None)
         alone = "embed" in (model.task, workload.task) or model.architecture.replace("_", "") in ONE_AT_A_TIME
         return replace_fields(settings, slots=1) if alone else settings
+
+    def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:
+        # llama.cpp then chooses the layers and the experts of each card by free memory.
+        if launch.plan.settings.host_expert_layers:
+            return split_layers(launch.plan)
+        return LLAMA_CPP.count_layers_by_card(launch)
+
+    def count_largest_stage(self, layers: int, stages: int) -> int:
+        return LLAMA_CPP.count_largest_stage(layers, stages)
 
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         return LLAMA_CPP.compute_overhead_bytes(model, settings) + SERVER_BYTES

@@ -19,6 +19,7 @@ from bedplate.engines.base import (
     get_converted_path,
     plan_download,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability
 from bedplate.engines.knobs import (
     apply_tuned_options,
     keep_tunable,
@@ -59,6 +60,8 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -208,6 +211,97 @@ OVERLAY_0_5_15 = OverlayRecipe(
     "attention, November 2026",
 )
 
+CUDA_LEAST: Mapping[str, tuple[int, int]] = {"mxfp8": (10, 0)}
+"""Methods that need more than the kernels of the wheel (get_min_capability in srt/layers/quantization of 0.5.23)."""
+NO_ARCHITECTURES = frozenset(["jamba", "falcon", "internlm", "minimax_text_01", "minimax_m1", "mpnet"])
+"""Without a class in srt/models of 0.5.23, and not among those that its Transformers backend implements."""
+
+
+def check_method(launch: PlannedLaunch) -> str | None:
+    """The quantization method has kernels for this GPU."""
+    _, method = identify_quantization(launch.loaded)
+    if method == "16-bit" or launch.device == "cpu" or launch.is_quantized_while_loading:
+        return None
+    if method not in (SUPPORTED_METHODS if launch.device == "cuda" else ROCM_METHODS):
+        return f"{launch.loaded.quantization} weights are not a method that it supports on {launch.device}"
+    least = CUDA_LEAST.get(method) if launch.device == "cuda" else None
+    if least is not None and launch.capability is not None and launch.capability < least:
+        needed = ".".join(map(str, least))
+        return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
+    return None
+
+
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """This version has the model's architecture."""
+    architecture = launch.model.architecture
+    return f"SGLang does not have the architecture {architecture}" if architecture in NO_ARCHITECTURES else None
+
+
+def check_online_fp8(launch: PlannedLaunch) -> str | None:
+    """FP8 while loading needs FP8 units, or a dense model that Marlin kernels dequantize."""
+    if launch.options.get("--quantization") != "fp8" or launch.device == "cpu":
+        return None
+    if launch.chip is not None and "fp8" in launch.chip.features:
+        return None
+    if launch.device == "cuda" and not launch.model.num_experts:
+        return None
+    return "FP8 while loading needs FP8 units for the experts of a model"
+
+
+def check_replicas(launch: PlannedLaunch) -> str | None:
+    """One command starts replicas on one host only, and not together with attention data parallelism."""
+    if launch.get_count("--dp-size") == 1 or "--enable-dp-attention" in launch.options:
+        return None
+    if launch.get_count("--attn-dp-size") > 1:
+        return "--dp-size is not combined with --attn-dp-size"
+    nodes = launch.get_count("--nnodes")
+    return f"--dp-size is not combined with --nnodes {nodes}" if nodes > 1 else None
+
+
+def check_groups(launch: PlannedLaunch) -> str | None:
+    """Attention replicas, expert ranks and hosts divide the tensor ranks."""
+    tensor, stages = launch.get_count("--tp-size"), launch.get_count("--pp-size")
+    for name in ("--attn-dp-size", "--ep-size"):
+        if tensor % launch.get_count(name):
+            return f"--tp-size {tensor} is not a multiple of {name} {launch.get_count(name)}"
+    if tensor * stages % launch.hosts:
+        return f"--tp-size {tensor} times --pp-size {stages} is not a multiple of {launch.hosts} hosts"
+    return None
+
+
+def check_name(launch: PlannedLaunch) -> str | None:
+    """The served name has no colon, which separates the name of an adapter."""
+    name = launch.options.get("--served-model-name", "")
+    return f"the served name {name!r} contains a colon" if ":" in name else None
+
+
+LAUNCH_RULES = (
+    LaunchRule("sglang.quantization", "srt/model_loader/loader.py of 0.5.23: get_min_capability", check_method,
+               "the same model in another quantization"),
+    LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
+    LaunchRule("sglang.fp8", "srt/layers/quantization/fp8.py of 0.5.23: use_marlin", check_online_fp8,
+               "weights that are published in FP8"),
+    LaunchRule("sglang.replicas", "srt/arg_groups/validation_hook.py of 0.5.23: dp_size and nnodes; "
+               "parallel_hook.py: handle_data_parallelism", check_replicas, "attention data parallelism"),
+    LaunchRule("sglang.groups", "srt/arg_groups/parallel_hook.py of 0.5.23: attn_dp_size, ep_size; "
+               "validation_hook.py: nnodes", check_groups),
+    LaunchRule("sglang.name", "srt/arg_groups/validation_hook.py of 0.5.23: served_model_name", check_name),
+)  # fmt: skip
+RULE_SOURCES = {
+    "plan.device": "python/sglang/kernels/aot/CMakeLists.txt of v0.5.18",
+    "context.length": "srt/configs/model_config.py of 0.5.23: _derive_context_length",
+    "layout.kinds": "srt/server_args.py of 0.5.23",
+    "layout.cards": "srt/server_args.py of 0.5.23: tp_size, pp_size, dp_size",
+    "layout.hosts": "srt/arg_groups/validation_hook.py of 0.5.23: nnodes",
+    "layout.heads": "srt/layers/linear.py of 0.5.23: QKVParallelLinear",
+    "layout.width": "srt/layers/quantization/fp8.py of 0.5.23: validate_block_quant_shapes",
+    "layout.experts": "srt/model_executor/model_runner_components/moe_ep_setup.py of 0.5.23",
+    "memory.load": "srt/model_loader/loader.py of 0.5.23: load_weights_and_postprocess; "
+    "srt/layers/quantization/fp8.py: weights are created in the model's type",
+    "memory.capture": "srt/model_executor/pool_configurator.py of 0.5.23: mem_fraction_static",
+    "memory.convert": "llmcompressor 0.14.0.1: entrypoints/utils.py, initialize_model_from_path",
+}
+
 
 class Sglang(Engine):
     id = "sglang"
@@ -257,6 +351,17 @@ class Sglang(Engine):
         spread=0.5,
         source="SGLang: mem_fraction_static and chunked_prefill_size defaults; graphs as its log reports",
     )
+    launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
+    launch_options = LaunchOptions(
+        context="--context-length", slots="--max-running-requests", share="--mem-fraction-static",
+        cards=("--tp-size", "--pp-size", "--dp-size"),
+    )  # fmt: skip
+    loading = LoadingTraits(
+        quantizes="whole model", share_covers="weights and cache", conversion_copies=1.0,
+        source="srt/model_loader/loader.py of 0.5.23: all weights are loaded in the model's type, then each layer is "
+        "quantized; srt/arg_groups/memory_hook.py: mem_fraction_static; llmcompressor 0.14.0.1: entrypoints/utils.py",
+    )  # fmt: skip
     default_slots = 256
     # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
     # Logs of 0.5.15. Triton kernels are compiled while the first graph is captured, which the log does not show.
@@ -311,8 +416,15 @@ class Sglang(Engine):
             super().refuse(hardware, model, workload)
             or refuse_gfx(self, hardware, GFX)
             or self._refuse_on_cpu(hardware, model, workload)
+            or self._refuse_architecture(model)
             or refuse_stored(self, hardware, model, workload)
         )
+
+    def _refuse_architecture(self, model: Model) -> Refusal | None:
+        if model.architecture not in NO_ARCHITECTURES:
+            return None
+        why = f"{self.version} does not have the architecture {model.architecture}"
+        return self.make_refusal("impossible", why, "an engine that supports it")
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The CPU only if it is x86 and there is no GPU of a supported vendor."""
@@ -328,7 +440,8 @@ class Sglang(Engine):
         if method != "16-bit":
             runs = SUPPORTED_METHODS if target.device == "cuda" else ROCM_METHODS
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
-            return (as_it_is,) if method in runs else ()
+            old = target.device == "cuda" and (target.capability or (99, 0)) < CUDA_LEAST.get(method, (0, 0))
+            return (as_it_is,) if method in runs and not old else ()
         found = [choose_plain_weights(label, target)]
         if workload.task == "generate" and ("fp8" in target.features or _dequantizes_fp8(target, model)):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
@@ -362,6 +475,15 @@ class Sglang(Engine):
         free = smallest.free_bytes or 0
         rest = (self.uses.device_bytes + self.compute_activation_bytes(model, prompt_tokens)) * (1 + self.uses.spread)
         return min(self.uses.share, max(0.1, math.floor(100 * (free - rest) / free) / 100))
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        return layout.tensor * layout.pipeline % hosts == 0
+
+    def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
+        # With --enable-dp-attention, --dp-size divides the tensor ranks instead of multiplying them.
+        found = super().count_launch_cards(launch)
+        merged = "--enable-dp-attention" in launch.options
+        return found // launch.get_count("--dp-size") if found is not None and merged else found
 
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return self.recipe if device == "cpu" else None

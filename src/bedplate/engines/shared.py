@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bedplate.engines.base import (
     DEFAULT_CONTEXT_TOKENS,
@@ -16,6 +16,7 @@ from bedplate.engines.base import (
     get_converted_path,
     get_source_folder,
 )
+from bedplate.facts.known_models import apply_label
 from bedplate.values import (
     Hardware,
     Model,
@@ -262,6 +263,55 @@ def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Re
     if gfx is None or gfx in known:
         return None
     return engine.make_refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU with {', '.join(known)}")
+
+
+def split_layers(plan: Plan) -> tuple[int, ...]:
+    """Layers on each card of a pipeline, with their cache, so that all cards hold about as much."""
+    settings = plan.settings
+    loaded = apply_label(plan.model, plan.weights.label) if plan.weights.made != "as it is" else plan.model
+    cache = loaded.compute_kv_bytes(settings.context_tokens) * settings.slots / max(1, loaded.num_layers)
+    sizes = list_layer_bytes(loaded, settings.host_expert_layers or 0)
+    return balance_layers([size + cache for size in sizes], plan.parallelism.pipeline)
+
+
+def list_layer_bytes(model: Model, host_expert_layers: int = 0) -> list[float]:
+    """Bytes of each layer on an accelerator; the routed experts of the first layers that have any are on the host."""
+    layers = max(1, model.num_layers)
+    sizes = {part.name: part.bytes for part in model.parts if part.name != "mtp"}
+    experts = sizes.get("experts", 0)
+    # The token embedding is on the host, or on the card with the fewest layers.
+    dense = model.weight_bytes - experts - sum(sizes.get(name, 0) for name in ("embedding", "output", "vision"))
+    having = model.num_moe_layers or layers
+    found, left = [], host_expert_layers
+    for number in range(layers):
+        # Dense layers come first; or experts are in every second or third layer.
+        spread = (number + 1) * having // layers > number * having // layers
+        has = bool(experts) and (number >= layers - having if 2 * having > layers else spread)
+        found.append(dense / layers + (experts / having if has and left <= 0 else 0.0))
+        left -= has
+    return found
+
+
+def balance_layers(sizes: Sequence[float], cards: int) -> tuple[int, ...]:
+    """The number of consecutive layers on each card, so that the fullest card holds the least."""
+    low, high = max(sizes, default=0.0), sum(sizes)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_fill_cards(sizes, middle)) <= cards else (middle, high)
+    counts = _fill_cards(sizes, high * (1 + 1e-9))
+    return (*counts, *([0] * (cards - len(counts))))
+
+
+def _fill_cards(sizes: Sequence[float], room: float) -> list[int]:
+    """The number of consecutive layers on each card, if each is filled before the next one."""
+    counts, filled = [0], 0.0
+    for size in sizes:
+        if filled + size > room and counts[-1]:
+            counts.append(0)
+            filled = 0.0
+        counts[-1] += 1
+        filled += size
+    return counts
 
 
 def plan_compression(plan: Plan, scheme: str) -> tuple[Preparation, ...]:

@@ -17,6 +17,7 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.shared import (
     HUB,
@@ -41,6 +42,8 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -145,6 +148,24 @@ _KNOWN_FAILURES: FailurePatterns = (
 )
 
 
+def check_method(launch: PlannedLaunch) -> str | None:
+    """The quantization has kernels for this compute capability."""
+    _, method = identify_quantization(launch.loaded)
+    if method == "16-bit" or launch.capability is None or _runs(method, launch.capability, launch.loaded):
+        return None
+    capability = ".".join(map(str, launch.capability))
+    return f"{launch.loaded.quantization} weights have no kernels for compute capability {capability}"
+
+
+LAUNCH_RULES = (
+    LaunchRule(
+        "tensorrt-llm.quantization",
+        "docs/source/features/quantization.md (2026), for 1.2.1: Hardware Support Matrix",
+        check_method,
+    ),
+)
+
+
 class TensorRtLlm(Engine):
     id = "tensorrt-llm"
     name = "TensorRT-LLM"
@@ -183,6 +204,11 @@ class TensorRtLlm(Engine):
         spread=0.5,
         source="TensorRT-LLM: free_gpu_memory_fraction and max_num_tokens defaults",
     )
+    launch_rules = LAUNCH_RULES
+    launch_options = LaunchOptions(
+        context="--max_seq_len", share="--kv_cache_free_gpu_memory_fraction", cards=("--tp_size", "--pp_size")
+    )
+    loading = LoadingTraits(share_covers="cache", source="kv_cache_free_gpu_memory_fraction of its serve command")
     default_slots = 256
     private_port = PrivatePort(
         key_checked_by="wrapper",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from bedplate.engines.base import SIXTEEN_BIT, ComputeTarget, Engine, EngineState, Features, KnownFailure, MemoryUse
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
@@ -27,6 +28,7 @@ from bedplate.engines.traits import (
     ContainerImage,
     ContainerTraits,
     EstimateTraits,
+    LaunchOptions,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -98,6 +100,25 @@ _KNOWN_FAILURES: FailurePatterns = (
 )  # fmt: skip
 
 
+def check_input_tokens(launch: PlannedLaunch) -> str | None:
+    """The context holds at least one token of output after the longest prompt."""
+    prompt, total = launch.get_count("--max-input-tokens", 0), launch.get_count("--max-total-tokens", 0)
+    return f"--max-input-tokens {prompt} is not less than --max-total-tokens {total}" if prompt >= total > 0 else None
+
+
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """The server has the model's architecture."""
+    if launch.model.architecture in (*ARCHITECTURES, "", "unknown"):
+        return None
+    return f"TGI does not have the architecture {launch.model.architecture}"
+
+
+LAUNCH_RULES = (
+    LaunchRule("tgi.input-tokens", "launcher/src/main.rs of v3.3.7: max_input_tokens", check_input_tokens),
+    LaunchRule("tgi.architecture", "server/text_generation_server/models/__init__.py of v3.3.7", check_architecture),
+)
+
+
 class Tgi(Engine):
     id = "tgi"
     name = "TGI"
@@ -136,6 +157,8 @@ class Tgi(Engine):
         spread=0.5,
         source="TGI: its warm-up leaves 5 % of the memory free (flash_causal_lm.py)",
     )
+    launch_rules = LAUNCH_RULES
+    launch_options = LaunchOptions(context="--max-total-tokens", share="--cuda-memory-fraction", cards=("--num-shard",))
     default_slots = 128
     key_variable = "API_KEY"
     private_port = PrivatePort(key_checked_by="nobody", source="it has no recipe: bedplate does not start it")

@@ -122,6 +122,33 @@ class KnownMistake(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
 
 
+class LoadingTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in memory while the engine loads or converts weights."""
+
+    quantizes: Literal["by layer", "whole model"] = "by layer"
+    """How much of the unquantized model is on the devices at once, if the engine quantizes while loading."""
+    share_covers: Literal["everything", "weights and cache", "cache"] = "everything"
+    """What the option for its share of the memory includes."""
+    embeds_on_host: bool = False
+    """Whether the token embedding stays in host memory."""
+    conversion_copies: float = 0.0
+    """Copies of the unconverted weights in host memory, while the tool in its preparation steps converts them."""
+    source: str = "not known for this engine"
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the options that a verifier reads back from a launch; `None`: it has no such option."""
+
+    context: str | None = None
+    """Maximum tokens of one request."""
+    slots: str | None = None
+    port: str | None = "--port"
+    share: str | None = None
+    """Share of a device's memory."""
+    cards: tuple[str, ...] = ()
+    """Options whose product is the number of accelerators."""
+
+
 class MetricNames(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load metrics, as PromQL names."""
 

@@ -21,6 +21,7 @@ from bedplate.engines.base import (
     get_converted_path,
     plan_download,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_field_choices, uses_engine_defaults
 from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
@@ -58,6 +59,8 @@ from bedplate.engines.traits import (
     ContainerTraits,
     DynamoWorker,
     EstimateTraits,
+    LaunchOptions,
+    LoadingTraits,
     MetricNames,
     NotedOptions,
     PrivatePort,
@@ -71,6 +74,7 @@ from bedplate.values import (
     Hardware,
     Launch,
     Model,
+    Parallelism,
     Plan,
     Preparation,
     Refusal,
@@ -272,7 +276,157 @@ OVERLAY_0_26 = OverlayRecipe(
     source="vLLM 0.26.0: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
 )
 
+REMOVED_ARCHITECTURES = frozenset([
+    "internlm", "dots1", "minimax", "minimax_text_01", "minimax_m1", "baichuan", "xverse", "bamba", "persimmon", "fuyu",
+    "plamo2", "arctic", "chameleon", "mpt", "aquila", "telechat", "motif", "mllama", "qwen", "phi3small",
+])  # fmt: skip
+"""`model_type` of _PREVIOUSLY_SUPPORTED_MODELS in model_executor/models/registry.py of 0.32.0."""
+NO_PIPELINE = frozenset(["gemma3n", "bert", "xlm-roberta"])
+"""Classes without SupportsPP in model_executor/models of 0.32.0."""
+NO_FLOAT16 = frozenset(["gemma2", "gemma3", "gemma3_text", "glm4"])
+"""_FLOAT16_NOT_SUPPORTED_MODELS in config/model.py of 0.32.0."""
+SPARSE_ATTENTION = frozenset(["deepseek_v32", "glm_moe_dsa"])
+SPARSE_CAPABILITIES = (9, 10, 12)
+"""Major compute capabilities of the backends for sparse MLA: v1/attention/backends/mla/*sparse*.py of 0.32.0."""
+PER_CHANNEL_LEAST = (8, 9)
+"""Before it, FP8 weights are dequantized by Marlin kernels, which vLLM refuses for a scale per channel."""
+
 _TRANSFER = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, separators=(",", ":"))
+
+
+def check_fp8_scales(launch: PlannedLaunch) -> str | None:
+    """FP8 with a scale per channel, quantized while loading, needs compute capability 8.9, or an AMD GPU with FP8."""
+    if launch.options.get("--quantization") != "fp8_per_channel":
+        return None
+    if launch.device == "cuda" and (launch.capability or PER_CHANNEL_LEAST) >= PER_CHANNEL_LEAST:
+        return None
+    if launch.device == "rocm" and launch.chip is not None and "fp8" in launch.chip.features:
+        return None
+    return f"FP8 with a scale per channel needs compute capability 8.9; this one is {format_capability(launch)}"
+
+
+def check_method(launch: PlannedLaunch) -> str | None:
+    """The quantization method of the checkpoint has kernels for this GPU."""
+    _, method = identify_quantization(launch.loaded)
+    if method == "16-bit" or launch.is_quantized_while_loading:
+        return None
+    if launch.device == "cuda":
+        least = CUDA_LEAST.get(method)
+        if least is None:
+            return f"{launch.loaded.quantization} weights are not a method that it supports"
+        if launch.capability is not None and launch.capability < least:
+            needed = ".".join(map(str, least))
+            return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
+    elif launch.device == "rocm" and method in NEEDS_FP8_UNITS:
+        if launch.chip is not None and "fp8" not in launch.chip.features:
+            return f"{method} weights need an AMD GPU with FP8 units"
+    elif method not in SUPPORTED_METHODS.get(launch.device, frozenset([method, "nvfp4"])) | {"nvfp4"}:
+        return f"{method} weights are not supported on {launch.device}"
+    return None
+
+
+def check_type(launch: PlannedLaunch) -> str | None:
+    """The compute type is one that the GPU and the model support."""
+    old = launch.device == "cuda" and launch.capability is not None and launch.capability < (8, 0)
+    dtype = launch.options.get("--dtype", "")
+    if old and dtype == "bfloat16":
+        return f"BF16 needs compute capability 8.0; this one is {format_capability(launch)}"
+    half = dtype == "half" or (not dtype and (launch.loaded.quantization == "F16" or old))
+    if half and launch.model.architecture in NO_FLOAT16:
+        return f"{launch.model.architecture} is not computed in F16, which is numerically unstable for it"
+    return None
+
+
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """The model's architecture is not one that earlier versions had and this one has not."""
+    architecture = launch.model.architecture
+    return f"vLLM no longer has the architecture {architecture}" if architecture in REMOVED_ARCHITECTURES else None
+
+
+def check_pipeline(launch: PlannedLaunch) -> str | None:
+    """Pipeline parallelism is only for architectures that implement it."""
+    if launch.get_count("--pipeline-parallel-size") == 1 or launch.model.architecture not in NO_PIPELINE:
+        return None
+    return f"the architecture {launch.model.architecture} has no pipeline parallelism"
+
+
+def check_batch(launch: PlannedLaunch) -> str | None:
+    """A step holds at least one token of each concurrent request."""
+    tokens, seqs = launch.get_count("--max-num-batched-tokens", 0), launch.get_count("--max-num-seqs", 0)
+    return f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}" if 0 < tokens < seqs else None
+
+
+def check_sparse_attention(launch: PlannedLaunch) -> str | None:
+    """Models with sparse attention need a GPU that has a backend for it."""
+    if launch.device != "cuda" or launch.model.architecture not in SPARSE_ATTENTION or launch.capability is None:
+        return None
+    if launch.capability[0] in SPARSE_CAPABILITIES:
+        return None
+    return f"sparse attention has no backend for compute capability {format_capability(launch)}"
+
+
+def check_cache_type(launch: PlannedLaunch) -> str | None:
+    """An FP8 cache needs compute capability 8.9."""
+    if not launch.options.get("--kv-cache-dtype", "auto").startswith("fp8") or launch.device != "cuda":
+        return None
+    if launch.capability is None or launch.capability >= (8, 9):
+        return None
+    return f"an FP8 KV cache needs compute capability 8.9; this one is {format_capability(launch)}"
+
+
+def check_expert_option(launch: PlannedLaunch) -> str | None:
+    """Expert parallelism needs a model with experts."""
+    wanted = "--enable-expert-parallel" in launch.options
+    return "--enable-expert-parallel for a model without experts" if wanted and not launch.model.num_experts else None
+
+
+def check_runner(launch: PlannedLaunch) -> str | None:
+    """Embedding and classification need the pooling runner, and text generation must not have it."""
+    pooling = launch.options.get("--runner") == "pooling"
+    if pooling == (launch.plan.workload.task != "generate"):
+        return None
+    return f"the task is {launch.plan.workload.task}, but the runner is {'pooling' if pooling else 'generate'}"
+
+
+_QUANTIZATION = "model_executor/layers/quantization"
+LAUNCH_RULES = (
+    LaunchRule("vllm.fp8-per-channel", f"{_QUANTIZATION}/online/fp8.py of 0.32.0: Fp8PtpcOnlineLinearMethod",
+               check_fp8_scales, "weights that are published in FP8 or in 4 bits"),
+    LaunchRule("vllm.quantization", f"config/vllm.py of 0.32.0: _get_quantization_config; get_min_capability in "
+               f"{_QUANTIZATION}; supported_quantization in platforms/rocm.py and xpu.py",
+               check_method, "the same model in another quantization"),
+    LaunchRule("vllm.compute-type", "platforms/cuda.py of 0.32.0: check_if_supports_dtype; config/model.py: "
+               "_check_valid_dtype", check_type, "a GPU with compute capability 8.0 or higher"),
+    LaunchRule("vllm.architecture", "model_executor/models/registry.py of 0.32.0: _PREVIOUSLY_SUPPORTED_MODELS",
+               check_architecture, "another engine"),
+    LaunchRule("vllm.pipeline", "config/model.py of 0.32.0: is_pp_supported_model", check_pipeline),
+    LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: max_num_batched_tokens", check_batch),
+    LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
+               "0.32.0: supports_compute_capability", check_sparse_attention, "an H100 or a newer data-centre GPU"),
+    LaunchRule("vllm.cache-type", "v1/attention/backends/triton_attn.py of 0.32.0: kv_cache_dtype", check_cache_type),
+    LaunchRule("vllm.experts", "config/model.py of 0.32.0: _verify_with_expert_parallelism", check_expert_option),
+    LaunchRule("vllm.runner", "config/model.py of 0.32.0: runner_type", check_runner),
+)  # fmt: skip
+
+RULE_SOURCES = {
+    "plan.device": "CMakeLists.txt of v0.28.0rc2: CUDA_SUPPORTED_ARCHS",
+    "plan.task": "config/model.py of 0.32.0: runner_type",
+    "weights.available": "config/model.py of 0.32.0: _verify_quantization",
+    "context.length": "config/model.py of 0.32.0: _get_and_verify_max_len",
+    "layout.kinds": "engine/arg_utils.py of 0.32.0",
+    "layout.cards": "config/parallel.py of 0.32.0: world_size and device_count",
+    "layout.hosts": "config/parallel.py of 0.32.0: nnodes",
+    "layout.heads": "config/model.py of 0.32.0: verify_with_parallel_config; model_executor/layers/linear.py: "
+    "QKVParallelLinear",
+    "layout.width": "model_executor/layers/quantization/utils/fp8_utils.py of 0.32.0: validate_fp8_block_shape; "
+    "marlin_utils.py: verify_group_size_divides_partition",
+    "layout.experts": "model_executor/layers/quantization/utils/fp8_utils.py of 0.32.0: validate_fp8_block_shape_moe",
+    "layout.stages": "distributed/utils.py of 0.32.0: get_pp_indices",
+    "memory.share": "v1/worker/utils.py of 0.32.0: request_memory",
+    "memory.load": "model_executor/layers/quantization/online/fp8.py of 0.32.0: uses_meta_device",
+    "memory.capture": "v1/core/kv_cache_utils.py of 0.32.0: max_model_len must fit in the KV cache",
+    "memory.convert": "llmcompressor 0.14.0.1: entrypoints/utils.py, initialize_model_from_path",
+}
 
 
 class Vllm(Engine):
@@ -322,6 +476,17 @@ class Vllm(Engine):
         share_of="total",
         spread=0.5,
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
+    )
+    launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
+    launch_options = LaunchOptions(
+        context="--max-model-len", slots="--max-num-seqs", share="--gpu-memory-utilization",
+        cards=("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    )  # fmt: skip
+    loading = LoadingTraits(
+        conversion_copies=1.0,
+        source="model_executor/layers/quantization/online/fp8.py of 0.32.0: weights are on the meta device until their "
+        "layer is quantized; llmcompressor 0.14.0.1: entrypoints/utils.py loads the model into host memory",
     )
     default_slots = 256
     # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
@@ -382,8 +547,27 @@ class Vllm(Engine):
         return (
             super().refuse(hardware, model, workload)
             or refuse_gfx(self, hardware, GFX)
+            or self._refuse_architecture(hardware, model)
             or refuse_stored(self, hardware, model, workload)
         )
+
+    def _refuse_architecture(self, hardware: Hardware, model: Model) -> Refusal | None:
+        target = self.find_target(hardware)
+        capability = target.capability if target is not None and target.device == "cuda" else None
+        if model.architecture in REMOVED_ARCHITECTURES:
+            why = f"{self.version} no longer has the architecture {model.architecture}"
+            return self.make_refusal("impossible", why, "an engine that supports it")
+        if capability is None:
+            return None
+        if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:
+            return self.make_refusal("impossible", "has no sparse attention for this GPU", "an H100 or newer")
+        if model.architecture in NO_FLOAT16 and capability < (8, 0):
+            why = f"computes {model.architecture} only in BF16, which this GPU does not have"
+            return self.make_refusal("impossible", why, "a GPU with compute capability 8.0 or higher")
+        return None
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        return layout.pipeline == 1 or model.architecture not in NO_PIPELINE
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.
@@ -420,7 +604,11 @@ class Vllm(Engine):
             return replace_fields(settings, slots=slots, threads=threads, batch_tokens=BATCH_TOKENS)
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
-        return replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+        found = replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+        target = self.find_target(hardware)
+        if target is None or target.device != "cuda" or (target.capability or PER_CHANNEL_LEAST) >= PER_CHANNEL_LEAST:
+            return found
+        return replace_fields(found, compute_capability=".".join(map(str, target.capability or ())))
 
     def get_cache_bits(self, model: Model) -> int:
         return get_compute_bits(model)
@@ -725,7 +913,9 @@ def _get_weight_options(plan: Plan) -> list[str]:
     if plan.weights.made != "while loading":
         return []
     if plan.weights.label == "FP8":
-        return ["--quantization", "fp8_per_channel"]
+        # Marlin kernels, for GPUs without FP8 units, dequantize weights with one scale per tensor.
+        older = plan.settings.device == "cuda" and plan.settings.compute_capability is not None
+        return ["--quantization", "fp8_per_tensor" if older else "fp8_per_channel"]
     return ["--dtype", {"F16": "half", "F32": "float32"}.get(plan.weights.label, "bfloat16")]
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from bedplate.decide.explain import REASONS
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, DecisionRule
+from bedplate.decide.verify.general import GENERAL_RULES
+from bedplate.decide.verify.memory import MEMORY_RULES
+from bedplate.engines import load_engines
 
 HEAD = """# The rules behind a decision
 
@@ -41,6 +44,7 @@ The texts of these articles are not part of this repository.
    the intent states the condition that its rule names.
 4. Every other engine is refused with a reason, or is a challenger with the evidence that would justify it.
 5. Several nodes put an orchestrator above the engine.
+6. **A verifier** checks the result as the engine would ([what is verified](#what-is-verified)).
 """
 
 
@@ -67,7 +71,31 @@ def write_rules_page() -> str:
         "These rules give the figures behind the choice: fit, weights and layout.\n",
         _format_table(("rule", "what it says", "source"), _list_rule_rows(REASONS)),
     ]
+    parts += [
+        "## What is verified\n",
+        "Before a plan is shown, a verifier that is separate from the search reads its launch back and checks it as the engine would. "
+        "A plan that breaks one of these rules is not shown: the search goes on, and a note of the plan, or the refusal of the engine, gives the reason.\n",
+        _format_table(("rule", "what must hold", "where engines check it"), _list_shared_checks()),
+        _format_table(("rule", "engine", "what must hold", "source"), _list_engine_checks()),
+    ]
     return "\n".join(parts)
+
+
+def _list_shared_checks() -> list[tuple[str, ...]]:
+    engines = load_engines().values()
+    found: list[tuple[str, ...]] = []
+    for rule in (*GENERAL_RULES, *MEMORY_RULES):
+        cited = [f"{engine.name}: {source}" for engine in engines if (source := engine.rule_sources.get(rule.id))]
+        found.append((f'<a id="{rule.id}"></a>`{rule.id}`', rule.sentence, "<br>".join(cited) or rule.source))
+    return found
+
+
+def _list_engine_checks() -> list[tuple[str, ...]]:
+    return [
+        (f'<a id="{rule.id}"></a>`{rule.id}`', f"`{engine.id}`", rule.sentence, rule.source)
+        for engine in load_engines().values()
+        for rule in engine.launch_rules
+    ]
 
 
 def _list_fixed_rows() -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import WRAPPER_KEY_VARIABLE, Engine, EngineState, KnownFailure, find_known_failure
-from bedplate.engines.traits import MetricNames, NotedOptions, PrivatePort, RequestTraits, TokenCounter
+from bedplate.engines.traits import LaunchOptions, MetricNames, NotedOptions, PrivatePort, RequestTraits, TokenCounter
 from bedplate.values import Plan
 
 SERVER = tuple(
@@ -50,6 +50,7 @@ class BedplateServedEngine(Engine):
     # Under the supervisor, /health and /metrics require the key as well.
     private_port = PrivatePort(key_checked_by="shipped server", source="shipped/openai_server/endpoints.py")
     noted = NotedOptions(slots="--slots", context="--context")
+    launch_options = LaunchOptions(context="--context", slots="--slots")
     requests = RequestTraits(fields=frozenset(["ignore_eos"]), counter=TokenCounter(prompts={"chat": "/tokenize"}))
     metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
     # The server then exits when its stdin closes.

@@ -1,0 +1,222 @@
+"""Rules that several engines share: what the options say, how the layout divides the model, and what stays idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bedplate.engines import get_plan_engine
+from bedplate.engines.base import find_cards
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.values import Model
+
+LEADER = "node-0"
+"""Stands for the address of the first node, to ask whether an engine has a launch for several nodes."""
+
+
+def check_system(launch: PlannedLaunch) -> str | None:
+    """The engine runs on the operating system of the machine."""
+    engine = get_plan_engine(launch.plan)
+    return None if launch.hardware.os in engine.systems else f"{engine.name} does not run on {launch.hardware.os}"
+
+
+def check_device(launch: PlannedLaunch) -> str | None:
+    """The machine has the device that the launch computes on, with a compute capability that has kernels."""
+    engine = get_plan_engine(launch.plan)
+    if launch.device == "cpu":
+        return None if engine.cpu else f"{engine.name} does not compute on a CPU"
+    if not launch.cards:
+        return f"{engine.name} has no accelerator here that it supports"
+    if launch.capability is not None and launch.capability < engine.capability:
+        least, has = (".".join(map(str, one)) for one in (engine.capability, launch.capability))
+        return f"the kernels of {engine.name} need compute capability {least}; this GPU has {has}"
+    return None
+
+
+def check_task(launch: PlannedLaunch) -> str | None:
+    """The engine serves the task of the workload."""
+    engine, task = get_plan_engine(launch.plan), launch.plan.workload.task
+    return None if task in engine.tasks else f"{engine.name} does not serve the task {task}"
+
+
+def check_weights(launch: PlannedLaunch) -> str | None:
+    """The weights exist in the planned format: as published, or made by a step of the plan or while loading."""
+    engine, weights, model = get_plan_engine(launch.plan), launch.plan.weights, launch.model
+    if weights.format not in engine.formats:
+        return f"{engine.name} does not load {weights.format} weights"
+    if model.format not in (*engine.formats, *engine.converts, "facts"):
+        return f"nothing converts {model.format} weights for {engine.name}"
+    if weights.made == "converted" and not any(step.kind == "convert" for step in launch.launch.prepare):
+        return f"no step of the plan converts the weights to {weights.label}"
+    stored = (model.quantization or "").upper()
+    if weights.made == "as it is" and stored and stored != weights.label.upper():
+        return f"the weights are published in {stored}, not in {weights.label}"
+    return None
+
+
+def check_context(launch: PlannedLaunch) -> str | None:
+    """The context is at most that of the model, and holds the longest request of the workload."""
+    name = get_plan_engine(launch.plan).launch_options.context
+    tokens = launch.get_count(name, launch.plan.settings.context_tokens)
+    most, asked = launch.model.max_context, launch.plan.workload.request_tokens
+    if most is not None and tokens > most:
+        return f"the context of {tokens:,} tokens exceeds that of the model, {most:,}"
+    if tokens < asked:
+        return f"requests have up to {asked:,} tokens, but the context is {tokens:,}"
+    return None
+
+
+def check_slots(launch: PlannedLaunch) -> str | None:
+    """The number of concurrent requests is one that the engine supports."""
+    engine = get_plan_engine(launch.plan)
+    slots = launch.get_count(engine.launch_options.slots, launch.plan.settings.slots)
+    if slots < 1:
+        return "no request is computed at a time"
+    if engine.max_slots is not None and slots > engine.max_slots:
+        return f"{engine.name} computes at most {engine.max_slots:,} requests at a time, not {slots:,}"
+    return None
+
+
+def check_port(launch: PlannedLaunch) -> str | None:
+    """The port is one that the engine can listen on."""
+    engine = get_plan_engine(launch.plan)
+    name = engine.launch_options.port
+    port = launch.options.get(name) if name is not None else None
+    if port is not None and not (port.isdigit() and 1 <= int(port) <= engine.highest_port):
+        return f"{port} is not a port from 1 to {engine.highest_port}"
+    return None
+
+
+def check_layout_kinds(launch: PlannedLaunch) -> str | None:
+    """The layout has only kinds of parallelism that the engine supports."""
+    engine, layout = get_plan_engine(launch.plan), launch.plan.parallelism
+    for kind in ("tensor", "pipeline", "data", "expert", "attention_data"):
+        if getattr(layout, kind) > 1 and kind not in engine.ways:
+            return f"{engine.name} has no {kind.replace('_', ' ')} parallelism"
+    return None
+
+
+def check_cards(launch: PlannedLaunch) -> str | None:
+    """The machine has as many accelerators as the layout needs, and the options name the same number."""
+    layout = launch.plan.parallelism
+    wanted = layout.tensor * layout.pipeline * layout.data
+    if launch.device == "cpu":
+        return "the layout divides the model among accelerators, but the CPU computes" if wanted > 1 else None
+    if wanted > len(launch.cards):
+        return f"the layout needs {wanted} accelerators, but there are {len(launch.cards)}"
+    named = get_plan_engine(launch.plan).count_launch_cards(launch)
+    if named is not None and named != wanted:
+        return f"the options are for {named} accelerators, the layout is for {wanted}"
+    return None
+
+
+def check_hosts(launch: PlannedLaunch) -> str | None:
+    """A layout on several hosts belongs to an engine that has a launch for several hosts."""
+    if launch.hosts == 1:
+        return None
+    engine = get_plan_engine(launch.plan)
+    if engine.launch_on_node(launch.plan, 8080, nodes=launch.hosts, rank=0, leader=LEADER) is None:
+        return f"{engine.name} does not distribute a model over {launch.hosts} hosts"
+    return None
+
+
+def check_heads(launch: PlannedLaunch) -> str | None:
+    """Tensor ranks divide the attention heads and the KV heads, or hold whole copies of a KV head."""
+    ranks, model = _count_attention_ranks(launch), launch.model
+    if model.num_heads and model.num_heads % ranks:
+        return f"{model.num_heads} attention heads cannot be divided among {ranks} tensor ranks"
+    kv_heads = model.num_kv_heads
+    if kv_heads and model.kv_lora_rank is None and kv_heads % ranks and ranks % kv_heads:
+        return f"{kv_heads} KV heads cannot be divided among {ranks} tensor ranks"
+    return None
+
+
+def check_widths(launch: PlannedLaunch) -> str | None:
+    """Tensor ranks divide the width of each MLP into whole quantization groups or blocks."""
+    ranks = _count_attention_ranks(launch)
+    if ranks == 1:
+        return None
+    step = _count_step(launch.loaded)
+    for what, width in _list_widths(launch.model):
+        if width % ranks or (width // ranks) % step:
+            unit = f" in groups of {step}" if step > 1 else ""
+            return f"the {what} of {width:,} cannot be divided among {ranks} tensor ranks{unit}"
+    return None
+
+
+def check_experts(launch: PlannedLaunch) -> str | None:
+    """Expert ranks get whole experts, and tensor ranks get whole quantization groups of each expert."""
+    model, layout = launch.model, launch.plan.parallelism
+    if layout.expert > 1:
+        if not model.num_experts or model.num_experts < 2:
+            return "expert parallelism is planned for a model without experts"
+        if model.num_experts % layout.expert:
+            return f"{model.num_experts} experts cannot be divided among {layout.expert} ranks"
+        return None
+    width, step = model.moe_intermediate_size, _count_step(launch.loaded)
+    if model.num_experts and width and layout.tensor > 1 and (width % layout.tensor or width // layout.tensor % step):
+        unit = f" in groups of {step}" if step > 1 else ""
+        return f"the experts' width of {width:,} cannot be divided among {layout.tensor} tensor ranks{unit}"
+    return None
+
+
+def check_stages(launch: PlannedLaunch) -> str | None:
+    """Every pipeline stage has at least one layer."""
+    stages = launch.plan.parallelism.pipeline
+    if stages > max(1, launch.model.num_layers):
+        return f"{launch.model.num_layers} layers cannot be divided among {stages} pipeline stages"
+    return None
+
+
+def check_idle_cards(launch: PlannedLaunch) -> str | None:
+    """Weights stay in host memory only if the layout uses every accelerator of one host."""
+    settings, engine = launch.plan.settings, get_plan_engine(launch.plan)
+    placed = settings.gpu_layers
+    on_host = bool(settings.host_expert_layers) or (placed is not None and placed < launch.model.num_layers)
+    if launch.device == "cpu" or not on_host or "pipeline" not in engine.ways:
+        return None
+    here = min(len(find_cards(launch.hardware, engine.vendors)), launch.hardware.cards_per_node)
+    if len(launch.cards) < here:
+        return f"weights are in host memory while {here - len(launch.cards)} of {here} accelerators are idle"
+    return None
+
+
+def _count_attention_ranks(launch: PlannedLaunch) -> int:
+    """Tensor ranks that divide attention and dense MLPs; attention replicas each have all of it."""
+    layout = launch.plan.parallelism
+    return max(1, layout.tensor // max(1, layout.attention_data))
+
+
+def _count_step(model: Model) -> int:
+    """Weights that share a scale, and so cannot be divided."""
+    details = model.quantization_details
+    return max(details.group_size or 1, *(details.block or (1,))) if details is not None else 1
+
+
+def _list_widths(model: Model) -> Iterator[tuple[str, int]]:
+    """Widths of the dense MLPs, as far as the model has such weights."""
+    dense = model.num_experts is None or any(part.name == "mlp" for part in model.parts)
+    if dense and model.intermediate_size:
+        yield "MLP width", model.intermediate_size
+    if model.num_experts and model.shared_expert_intermediate_size:
+        yield "shared experts' width", model.shared_expert_intermediate_size
+
+
+OPTIONS = "the engine's own parser of options"
+DIVISION = "arithmetic: a rank gets whole heads, groups and layers"
+GENERAL_RULES = (
+    LaunchRule("plan.system", "systems that the engine's package is built for", check_system),
+    LaunchRule("plan.device", "architectures that the engine's kernels are built for", check_device),
+    LaunchRule("plan.task", OPTIONS, check_task),
+    LaunchRule("weights.available", "the model's own files", check_weights, "the same model in another format"),
+    LaunchRule("context.length", "the model's configuration", check_context, "a shorter --context"),
+    LaunchRule("slots.count", OPTIONS, check_slots, "fewer concurrent requests"),
+    LaunchRule("launch.port", "RFC 6335, section 6", check_port),
+    LaunchRule("layout.kinds", OPTIONS, check_layout_kinds),
+    LaunchRule("layout.cards", OPTIONS, check_cards),
+    LaunchRule("layout.hosts", OPTIONS, check_hosts, "an engine that has a launch for several nodes"),
+    LaunchRule("layout.heads", DIVISION, check_heads),
+    LaunchRule("layout.width", DIVISION, check_widths),
+    LaunchRule("layout.experts", DIVISION, check_experts),
+    LaunchRule("layout.stages", DIVISION, check_stages),
+    LaunchRule("layout.idle-cards", "physics: accelerator memory is faster than host memory", check_idle_cards),
+)

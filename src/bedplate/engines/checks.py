@@ -1,0 +1,80 @@
+"""What an engine would refuse: a planned launch as the engine receives it, and the rules that an engine file states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from bedplate.facts.chips import Chip
+from bedplate.values import Accelerator, Hardware, Launch, Model, Plan
+from bedplate.values.decision import Device
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """A plan as the engine would receive it: the command line, the model that it loads, and the machine."""
+
+    plan: Plan
+    launch: Launch
+    hardware: Hardware
+    """Without accelerators, if the engine computes on the CPU."""
+    loaded: Model
+    """The model in the weights that are on the devices after loading."""
+    device: Device
+    chip: Chip | None
+    capability: tuple[int, int] | None
+    """CUDA compute capability."""
+    cards: tuple[Accelerator, ...]
+    """The accelerators that the layout uses, in the order of their indexes."""
+    hosts: int
+    """Operating systems that the cards of one replica belong to."""
+
+    @property
+    def model(self) -> Model:
+        """The model before any conversion of the engine."""
+        return self.plan.model
+
+    @cached_property
+    def options(self) -> Mapping[str, str]:
+        """The options of the command line by name; the value of a switch is empty."""
+        found: dict[str, str] = {}
+        words = self.launch.argv
+        for number, word in enumerate(words):
+            if not word.startswith("--") or len(word) == 2:
+                continue
+            name, joined, value = word.partition("=")
+            if not joined and number + 1 < len(words) and not words[number + 1].startswith("--"):
+                value = words[number + 1]
+            found[name] = value
+        return found
+
+    def get_count(self, name: str | None, default: int = 1) -> int:
+        """The value of an option that is a count; `default` if the option is not given."""
+        text = self.options.get(name, "") if name is not None else ""
+        return int(text) if text.isdigit() else default
+
+    @property
+    def is_quantized_while_loading(self) -> bool:
+        sixteen = ("BF16", "F16", "F32")
+        return self.plan.weights.made == "while loading" and self.plan.weights.label not in sixteen
+
+
+@dataclass(frozen=True)
+class LaunchRule:
+    """A check that the engine makes, and the reason why it would not start."""
+
+    id: str
+    source: str
+    """File and version of the engine that has this check."""
+    find_fault: Callable[[PlannedLaunch], str | None]
+    """The reason of the refusal; `None`: the engine accepts the launch. The docstring states the rule."""
+    hint: str | None = None
+
+    @property
+    def sentence(self) -> str:
+        return " ".join((self.find_fault.__doc__ or "").split())
+
+
+def format_capability(launch: PlannedLaunch) -> str:
+    return ".".join(map(str, launch.capability)) if launch.capability is not None else "unknown"

@@ -1,0 +1,569 @@
+"""The verifier: seeded faults are found by their rule, generated plans have none, and the search goes on."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from tests.decide.plan_cases import PlanCase, generate_cases, make_machine
+
+from bedplate.decide import decide
+from bedplate.decide.candidates import EngineCandidate, verify_candidate
+from bedplate.decide.case import DecisionCase, with_model_task
+from bedplate.decide.choose import EngineSearch
+from bedplate.decide.evidence import MachineEvidence
+from bedplate.decide.planning import plan
+from bedplate.decide.verify import list_faults, list_launch_rules
+from bedplate.decide.verify.general import GENERAL_RULES
+from bedplate.decide.verify.memory import MEMORY_RULES
+from bedplate.engines import get_engine, load_engines
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.known_models import apply_label, find_model
+from bedplate.values import Hardware, Launch, Model, Plan, Weights, Workload, replace_fields
+from bedplate.values.hardware import Disk
+from bedplate.values.intent import Operations
+
+GIB = 1 << 30
+QUICK, QUICK_FULL, NIGHTLY = 300, 12, 3000
+REJECTED_SHARE = 0.01
+"""The search finds plans that the engine accepts by itself; the verifier is the last resort."""
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """What would be shown: the plan, its launch, and the machine."""
+
+    plan: Plan
+    launch: Launch
+    hardware: Hardware
+
+    def list_rules(self) -> list[str]:
+        return [fault.rule for fault in list_faults(self.plan, self.launch, self.hardware)]
+
+    def with_plan(self, **fields: Any) -> ShownPlan:
+        """The same engine's launch for a changed plan."""
+        changed = replace_fields(self.plan, **fields)
+        return replace(self, plan=changed, launch=get_engine(changed.engine).launch(changed, 8080))
+
+    def with_settings(self, **fields: Any) -> ShownPlan:
+        return self.with_plan(settings=replace_fields(self.plan.settings, **fields))
+
+    def with_layout(self, **fields: Any) -> ShownPlan:
+        return self.with_plan(parallelism=replace_fields(self.plan.parallelism, **fields))
+
+    def with_model(self, model: Model) -> ShownPlan:
+        return self.with_plan(model=model)
+
+    def with_option(self, name: str, value: str | None) -> ShownPlan:
+        """The launch with another value of an option; `None` removes the option and its value."""
+        argv = list(self.launch.argv)
+        if name in argv:
+            at = argv.index(name)
+            argv[at : at + 2] = [name, value] if value is not None else []
+        elif value is not None:
+            argv += [name, value] if value else [name]
+        return replace(self, launch=replace_fields(self.launch, argv=tuple(argv)))
+
+    def with_machine(self, **fields: Any) -> ShownPlan:
+        return replace(self, hardware=replace_fields(self.hardware, **fields))
+
+    def with_memory(self, available_bytes: int) -> ShownPlan:
+        memory = replace_fields(self.hardware.memory, available_bytes=available_bytes, basis="reported")
+        return self.with_machine(memory=memory)
+
+
+@functools.cache
+def make_plan(
+    engine: str, chip: str, count: int, model: str, concurrency: int = 8, *, nodes: int = 1, **fields: Any
+) -> ShownPlan:
+    described: dict[str, Any] = {"accelerator": chip, "count": count, "ram_gb": 2048}
+    if nodes > 1:
+        described |= {"gpus_per_node": count // nodes, "network": "InfiniBand NDR 400"}
+    hardware = make_simulated_hardware(described)
+    return show_plan(engine, hardware, model, Workload(concurrency=concurrency, **fields))
+
+
+def show_plan(name: str, hardware: Hardware, model: str, workload: Workload) -> ShownPlan:
+    """The plan of one engine, which has no fault."""
+    asked = DecisionCase(hardware, find_model(model), workload, Operations())
+    engine = get_engine(name)
+    found = EngineSearch(asked, MachineEvidence(), installable=False).get_candidate(engine)
+    assert isinstance(found, EngineCandidate), found
+    planned = Plan(
+        engine=name, engine_version=engine.version or "unpinned", model=asked.model, workload=workload,
+        weights=found.weights, parallelism=found.layout, settings=found.settings,
+    )  # fmt: skip
+    shown = ShownPlan(planned, engine.launch(planned, 8080), hardware)
+    assert shown.list_rules() == []
+    return shown
+
+
+def change_model(shown: ShownPlan, **fields: Any) -> ShownPlan:
+    return shown.with_model(replace_fields(shown.plan.model, **fields))
+
+
+def with_card_memory(shown: ShownPlan, gib: float) -> ShownPlan:
+    """The same plan on cards with less memory."""
+    size = round(gib * GIB)
+    cards = tuple(replace_fields(card, memory_bytes=size, free_bytes=size) for card in shown.hardware.accelerators)
+    return shown.with_machine(accelerators=cards)
+
+
+def load_as_published(shown: ShownPlan, model: Model, block: tuple[int, int] | None = None) -> ShownPlan:
+    """The same plan for published weights, if need be in blocks."""
+    if block is not None and model.quantization_details is not None:
+        details = replace_fields(model.quantization_details, block=block)
+        model = replace_fields(model, quantization_details=details)
+    weights = replace_fields(shown.plan.weights, label=model.quantization, made="as it is", format="safetensors")
+    return shown.with_plan(model=model, weights=weights)
+
+
+def plan_h100(engine: str = "vllm", count: int = 8, model: str = "meta-llama/Meta-Llama-3.1-70B") -> ShownPlan:
+    return make_plan(engine, "H100 SXM", count, model, 64)
+
+
+def plan_a100() -> ShownPlan:
+    return make_plan("vllm", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64)
+
+
+def plan_experts_on_host() -> ShownPlan:
+    """A mixture of experts over four cards with a part of its experts on the host."""
+    return make_plan("llama.cpp", "RTX 3090", 4, "Qwen/Qwen3-235B-A22B", 1)
+
+
+@functools.cache
+def make_cpu_plan() -> ShownPlan:
+    hardware = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 128})
+    return show_plan("llama.cpp", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
+
+
+@functools.cache
+def make_mac_plan() -> ShownPlan:
+    hardware = make_simulated_hardware({"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"})
+    return show_plan("mlx", hardware, "Qwen/Qwen3-8B", Workload(concurrency=1))
+
+
+def put_experts_on_host(shown: ShownPlan) -> ShownPlan:
+    return shown.with_plan(
+        parallelism=replace_fields(shown.plan.parallelism, pipeline=1),
+        settings=replace_fields(shown.plan.settings, host_expert_layers=30),
+    )
+
+
+# name → (rules of which one must find it, the faulty plan)
+FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
+    # idle hardware
+    "experts in RAM beside three idle cards": (
+        "layout.idle-cards",
+        lambda: put_experts_on_host(make_plan("llama.cpp", "RTX 3090", 4, "Qwen/Qwen3-30B-A3B", 1)),
+    ),
+    # memory card by card
+    "experts on the host without a split": (
+        "llama.cpp.split",
+        lambda: plan_experts_on_host().with_option("--tensor-split", None),
+    ),
+    "a split that overflows the last card": (
+        "memory.load",
+        lambda: plan_experts_on_host().with_option("--tensor-split", "10,10,10,65"),
+    ),
+    "BF16 weights that are quantized only after loading": (
+        "memory.load",
+        lambda: with_card_memory(make_plan("sglang", "H100 SXM", 1, "Qwen/Qwen3-30B-A3B", 64), 50),
+    ),
+    "a conversion without memory for its source": (
+        "memory.convert",
+        lambda: make_plan("vllm", "A100 SXM 80GB", 1, "meta-llama/Meta-Llama-3.1-70B", 4)
+        .with_plan(weights=Weights(label="AWQ-INT4", made="converted", format="safetensors"))
+        .with_memory(96 * GIB),
+    ),
+    "a conversion on a small disk": (
+        "disk.prepare",
+        lambda: make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-32B", 1).with_machine(
+            disk=Disk(path="/", total_bytes=100 * GIB, free_bytes=20 * GIB)
+        ),
+    ),
+    "a longer context than the cache holds": (
+        "memory.capture",
+        lambda: with_card_memory(plan_a100(), 24).with_settings(context_tokens=40960),
+    ),
+    "slots whose cache does not fit": (
+        "memory.serve",
+        lambda: make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 1).with_settings(slots=200),
+    ),
+    "experts on a host with little memory": ("memory.host", lambda: plan_experts_on_host().with_memory(32 * GIB)),
+    "weights on a CPU with little memory": (
+        "memory.host",
+        lambda: replace(
+            make_cpu_plan(), hardware=make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 4})
+        ),
+    ),
+    "a share that other programs have taken": (
+        "memory.share",
+        lambda: plan_a100().with_machine(
+            accelerators=tuple(
+                replace_fields(card, free_bytes=(card.memory_bytes or 0) // 2)
+                for card in plan_a100().hardware.accelerators
+            )
+        ),
+    ),
+    "an uneven pipeline": (
+        "memory.load",
+        lambda: with_card_memory(make_plan("llama.cpp", "RTX 3090", 2, "Qwen/Qwen3-32B", 1), 15).with_option(
+            "--tensor-split", "1,3"
+        ),
+    ),
+    # weights that exist
+    "FP8 weights that nobody published": (
+        "weights.available",
+        lambda: plan_h100().with_plan(
+            weights=replace_fields(plan_h100().plan.weights, label="FP8", made="as it is", format="safetensors")
+        ),
+    ),
+    "a conversion that no step makes": (
+        "weights.available",
+        lambda: replace(
+            make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 1),
+            launch=replace_fields(make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 1).launch, prepare=()),
+        ),
+    ),
+    "a GGUF file for an engine of folders": (
+        "weights.available",
+        lambda: plan_h100().with_plan(weights=replace_fields(plan_h100().plan.weights, format="gguf")),
+    ),
+    # what a chip can do
+    "FP8 per channel on an A100": (
+        "vllm.fp8-per-channel",
+        lambda: plan_a100().with_option("--quantization", "fp8_per_channel"),
+    ),
+    "MXFP4 on a T4": (
+        "vllm.quantization",
+        lambda: load_as_published(make_plan("vllm", "T4", 1, "Qwen/Qwen3-0.6B"), find_model("openai/gpt-oss-20b")),
+    ),
+    "BF16 on a T4": (
+        "vllm.compute-type",
+        lambda: make_plan("vllm", "T4", 1, "Qwen/Qwen3-0.6B").with_option("--dtype", "bfloat16"),
+    ),
+    "F16 for a model that is unstable in it": (
+        "vllm.compute-type",
+        lambda: change_model(make_plan("vllm", "T4", 1, "Qwen/Qwen3-0.6B"), architecture="gemma3_text"),
+    ),
+    "an FP8 cache on an A100": ("vllm.cache-type", lambda: plan_a100().with_option("--kv-cache-dtype", "fp8")),
+    "a GPU without kernels": (
+        "plan.device",
+        lambda: replace(
+            plan_a100(), hardware=make_simulated_hardware({"accelerator": "V100 SXM2 32GB", "ram_gb": 64})
+        ),
+    ),
+    "MXFP8 before Blackwell": (
+        "sglang.quantization",
+        lambda: plan_h100("sglang").with_model(apply_label(find_model("Qwen/Qwen3-32B"), "MXFP8")).with_plan(
+            weights=replace_fields(plan_h100("sglang").plan.weights, label="MXFP8", made="as it is")
+        ),
+    ),
+    "FP8 experts while loading on an A100": (
+        "sglang.fp8",
+        lambda: make_plan("sglang", "A100 SXM 80GB", 2, "Qwen/Qwen3-30B-A3B", 64).with_option("--quantization", "fp8"),
+    ),
+    "FP8 blocks on an Ada GPU": (
+        "tensorrt-llm.quantization",
+        lambda: load_as_published(
+            make_plan("tensorrt-llm", "L40S", 1, "Qwen/Qwen3-8B", 64),
+            apply_label(find_model("Qwen/Qwen3-8B"), "FP8"),
+            (128, 128),
+        ),
+    ),
+    "a quantization that LMDeploy does not load": (
+        "lmdeploy.quantization",
+        lambda: make_plan("lmdeploy", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64).with_model(
+            apply_label(find_model("Qwen/Qwen3-8B"), "NVFP4")
+        ),
+    ),
+    # architectures
+    "an architecture that vLLM removed": (
+        "vllm.architecture",
+        lambda: change_model(plan_h100(), architecture="dots1"),
+    ),
+    "sparse attention on an A100": (
+        "vllm.sparse-attention",
+        lambda: change_model(plan_a100(), architecture="deepseek_v32"),
+    ),
+    "an architecture that SGLang does not have": (
+        "sglang.architecture",
+        lambda: change_model(plan_h100("sglang"), architecture="jamba"),
+    ),
+    "tensor parallelism that ExLlamaV3 does not have": (
+        "exllamav3.tensor",
+        lambda: change_model(
+            make_plan("exllamav3", "RTX 3090", 2, "Qwen/Qwen3-32B", 1), architecture="qwen3_next"
+        ).with_layout(tensor=2, pipeline=1),
+    ),
+    "a hidden size that ExLlamaV3 pads wrongly": (
+        "exllamav3.width",
+        lambda: change_model(make_plan("exllamav3", "RTX 3090", 1, "Qwen/Qwen3-8B", 1), hidden_size=4000),
+    ),
+    "an architecture that ExLlamaV3 does not have": (
+        "exllamav3.architecture",
+        lambda: change_model(make_plan("exllamav3", "RTX 3090", 1, "Qwen/Qwen3-8B", 1), architecture="jamba"),
+    ),
+    "an architecture that TGI does not have": (
+        "tgi.architecture",
+        lambda: change_model(make_plan("tgi", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B"), architecture="gpt_oss"),
+    ),
+    "an architecture that LMDeploy does not have": (
+        "lmdeploy.architecture",
+        lambda: change_model(make_plan("lmdeploy", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64), architecture="jamba"),
+    ),
+    "an architecture that MLX does not have": (
+        "mlx.architecture",
+        lambda: change_model(make_mac_plan(), architecture="falcon"),
+    ),
+    # layouts
+    "three ranks for 64 heads": (
+        "layout.heads",
+        lambda: plan_h100().with_layout(tensor=3, pipeline=1, data=1),
+    ),
+    "six ranks for 8 KV heads": (
+        "layout.heads",
+        lambda: change_model(plan_h100(), num_heads=48).with_layout(tensor=6, pipeline=1, data=1),
+    ),
+    "ranks that cut a quantization group": (
+        "layout.width",
+        lambda: change_model(
+            plan_h100(model="Qwen/Qwen2.5-72B-Instruct-AWQ"), intermediate_size=128 * 12
+        ).with_layout(tensor=8, pipeline=1, data=1),
+    ),
+    "ranks that cut the blocks of shared experts": (
+        "layout.width",
+        lambda: change_model(
+            load_as_published(
+                plan_h100(model="Qwen/Qwen3-30B-A3B"), apply_label(find_model("Qwen/Qwen3-30B-A3B"), "FP8"), (128, 128)
+            ),
+            shared_expert_intermediate_size=512,
+        ).with_layout(tensor=8, expert=8, pipeline=1, data=1),
+    ),
+    "experts that cannot be divided": (
+        "layout.experts",
+        lambda: change_model(plan_h100(model="Qwen/Qwen3-30B-A3B"), num_experts=60).with_layout(
+            tensor=8, expert=8, pipeline=1, data=1
+        ),
+    ),
+    "expert parallelism without experts": (
+        "vllm.experts",
+        lambda: plan_h100().with_option("--enable-expert-parallel", ""),
+    ),
+    "more stages than layers": (
+        "layout.stages",
+        lambda: change_model(plan_h100(), num_layers=4).with_layout(tensor=1, pipeline=8, data=1),
+    ),
+    "a pipeline of a model that has none": (
+        "vllm.pipeline",
+        lambda: change_model(plan_h100(), architecture="gemma3n").with_layout(tensor=4, pipeline=2, data=1),
+    ),
+    "a kind of parallelism that the engine lacks": (
+        "layout.kinds",
+        lambda: make_plan("llama.cpp", "RTX 3090", 2, "Qwen/Qwen3-32B", 1).with_layout(tensor=2, pipeline=1),
+    ),
+    "options for fewer cards than the layout": (
+        "layout.cards",
+        lambda: plan_h100(model="meta-llama/Meta-Llama-3.1-405B").with_option("--tensor-parallel-size", "4"),
+    ),
+    "more cards than there are": (
+        "layout.cards",
+        lambda: plan_a100().with_layout(tensor=8),
+    ),
+    "llama.cpp over two nodes": (
+        "layout.hosts",
+        lambda: make_plan("llama.cpp", "H100 SXM", 16, "Qwen/Qwen3-8B", 1, nodes=2).with_layout(pipeline=16),
+    ),
+    "SGLang replicas in one command for two nodes": (
+        "sglang.replicas",
+        lambda: plan_h100("sglang").with_option("--dp-size", "2").with_option("--nnodes", "2"),
+    ),
+    "SGLang replicas with attention replicas": (
+        "sglang.replicas",
+        lambda: plan_h100("sglang").with_option("--dp-size", "2").with_option("--attn-dp-size", "2"),
+    ),
+    "expert ranks that do not divide the tensor ranks": (
+        "sglang.groups",
+        lambda: plan_h100("sglang").with_option("--tp-size", "8").with_option("--ep-size", "3"),
+    ),
+    # options
+    "a context beyond the model's": ("context.length", lambda: plan_h100().with_option("--max-model-len", "999999")),
+    "a context below the requests'": ("context.length", lambda: plan_h100().with_option("--max-model-len", "64")),
+    "more slots than llama.cpp has": (
+        "slots.count",
+        lambda: make_plan("llama.cpp", "H100 SXM", 1, "Qwen/Qwen3-0.6B", 1).with_option("--parallel", "300"),
+    ),
+    "fewer tokens in a step than requests": (
+        "vllm.batch",
+        lambda: plan_h100().with_option("--max-num-batched-tokens", "1"),
+    ),
+    "port 0": ("launch.port", lambda: plan_h100().with_option("--port", "0")),
+    "an embedding model that generates": (
+        "vllm.runner",
+        lambda: make_plan("vllm", "L4", 1, "BAAI/bge-large-en-v1.5", task="embed").with_option("--runner", None),
+    ),
+    "a task that the engine does not serve": (
+        "plan.task",
+        lambda: plan_h100("sglang").with_plan(workload=replace_fields(plan_h100().plan.workload, task="classify")),
+    ),
+    "a system without the engine": ("plan.system", lambda: plan_h100().with_machine(os="windows")),
+    "a colon in SGLang's served name": (
+        "sglang.name",
+        lambda: plan_h100("sglang").with_option("--served-model-name", "llama:70b"),
+    ),
+    "a quantized cache without flash attention": (
+        "llama.cpp.cache-type",
+        lambda: make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 1)
+        .with_option("--cache-type-v", "q8_0")
+        .with_option("--flash-attn", "off"),
+    ),
+    "a context that the slots divide": (
+        "llama.cpp.context",
+        lambda: make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 4).with_option("--ctx-size", "1024"),
+    ),
+    "a prompt as long as the context of TGI": (
+        "tgi.input-tokens",
+        lambda: make_plan("tgi", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B").with_option("--max-input-tokens", "8192"),
+    ),
+    "all memory for LMDeploy's cache": (
+        "lmdeploy.cache-share",
+        lambda: make_plan("lmdeploy", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64).with_option(
+            "--cache-max-entry-count", "1.0"
+        ),
+    ),
+    "a part of a page in ExLlamaV3's cache": (
+        "exllamav3.cache",
+        lambda: make_plan("exllamav3", "RTX 3090", 1, "Qwen/Qwen3-8B", 1).with_option("--cache-tokens", "1000"),
+    ),
+}  # fmt: skip
+
+
+class TestSeededFaults:
+    @pytest.mark.parametrize("name", FAULTS)
+    def test_a_seeded_fault_is_found_by_its_rule(self, name: str) -> None:
+        rule, make = FAULTS[name]
+        assert rule in make().list_rules()
+
+    def test_there_are_enough_of_them_and_every_rule_finds_one(self) -> None:
+        assert len(FAULTS) >= 30
+        assert {rule for rule, _ in FAULTS.values()} == {rule.id for rule in list_launch_rules()}
+
+
+class TestRules:
+    def test_every_rule_has_a_unique_id_a_sentence_and_a_source(self) -> None:
+        rules = list_launch_rules()
+        assert len({rule.id for rule in rules}) == len(rules)
+        for rule in rules:
+            assert rule.sentence.endswith("."), rule.id
+            assert rule.source, rule.id
+
+    def test_rules_of_an_engine_cite_a_file_and_a_version(self) -> None:
+        for engine in load_engines().values():
+            cited = [(rule.id, rule.source) for rule in engine.launch_rules]
+            for rule, source in (*cited, *engine.rule_sources.items()):
+                assert re.search(r"\.(?:py|cpp|h|rs|md|txt)|/\w+ of", source), (rule, source)
+                assert re.search(r"\bb?\d+(?:\.\d+)*", source), (rule, source)
+
+    def test_engines_cite_the_rules_that_they_share(self) -> None:
+        shared = {rule.id for rule in (*GENERAL_RULES, *MEMORY_RULES)}
+        cited = {rule for engine in load_engines().values() for rule in engine.rule_sources}
+        assert cited <= shared
+        by_arithmetic = {"plan.system", "launch.port", "disk.prepare"}
+        assert shared - cited == by_arithmetic
+
+
+def find_candidate(case: PlanCase, engine: str) -> tuple[EngineCandidate, DecisionCase] | None:
+    machine, model = make_machine(case.chip, case.count), find_model(case.model)
+    assert machine is not None
+    work = with_model_task(model, case.workload)
+    if model.max_context is not None and work.request_tokens > model.max_context:
+        return None
+    asked = DecisionCase(machine, model, work, Operations())
+    found = EngineSearch(asked, MachineEvidence(), installable=False).get_candidate(get_engine(engine))
+    return (found, asked) if isinstance(found, EngineCandidate) else None
+
+
+class TestGeneratedPlans:
+    def test_the_search_finds_plans_that_the_verifier_accepts(self) -> None:
+        engines = list(load_engines())
+        planned, rejected = 0, []
+        for number, case in enumerate(generate_cases(QUICK)):
+            found = find_candidate(case, engines[number % len(engines)])
+            if found is None:
+                continue
+            candidate, asked = found
+            planned += 1
+            rejected += [(case.label, one.fault) for one in candidate.rejected]
+            assert verify_candidate(candidate, asked) is None, case.label
+        assert planned >= QUICK / 6
+        assert len(rejected) <= REJECTED_SHARE * planned, rejected
+
+    def test_shown_launches_have_no_fault(self) -> None:
+        check_decisions(QUICK_FULL)
+
+    @pytest.mark.nightly
+    def test_thousands_of_shown_launches_have_no_fault(self) -> None:
+        check_decisions(NIGHTLY)
+
+
+def check_decisions(number: int) -> None:
+    """Every decision shows a launch without a fault, and few preferred candidates were rejected."""
+    planned, rejected = 0, []
+    for case in generate_cases(number):
+        machine, model = make_machine(case.chip, case.count), find_model(case.model)
+        assert machine is not None
+        decision = decide(machine, model, case.workload)
+        if decision.launch is None or decision.settings is None:
+            continue
+        planned += 1
+        rejected += [(case.label, note) for note in decision.notes if "was not planned" in note]
+        if decision.settings.device == "cpu":
+            machine = replace_fields(machine, accelerators=(), links=())
+        faults = list_faults(plan(decision, model, case.workload), decision.launch, machine)
+        assert faults == (), (case.label, faults)
+    assert planned > number / 3
+    assert len(rejected) <= REJECTED_SHARE * planned, rejected
+
+
+class TestSearch:
+    def test_a_rejected_plan_is_not_shown_and_the_next_one_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = get_engine("vllm")
+        usual = decide_on_h100s()
+
+        def refuse_layout(launch: PlannedLaunch) -> str | None:
+            """For this test."""
+            return "this layout fails" if launch.plan.parallelism == usual.parallelism else None
+
+        rule = LaunchRule("test.layout", "this test", refuse_layout)
+        monkeypatch.setattr(type(engine), "launch_rules", (*engine.launch_rules, rule))
+        other = decide_on_h100s()
+        assert (other.engine, usual.engine) == ("vllm", "vllm")
+        assert other.parallelism != usual.parallelism
+        assert any("this layout fails (rule test.layout)" in note for note in other.notes)
+
+    def test_an_engine_whose_plans_are_all_rejected_is_refused_with_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = get_engine("vllm")
+
+        def refuse_all(launch: PlannedLaunch) -> str | None:
+            """For this test."""
+            return "nothing works"
+
+        rule = LaunchRule("test.all", "this test", refuse_all, "another engine")
+        monkeypatch.setattr(type(engine), "launch_rules", (rule,))
+        decision = decide_on_h100s()
+        assert decision.engine != "vllm"
+        (refusal,) = (one for one in decision.refused if one.engine == "vllm")
+        assert (refusal.kind, refusal.why, refusal.hint) == ("impossible", "nothing works", "another engine")
+
+
+def decide_on_h100s() -> Any:
+    hardware = make_simulated_hardware({"accelerator": "H100 SXM", "count": 4, "ram_gb": 512})
+    return decide(hardware, find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(concurrency=64))
