@@ -260,7 +260,7 @@ def _lay_out(
     """The best layout for these weights; if none fits, the one that lacks the least memory."""
     weights, model = form
     found = [
-        _make_candidate(engine, target, weights, model, layout, case, evidence)
+        make_candidate(engine, target, weights, model, layout, case, evidence)
         for layout in list_layouts(case.hardware, engine, model)
     ]
     fitting = [candidate for candidate in found if candidate.fit.fits]
@@ -269,7 +269,7 @@ def _lay_out(
     return _choose_layout(fitting, case)
 
 
-def _make_candidate(
+def make_candidate(
     engine: Engine,
     target: ComputeTarget,
     weights: Weights,
@@ -374,7 +374,7 @@ def _choose_layout(fitting: list[EngineCandidate], case: DecisionCase) -> Engine
         nearest = min(_compute_overrun(one, case) for one in holding)
         return min((one for one in holding if _compute_overrun(one, case) * SAME <= nearest), key=_rank_complexity)
     pool = pool or holding
-    if in_flight < MANY:
+    if case.peak_in_flight < MANY:
         quick = [one for one in pool if _is_quick(one, case)]
         return min(
             quick or pool, key=lambda one: (one.cards if quick else 0, -_estimate_speed(one), *_rank_complexity(one))

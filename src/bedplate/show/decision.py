@@ -259,6 +259,23 @@ def describe_arrivals(workload: Workload) -> str | None:
     return None
 
 
+def describe_requests(workload: Workload, in_flight: Sequence[int]) -> str:
+    """How requests arrive, and how many are in flight on several machines or with several models."""
+    if not workload.depends_on_latency:
+        count = workload.compute_in_flight()
+        return "one request at a time" if count == 1 else f"{count:,} concurrent requests"
+    load = workload.make_load()
+    if load.think_time_s is None:
+        what = f"{workload.requests_per_s:g} requests/s"
+    else:
+        assumed = " (assumed)" if load.think_time_assumed else ""
+        what = f"{describe_users(workload)}, {load.think_time_s:g} s between requests{assumed}"
+    if not in_flight:
+        return what
+    low, high = min(in_flight), max(in_flight)
+    return f"{what}: {low:,} in flight" if low == high else f"{what}: {low:,} to {high:,} in flight"
+
+
 def describe_fit(found: Fit) -> str:
     """Memory needed on each kind of device."""
     lines = []

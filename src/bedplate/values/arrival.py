@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from bedplate.values.record import Record
+from bedplate.values.units import format_figure
 
 DEFAULT_THINK_TIME_S = 30.0
 """Think time of users if it is not specified; docs/workload.md gives the reason."""
@@ -38,13 +39,15 @@ class RequestLoad(Record, frozen=True, kw_only=True):
     users: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Users with think time; `None` for other arrival processes."""
     think_time_s: float | None = None
-    assumed: bool = False
+    think_time_assumed: bool = False
     """Whether the think time is the default."""
     requests_per_s: float
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     """Mean number of requests in flight, waiting ones included, rounded up."""
     request_s: float
     """Mean time of a request, from its arrival to its last token."""
+    request_time_assumed: bool = False
+    """Whether there was no estimate of the request time."""
 
     @property
     def peak_in_flight(self) -> int:
@@ -61,18 +64,25 @@ class RequestLoad(Record, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """`500 users, 30 s between requests: 9.8 requests/s, 89 in flight`."""
-        flight = f"{self.in_flight:,} in flight"
-        rate = (
-            f"{self.requests_per_s:.2g} requests/s"
-            if self.requests_per_s < 10
-            else f"{self.requests_per_s:,.0f} requests/s"
-        )
-        if self.arrival is ArrivalProcess.USERS and self.users is not None and self.think_time_s is not None:
+        """`500 users, 30 s between requests (assumed): 12.8 requests/s, 117 in flight`."""
+        what = f"{format_rate(self.requests_per_s)}, {self.in_flight:,} in flight"
+        if self.request_time_assumed:
+            what += f" if a request takes {self.request_s:.3g} s (assumed)"
+        if self.users is not None and self.think_time_s is not None:
             who = "1 user" if self.users == 1 else f"{self.users:,} users"
-            assumed = " (assumed)" if self.assumed else ""
-            return f"{who}, {self.think_time_s:g} s between requests{assumed}: {rate}, {flight}"
-        if self.arrival is ArrivalProcess.CLOSED:
-            return f"a closed loop: {flight}, {rate}"
-        names = {ArrivalProcess.POISSON: "Poisson arrivals", ArrivalProcess.TRACE: "arrivals of the trace"}
-        return f"{names.get(self.arrival, 'one burst')}: {rate}, {flight}"
+            assumed = " (assumed)" if self.think_time_assumed else ""
+            return f"{who}, {self.think_time_s:g} s between requests{assumed}: {what}"
+        return f"{ARRIVAL_NAMES[self.arrival]}: {what}"
+
+
+ARRIVAL_NAMES = {
+    ArrivalProcess.CLOSED: "closed loop",
+    ArrivalProcess.BURST: "one burst",
+    ArrivalProcess.POISSON: "Poisson arrivals",
+    ArrivalProcess.USERS: "users with think time",
+    ArrivalProcess.TRACE: "arrivals of the trace",
+}
+
+
+def format_rate(requests_per_s: float) -> str:
+    return f"{format_figure(requests_per_s)} requests/s"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -62,12 +63,14 @@ def simulate(
     *,
     concurrency: int | None = None,
     apart_s: float = 0.0,
+    think_s: Sequence[float] = (),
     told: Callable[[int], None] = lambda done: None,
 ) -> FleetRun:
-    """Simulate all requests of the book. `concurrency`: a closed loop with this many requests in flight.
+    """Simulate all requests of the book. `concurrency`: a closed loop with this many clients.
 
     In a closed loop, the book has at most the arrivals of the first requests, and `apart_s` is the time between two
-    requests that the client sends on the same occasion.
+    requests that the client sends on the same occasion. `think_s` has for each request the time from its answer to the
+    same client's next request.
     """
     events: list[tuple[float, int]] = []
     prefills = fleet.prefills
@@ -109,7 +112,10 @@ def simulate(
             if not fit(rid):
                 book.refused.append(rid)
                 if concurrency is not None and waiting_for < total:
-                    arrivals.append(max(now, arrivals[-1]))
+                    if think_s:
+                        insort(arrivals, now + think_s[rid], lo=nxt)
+                    else:
+                        arrivals.append(max(now, arrivals[-1]))
                     waiting_for += 1
                 continue
             to = route(rid)
@@ -135,8 +141,11 @@ def simulate(
             loads.update_place(index)
         if replica.left:
             if concurrency is not None:
-                for number in range(min(len(replica.left), total - waiting_for)):
-                    arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
+                for number, rid in enumerate(replica.left[: total - waiting_for]):
+                    if think_s:
+                        insort(arrivals, now + accept_s + think_s[rid], lo=nxt)
+                    else:
+                        arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
                     waiting_for += 1
             replica.left.clear()
             if index < fronts:
