@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bedplate.decide.candidates import convert_model, make_candidate
 from bedplate.decide.case import DecisionCase
-from bedplate.decide.choose import decide
+from bedplate.decide.choose import LAST_RESORT, decide
 from bedplate.decide.estimate.calibration import Band
 from bedplate.decide.estimate.expectation import compute_expectation
 from bedplate.decide.evidence import gather_evidence
@@ -204,14 +204,16 @@ def _plan_largest(
     operations: Operations | None,
     results: tuple[Result, ...],
 ) -> tuple[Decision, Hardware]:
-    """The decision for one machine of the largest size, or for as many as the model needs."""
-    single = [one for one in sizes if one.nodes == 1]
-    decision, machine = None, single[-1]
-    for one in (single[-1], *(one for one in sizes if one.nodes > 1)):
-        decision, machine = decide(one, model, workload, wanted, operations=operations, results=results), one
-        if decision.fits and (decision.memory is None or decision.memory.offload is None):
+    """The decision for one machine of the largest size, or for several if only they run a serving engine."""
+    single = [one for one in sizes if one.nodes == 1][-1]
+    first: Decision | None = None
+    for machine in (single, *(one for one in sizes if one.nodes > 1)):
+        decision = decide(machine, model, workload, wanted, operations=operations, results=results)
+        first = first or decision
+        within = decision.memory is not None and decision.memory.offload is None
+        if decision.fits and within and decision.reasons[0].rule != LAST_RESORT:
             return decision, machine
-    return decide(single[-1], model, workload, wanted, operations=operations, results=results), single[-1]
+    return first or decision, single
 
 
 def _list_replica_layouts(

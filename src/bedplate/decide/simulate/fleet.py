@@ -101,7 +101,7 @@ def simulate(
     accept_s = fleet.steps.accept_s
     route = _make_router(fleet, book, loads, holders)
     wire = _TransferLink(fleet.transfer, book, events, behind, replicas[fronts:]) if prefills else None
-    nxt, waiting_for, now = 0, len(arrivals), 0.0
+    nxt, waiting_for, now = 0, min(total, len(arrivals)), 0.0
     weight = book.weight
     while True:
         if nxt < waiting_for and (not events or arrivals[nxt] <= events[0][0]):
@@ -111,11 +111,11 @@ def simulate(
                 told(nxt)
             if not fit(rid):
                 book.refused.append(rid)
-                if concurrency is not None and waiting_for < total:
-                    if think_s:
-                        insort(arrivals, now + think_s[rid], lo=nxt)
-                    else:
-                        arrivals.append(max(now, arrivals[-1]))
+                if think_s:
+                    insort(arrivals, now + think_s[rid], lo=nxt)
+                    waiting_for = min(total, len(arrivals))
+                elif concurrency is not None and waiting_for < total:
+                    arrivals.append(max(now, arrivals[-1]))
                     waiting_for += 1
                 continue
             to = route(rid)
@@ -140,19 +140,21 @@ def simulate(
             replica.handed.clear()
             loads.update_place(index)
         if replica.left:
-            if concurrency is not None:
-                for number, rid in enumerate(replica.left[: total - waiting_for]):
-                    if think_s:
-                        insort(arrivals, now + accept_s + think_s[rid], lo=nxt)
-                    else:
-                        arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
+            if think_s:
+                # Users go on until the last request has arrived, so that the rate does not fall before.
+                for rid in replica.left:
+                    insort(arrivals, now + accept_s + think_s[rid], lo=nxt)
+                waiting_for = min(total, len(arrivals))
+            elif concurrency is not None:
+                for number in range(min(len(replica.left), total - waiting_for)):
+                    arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
                     waiting_for += 1
             replica.left.clear()
             if index < fronts:
                 loads.update_place(index)
             else:
                 behind.update_place(index - fronts)
-    book.arrival = arrivals
+    book.arrival = arrivals[:total]
     return FleetRun(book, tuple(replicas), now)
 
 
