@@ -61,6 +61,9 @@ def render_decision(
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
     table.add_row("Hardware", Text(describe_hardware(hardware)), "")
     table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
+    load = decision.load.description if decision.load is not None and workload.depends_on_latency else None
+    if load is not None:
+        table.add_row("Load", Text(load), "Little's law")
     for position, reason in enumerate(decision.reasons):
         table.add_row("Why" if position == 0 else "", Text(reason.text), Text(cite_reason(reason)))
     if decision.memory is not None:
@@ -81,7 +84,8 @@ def render_decision(
         table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your workload")
     for position, hint in enumerate(decision.hints):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
-    for position, note in enumerate(decision.notes):
+    notes = [note for note in decision.notes if load is None or not note.startswith(load)]
+    for position, note in enumerate(notes):
         table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), head, Text(""), table]
     if decision.reasons:
@@ -245,6 +249,8 @@ def describe_workload(workload: Workload, decision: Decision) -> str:
 
 
 def describe_users(workload: Workload) -> str:
+    if workload.users == 1 and workload.concurrency is not None and workload.concurrency > 1:
+        return f"{workload.concurrency:,} requests in flight"
     return f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
 
 

@@ -108,7 +108,7 @@ def _describe_layout(layout: Parallelism) -> str:
 def _describe_traffic(one: Traffic) -> str:
     rate = f"{format_figure_or_missing(one.requests_per_s)} requests/s · " if one.requests_per_s is not None else ""
     return (
-        f"{one.requests:,} requests · {rate} {one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
+        f"{one.requests:,} requests · {rate}{one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
         + (" · with shared prefixes" if one.shared else "")
     )
 

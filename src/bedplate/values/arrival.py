@@ -36,12 +36,15 @@ class RequestLoad(Record, frozen=True, kw_only=True):
     """The load that a workload puts on one deployment, solved together with its request time by Little's law."""
 
     arrival: ArrivalProcess
+    """closed: a fixed number in flight. poisson: a rate. users: with think time. trace, burst: as they say."""
     users: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Users with think time; `None` for other arrival processes."""
     think_time_s: float | None = None
+    """Mean time between an answer and the same user's next request, in seconds."""
     think_time_assumed: bool = False
     """Whether the think time is the default."""
     requests_per_s: float
+    """Arrival rate, in requests per second."""
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     """Mean number of requests in flight, waiting ones included, rounded up."""
     request_s: float
