@@ -41,7 +41,7 @@ class Traffic(Record, frozen=True, kw_only=True):
     """Seed for synthetic lengths and arrivals, and for the random router."""
     load: RequestLoad | None = None
     """How requests arrive, and by the closed form of `plan` their rate and the number in flight on the fleet of
-    `answer`; `None`: there is no answer, or no closed form."""
+    `answer`. For disaggregated workers it has the simulated request time."""
 
 
 class Outcome(Record, frozen=True, kw_only=True):

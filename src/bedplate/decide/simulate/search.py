@@ -11,7 +11,7 @@ from bedplate.decide.simulate.fleet import Fleet, simulate
 from bedplate.decide.simulate.outcome import MET, compute_outcome
 from bedplate.decide.simulate.times import speed_up
 from bedplate.decide.simulate.traffic import RequestStream
-from bedplate.values import ArrivalProcess, Workload, replace_fields
+from bedplate.values import ArrivalProcess, RequestLoad, Workload, replace_fields
 from bedplate.values.simulation import LayoutName, Outcome, RouterName, Simulation
 from bedplate.values.workload import LatencyTarget
 
@@ -167,14 +167,9 @@ def make_simulation(question: FleetSearch, answer: Outcome | None, tried: list[O
     if answer is not None and answer.refused:
         most = deployment.replica.context_tokens
         notes.append(f"{answer.refused:,} requests are refused: they are longer than {most:,} tokens or than the cache")
-    traffic = question.stream.summarize()
-    if answer is not None and question.workload is not None and answer.layout == "aggregated":
-        load = deployment.solve_load(question.workload, answer.replicas)
-        traced = question.stream.process is ArrivalProcess.TRACE
-        traffic = replace_fields(traffic, load=replace_fields(load, arrival=ArrivalProcess.TRACE) if traced else load)
     return Simulation(
         replica=deployment.replica,
-        traffic=traffic,
+        traffic=replace_fields(question.stream.summarize(), load=_compute_load(question, answer)),
         target=question.target,
         met_share=MET,
         answer=answer,
@@ -186,6 +181,20 @@ def make_simulation(question: FleetSearch, answer: Outcome | None, tried: list[O
         electricity_price=deployment.paid.electricity_price,
         notes=tuple(notes),
     )
+
+
+def _compute_load(question: FleetSearch, answer: Outcome | None) -> RequestLoad | None:
+    """The load by the closed form; on disaggregated workers, which have none, with the simulated request time."""
+    work = question.workload
+    if work is None:
+        return None
+    if answer is not None and answer.layout == "aggregated":
+        load = question.deployment.solve_load(work, answer.replicas)
+    else:
+        simulated = answer.e2e_ms if answer is not None else None
+        load = work.make_load(simulated.mean / 1000 if simulated is not None else None)
+    traced = question.stream.process is ArrivalProcess.TRACE
+    return replace_fields(load, arrival=ArrivalProcess.TRACE) if traced else load
 
 
 def _find_safe(question: FleetSearch, answer: Outcome, high: int) -> Outcome | None:
