@@ -55,7 +55,7 @@ def test_options_filter_the_models() -> None:
 
 def test_an_intent_file_sets_hardware_and_workload(tmp_path: Path) -> None:
     file = tmp_path / "bedplate.yaml"
-    file.write_text("hardware: {accelerator: H100 SXM, count: 2}\nworkload: {users: 40, prompt_tokens: 2000}\n")
+    file.write_text("hardware: {accelerator: H100 SXM, count: 2}\nworkload: {concurrency: 40, prompt_tokens: 2000}\n")
     answer = invoke("models", "-f", str(file), "--search", "llama-3.3-70b-instruct", "--json")
     (model,) = json.loads(answer.out)["models"]
     assert answer.code == 0 and model["engine"] == "vllm" and model["in_flight"] == 40

@@ -59,8 +59,8 @@ class TestLatencyTargets:
 
 class TestContext:
     def test_long_context_does_not_make_usual_requests_wait(self) -> None:
-        usual = decide_for(SEVENTY, "H100 SXM", 4, users=50)
-        long = decide_for(SEVENTY, "H100 SXM", 4, users=50, context_tokens=131072)
+        usual = decide_for(SEVENTY, "H100 SXM", 4, concurrency=50)
+        long = decide_for(SEVENTY, "H100 SXM", 4, concurrency=50, context_tokens=131072)
         assert usual.settings is not None and long.settings is not None
         assert long.settings.slots * long.parallelism.data == 50 and long.settings.context_tokens == 131072
         assert long.max_concurrency < 50
@@ -165,10 +165,10 @@ class TestOffload:
 class TestReasons:
     def test_missing_fp8_units_are_not_given_as_a_reason(self) -> None:
         assert (
-            get_reason(decide_for("Qwen/Qwen3-32B", "A100 SXM 80GB", users=50), "quant.fp8")
+            get_reason(decide_for("Qwen/Qwen3-32B", "A100 SXM 80GB", concurrency=50), "quant.fp8")
             == "FP8 weights: half the bytes to read"
         )
-        assert "FP8 units" in get_reason(decide_for("Qwen/Qwen3-32B", "H100 SXM", users=50), "quant.fp8")
+        assert "FP8 units" in get_reason(decide_for("Qwen/Qwen3-32B", "H100 SXM", concurrency=50), "quant.fp8")
 
     def test_two_tokens_per_second_are_not_called_reading_speed(self) -> None:
         slow = decide_for(SEVENTY, "RTX 4090", ram_gb=64)
@@ -177,12 +177,12 @@ class TestReasons:
 
     def test_fastest_weights_agree_with_the_estimate(self) -> None:
         """For an engine that multiplies 16-bit weights faster than it dequantizes smaller ones."""
-        quick = decide_for("Qwen/Qwen3-32B", "H100 SXM", wanted="llama.cpp", users=50)
+        quick = decide_for("Qwen/Qwen3-32B", "H100 SXM", wanted="llama.cpp", concurrency=50)
         forms = [
             decide(
                 make_simulated_hardware({"accelerator": "H100 SXM"}),
                 find_model(f"Qwen/Qwen3-32B {label}"),
-                Workload(users=50),
+                Workload(concurrency=50),
                 "llama.cpp",
             )
             for label in ("Q4_K_M", "Q8_0")

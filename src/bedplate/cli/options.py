@@ -106,8 +106,10 @@ EngineId = Annotated[
 EngineName = Annotated[
     str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=parse_engine)
 ]
-Users = Annotated[int | None, typer.Option(min=1, help="Number of concurrent users.", show_default=False)]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of concurrent requests.", show_default=False)]
+Users = Annotated[
+    int | None, typer.Option(min=1, help="Number of users, who think between requests.", show_default=False)
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of requests in flight.", show_default=False)]
 Context = Annotated[
     int | None, typer.Option(min=1, help="Longest request in tokens, prompt and answer together.", show_default=False)
 ]

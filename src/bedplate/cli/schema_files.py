@@ -26,6 +26,7 @@ def generate_schema(document: Document) -> Schema:
     kinds = [load_record(record) for record in document.records]
     described: list[type[msgspec.Struct]] = [*kinds, DescribedMachine, ModelFacts] if Intent in kinds else kinds
     references, definitions = msgspec.json.schema_components(described, ref_template=REFERENCE)
+    definitions = _inline_enums(definitions)
     for kind in _find_structs(definitions, described):
         _describe(definitions[kind.__name__], kind)
     for definition in definitions.values():
@@ -49,6 +50,21 @@ def generate_schema(document: Document) -> Schema:
         **_add_summary({"type": "array", "items": body} if document.form == "list" else body, document),
         **({"$defs": dict(sorted(definitions.items()))} if definitions else {}),
     }
+
+
+def _inline_enums(definitions: Schema) -> Schema:
+    """The definitions of records, with the values of an enum in place of a reference to it."""
+    enums = {REFERENCE.format(name=name): one for name, one in definitions.items() if "enum" in one}
+
+    def replace_references(part: Any) -> Any:
+        if isinstance(part, dict):
+            if (enum := enums.get(part.get("$ref", ""))) is not None:
+                return {name: value for name, value in part.items() if name != "$ref"} | {"enum": enum["enum"]}
+            return {name: replace_references(value) for name, value in part.items()}
+        return [replace_references(one) for one in part] if isinstance(part, list) else part
+
+    records: Schema = {name: one for name, one in definitions.items() if "enum" not in one}
+    return {name: replace_references(one) for name, one in records.items()} if enums else records
 
 
 def find_version(document: Document) -> str:

@@ -35,8 +35,6 @@ EXAMPLES = """Examples:
 
 Exit code 1: no layout in the range meets the targets, or no engine runs the model there."""
 REQUESTS = 10_000
-GUESSED_TTFT_S, GUESSED_TPOT_S = 0.5, 0.03
-"""Assumed latency before anything is simulated; the request rate of users and the concurrency follow from it."""
 MOST_AT_ONCE = 256
 """Maximum number of concurrent requests that one replica is planned for."""
 MOST_REPLICAS = 65_536
@@ -140,12 +138,15 @@ def simulate(
     low, high = _parse_range(replicas)
     target = _choose_target(slo, intent)
     stream = _make_stream(intent, trace, requests, rate, seed, spread, prefixes)
-    deployment = _plan_deployment(intent, stream, engine, traced=trace is not None)
     if layout is LayoutChoice.aggregated and prefills is not None:
         raise UsageError("--prefills needs --layout disaggregated")
+    one_fleet = low == high or prefills is not None
+    deployments, workload = _plan_replicas(intent, stream, engine, every_layout=not one_fleet)
     with show_progress(TerminalProgress()) as progress:
-        question = FleetSearch(deployment, stream, target, router.value, seed, progress)
-        if low == high or prefills is not None:
+        question = FleetSearch(
+            deployments[0], stream, target, router.value, seed, progress, others=deployments[1:], workload=workload
+        )
+        if one_fleet:
             wanted: LayoutName = layout.value if layout is not None else "disaggregated" if prefills else "aggregated"
             _check_split(wanted, high, prefills)
             found = simulate_one_layout(question, high, wanted, prefills)
@@ -235,64 +236,63 @@ def _make_stream(
         if not bad.count:
             return found
         return replace(found, notes=(*found.notes, f"{bad.count:,} rows could not be read"))
-    rate = rate or _compute_requested_rate(intent)
-    return make_synthetic(intent.workload, requests or REQUESTS, rate, seed=seed, spread=spread, prefixes=prefixes)
+    if rate is None and not intent.workload.states_load:
+        from bedplate.errors import UsageError
 
-
-def _compute_requested_rate(intent: Intent) -> float:
-    """The rate of the intent, or the rate at which its users send requests."""
-    from bedplate.errors import UsageError
-
-    work = intent.workload
-    if work.requests_per_s is None and work.concurrency is None and work.users == 1:
         raise UsageError(
             "the request rate is not specified",
             hint="--rate R, --trace FILE, or requests_per_s, users or concurrency in the intent's workload",
         )
-    return work.compute_arrivals_per_s(guess_request_s(work.output_tokens))
+    return make_synthetic(intent.workload, requests or REQUESTS, rate, seed=seed, spread=spread, prefixes=prefixes)
 
 
-def guess_request_s(output_tokens: float) -> float:
-    return GUESSED_TTFT_S + GUESSED_TPOT_S * output_tokens
-
-
-def _plan_deployment(intent: Intent, stream: RequestStream, engine: str | None, *, traced: bool) -> Deployment:
+def _plan_replicas(
+    intent: Intent, stream: RequestStream, engine: str | None, *, every_layout: bool
+) -> tuple[tuple[Deployment, ...], Workload]:
+    """The replica that `plan` chooses on this machine, or one of every layout and machine size, and the workload."""
     from bedplate.decide import decide
     from bedplate.decide.intent import resolve_hardware
-    from bedplate.decide.simulate import MeanLengths, make_deployment
+    from bedplate.decide.simulate import MeanLengths, list_deployments, make_deployment
     from bedplate.run.models import find_intended_model
     from bedplate.store import compute_fingerprint, read_evidence
-
-    machine, facts = resolve_hardware(intent), find_intended_model(intent.model)
-    work = _make_replica_workload(intent.workload, stream, facts.max_context, traced=traced)
-    evidence = read_evidence(compute_fingerprint(machine))
-    decision = decide(
-        machine, facts, work, engine, operations=intent.operations, results=evidence.results,
-        agreements=evidence.agreements, verdicts=evidence.verdicts,
-    )  # fmt: skip
-    lengths = MeanLengths(stream.mean_prompt, stream.mean_output)
-    return make_deployment(
-        machine, facts, decision, work, lengths, operations=intent.operations, results=evidence.results
-    )
-
-
-def _make_replica_workload(work: Workload, stream: RequestStream, max_context: int | None, *, traced: bool) -> Workload:
-    """The workload that one replica is planned for."""
-    import math
-
     from bedplate.values import replace_fields
 
-    rate = stream.requests_per_s or 1.0
-    stated = work.concurrency or (work.users if work.users > 1 else None)
-    in_flight = stated or math.ceil(rate * guess_request_s(stream.mean_output))
+    machine, facts = resolve_hardware(intent), find_intended_model(intent.model)
+    work = _make_stream_workload(intent.workload, stream, facts.max_context)
+    evidence = read_evidence(compute_fingerprint(machine))
+    measured = evidence.results
+    lengths = MeanLengths(stream.mean_prompt, stream.mean_output)
+    in_flight = work.compute_in_flight(work.assumed_request_s)
+    limited = replace_fields(work, concurrency=min(in_flight, MOST_AT_ONCE), requests_per_s=None)
+    operations = intent.operations
+    if every_layout:
+        found = list_deployments(machine, facts, limited, lengths, engine, operations=operations, results=measured)
+        return found, work
+    for each in (work, limited):
+        decision = decide(
+            machine, facts, each, engine, operations=operations, results=measured, agreements=evidence.agreements,
+            verdicts=evidence.verdicts,
+        )  # fmt: skip
+        if decision.in_flight <= MOST_AT_ONCE * decision.parallelism.data:
+            break
+    return (make_deployment(machine, facts, decision, each, lengths, operations=operations, results=measured),), work
+
+
+def _make_stream_workload(work: Workload, stream: RequestStream, max_context: int | None) -> Workload:
+    """The workload with the lengths and the rate of the simulated requests."""
+    from bedplate.values import ArrivalProcess, replace_fields
+
+    rate = stream.expected_rate or stream.requests_per_s
+    if stream.clients is None and rate is not None and rate != work.requests_per_s:
+        work = replace_fields(work, requests_per_s=rate, concurrency=None)
+    traced = stream.process is ArrivalProcess.TRACE
+    prompt, output = max(1, round(stream.mean_prompt)), max(1, round(stream.mean_output))
     longest = stream.longest if traced else max(stream.longest, work.request_tokens)
+    if traced or longest > work.request_tokens:
+        work = replace_fields(work, context_tokens=min(longest, max_context or longest))
     return replace_fields(
         work,
-        prompt_tokens=max(1, round(stream.mean_prompt)),
-        output_tokens=max(1, round(stream.mean_output)),
-        context_tokens=min(longest, max_context or longest),
-        concurrency=max(1, min(in_flight, MOST_AT_ONCE)),
-        requests_per_s=None,
-        think_time_s=None,
-        shared_prefix_tokens=min(work.shared_prefix_tokens, round(stream.mean_prompt)),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        shared_prefix_tokens=min(work.shared_prefix_tokens, prompt),
     )

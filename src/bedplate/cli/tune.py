@@ -210,7 +210,7 @@ def _read_workload(
         raise UsageError("model: a described model cannot be tuned", hint="name a file, a folder or owner/name")
     work = intent.workload
     of_file = {
-        "concurrency": work.compute_in_flight() if work.concurrency or work.users > 1 else 4,
+        "concurrency": work.compute_in_flight(work.assumed_request_s) if work.states_load else 4,
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
         "shared_prefix_tokens": work.shared_prefix_tokens,

@@ -341,7 +341,7 @@ def _lay_out(
     """A candidate for each layout of these weights."""
     weights, model = form
     return [
-        _make_candidate(engine, target, weights, model, layout, case, evidence)
+        make_candidate(engine, target, weights, model, layout, case, evidence)
         for layout in list_layouts(case.hardware, engine, model)
     ]
 
@@ -350,7 +350,7 @@ def _compute_missing_bytes(candidate: EngineCandidate) -> int:
     return sum(need.high_bytes - (need.usable_bytes or 0) for need in candidate.fit.devices)
 
 
-def _make_candidate(
+def make_candidate(
     engine: Engine,
     target: ComputeTarget,
     weights: Weights,
@@ -460,7 +460,7 @@ def _choose_layout(fitting: list[EngineCandidate], case: DecisionCase) -> Engine
         nearest = min(_compute_overrun(one, case) for one in holding)
         return min((one for one in holding if _compute_overrun(one, case) * SAME <= nearest), key=_rank_complexity)
     pool = pool or holding
-    if in_flight < MANY:
+    if case.peak_in_flight < MANY:
         quick = [one for one in pool if _is_quick(one, case)]
         return min(
             quick or pool, key=lambda one: (one.cards if quick else 0, -_estimate_speed(one), *_rank_complexity(one))

@@ -45,12 +45,23 @@ class DecisionCase:
         return self.workload.compute_in_flight()
 
     @property
+    def peak_in_flight(self) -> int:
+        """Requests that are in flight at busy times; the rules judge engines by them."""
+        return self.workload.compute_peak_in_flight()
+
+    @property
+    def concurrent_requests(self) -> str:
+        """`64 concurrent requests`, for the reasons of rules."""
+        most = "up to " if self.peak_in_flight > self.in_flight else ""
+        return f"{most}{self.peak_in_flight:,} concurrent requests"
+
+    @property
     def has_many_requests(self) -> bool:
-        return self.in_flight >= MANY or self.workload.volume == "extreme"
+        return self.peak_in_flight >= MANY or self.workload.volume == "extreme"
 
     @property
     def has_few_requests(self) -> bool:
-        return self.in_flight <= FEW and not self.has_many_requests
+        return self.peak_in_flight <= FEW and not self.has_many_requests
 
     @cached_property
     def chip(self) -> Chip | None:

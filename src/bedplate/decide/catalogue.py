@@ -11,7 +11,7 @@ from typing import Literal
 
 from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, EngineCandidate
 from bedplate.decide.case import FEW, DecisionCase, with_model_task
-from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, EngineSearch
+from bedplate.decide.choose import EngineSearch, settle_load
 from bedplate.decide.evidence import Calibration, MachineEvidence, Measured, calibrate, compute_speed_ratios
 from bedplate.decide.explain import estimate_candidate
 from bedplate.decide.memory import find_largest, fit, get_free_bytes
@@ -43,8 +43,6 @@ EVERYDAY_TOKENS = 8192
 """Context of a usual conversation; weights that leave no memory for it are not considered."""
 STEP_TOKENS = 1024
 """Resolution of the longest context."""
-CORRECTIONS = 1
-"""How often the estimated number of requests in flight is corrected; `plan` corrects it more often."""
 FIRST_YEAR = 2023
 YEARLY_GAIN = 2.0
 """How much larger a model of the previous year must be to rank the same: an assumption, used only for ranking.
@@ -161,7 +159,8 @@ def find_copies(located: Iterable[LocatedModel]) -> dict[str, tuple[str, ...]]:
 
 def with_everyday_context(workload: Workload) -> Workload:
     """The workload with the context of a conversation, if it has few requests and no lengths."""
-    if not has_default_lengths(workload) or workload.compute_in_flight() > FEW or workload.task != "generate":
+    in_flight = workload.compute_in_flight(workload.assumed_request_s)
+    if not has_default_lengths(workload) or in_flight > FEW or workload.task != "generate":
         return workload
     return replace_fields(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
 
@@ -277,7 +276,7 @@ class _CatalogueBuilder:
             return replace_fields(plain, why=why)
         workload = with_model_task(model, self._adapt_workload(model))
         case = DecisionCase(self.hardware, model, workload, self.operations)
-        found = self._settle_in_flight(case, MachineEvidence(own, self._get_calibrations()))
+        found = _choose_engine(case, MachineEvidence(own, self._get_calibrations()))
         if isinstance(found, str):
             return replace_fields(plain, why=found)
         return self._judge_pace(_describe_entry(plain, found))
@@ -314,24 +313,6 @@ class _CatalogueBuilder:
             self._calibrations = calibrate(compute_speed_ratios(self.hardware, self.results))
         return self._calibrations
 
-    def _settle_in_flight(self, case: DecisionCase, evidence: MachineEvidence) -> _ChosenCandidate | str:
-        """By Little's law, if the workload has a request rate but no number of concurrent requests."""
-        workload = case.workload
-        if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-            return _choose_engine(case, evidence)
-        request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
-        seen: set[int] = set()
-        while True:
-            in_flight = workload.compute_in_flight(request_s)
-            found = _choose_engine(case.with_work(replace_fields(workload, concurrency=in_flight)), evidence)
-            if isinstance(found, str) or in_flight in seen or len(seen) >= CORRECTIONS:
-                return found
-            expected = found.candidate.expected
-            if expected is None or in_flight > found.candidate.max_concurrency:
-                return found
-            seen.add(in_flight)
-            request_s = expected.ttft_s + expected.tpot_s * workload.output_tokens
-
     def _judge_pace(self, entry: CatalogueEntry) -> CatalogueEntry:
         """The entry with its pace; it does not fit if it is slower than requested."""
         speed, least = entry.tok_s, self.least_tok_s
@@ -352,10 +333,10 @@ class _CatalogueBuilder:
 
 def _choose_engine(case: DecisionCase, evidence: MachineEvidence) -> _ChosenCandidate | str:
     """The choice of `plan`, or why no engine runs it here."""
-    search = EngineSearch(case, evidence, installable=False)
+    search = settle_load(EngineSearch(case, evidence, installable=False), None)
     candidate, reason = search.pick_engine()
     if candidate is not None and reason is not None:
-        return _ChosenCandidate(candidate, reason.rule, case)
+        return _ChosenCandidate(candidate, reason.rule, search.case)
     return _summarize_refusals(
         [found for engine in load_engines().values() if isinstance(found := search.get_candidate(engine), Refusal)]
     )

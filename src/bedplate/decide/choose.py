@@ -19,6 +19,7 @@ from bedplate.decide.candidates import (
 from bedplate.decide.case import STORED_BITS, DecisionCase, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
 from bedplate.decide.explain import estimate_candidate, list_reasons
+from bedplate.decide.load import get_request_s, solve_candidate_load
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.decide.wording import describe_remedy
@@ -36,6 +37,7 @@ from bedplate.values import (
     Preparation,
     Reason,
     Refusal,
+    RequestLoad,
     Workload,
     replace_fields,
 )
@@ -47,12 +49,10 @@ from bedplate.values.tuning import TuningRun
 from bedplate.values.units import format_figure
 from bedplate.values.verdict import Verdict
 
-FIRST_GUESS_S = 0.5
-GUESSED_TPOT_S = 0.03
 KEEPS_UP = 0.9
 """Share of the arriving requests that must be answered; the rest allows for rounding over a few iterations."""
 ROUNDS = 4
-"""Iterations of Little's law: the time of a request depends on the number in flight, and the other way round."""
+"""How often the engine and its layout are chosen again because their latency changed the number in flight."""
 
 FOUR_BITS = "AWQ-INT4"
 """The 4-bit quantization in which most models are published, and which all servers load."""
@@ -92,12 +92,12 @@ def decide(
     if model.max_context is not None and workload.request_tokens > model.max_context:
         return _refuse_too_long(case)
     evidence = gather_evidence(hardware, case.model, results, agreements, verdicts, tunings)
-    if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-        decision = EngineSearch(case, evidence, installable, engines).make_decision(asked)
-    else:
-        decision = _settle_in_flight(case, evidence, asked, installable, engines)
-    if note := _describe_disturbed_rates(hardware):
-        decision = replace_fields(decision, notes=(*decision.notes, note))
+    decision = settle_load(EngineSearch(case, evidence, installable, engines), asked).make_decision(asked)
+    if workload.depends_on_latency:
+        note = explain_too_slow(decision, workload) or _explain_load(decision)
+        decision = replace_fields(decision, notes=(note, *decision.notes))
+    if disturbed := _describe_disturbed_rates(hardware):
+        decision = replace_fields(decision, notes=(*decision.notes, disturbed))
     if asked is None and (better := _suggest_four_bits(decision, case, evidence, installable)):
         decision = replace_fields(decision, notes=(*decision.notes, better))
     return _add_dequantization(decision, model, case.model) if folder is not None else decision
@@ -170,37 +170,32 @@ def _add_dequantization(decision: Decision, source: Model, folder: Model) -> Dec
     return replace_fields(decision, unpacks=True, launch=launch)
 
 
-def _settle_in_flight(
-    case: DecisionCase,
-    evidence: MachineEvidence,
-    asked: Engine | None,
-    installable: bool,
-    engines: Mapping[str, Engine],
-) -> Decision:
-    """Find the number of requests in flight by Little's law, from the rate and the estimated time of a request."""
-    workload = case.workload
-    request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
-    seen: set[int] = set()
+def settle_load(search: EngineSearch, asked: Engine | None) -> EngineSearch:
+    """The search for the number of requests in flight that the chosen engine and layout have.
 
-    def decide_with_in_flight(count: int) -> Decision:
-        work = case.with_work(replace_fields(workload, concurrency=count))
-        return EngineSearch(work, evidence, installable, engines).make_decision(asked)
+    The number depends on their latency, and the choice on the number, so both are computed until they agree.
+    """
+    workload = search.case.workload
+    if not workload.depends_on_latency:
+        return search
+    load = workload.make_load()
+    for _ in range(ROUNDS):
+        search = search.with_load(load)
+        chosen = search.find_chosen(asked)
+        if chosen is None:
+            break
+        factor = search.evidence.get_factor(chosen.engine.id, chosen.target.device)
+        load = solve_candidate_load(chosen, search.case, factor)
+        if load.in_flight == search.case.in_flight:
+            break
+    return search
 
-    while True:
-        in_flight = workload.compute_in_flight(request_s)
-        decision = decide_with_in_flight(in_flight)
-        expected = decision.estimate
-        if decision.fits and in_flight > decision.max_concurrency and explain_too_slow(decision, workload):
-            # The queue grows without end, so the figures are for the requests that run.
-            decision = decide_with_in_flight(decision.max_concurrency)
-            break
-        if in_flight in seen or len(seen) >= ROUNDS or expected.ttft_ms is None or expected.tpot_ms is None:
-            break
-        seen.add(in_flight)
-        request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
-    rate = f"{workload.requests_per_s:g} requests/s" if workload.requests_per_s else f"{workload.users:,} users"
-    note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
-    return replace_fields(decision, notes=(explain_too_slow(decision, workload) or note, *decision.notes))
+
+def _explain_load(decision: Decision) -> str:
+    load = decision.load
+    if load is None:
+        return f"{decision.in_flight:,} requests in flight"
+    return f"{load.description} (Little's law, about {load.request_s:.1f} s per request)"
 
 
 def explain_too_slow(decision: Decision, workload: Workload) -> str | None:
@@ -246,6 +241,16 @@ class EngineSearch:
             self._found[engine.id] = found
         return self._found[engine.id]
 
+    def with_load(self, load: RequestLoad) -> EngineSearch:
+        """The same search for the workload with this load."""
+        case = self.case.with_work(replace_fields(self.case.workload, load=load))
+        return EngineSearch(case, self.evidence, self.installable, self.engines)
+
+    def find_chosen(self, asked: Engine | None) -> EngineCandidate | None:
+        """The candidate that `make_decision` chooses."""
+        self._wanted = asked
+        return (self._choose_requested(asked) if asked is not None else self.pick_engine())[0]
+
     def make_decision(self, asked: Engine | None) -> Decision:
         self._wanted = asked
         chosen, reason = self._choose_requested(asked) if asked is not None else self.pick_engine()
@@ -272,6 +277,7 @@ class EngineSearch:
             fits=True,
             max_concurrency=chosen.max_concurrency,
             in_flight=case.in_flight,
+            load=case.workload.make_load(get_request_s(estimate, case.workload), case.in_flight),
             weights=chosen.weights,
             settings=chosen.settings,
             memory=chosen.fit,

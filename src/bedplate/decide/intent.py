@@ -13,15 +13,16 @@ import msgspec
 from bedplate.engines import load_engines
 from bedplate.engines.names import ORCHESTRATORS, find_engine_id, find_nearest_names, find_orchestrator_id
 from bedplate.errors import UsageError
+from bedplate.values.arrival import DEFAULT_THINK_TIME_S
 from bedplate.values.hardware import Hardware
 from bedplate.values.intent import DeployTarget, Intent, NodePool, Operations, PlatformTenant, Service
 from bedplate.values.record import R, from_json
 from bedplate.values.units import parse_duration
-from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
+from bedplate.values.workload import LatencyTarget, Workload
 
 MAX_CHARACTERS = 256 * 1024
 MAX_NUMBER = 2**53
-OURS = {"schema", "origin", "notes"}
+OURS = {"schema", "origin", "notes", "load"}
 """Fields that programs write. They are never suggested to people."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": DeployTarget,

@@ -195,7 +195,8 @@ def _divide_workload(workload: Workload, replicas: int) -> Workload:
 def _reduce_to_minimum(ask: ServiceAsk) -> ServiceAsk:
     """The request without the spare context and slots that engines otherwise get if there is memory."""
     work = ask.workload
-    asked = replace_fields(work, context_tokens=work.request_tokens, concurrency=work.compute_in_flight())
+    in_flight = None if work.depends_on_latency else work.compute_in_flight()
+    asked = replace_fields(work, context_tokens=work.request_tokens, concurrency=in_flight)
     return ServiceAsk(ask.name, asked, ask.decides, ask.replicas, ask.on_demand)
 
 

@@ -6,7 +6,7 @@ from bedplate.decide.case import with_model_task
 from bedplate.decide.wording import join_alternatives
 from bedplate.errors import NotPossible
 from bedplate.facts.unpack import make_dequantized
-from bedplate.values import Decision, Model, Plan, Workload
+from bedplate.values import Decision, Model, Plan, Workload, replace_fields
 
 
 def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
@@ -18,7 +18,7 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
             hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None
-    workload = with_model_task(model, workload)
+    workload = replace_fields(with_model_task(model, workload), load=decision.load)
     return Plan(
         engine=decision.engine,
         engine_version=decision.engine_version or "unpinned",

@@ -51,6 +51,7 @@ def list_changes(before: Decision, after: Decision) -> tuple[DecisionChange, ...
         ("orchestrator", before.orchestrator or "none", after.orchestrator or "none"),
         ("weights", before.quantization or "", after.quantization or ""),
         ("layout", describe_layout(before), describe_layout(after)),
+        ("load", _describe_load(before), _describe_load(after)),
         ("concurrent requests", f"{before.max_concurrency:,}", f"{after.max_concurrency:,}"),
         ("rule", before.reasons[0].rule if before.reasons else "", after.reasons[0].rule if after.reasons else ""),
     ]
@@ -67,6 +68,10 @@ def list_changes(before: Decision, after: Decision) -> tuple[DecisionChange, ...
 def _format_figure(figure: object, unit: str, unknown: str = "not predicted") -> str:
     value = getattr(figure, "value", None)
     return unknown if value is None else f"{units.format_figure(value)} {unit}".strip()
+
+
+def _describe_load(decision: Decision) -> str:
+    return decision.load.description if decision.load is not None else f"{decision.in_flight:,} in flight"
 
 
 def _get_latency_reason(decision: Decision) -> str:

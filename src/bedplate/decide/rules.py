@@ -195,9 +195,7 @@ def pick_for_apple(case: DecisionCase) -> Pick | None:
     if case.vendor != "apple":
         return None
     if case.has_many_requests:
-        return Pick(
-            ("llama.cpp", "mlx"), f"{case.in_flight} concurrent requests on a Mac: llama.cpp has a slot for each"
-        )
+        return Pick(("llama.cpp", "mlx"), f"{case.concurrent_requests} on a Mac: llama.cpp has a slot for each")
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory")
 
 
@@ -261,7 +259,7 @@ def pick_for_rtx(case: DecisionCase) -> Pick | None:
         return None
     number = case.cards if case.cards > 1 else "one"
     kind = "NVIDIA desktop" if case.has_pre_turing_cards else "RTX"
-    requests = f"{case.in_flight} concurrent requests" if case.in_flight > 1 else "one request at a time"
+    requests = case.concurrent_requests if case.peak_in_flight > 1 else "one request at a time"
     return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{number} {kind} card{'s' * (case.cards > 1)}, {requests}")
 
 
@@ -272,7 +270,7 @@ def pick_for_rtx(case: DecisionCase) -> Pick | None:
 )
 def pick_for_prototype(case: DecisionCase) -> Pick | None:
     """One request at a time, a model that changes often and no deployment infrastructure: plain PyTorch."""
-    if case.in_flight > 1 or case.operations.machinery != "none" or case.operations.model_changes != "often":
+    if case.peak_in_flight > 1 or case.operations.machinery != "none" or case.operations.model_changes != "often":
         return None
     return Pick(("pytorch", "vllm"), "one request at a time, a model that changes often, no deployment infrastructure")
 
@@ -318,7 +316,7 @@ def pick_for_structured(case: DecisionCase) -> Pick | None:
         or not case.allows("container")
     ):
         return None
-    return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} concurrent requests")
+    return Pick(("sglang", "vllm"), f"structured output for {case.concurrent_requests}")
 
 
 @add_pick("serve.moe-long", ("sglang", "vllm"), 'cheat-sheet "complex infra / long context / MoE → SGLang"')
@@ -344,7 +342,7 @@ def pick_for_very_long(case: DecisionCase) -> Pick | None:
     ):
         return None
     tokens = case.workload.request_tokens
-    return Pick(("sglang", "vllm"), f"{case.in_flight} concurrent requests of {tokens:,} tokens on a cluster")
+    return Pick(("sglang", "vllm"), f"{case.concurrent_requests} of {tokens:,} tokens on a cluster")
 
 
 @add_pick(
@@ -368,9 +366,9 @@ def pick_default(case: DecisionCase) -> Pick | None:
     """The default for serving from GPUs is vLLM: it covers the most hardware and models, and is predictable."""
     if case.vendor not in ("nvidia", "amd"):
         return None
-    if case.in_flight == 1:
+    if case.peak_in_flight == 1:
         return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time on GPUs")
-    return Pick(("vllm",), f"{case.in_flight} concurrent requests on GPUs: vLLM is the default")
+    return Pick(("vllm",), f"{case.concurrent_requests} on GPUs: vLLM is the default")
 
 
 SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
@@ -421,8 +419,8 @@ def _doubt_exllama(case: DecisionCase) -> Doubt | None:
     hint = f"one to {RTX_CARDS} RTX cards and at most {FEW} concurrent requests"
     if case.cards > RTX_CARDS:
         return Doubt(f"designed for one to {RTX_CARDS} cards; this machine has {case.cards}", hint)
-    if case.in_flight > FEW:
-        return Doubt(f"designed for at most {FEW} concurrent requests, not for {case.in_flight}", hint)
+    if case.peak_in_flight > FEW:
+        return Doubt(f"designed for at most {FEW} concurrent requests, not for {case.peak_in_flight}", hint)
     if case.workload.precision_sensitive:
         return Doubt(
             "designed for quantized weights, and this workload is precision-sensitive",
@@ -448,7 +446,7 @@ def doubt_llama_cpp_for_many(case: DecisionCase) -> Doubt | None:
 )
 def doubt_mistralrs_for_many(case: DecisionCase) -> Doubt | None:
     """The mistral.rs package processes one request at a time."""
-    if case.in_flight <= FEW:
+    if case.peak_in_flight <= FEW:
         return None
     return Doubt("its package processes one request at a time", "one user")
 
@@ -456,7 +454,7 @@ def doubt_mistralrs_for_many(case: DecisionCase) -> Doubt | None:
 @add_doubt("doubt.pytorch", "pytorch", 'landscape "there is no memory management or batching infrastructure"')
 def doubt_pytorch_for_serving(case: DecisionCase) -> Doubt | None:
     """Plain PyTorch is for prototypes and for one item at a time."""
-    if case.in_flight == 1 and case.operations.machinery == "none":
+    if case.peak_in_flight == 1 and case.operations.machinery == "none":
         return None
     return Doubt(
         "for prototypes: no memory management and hardly any batching",
@@ -554,14 +552,14 @@ def _has_many_on_old_cards(case: DecisionCase) -> bool:
 @add_challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
 def measure_vllm(case: DecisionCase, chosen: str) -> str | None:
     """vLLM, the default, is worth measuring if another engine was chosen on GPUs, or for many requests on a CPU."""
-    if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
+    if case.vendor in ("nvidia", "amd") and (case.peak_in_flight > 1 or chosen in ("tgi", "pytorch")):
         return f"throughput and latency no worse than {chosen}'s on your traffic: vLLM is the default"
     if (
         case.vendor is None
         and case.has_many_requests
         and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}
     ):
-        return f"more tokens per second than {chosen} at {case.in_flight} concurrent requests on this CPU"
+        return f"more tokens per second than {chosen} at {case.concurrent_requests} on this CPU"
     return None
 
 
@@ -642,11 +640,11 @@ def orchestrate_with_dynamo(case: DecisionCase, nodes: int) -> Pick | None:
     """Several nodes of NVIDIA GPUs, extreme volume, and a team that runs clusters: Dynamo."""
     if nodes < 2 or case.vendor != "nvidia" or not case.allows("cluster"):
         return None
-    if case.workload.volume != "extreme" and case.in_flight < 1000:
+    if case.workload.volume != "extreme" and case.peak_in_flight < 1000:
         return None
     return Pick(
         ("dynamo",),
-        f"{nodes} nodes and {case.in_flight:,} concurrent requests: KV-aware routing and disaggregated prefill",
+        f"{nodes} nodes and {case.concurrent_requests}: KV-aware routing and disaggregated prefill",
     )
 
 

@@ -89,7 +89,8 @@ def write_heading(unit: ServiceContainers) -> list[str]:
         f"{decision.model} ({decision.quantization}) with {unit.engine.name} {unit.plan.engine_version}{shape}, "
         f"{format_count(unit.replicas, 'replica')} on {placed.pool.accelerator or placed.pool.cpu or 'CPUs'}."
     )
-    return [what, *([f"Why: {first.text} ({first.rule})"] if first is not None else [])]
+    load = [f"Load: {decision.load.description}."] if decision.load and unit.plan.workload.depends_on_latency else []
+    return [what, *([f"Why: {first.text} ({first.rule})"] if first is not None else []), *load]
 
 
 def write_workload(unit: ServiceContainers, platform: Platform) -> list[Tree]:

@@ -404,9 +404,8 @@ class Engine:
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         """The largest settings for this workload on this machine, whether or not they fit."""
         target = self.find_target(hardware)
-        asked = workload.compute_in_flight()
-        stated = workload.concurrency is not None or workload.users > 1
-        slots = asked if stated else max(asked, self.default_slots)
+        asked = workload.compute_most_in_flight()
+        slots = asked if workload.states_load else max(asked, self.default_slots)
         return Settings(
             slots=min(slots, self.max_slots) if self.max_slots else slots,
             context_tokens=min(workload.request_tokens, model.max_context or workload.request_tokens),

@@ -446,11 +446,10 @@ class LlamaCpp(Engine):
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        in_flight = workload.compute_in_flight()
-        stated = workload.concurrency is not None or workload.users > 1
+        in_flight = workload.compute_most_in_flight()
         target = self.find_target(hardware)
         device = target.device if target is not None else "cpu"
-        slots = min(in_flight if stated else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
+        slots = min(in_flight if workload.states_load else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
         return Settings(
             slots=slots,
             context_tokens=choose_context(model, workload),

@@ -457,8 +457,7 @@ class Sglang(Engine):
             return replace_fields(
                 settings, memory_share=self._choose_share_beside_others(hardware, model, settings.context_tokens)
             )
-        stated = workload.concurrency is not None or workload.users > 1
-        slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
+        slots = settings.slots if workload.states_load else max(workload.compute_in_flight(), CPU_SLOTS)
         threads = hardware.cpu.allowed_physical_cores
         return replace_fields(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
 

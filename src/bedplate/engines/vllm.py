@@ -598,8 +598,7 @@ class Vllm(Engine):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
         if settings.device == "cpu":
-            stated = workload.concurrency is not None or workload.users > 1
-            slots = settings.slots if stated else max(workload.compute_in_flight(), CPU_SLOTS)
+            slots = settings.slots if workload.states_load else max(workload.compute_in_flight(), CPU_SLOTS)
             threads = hardware.cpu.allowed_physical_cores
             return replace_fields(settings, slots=slots, threads=threads, batch_tokens=BATCH_TOKENS)
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]

@@ -66,6 +66,9 @@ def render_decision(
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
     table.add_row("Hardware", Text(describe_hardware(hardware)), "")
     table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
+    load = decision.load.description if decision.load is not None and workload.depends_on_latency else None
+    if load is not None:
+        table.add_row("Load", Text(load), "Little's law")
     for position, reason in enumerate(decision.reasons):
         table.add_row("Why" if position == 0 else "", Text(reason.text), Text(cite_reason(reason)))
     if decision.memory is not None:
@@ -86,7 +89,8 @@ def render_decision(
         table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your workload")
     for position, hint in enumerate(decision.hints):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
-    for position, note in enumerate(decision.notes):
+    notes = [note for note in decision.notes if load is None or not note.startswith(load)]
+    for position, note in enumerate(notes):
         table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), head, Text(""), table]
     if decision.reasons:
@@ -250,6 +254,8 @@ def describe_workload(workload: Workload, decision: Decision) -> str:
 
 
 def describe_users(workload: Workload) -> str:
+    if workload.users == 1 and workload.concurrency is not None and workload.concurrency > 1:
+        return f"{workload.concurrency:,} requests in flight"
     return f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
 
 
@@ -262,6 +268,23 @@ def describe_arrivals(workload: Workload) -> str | None:
     if workload.think_time_s is not None:
         return f"{describe_users(workload)}, think time {workload.think_time_s:g} s"
     return None
+
+
+def describe_requests(workload: Workload, in_flight: Sequence[int]) -> str:
+    """How requests arrive, and how many are in flight on several machines or with several models."""
+    if not workload.depends_on_latency:
+        count = workload.compute_in_flight()
+        return "one request at a time" if count == 1 else f"{count:,} concurrent requests"
+    load = workload.make_load()
+    if load.think_time_s is None:
+        what = f"{workload.requests_per_s:g} requests/s"
+    else:
+        assumed = " (assumed)" if load.think_time_assumed else ""
+        what = f"{describe_users(workload)}, {load.think_time_s:g} s between requests{assumed}"
+    if not in_flight:
+        return what
+    low, high = min(in_flight), max(in_flight)
+    return f"{what}: {low:,} in flight" if low == high else f"{what}: {low:,} to {high:,} in flight"
 
 
 def describe_fit(found: Fit) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bedplate.decide.candidates import READING_TOK_S
 from bedplate.decide.catalogue import PACES, Catalogue, CatalogueEntry, Pace
-from bedplate.show.decision import describe_arrivals, format_short
+from bedplate.show.decision import describe_requests, format_short
 from bedplate.show.probe import describe_hardware
 from bedplate.values import Figure, Hardware, Workload
 from bedplate.values.units import format_memory
@@ -55,7 +55,8 @@ def render_models(
 
 def _render_head(hardware: Hardware, workload: Workload, found: Catalogue) -> list[RenderableType]:
     style = "bold green" if found.fitting else "bold red"
-    workload_words = f"{_describe_requests(workload)}, {workload.request_tokens:,} tokens each"
+    in_flight = [entry.in_flight for entry in found.models if entry.fits]
+    workload_words = f"{describe_requests(workload, in_flight)}, {workload.request_tokens:,} tokens each"
     return [
         Text(f" {_write_answer(found)}", style=style),
         Text(f" {describe_hardware(hardware)}"),
@@ -69,13 +70,6 @@ def _write_answer(found: Catalogue) -> str:
     if not found.fitting:
         return f"None of {found.known} known models runs here as requested; --all shows the reasons"
     return f"{found.fitting} of {found.known} known models run here"
-
-
-def _describe_requests(workload: Workload) -> str:
-    in_flight = workload.compute_in_flight()
-    return describe_arrivals(workload) or (
-        "one request at a time" if in_flight == 1 else f"{in_flight:,} concurrent requests"
-    )
 
 
 def _write_title(pace: Pace, least_tok_s: float | None) -> str:

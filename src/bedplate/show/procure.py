@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.questions import Offer, describe_layout
-from bedplate.show.decision import format_short
+from bedplate.show.decision import describe_requests, format_short
 from bedplate.values import Figure, Model, Workload
 
 PAID = {"cost_per_million_tokens": "cost per M", "kwh_per_million_tokens": "kWh per M"}
@@ -39,7 +39,7 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
             f"{offer.watts:,.0f}" if offer.watts is not None else "",
             *(_format_cell(figure) for figure in spent),
         )
-    requests = f"{workload.compute_in_flight():,} concurrent requests"
+    requests = describe_requests(workload, [offer.decision.in_flight for offer in offers])
     head = f" {len(offers)} of {asked} known chips serve {model.name}, {requests}; all figures are estimates"
     return Group(Text(""), Text(head, style="bold"), Text(""), table)
 

@@ -161,7 +161,8 @@ def _describe_restarts(engine: EngineStatus) -> str:
 
 def _describe_workload(workload: Workload) -> str:
     users = f"{workload.users:,} user{'s' if workload.users != 1 else ''}"
-    in_flight = f", {workload.concurrency:,} in flight" if workload.concurrency is not None else ""
+    known = workload.concurrency is not None or workload.load is not None
+    in_flight = f", {workload.compute_in_flight():,} in flight" if known else ""
     lengths = f"{workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
     return f"planned for {users}{in_flight}, {lengths} ({ORIGINS[workload.origin]})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,18 +19,22 @@ from bedplate.values.cost import Price
 from bedplate.values.simulation import LatencyDistribution, Outcome, ReplicaDescription, Simulation, Traffic
 from bedplate.values.workload import LatencyTarget
 
-PROGRESS_REQUESTS = 20_000
-"""Simulations of fewer requests finish too soon to show progress."""
+NOTE_S = 5.0
+"""Seconds between two lines that say which fleet is being simulated."""
 
 
 @contextmanager
 def show_progress(progress: Progress) -> Iterator[Told]:
-    """Shows the progress of long simulations."""
+    """Shows which fleet is being simulated, if it takes longer than a few seconds."""
+    noted_s = time.monotonic()
     with progress.step("simulating") as update:
 
         def report(what: str, requests: int, arrived: int) -> None:
-            if requests >= PROGRESS_REQUESTS:
-                update(arrived)
+            nonlocal noted_s
+            update(arrived)
+            if time.monotonic() - noted_s >= NOTE_S:
+                noted_s = time.monotonic()
+                progress.note(f"simulating {what}: {arrived:,} of {requests:,} requests")
 
         yield report
 
@@ -39,6 +44,8 @@ def render_simulation(found: Simulation) -> RenderableType:
     table = make_page()
     table.add_row("Replica", Text(_describe_replica(found.replica)), Text(found.replica.hardware))
     table.add_row("Traffic", Text(_describe_traffic(found.traffic)), Text(found.traffic.source))
+    if found.traffic.load is not None:
+        table.add_row("Load", Text(found.traffic.load.description), _describe_simulated_load(answer))
     table.add_row("Target", Text(_describe_target(found.target, found.met_share)), "")
     if answer is not None:
         for label, value, basis in _list_rows(found, answer):
@@ -65,14 +72,19 @@ def _write_head(found: Simulation) -> str:
     if answer.meets is None:
         return words
     if not answer.meets:
-        return f"{words}: {answer.on_target or 0:.1%} of requests meet the target, which is too few"
-    return f"{words}: {answer.on_target or 0:.1%} of requests meet the target"
+        return f"{words}: {_describe_share(answer)} meet the target, which is too few"
+    return f"{words}: {_describe_share(answer)} meet the target"
 
 
 def describe_fleet(one: Outcome) -> str:
     if one.layout == "disaggregated":
         return f"{one.prefills} prefill + {one.replicas - one.prefills} decode workers"
     return f"{one.replicas} {'replica' if one.replicas == 1 else 'replicas'}"
+
+
+def _describe_share(one: Outcome) -> str:
+    noise = f" ± {one.on_target_noise:.1%}" if one.on_target_noise is not None else ""
+    return f"{one.on_target or 0:.1%}{noise} of requests"
 
 
 def _describe_replica(one: ReplicaDescription) -> str:
@@ -94,15 +106,18 @@ def _describe_layout(layout: Parallelism) -> str:
 
 
 def _describe_traffic(one: Traffic) -> str:
-    rate = (
-        f"{format_figure_or_missing(one.requests_per_s)} requests/s"
-        if one.requests_per_s is not None
-        else "all at the same time"
-    )
+    rate = f"{format_figure_or_missing(one.requests_per_s)} requests/s · " if one.requests_per_s is not None else ""
     return (
-        f"{one.requests:,} requests · {rate} · {one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
+        f"{one.requests:,} requests · {rate}{one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
         + (" · with shared prefixes" if one.shared else "")
     )
+
+
+def _describe_simulated_load(answer: Outcome | None) -> str:
+    if answer is None:
+        return ""
+    rate = format_figure_or_missing(answer.requests_per_s)
+    return f"simulated: {rate} requests/s, {answer.in_flight_mean:,.0f} in flight"
 
 
 def _describe_target(target: LatencyTarget | None, share: float) -> str:
@@ -179,14 +194,15 @@ def _format_times(times: LatencyDistribution) -> str:
 
 def _make_tried_table(tried: tuple[Outcome, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1), header_style="dim")
-    for name in ("tried", "cards", "requests", "on target", "tok/s", "TTFT p95", "TPOT p95", "cost per M"):
+    for name in ("tried", "cards", "requests", "on target", "noise", "tok/s", "TTFT p95", "TPOT p95", "cost per M"):
         table.add_column(name, justify="left" if name == "tried" else "right")
     for one in tried:
         table.add_row(
-            Text(describe_fleet(one)),
+            Text(f"{describe_fleet(one)}{_describe_layout(one.parallelism)}"),
             f"{one.cards:,}",
             f"{one.requests:,}",
             f"{one.on_target:.1%}" if one.on_target is not None else "",
+            f"± {one.on_target_noise:.1%}" if one.on_target_noise is not None else "",
             format_short(one.output_tok_s),
             format_short(one.ttft_ms.p95) if one.ttft_ms is not None else "",
             format_short(one.tpot_ms.p95) if one.tpot_ms is not None else "",

@@ -1,5 +1,6 @@
 """The records that the packages of bedplate exchange."""
 
+from bedplate.values.arrival import ArrivalProcess, RequestLoad
 from bedplate.values.decision import (
     Challenger,
     Decision,
@@ -36,6 +37,7 @@ from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
     "Accelerator",
+    "ArrivalProcess",
     "Basis",
     "Cache",
     "Challenger",
@@ -68,6 +70,7 @@ __all__ = [
     "Record",
     "Refusal",
     "Remedy",
+    "RequestLoad",
     "Settings",
     "Shortage",
     "TensorGroup",

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from bedplate.values.arrival import RequestLoad
 from bedplate.values.fit import Fit
 from bedplate.values.model import Model
 from bedplate.values.record import Figure, Record
@@ -177,6 +178,8 @@ class Decision(Record, frozen=True, kw_only=True):
     weights: Weights | None = None
     in_flight: int = 1
     """Concurrent requests that the decision was made for."""
+    load: RequestLoad | None = None
+    """How requests arrive, their rate, and how many are in flight; `None` if no engine fits."""
     settings: Settings | None = None
     memory: Fit | None = None
     estimate: Estimate = Estimate()

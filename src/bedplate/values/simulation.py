@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from bedplate.values.arrival import RequestLoad
 from bedplate.values.decision import Parallelism
 from bedplate.values.record import Basis, Record
 from bedplate.values.workload import LatencyTarget, Share
@@ -38,6 +39,9 @@ class Traffic(Record, frozen=True, kw_only=True):
     """Whether the traffic states which prompts share a prefix."""
     seed: int | None = None
     """Seed for synthetic lengths and arrivals, and for the random router."""
+    load: RequestLoad | None = None
+    """How requests arrive, and by the closed form of `plan` their rate and the number in flight on the fleet of
+    `answer`. For disaggregated workers it has the simulated request time."""
 
 
 class Outcome(Record, frozen=True, kw_only=True):
@@ -50,6 +54,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     """Replicas that only run prefill."""
     cards: int
     """Accelerators, or machines if they have none."""
+    parallelism: Parallelism = Parallelism()
+    """The layout of one replica."""
     requests: int
     """Number of simulated requests. A search uses a part of the traffic."""
     refused: int
@@ -61,6 +67,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     """Completed requests per second."""
     on_target: Share | None
     """Share of all requests that met every target; `None`: no target."""
+    on_target_noise: Share | None = None
+    """Half of the 95 % interval of `on_target`: another seed gives a share within it."""
     goodput_requests_s: float | None
     goodput_tok_s: float | None
     """Output tokens of those requests."""
@@ -72,6 +80,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     kv_use_peak: Share
     """Peak KV cache utilization of any replica."""
     busy_share: Share
+    in_flight_mean: float = 0.0
+    """Mean number of requests in flight, waiting ones included."""
     preemptions: int
     cache_hit_share: Share | None
     """Share of prompt tokens found in a prefix cache; `None`: no prompts share a prefix."""

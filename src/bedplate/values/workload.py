@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from bedplate.values.arrival import DEFAULT_THINK_TIME_S, ArrivalProcess, RequestLoad
 from bedplate.values.model import Task
 from bedplate.values.record import Basis, Record
 
@@ -16,7 +17,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TraceFormat = Literal["azure", "mooncake", "sharegpt", "bedplate"]
-DEFAULT_THINK_TIME_S = 30.0
+ASSUMED_TTFT_S, ASSUMED_TPOT_S = 0.5, 0.03
+"""Latency that is assumed before there is an estimate, and if there is none."""
 
 
 def apply_littles_law(requests_per_s: float, request_s: float) -> float:
@@ -53,9 +55,9 @@ class Workload(Record, frozen=True, kw_only=True):
     schema: Literal["workload/1"] = "workload/1"
     """The version of this format."""
     users: Count = 1
-    """People who may be active at once."""
+    """People who each send a request, read the answer, think, and send the next one."""
     concurrency: Count | None = None
-    """Concurrent requests. Default: by Little's law from the arrival rate or the users."""
+    """Requests in flight. Default: by Little's law from the arrival rate or the users and their think time."""
     requests_per_s: Positive | None = None
     """Arrival rate, in requests per second."""
     think_time_s: Positive | None = None
@@ -80,6 +82,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """The latency that requests must meet."""
     origin: Literal["default", "asked", "observed"] = "asked"
     """Where the workload comes from; written by bedplate."""
+    load: RequestLoad | None = None
+    """The load on the deployment that was planned for it; written by bedplate."""
 
     @property
     def request_tokens(self) -> int:
@@ -91,17 +95,54 @@ class Workload(Record, frozen=True, kw_only=True):
         """Usual length of a request when it ends. Embedding and classification generate no tokens."""
         return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
 
+    @property
+    def states_load(self) -> bool:
+        """Whether anything says how many requests there are; a default workload is one user."""
+        given = (self.concurrency, self.requests_per_s, self.think_time_s)
+        return self.users > 1 or any(one is not None for one in given)
+
+    @property
+    def arrival(self) -> ArrivalProcess:
+        """How its requests arrive: at the stated rate, in a closed loop, or from users with think time."""
+        if self.requests_per_s is not None:
+            return ArrivalProcess.POISSON
+        return ArrivalProcess.CLOSED if self.concurrency is not None else ArrivalProcess.USERS
+
+    @property
+    def assumed_request_s(self) -> float:
+        """Request time that is assumed before there is an estimate, and if there is none."""
+        output = self.usual_tokens - self.prompt_tokens
+        return ASSUMED_TTFT_S + ASSUMED_TPOT_S * output
+
+    @property
+    def depends_on_latency(self) -> bool:
+        """Whether the number of requests in flight depends on their latency."""
+        return self.concurrency is None and (self.requests_per_s is not None or self.users > 1)
+
     def compute_in_flight(self, request_s: float | None = None) -> int:
         """Requests in flight: as specified, else by Little's law from the arrival rate or from users with think time.
 
-        Without a known request time all users count as active at once. This is an upper bound.
+        Without a request time it is that of the computed load. If there is none either, all users count as active at
+        once, which is an upper bound.
         """
         if self.concurrency is not None:
             return self.concurrency
         if request_s is None:
-            return self.users
+            return self.load.in_flight if self.load is not None else self.users
         # Round first: the division may leave an error, and 50 requests must stay 50.
         return max(1, math.ceil(round(apply_littles_law(self.compute_arrivals_per_s(request_s), request_s), 6)))
+
+    def compute_most_in_flight(self) -> int:
+        """Requests that an engine has slots for: one for each user, who may all be active at the same time."""
+        if self.concurrency is None and self.arrival is ArrivalProcess.USERS:
+            return self.users
+        return self.compute_peak_in_flight()
+
+    def compute_peak_in_flight(self) -> int:
+        """Requests in flight that are exceeded 1 % of the time; a stated concurrency is never exceeded."""
+        if self.concurrency is not None or self.load is None:
+            return self.compute_in_flight()
+        return self.load.peak_in_flight
 
     def compute_arrivals_per_s(self, request_s: float) -> float:
         """Requests per second: as specified, else what the concurrency sustains, or what users with think time send."""
@@ -110,6 +151,21 @@ class Workload(Record, frozen=True, kw_only=True):
         if self.concurrency is not None:
             return invert_littles_law(self.concurrency, request_s)
         return invert_littles_law(self.users, request_s + (self.think_time_s or DEFAULT_THINK_TIME_S))
+
+    def make_load(self, request_s: float | None = None, in_flight: int | None = None) -> RequestLoad:
+        """The load if a request takes `request_s`; `in_flight` replaces the number that follows from it."""
+        took_s = self.assumed_request_s if request_s is None else request_s
+        by_users = self.arrival is ArrivalProcess.USERS
+        return RequestLoad(
+            arrival=self.arrival,
+            users=self.users if by_users else None,
+            think_time_s=(self.think_time_s or DEFAULT_THINK_TIME_S) if by_users else None,
+            think_time_assumed=by_users and self.think_time_s is None,
+            requests_per_s=self.compute_arrivals_per_s(took_s),
+            in_flight=self.compute_in_flight(took_s) if in_flight is None else in_flight,
+            request_s=took_s,
+            request_time_assumed=request_s is None,
+        )
 
 
 class RequestShape(Record, frozen=True, kw_only=True, omit_defaults=True, tag_field="schema", tag="request/1"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bedplate.decide.simulate.book import Book
-from bedplate.decide.simulate.deployment import Deployment, make_deployment
+from bedplate.decide.simulate.deployment import Deployment, list_deployments, make_deployment
 from bedplate.decide.simulate.fleet import Fleet, FleetRun, Transfer, simulate
 from bedplate.decide.simulate.outcome import MET, CardPrice, compute_outcome
 from bedplate.decide.simulate.replica import ReplicaLimits, SimulatedReplica, Steps
@@ -28,6 +28,7 @@ __all__ = [
     "compute_outcome",
     "find_cheapest",
     "from_shapes",
+    "list_deployments",
     "make_deployment",
     "make_replica_times",
     "make_synthetic",

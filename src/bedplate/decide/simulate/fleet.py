@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -62,12 +63,14 @@ def simulate(
     *,
     concurrency: int | None = None,
     apart_s: float = 0.0,
+    think_s: Sequence[float] = (),
     told: Callable[[int], None] = lambda done: None,
 ) -> FleetRun:
-    """Simulate all requests of the book. `concurrency`: a closed loop with this many requests in flight.
+    """Simulate all requests of the book. `concurrency`: a closed loop with this many clients.
 
     In a closed loop, the book has at most the arrivals of the first requests, and `apart_s` is the time between two
-    requests that the client sends on the same occasion.
+    requests that the client sends on the same occasion. `think_s` has for each request the time from its answer to the
+    same client's next request.
     """
     events: list[tuple[float, int]] = []
     prefills = fleet.prefills
@@ -98,7 +101,7 @@ def simulate(
     accept_s = fleet.steps.accept_s
     route = _make_router(fleet, book, loads, holders)
     wire = _TransferLink(fleet.transfer, book, events, behind, replicas[fronts:]) if prefills else None
-    nxt, waiting_for, now = 0, len(arrivals), 0.0
+    nxt, waiting_for, now = 0, min(total, len(arrivals)), 0.0
     weight = book.weight
     while True:
         if nxt < waiting_for and (not events or arrivals[nxt] <= events[0][0]):
@@ -108,7 +111,10 @@ def simulate(
                 told(nxt)
             if not fit(rid):
                 book.refused.append(rid)
-                if concurrency is not None and waiting_for < total:
+                if think_s:
+                    insort(arrivals, now + think_s[rid], lo=nxt)
+                    waiting_for = min(total, len(arrivals))
+                elif concurrency is not None and waiting_for < total:
                     arrivals.append(max(now, arrivals[-1]))
                     waiting_for += 1
                 continue
@@ -134,7 +140,12 @@ def simulate(
             replica.handed.clear()
             loads.update_place(index)
         if replica.left:
-            if concurrency is not None:
+            if think_s:
+                # Users go on until the last request has arrived, so that the rate does not fall before.
+                for rid in replica.left:
+                    insort(arrivals, now + accept_s + think_s[rid], lo=nxt)
+                waiting_for = min(total, len(arrivals))
+            elif concurrency is not None:
                 for number in range(min(len(replica.left), total - waiting_for)):
                     arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
                     waiting_for += 1
@@ -143,7 +154,7 @@ def simulate(
                 loads.update_place(index)
             else:
                 behind.update_place(index - fronts)
-    book.arrival = arrivals
+    book.arrival = arrivals[:total]
     return FleetRun(book, tuple(replicas), now)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from bedplate.decide.simulate.fleet import Fleet, FleetRun
@@ -12,6 +15,10 @@ from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
 """Share of the requests that must meet the latency targets; `bench` uses the same share to find the knee."""
+BATCHES = 20
+"""Consecutive groups of requests whose shares on target give the noise of the whole: neighbors wait together, so single
+requests are not independent."""
+NORMAL_95 = 1.96
 
 
 class CardPrice(NamedTuple):
@@ -30,6 +37,21 @@ def summarize_times(seconds: list[float]) -> LatencyDistribution | None:
     return LatencyDistribution(mean=sum(ordered) / len(ordered) * 1000, p50=p50, p95=p95, p99=p99)
 
 
+def estimate_noise(met: Sequence[int]) -> float:
+    """Half of the 95 % interval of the share of ones, from the shares of consecutive groups (batch means)."""
+    count = len(met)
+    groups = min(BATCHES, count)
+    if groups < 2:
+        return 1.0
+    bounds = [count * number // groups for number in range(groups + 1)]
+    shares = [sum(met[low:high]) / (high - low) for low, high in pairwise(bounds)]
+    middle = sum(shares) / groups
+    of_groups = sum((share - middle) ** 2 for share in shares) / (groups - 1) / groups
+    # Even if all groups are alike, the next request may differ: at least one more success and failure (Agresti, Coull).
+    share = (sum(met) + 2) / (count + 4)
+    return min(1.0, NORMAL_95 * math.sqrt(max(of_groups, share * (1 - share) / (count + 4))))
+
+
 def compute_outcome(
     fleet: Fleet, ran: FleetRun, cards_each: int, target: LatencyTarget | None, paid: CardPrice
 ) -> Outcome:
@@ -38,7 +60,8 @@ def compute_outcome(
     ttft_s = target.ttft_ms / 1000 if target is not None and target.ttft_ms is not None else float("inf")
     tpot_s = target.tpot_ms / 1000 if target is not None and target.tpot_ms is not None else float("inf")
     good = good_tokens = tokens = 0
-    for came, first, done, made in zip(book.arrival, book.first, book.done, book.output, strict=True):
+    met = bytearray(len(book))
+    for rid, (came, first, done, made) in enumerate(zip(book.arrival, book.first, book.done, book.output, strict=True)):
         if done < 0.0:
             continue
         tokens += made
@@ -52,6 +75,7 @@ def compute_outcome(
         if waited <= ttft_s and each <= tpot_s:
             good += 1
             good_tokens += made
+            met[rid] = 1
     answered, seconds = len(whole_s), max(ran.end_s, 1e-9) + accept_s
     cards = cards_each * fleet.replicas
     on_target = good / len(book) if target is not None and len(book) else None
@@ -71,6 +95,7 @@ def compute_outcome(
         output_tok_s=tokens / seconds,
         requests_per_s=answered / seconds,
         on_target=on_target,
+        on_target_noise=estimate_noise(met) if on_target is not None else None,
         goodput_requests_s=good / seconds if target is not None else None,
         goodput_tok_s=good_tokens / seconds if target is not None else None,
         ttft_ms=summarize_times(first_s),
@@ -79,6 +104,7 @@ def compute_outcome(
         kv_use_mean=min(1.0, sum(one.kv_block_s for one in ran.replicas) / room_s),
         kv_use_peak=max(one.peak_blocks / one.capacity for one in ran.replicas),
         busy_share=min(1.0, sum(one.busy_s for one in ran.replicas) / (seconds * len(ran.replicas))),
+        in_flight_mean=sum(whole_s) / seconds,
         preemptions=sum(one.preemptions for one in ran.replicas),
         cache_hit_share=min(1.0, sum(book.hits) / prompts) if book.hashes is not None and prompts else None,
         cost_per_million_tokens=spent.cost_per_million_tokens,

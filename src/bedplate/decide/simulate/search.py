@@ -11,13 +11,17 @@ from bedplate.decide.simulate.fleet import Fleet, simulate
 from bedplate.decide.simulate.outcome import MET, compute_outcome
 from bedplate.decide.simulate.times import speed_up
 from bedplate.decide.simulate.traffic import RequestStream
-from bedplate.values import replace_fields
+from bedplate.values import ArrivalProcess, RequestLoad, Workload, replace_fields
 from bedplate.values.simulation import LayoutName, Outcome, RouterName, Simulation
 from bedplate.values.workload import LatencyTarget
 
 SEARCH_REQUESTS = 20_000
 """Requests that the search simulates; the result is then checked with all requests."""
 BAND_REQUESTS = 20_000
+SEND_S = 0.001
+"""Time between two requests that the client of a closed loop sends on the same occasion."""
+SLACK = 0.8
+"""The closed form's lower bound on the replicas is trusted down to this share of it."""
 GROWTH = 1.06
 """Factor by which a fleet grows if it meets the targets with a part of the requests but not with all."""
 
@@ -29,7 +33,7 @@ def ignore_progress(what: str, requests: int, arrived: int) -> None: ...
 
 
 class FleetSearch(NamedTuple):
-    """One deployment, one stream of requests and its targets."""
+    """The replicas to choose from, one stream of requests and its targets."""
 
     deployment: Deployment
     stream: RequestStream
@@ -39,6 +43,10 @@ class FleetSearch(NamedTuple):
     told: Told = ignore_progress
     speed: float = 1.0
     """Factor on the estimated speed of all passes."""
+    others: tuple[Deployment, ...] = ()
+    """Further replicas that `find_cheapest` considers: other layouts and machine sizes."""
+    workload: Workload | None = None
+    """The workload that the stream stands for, to state its load in the result."""
 
     def simulate_layout(self, replicas: int, prefills: int = 0, *, most: int | None = None) -> Outcome:
         """Simulate one layout, with only the first `most` requests if that is given."""
@@ -47,8 +55,49 @@ class FleetSearch(NamedTuple):
         if self.speed != 1.0:
             fleet = fleet._replace(steps=speed_up(fleet.steps, self.speed))
         what = _describe_fleet(fleet)
-        ran = simulate(fleet, stream.make_book(), told=lambda arrived: self.told(what, len(stream), arrived))
-        return compute_outcome(fleet, ran, self.deployment.cards, self.target, self.deployment.paid)
+        self.told(what, len(stream), 0)
+        ran = simulate(
+            fleet, stream.make_book(), concurrency=stream.clients, apart_s=SEND_S, think_s=stream.think_s,
+            told=lambda arrived: self.told(what, len(stream), arrived),
+        )  # fmt: skip
+        outcome = compute_outcome(fleet, ran, self.deployment.cards, self.target, self.deployment.paid)
+        return replace_fields(outcome, parallelism=self.deployment.replica.parallelism)
+
+    @property
+    def can_meet_target(self) -> bool:
+        """Whether a request that has a replica for itself meets the target, without any queue."""
+        target, steps, stream = self.target, self.deployment.steps, self.stream
+        if target is None:
+            return True
+        prompt, output = stream.mean_prompt, stream.mean_output
+        if target.tpot_ms is not None and _compute_pass_s(self, 1, prompt + output / 2) > target.tpot_ms / 1000:
+            return False
+        # A cached prefix needs no time.
+        alone_s = steps.accept_s + (compute_prompt_s(self) if stream.hashes is None else 0.0)
+        return target.ttft_ms is None or alone_s <= target.ttft_ms / 1000
+
+    @property
+    def expected_replicas(self) -> float:
+        """By the closed form: replicas that would be busy all the time, with full batches."""
+        rate = self.stream.requests_per_s or self.stream.expected_rate
+        return 1.0 if rate is None else rate * sum(compute_work_s(self))
+
+    @property
+    def fewest_replicas(self) -> int:
+        """A lower bound by the closed form on the replicas that meet the target.
+
+        A prompt with a shared prefix may be cached, so it counts for nothing. In a closed loop, a fleet that meets the
+        target receives at least the requests that its clients send at the latency of the target.
+        """
+        stream, target, rate = self.stream, self.target, self.stream.requests_per_s
+        if stream.clients is not None and target is not None and target.ttft_ms and target.tpot_ms:
+            think_s = sum(stream.think_s) / len(stream.think_s) if stream.think_s else 0.0
+            rate = stream.clients / (think_s + (target.ttft_ms + target.tpot_ms * stream.mean_output) / 1000)
+        if rate is None:
+            return 1
+        prompt_s, answer_s = compute_work_s(self)
+        work_s = answer_s if stream.hashes is not None else prompt_s + answer_s
+        return max(1, math.ceil(rate * work_s * SLACK))
 
 
 def _describe_fleet(fleet: Fleet) -> str:
@@ -71,22 +120,36 @@ def simulate_one_layout(
 
 
 def find_cheapest(question: FleetSearch, low: int, high: int, layouts: tuple[LayoutName, ...]) -> Simulation:
-    """The fewest cards that meet the target, found by bisection for each layout; of equal ones, the simpler layout.
+    """The fewest cards that meet the target over all replicas and layouts; of equal ones, the simpler layout.
 
-    Assumes that more replicas are never worse, which holds except for random variation between adjacent counts.
+    The closed form gives a lower bound of the cards for each replica. They are simulated from the smallest bound on,
+    only as long as the bound is below the fewest cards found, and then first with the most cards that would be fewer.
+    Assumes that more replicas are never worse, which holds except for the stated noise.
     """
     tried: list[Outcome] = []
-    found: list[Outcome] = []
-    asked_high = high
+    best: Outcome | None = None
+    best_question = question
     for layout in layouts:
-        best = _find_fewest(question, low, high, layout, tried)
-        if best is not None:
-            found.append(best)
-            high = min(high, best.replicas)
-    if not found:
+        for one in _rank_replicas(question):
+            cards = one.deployment.cards
+            most = high if best is None else min(high, (best.cards - 1) // cards)
+            if best is not None and one.fewest_replicas > most:
+                continue
+            found = _find_fewest(one, low, most, layout, tried, from_above=best is not None)
+            if found is not None:
+                best, best_question = found, one
+    if best is None:
         return make_simulation(question, None, tried)
-    answer = min(found, key=lambda one: one.cards)
-    return replace_fields(make_simulation(question, answer, tried), safe=_find_safe(question, answer, asked_high))
+    return replace_fields(
+        make_simulation(best_question, best, tried), safe=_find_safe(best_question, best, high)
+    )  # fmt: skip
+
+
+def _rank_replicas(question: FleetSearch) -> list[FleetSearch]:
+    """The replicas that can meet the target, those with the fewest cards by the closed form first."""
+    every = [question._replace(deployment=one, others=()) for one in (question.deployment, *question.others)]
+    able = [one for one in every if one.can_meet_target] or every[:1]
+    return sorted(able, key=lambda one: (one.expected_replicas * one.deployment.cards, one.deployment.cards))
 
 
 def make_simulation(question: FleetSearch, answer: Outcome | None, tried: list[Outcome]) -> Simulation:
@@ -106,7 +169,7 @@ def make_simulation(question: FleetSearch, answer: Outcome | None, tried: list[O
         notes.append(f"{answer.refused:,} requests are refused: they are longer than {most:,} tokens or than the cache")
     return Simulation(
         replica=deployment.replica,
-        traffic=question.stream.summarize(),
+        traffic=replace_fields(question.stream.summarize(), load=_compute_load(question, answer)),
         target=question.target,
         met_share=MET,
         answer=answer,
@@ -120,6 +183,20 @@ def make_simulation(question: FleetSearch, answer: Outcome | None, tried: list[O
     )
 
 
+def _compute_load(question: FleetSearch, answer: Outcome | None) -> RequestLoad | None:
+    """The load by the closed form; on disaggregated workers, which have none, with the simulated request time."""
+    work = question.workload
+    if work is None:
+        return None
+    if answer is not None and answer.layout == "aggregated":
+        load = question.deployment.solve_load(work, answer.replicas)
+    else:
+        simulated = answer.e2e_ms if answer is not None else None
+        load = work.make_load(simulated.mean / 1000 if simulated is not None else None)
+    traced = question.stream.process is ArrivalProcess.TRACE
+    return replace_fields(load, arrival=ArrivalProcess.TRACE) if traced else load
+
+
 def _find_safe(question: FleetSearch, answer: Outcome, high: int) -> Outcome | None:
     """The fewest replicas of that layout that meet the target even at the slow end of the error band."""
     slow = question._replace(
@@ -129,9 +206,12 @@ def _find_safe(question: FleetSearch, answer: Outcome, high: int) -> Outcome | N
 
 
 def _find_fewest(
-    question: FleetSearch, low: int, high: int, layout: LayoutName, tried: list[Outcome]
+    question: FleetSearch, low: int, high: int, layout: LayoutName, tried: list[Outcome], *, from_above: bool = False
 ) -> Outcome | None:
-    """Search with a part of the requests, then grow the fleet until it meets the target with all of them."""
+    """Search with a part of the requests, then grow the fleet until it meets the target with all of them.
+
+    `from_above`: try `high` first, because it probably does not meet the target.
+    """
     part = SEARCH_REQUESTS if len(question.stream) > SEARCH_REQUESTS else None
     low = max(low, 2 if layout == "disaggregated" else 1)
     if low > high:
@@ -146,9 +226,9 @@ def _find_fewest(
                 break
         return max(found, key=_rank_outcome)
 
-    fewest, best = low, None
+    fewest, best = min(high, max(low, question.fewest_replicas)), None
     upper = high
-    guess = min(high, max(low, _guess_replicas(question)))
+    guess = high if from_above else min(high, max(fewest, math.ceil(question.expected_replicas)))
     while fewest <= upper:
         got = find_best(guess, part)
         if got.meets:
@@ -172,18 +252,18 @@ def _rank_outcome(one: Outcome) -> tuple[float, float]:
     return (one.on_target or 0.0, one.output_tok_s)
 
 
-def _guess_replicas(question: FleetSearch) -> int:
-    """The start of the bisection: the number of replicas that would be busy all the time."""
-    rate = question.stream.requests_per_s
-    return max(1, math.ceil(rate * sum(compute_work_s(question)))) if rate is not None else 1
+def compute_prompt_s(question: FleetSearch) -> float:
+    """A replica's time for one prompt of mean length that has a pass for itself."""
+    steps, limits, prompt = question.deployment.steps, question.deployment.limits, question.stream.mean_prompt
+    tokens = min(limits.batch_tokens, max(1, round(prompt)))
+    return (steps.prompt_s[tokens] + steps.pair_s * tokens * tokens / 2) * prompt / tokens / question.speed
 
 
 def compute_work_s(question: FleetSearch) -> tuple[float, float]:
     """A replica's time for one request: its prompt, and its share of the decode passes."""
-    steps, limits, stream = question.deployment.steps, question.deployment.limits, question.stream
+    limits, stream = question.deployment.limits, question.stream
     prompt, output = stream.mean_prompt, stream.mean_output
-    tokens = min(limits.batch_tokens, max(1, round(prompt)))
-    prompt_s = (steps.prompt_s[tokens] + steps.pair_s * tokens * tokens / 2) * prompt / tokens
+    prompt_s = compute_prompt_s(question)
     context = prompt + output / 2
     most = min(limits.slots, max(1, int(limits.kv_blocks * limits.block_tokens / (prompt + output))))
     target = question.target
@@ -197,7 +277,7 @@ def compute_work_s(question: FleetSearch) -> tuple[float, float]:
 
 def _compute_pass_s(question: FleetSearch, batch: int, context: float) -> float:
     steps = question.deployment.steps
-    return steps.decode_s[batch] + steps.context_s[batch] * batch * context
+    return (steps.decode_s[batch] + steps.context_s[batch] * batch * context) / question.speed
 
 
 def list_splits(question: FleetSearch, replicas: int) -> Iterator[int]:

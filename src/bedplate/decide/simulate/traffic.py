@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bedplate.decide.simulate.book import Book
 from bedplate.errors import UsageError
+from bedplate.values.arrival import DEFAULT_THINK_TIME_S, ArrivalProcess
 from bedplate.values.simulation import Traffic
 from bedplate.values.workload import RequestShape, Workload
 
@@ -20,20 +21,27 @@ class RequestStream:
     prompt: list[int]
     output: list[int]
     arrival: list[float]
-    """In order, from 0."""
+    """In order, from 0. In a closed loop, only the first request of each client."""
     hashes: list[tuple[Hashable, ...]] | None
     hash_tokens: int
     source: str
     seed: int | None = None
     notes: tuple[str, ...] = ()
+    process: ArrivalProcess = ArrivalProcess.TRACE
+    clients: int | None = None
+    """In a closed loop: the number of clients, each with at most one request in flight."""
+    think_s: list[float] = field(default_factory=list)
+    """For users: the time from each answer to the same user's next request."""
+    expected_rate: float | None = None
+    """Requests per second of a synthetic stream; in a closed loop, if the latency is as assumed before there is one."""
 
     def __len__(self) -> int:
         return len(self.prompt)
 
     @property
     def requests_per_s(self) -> float | None:
-        """Mean rate from the gaps between arrivals; `None` if all requests arrive together."""
-        if len(self.arrival) < 2 or self.arrival[-1] <= 0:
+        """Mean rate from the gaps between arrivals; `None` in a closed loop, or if all requests arrive together."""
+        if self.clients is not None or len(self.arrival) < 2 or self.arrival[-1] <= 0:
             return None
         return (len(self.arrival) - 1) / self.arrival[-1]
 
@@ -61,6 +69,7 @@ class RequestStream:
             prompt=self.prompt[:count],
             output=self.output[:count],
             arrival=self.arrival[:count],
+            think_s=self.think_s[:count],
             hashes=self.hashes[:count] if self.hashes is not None else None,
         )
 
@@ -69,6 +78,7 @@ class RequestStream:
             source=self.source,
             requests=len(self),
             requests_per_s=self.requests_per_s,
+            concurrency=self.clients if self.process is ArrivalProcess.CLOSED else None,
             prompt_tokens=self.mean_prompt,
             output_tokens=self.mean_output,
             shared=self.hashes is not None,
@@ -128,6 +138,7 @@ def from_shapes(
         source=source,
         seed=drawn,
         notes=tuple(notes),
+        process=ArrivalProcess.TRACE if drawn is None else ArrivalProcess.POISSON,
     )
     return found.take_first(most) if most is not None else found
 
@@ -135,13 +146,13 @@ def from_shapes(
 def make_synthetic(
     workload: Workload,
     requests: int,
-    rate: float,
+    rate: float | None = None,
     *,
     seed: int = 0,
     spread: float = 0.0,
     prefixes: int = 1,
 ) -> RequestStream:
-    """Requests of the workload's lengths with Poisson arrivals.
+    """Requests of the workload's lengths. They arrive as the workload says; with `rate`, as a Poisson stream.
 
     `spread` is the coefficient of variation of the lengths (log-normal; 0: all the same); `prefixes` is the number of
     different shared prefixes.
@@ -155,7 +166,28 @@ def make_synthetic(
         names = [(number,) for number in range(prefixes)]
         hashes = [names[int(draw.random() * prefixes)] for _ in range(requests)]
         prompt = [max(one, shared + 1) for one in prompt]
-    return RequestStream(prompt, output, draw_poisson(requests, rate, draw), hashes, shared, "synthetic", seed)
+    rate = rate or workload.requests_per_s
+    if rate is not None:
+        arrival = draw_poisson(requests, rate, draw)
+        return RequestStream(
+            prompt, output, arrival, hashes, shared, "synthetic", seed, process=ArrivalProcess.POISSON,
+            expected_rate=rate,
+        )  # fmt: skip
+    load = workload.make_load()
+    think_s: list[float] = []
+    if load.arrival is ArrivalProcess.CLOSED:
+        clients = load.in_flight
+        # The clients start one after the other, within the time of one request.
+        arrival = [load.request_s * number / clients for number in range(min(clients, requests))]
+    else:
+        clients, mean_s = workload.users, load.think_time_s or DEFAULT_THINK_TIME_S
+        think_s = [draw.expovariate(1 / mean_s) for _ in range(requests)]
+        first = sorted(draw.expovariate(1 / mean_s) for _ in range(clients))[:requests]
+        arrival = [moment - first[0] for moment in first]
+    return RequestStream(
+        prompt, output, arrival, hashes, shared, "synthetic", seed, process=load.arrival, clients=clients,
+        think_s=think_s, expected_rate=load.requests_per_s,
+    )  # fmt: skip
 
 
 def draw_poisson(requests: int, rate: float, draw: random.Random) -> list[float]:
