@@ -324,7 +324,7 @@ def print_terms(rows: list[Row], full: Any = None) -> None:
 
 
 def _fix_work(table: Columns, term: Term) -> Columns:
-    fixed = {name: np.full_like(table.owner, value, dtype=float) for name, value in term.work.items()}
+    fixed: dict[str, Any] = {name: np.full_like(table.owner, value, dtype=float) for name, value in term.work.items()}
     return table._replace(work=table.work._replace(**fixed))
 
 

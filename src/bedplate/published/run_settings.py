@@ -50,12 +50,17 @@ def read_run_settings(texts: Mapping[str, str]) -> RunSettings:
     """The settings that the texts of a row mention, however they are spelled."""
     text = " ; ".join(texts.get(name, "") for name in READ_FROM).lower()
     text = re.sub(r"[\s_]+(?=;)", "", re.sub(r"[\"'`,|()\[\]]", " ; ", text))
-    switches = {name: _find_switch(text, pattern) for name, pattern in _SWITCHES.items()}
-    counts = {name: _find_count(text, pattern) for name, pattern in _COUNTS.items()}
-    driver = next((name for name in ("amdvlk", "radv") if name in text), None)
-    build = _find_build(texts.get("engine_version", "").lower())
-    year = _find_year(texts.get("engine_version", "")) or _find_year(texts.get("date", ""))
-    return RunSettings(**switches, **counts, driver=driver, build=build, year=year)
+    return RunSettings(
+        flash_attention=_find_switch(text, _SWITCHES["flash_attention"]),
+        hipblaslt=_find_switch(text, _SWITCHES["hipblaslt"]),
+        rocwmma=_find_switch(text, _SWITCHES["rocwmma"]),
+        driver=next((name for name in ("amdvlk", "radv") if name in text), None),
+        micro_batch=_find_count(text, _COUNTS["micro_batch"]),
+        batch=_find_count(text, _COUNTS["batch"]),
+        threads=_find_count(text, _COUNTS["threads"]),
+        build=_find_build(texts.get("engine_version", "").lower()),
+        year=_find_year(texts.get("engine_version", "")) or _find_year(texts.get("date", "")),
+    )
 
 
 def _find_switch(text: str, pattern: str) -> bool | None:
