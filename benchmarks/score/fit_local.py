@@ -61,15 +61,13 @@ EXPECTED = {
     # 32-bit activations; each operation is a pass through memory.
     "like gguf": {"activation": 3.0},
     "like gguf/cpu": {"activation": 3.0},
-    # On an RX 9070 XT, 84 % of the speed of the same build with Vulkan (lmstudio-bug-tracker, issue 574).
-    # Fused attention without matrix instructions, where it was not built with rocWMMA.
+    # Decode on an RX 9070 XT: 84 % of the speed of the same build with Vulkan (lmstudio-bug-tracker, issue 574). Fused
+    # attention has no matrix instructions unless it was built with rocWMMA. rocBLAS has few kernels for graphics cards.
     "rocm": {"unpack_4": 1.5, "unpack_8": 1.3, "layer_s": 1.4, "moe_s": 1.5, "attend": 0.3, "plain": 0.3,
              "library": 0.4},
-    # rocBLAS has few kernels for graphics cards; hipBLASLt has.
     "llama.cpp/rocm-lt": {"library": 3.0},
     "llama.cpp/rocm-wmma": {"attend": 3.0, "plain": 3.0},
-    # Work groups are started for all experts, and find out by themselves that they have no tokens.
-    # Its shaders for matrix units are the same for all vendors.
+    # Work groups start for all experts, and most find no token. The same shaders serve the matrix units of all vendors.
     "vulkan": {"moe_tile_s": 8.0, "gemm": 0.8, "gemm_moe": 0.8},
     # cuBLAS comes near the rate that the power limit allows.
     "cuda": {"library": 2.2},
