@@ -304,8 +304,7 @@ def print_terms(rows: list[Row], full: Any = None) -> None:
         effects, _ = prior(table.names, term.without)
         free = [j for j, field in enumerate(Profile._fields) if field not in term.without]
         effects[:, free] = full[:, free]
-        if term.without or term.work:
-            effects = fit(here, effects, TERM_ROUNDS, term.without)
+        effects = fit(here, effects, TERM_ROUNDS, term.without)
         values = np.exp(log_predicted(here, spread_out(here, effects)))
         errors = [
             statistics.median(
