@@ -120,7 +120,7 @@ PARAMETERS = {
     "apart_streams": Parameter("positive", 10.0, "", 1.0, 0.4),
     "apart_growth": Parameter("positive", 0.5, "e", 0.2, 0.4),
     "apart_first_s": Parameter("positive", 0.05, "e", 0.2, 0.4),
-    "apart_burst": Parameter("positive", 2.0, "e", 0.3, 0.3),
+    "apart_burst": Parameter("positive", 3.0),
     "apart_saturated": Parameter("positive", 0.5),
     "apart_sized": Parameter("positive", 1.0, "", 1.0, 0.4),
     "apart_far_s": Parameter("positive", 2e-5),
@@ -601,44 +601,56 @@ def cross_validated(fit: Fit, start: Array, splits: tuple[str, ...] = SPLITS, st
     return found
 
 
-# Terms that `--ablate` takes out one by one: their parameters, each at the value at which it has no effect.
-TERMS: dict[str, dict[str, float]] = {
-    "burst of a closed loop": {"burst": 0.0},
-    "requests that stay together": {"synchronized": 0.0},
-    "first tokens that are sent a pass later": {"lag": 0.0},
-    "sending tokens in another process": {"forward_s": 0.0},
-    "uneven expert ranks": {"imbalance": 0.0},
-    "launching first passes": {"host": 0.0},
-    "passes of hidden states": {"activations": 0.0, "expert_activations": 0.0},
-    "dequantizing 4-bit weights": {"unpacking": 0.0, "unpacking_layer_s": 0.0},
-    "quantizing inputs": {"quantizing_s": 0.0},
-    "latency of all-reduces and exchanges": {"reduce_latency_s": 0.0, "exchange_latency_s": 0.0},
-    "uneven attention groups": {"unevenness": 0.0},
-    "polling, collecting and balancing": {"polled": 0.0, "gathered": 0.0, "balanced": 0.0},
-    "messages between nodes": {"apart_far_s": 0.0},
-    "uneven decode workers": {"apart_uneven": 0.0},
-}
+class Term(NamedTuple):
+    mechanism: str
+    absent: dict[str, float]
+    """The parameters of the term, each at the value at which it has no effect."""
 
 
-def compute_medians(rows: list[Row], logs: Array) -> list[float]:
-    """Median errors of TPOT, of TTFT with aggregated and with disaggregated workers, and of throughput."""
+TERMS = (
+    Term("a closed loop's requests arrive in a burst", {"burst": 0.0}),
+    Term("similar requests stay together after the first round", {"synchronized": 0.0}),
+    Term("first tokens of a burst are sent a pass later", {"lag": 0.0}),
+    Term("another process sends the tokens", {"forward_s": 0.0}),
+    Term("the busiest expert rank computes more than the mean", {"imbalance": 0.0}),
+    Term("the host launches the layers of a first pass", {"host": 0.0}),
+    Term("hidden states pass through memory", {"activations": 0.0, "expert_activations": 0.0}),
+    Term("4-bit weights are dequantized", {"unpacking": 0.0, "unpacking_layer_s": 0.0}),
+    Term("inputs are quantized", {"quantizing_s": 0.0}),
+    Term("all-reduces and exchanges take time per message", {"reduce_latency_s": 0.0, "exchange_latency_s": 0.0}),
+    Term("sequences are divided unevenly over attention groups", {"unevenness": 0.0}),
+    Term("schedulers poll, collect and balance", {"polled": 0.0, "gathered": 0.0, "balanced": 0.0}),
+    Term("messages between nodes take longer", {"apart_far_s": 0.0}),
+    Term("requests are divided unevenly over decode workers", {"apart_uneven": 0.0}),
+)
+"""Terms that `--ablate` takes out one by one."""
+
+
+def choose_rows(rows: list[Row]) -> dict[str, Array]:
+    """Which rows have a metric; TTFT of aggregated and of disaggregated workers are two."""
     metric, apart = np.array([row.metric for row in rows]), np.array([row.way == "apart" for row in rows])
-    error = np.abs(np.expm1(logs))
     first = metric == "ttft_ms"
-    chosen = (metric == "tpot_ms", first & ~apart, first & apart, metric == "output_tok_s_total")
-    return [float(np.median(error[one])) for one in chosen]
+    return {
+        "tpot_ms": metric == "tpot_ms",
+        "ttft_ms aggregated": first & ~apart,
+        "ttft_ms disaggregated": first & apart,
+        "output_tok_s_total": metric == "output_tok_s_total",
+    }
 
 
 def show_ablations(rows: list[Row], x: Array) -> None:
-    """The errors on all rows, as fitted, with all terms and without each."""
+    """The errors on all rows, as fitted, with all terms and without each; values are the base values."""
     everything = np.arange(len(rows))
-    sys.stdout.write("| without | TPOT | TTFT aggregated | TTFT disaggregated | throughput |\n")
-    sys.stdout.write("| --- | ---: | ---: | ---: | ---: |\n")
-    for term, absent in {"(all terms)": {}, **TERMS}.items():
-        fit = Fit(rows, absent)
-        logs = fit.logs(fit.fitted(everything, 3, x) if absent else x, everything)
-        cells = " | ".join(f"{one:.1%}" for one in compute_medians(rows, logs))
-        sys.stdout.write(f"| {term} | {cells} |\n")
+    values = Fit(rows).table(x)
+    sys.stdout.write("| without | base values | TPOT | TTFT aggregated | TTFT disaggregated | throughput |\n")
+    sys.stdout.write("| --- | --- | ---: | ---: | ---: | ---: |\n")
+    for term in (Term("(all terms)", {}), *TERMS):
+        fit = Fit(rows, term.absent)
+        logs = fit.logs(fit.fitted(everything, 3, x) if term.absent else x, everything)
+        shown = ", ".join(f"`{name}` {values[name]['base']:.2g}" for name in term.absent)
+        medians = (np.median(np.abs(np.expm1(logs[chosen]))) for chosen in choose_rows(rows).values())
+        cells = " | ".join(f"{one:.1%}" for one in medians)
+        sys.stdout.write(f"| {term.mechanism} | {shown} | {cells} |\n")
         sys.stdout.flush()
 
 
@@ -669,13 +681,12 @@ def main() -> None:
             show(f"left out: every {split} in turn", summary(rows, found, everything, split))
             show(f"left out: every {split}, by source", summary(rows, found, everything, "source"))
             show(f"left out: every {split}, by way", summary(rows, found, everything, "way"))
-            for metric in METRICS:
-                chosen = found[[row.metric == metric for row in rows]]
-                median = float(np.median(np.abs(np.expm1(chosen))))
-                figures.append({"split": split, "metric": metric, "rows": len(chosen), "median": round(median, 4)})
-                sys.stdout.write(f"cross-validated by {split}: {metric} {len(chosen)} rows, median {median:.1%}\n")
-            cells = " / ".join(f"{one:.1%}" for one in compute_medians(rows, found))
-            sys.stdout.write(f"left out by {split}: TPOT / TTFT aggregated / disaggregated / throughput {cells}\n")
+            for metric, chosen in choose_rows(rows).items():
+                median = float(np.median(np.abs(np.expm1(found[chosen]))))
+                figures.append(
+                    {"split": split, "metric": metric, "rows": int(chosen.sum()), "median": round(median, 4)}
+                )
+                sys.stdout.write(f"cross-validated by {split}: {metric} {chosen.sum()} rows, median {median:.1%}\n")
         data["cross_validation"] = figures
         data["bands"] = bands(rows, left_out)
     if options.ablate:

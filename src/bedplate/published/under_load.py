@@ -215,9 +215,9 @@ def _make_worker_load(case: PublishedCase, workers: Workers, prompt: int, output
     setups = _find_setups(case, workers)
     if not setups and (why := _explain_indivisible(case, workers)):
         return PredictionRefusal(why)
+    possible: list[tuple[float, recipes.WorkerSetup | None]] = [*setups] or [(1.0, None)]
     loads = [
-        (weight, _make_setup_load(case, workers, setup, float(streams), prompt, output))
-        for weight, setup in setups or [(1.0, None)]
+        (weight, _make_setup_load(case, workers, setup, float(streams), prompt, output)) for weight, setup in possible
     ]
     most = max(loads, key=lambda one: one[0])[1]
     if not setups and _overfills(most.question):

@@ -239,8 +239,7 @@ class Efficiencies(NamedTuple):
     apart_first_s: float
     """Transfer of a request and its cache from a prefill to a decode worker."""
     apart_burst: float
-    """The wait for prefill workers in the first round relative to that for half of its prompts: benchmarks of many
-    nodes send fewer requests per stream."""
+    """Relative to `burst`: benchmarks of many nodes send fewer requests per stream."""
     apart_saturated: float
     """Share of the wait for prefill workers that is visible when decoding does not hide it."""
     apart_sized: float
@@ -564,7 +563,7 @@ def compute_steady(
     together = take_max(take_min(most_together, held), 1.0)
     burst_s = compute_burst_each_s(w, e, together, host_s)
     # Beside the passes of the devices: sending tokens, and launching passes that are not captured.
-    beside_s = streams * e.forward_s + eager * w.layers * e.eager_layer_s
+    beside_s = held * w.groups * e.forward_s + eager * w.layers * e.eager_layer_s
     batch = held
     token_s = compute_decode_s(w, e, batch)
     synchronized = 0.0
@@ -662,7 +661,7 @@ def compute_disaggregated(q: Any, e: Any) -> Any:
         + e.apart_first_s
         + e.steps_waited * token_s
         + compute_prefill_s(q.prompts._replace(groups=take_min(q.prompts.groups, 1.0)), e)
-        + e.apart_burst * together_share * backlog_s / 2.0
+        + e.burst * e.apart_burst * together_share * backlog_s / 2.0
         + take_max(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
     )
     return first_s, token_s, share
