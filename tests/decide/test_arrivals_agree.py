@@ -7,15 +7,16 @@ import statistics
 
 import pytest
 
-from bedplate.decide.estimate.arrivals import BURST, USUAL_BENCHMARK, Arrivals
+from bedplate.decide.estimate.arrivals import BURST, USERS, USUAL_BENCHMARK, Arrivals, choose_arrivals
 from bedplate.decide.estimate.batching import Layout, choose_kv_bits, classify_weights, get_efficiencies
 from bedplate.decide.estimate.machine import make_chip_rates
 from bedplate.decide.estimate.physics import get_shape
-from bedplate.decide.estimate.serving import ServingTimes, estimate_under_load
+from bedplate.decide.estimate.serving import ServingTimes, estimate_under_load, expect
 from bedplate.decide.simulate import Book, Fleet, MeanLengths, ReplicaLimits, simulate
 from bedplate.decide.simulate.times import make_batched_steps
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model
+from bedplate.values import Parallelism, Workload
 from bedplate.values.arrival import ArrivalProcess
 
 TTFT_WITHIN = 0.35
@@ -103,3 +104,31 @@ def test_poisson_arrivals(engine: str, model: str, tensor: int, streams: int, pr
         arrivals.append(now)
     book = Book([prompt] * len(arrivals), [output] * len(arrivals), arrivals)
     check(found, pair.simulate(4 * streams, book, None))
+
+
+@pytest.mark.parametrize(
+    ("asked", "process", "words"),
+    [
+        (Workload(users=64), ArrivalProcess.USERS, "users with think time"),
+        (Workload(users=64, requests_per_s=3.0), ArrivalProcess.POISSON, "Poisson arrivals"),
+        (Workload(concurrency=64), ArrivalProcess.CLOSED, "a closed loop"),
+    ],
+)
+def test_a_plan_names_the_arrival_process_that_it_assumes(asked: Workload, process: ArrivalProcess, words: str) -> None:
+    assert choose_arrivals(asked).process is process
+    pair = Pair("vllm", "nvidia/Llama-3.1-70B-Instruct-FP8", 8, 1024, 512)
+    found = expect(
+        pair.machine, pair.shape, "vllm", Parallelism(tensor=8), concurrency=64, prompt_tokens=1024, output_tokens=512,
+        slots=256, arrivals=choose_arrivals(asked),
+    )  # fmt: skip
+    assert found.source.endswith(f", for {words}")
+
+
+def test_requests_that_arrive_together_wait_before_their_first_token_instead_of_between_tokens() -> None:
+    pair = Pair("vllm", "nvidia/Llama-3.1-70B-Instruct-FP8", 8, 1024, 256)
+    spread, together = (pair.estimate(64, arrivals) for arrivals in (USERS, USUAL_BENCHMARK._replace(spread=0.0)))
+    assert together.first_s > 2 * spread.first_s
+    assert together.token_s < spread.token_s
+    # The time of a whole request hardly changes.
+    whole, other = (one.first_s + 256 * one.token_s for one in (spread, together))
+    assert whole == pytest.approx(other, rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from bedplate.values import Workload
 from bedplate.values.arrival import ArrivalProcess
 
 
@@ -54,3 +55,10 @@ USUAL_BENCHMARK = Arrivals(ArrivalProcess.CLOSED, spread=0.2)
 """Published closed loops: ten requests for each stream, means, lengths between 0.8 and 1 times the stated one."""
 BENCH = Arrivals(ArrivalProcess.CLOSED, statistic="median")
 """`bedplate bench`: equal requests, medians over the measurement window."""
+
+
+def choose_arrivals(workload: Workload) -> Arrivals:
+    """The arrival process that a question states; users with think time if it states none."""
+    if workload.concurrency is not None:
+        return USUAL_BENCHMARK
+    return USERS if workload.requests_per_s is None else Arrivals(ArrivalProcess.POISSON)
