@@ -6,6 +6,7 @@ import csv
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -636,7 +637,7 @@ def test_functions_accept_columns() -> None:
 
 def test_plan_gets_times_bands_and_bottleneck() -> None:
     def plan(factor: float = 1.0, **changes: int) -> Expectation:
-        load = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
+        load: dict[str, Any] = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
         return expect(make_machine(), make_shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
 
     found = plan()
