@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from bedplate.decide.estimate.arrivals import BURST, USERS, USUAL_BENCHMARK, Arrivals, choose_arrivals
+from bedplate.decide.estimate.arrivals import BURST, USERS, USUAL_BENCHMARK, RequestArrivals, choose_arrivals
 from bedplate.decide.estimate.batching import Layout, choose_kv_bits, classify_weights, get_efficiencies
 from bedplate.decide.estimate.machine import make_chip_rates
 from bedplate.decide.estimate.physics import get_shape
@@ -41,7 +41,7 @@ class Pair:
         self.shape = get_shape(find_model(model))
         self.e = get_efficiencies(engine, self.machine.family, classify_weights(self.shape))
 
-    def estimate(self, streams: int, arrivals: Arrivals) -> ServingTimes:
+    def estimate(self, streams: int, arrivals: RequestArrivals) -> ServingTimes:
         return estimate_under_load(
             self.machine, self.shape, self.engine, self.layout, concurrency=streams, prompt_tokens=self.prompt,
             output_tokens=self.output, arrivals=arrivals,
@@ -95,7 +95,7 @@ def test_burst(engine: str, model: str, tensor: int, streams: int, prompt: int, 
 @pytest.mark.parametrize(("engine", "model", "tensor", "streams", "prompt", "output"), CASES)
 def test_poisson_arrivals(engine: str, model: str, tensor: int, streams: int, prompt: int, output: int) -> None:
     pair, chance = Pair(engine, model, tensor, prompt, output), random.Random(2)
-    found = pair.estimate(streams, Arrivals(ArrivalProcess.POISSON))
+    found = pair.estimate(streams, RequestArrivals(ArrivalProcess.POISSON))
     # By Little's law, this rate keeps as many requests in flight.
     rate = streams / (found.first_s + output * found.token_s)
     arrivals, now = [], 0.0

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from bedplate.decide.estimate.arrivals import BENCH, USERS, USUAL_BENCHMARK, Arrivals
+from bedplate.decide.estimate.arrivals import BENCH, USERS, USUAL_BENCHMARK, RequestArrivals
 from bedplate.decide.estimate.batching import (
     Layout,
     RankWork,
@@ -176,7 +176,7 @@ def _make_load(
     return RowLoad(question, machine, layout, depth + prompt + output / 2, bits, tuple(alternatives))
 
 
-def find_arrivals(case: PublishedCase) -> Arrivals:
+def find_arrivals(case: PublishedCase) -> RequestArrivals:
     """How the benchmark sent its requests; nearly all of them run closed loops."""
     scenario = case.scenario.lower()
     if "poisson" in scenario or "request rate" in scenario:

@@ -21,7 +21,7 @@ class ArrivalTerms(NamedTuple):
     """1 if the reported figure includes the first round (a mean), 0 if not (a median over many rounds)."""
 
 
-class Arrivals(NamedTuple):
+class RequestArrivals(NamedTuple):
     """The arrival process of a load and how it was reported."""
 
     process: ArrivalProcess
@@ -49,16 +49,16 @@ DESCRIPTIONS = {
     ArrivalProcess.POISSON: "Poisson arrivals",
     ArrivalProcess.TRACE: "arrivals of a trace, as a Poisson process at its rate",
 }
-USERS = Arrivals(ArrivalProcess.USERS)
-BURST = Arrivals(ArrivalProcess.BURST)
-USUAL_BENCHMARK = Arrivals(ArrivalProcess.CLOSED, spread=0.2)
+USERS = RequestArrivals(ArrivalProcess.USERS)
+BURST = RequestArrivals(ArrivalProcess.BURST)
+USUAL_BENCHMARK = RequestArrivals(ArrivalProcess.CLOSED, spread=0.2)
 """Published closed loops: ten requests for each stream, means, lengths between 0.8 and 1 times the stated one."""
-BENCH = Arrivals(ArrivalProcess.CLOSED, statistic="median")
+BENCH = RequestArrivals(ArrivalProcess.CLOSED, statistic="median")
 """`bedplate bench`: equal requests, medians over the measurement window."""
 
 
-def choose_arrivals(workload: Workload) -> Arrivals:
+def choose_arrivals(workload: Workload) -> RequestArrivals:
     """The arrival process that a question states; users with think time if it states none."""
     if workload.concurrency is not None:
         return USUAL_BENCHMARK
-    return USERS if workload.requests_per_s is None else Arrivals(ArrivalProcess.POISSON)
+    return USERS if workload.requests_per_s is None else RequestArrivals(ArrivalProcess.POISSON)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from bedplate.decide.estimate.arrivals import USERS, Arrivals, ArrivalTerms
+from bedplate.decide.estimate.arrivals import USERS, ArrivalTerms, RequestArrivals
 from bedplate.decide.estimate.batching import (
     CLOSED_LOOP,
     NO_WAITS,
@@ -126,7 +126,7 @@ def estimate_under_load(
     slots: float = NO_LIMIT,
     cached_tokens: int = 0,
     kv_bits: float | None = None,
-    arrivals: Arrivals = USERS,
+    arrivals: RequestArrivals = USERS,
 ) -> tuple[ServingTimes, RankWork, Efficiencies]:
     """Estimate `concurrency` requests in flight over all replicas; requests that do not fit queue."""
     bits = choose_kv_bits(shape) if kv_bits is None else kv_bits
@@ -162,7 +162,7 @@ def expect(
     kv_bits: float = 16.0,
     factor: float = 1.0,
     least_token_s: float = 0.0,
-    arrivals: Arrivals = USERS,
+    arrivals: RequestArrivals = USERS,
 ) -> Expectation:
     """The expected times of a plan. `factor` is this machine's measured speed relative to the fitted one."""
     divided = convert_layout(layout)
