@@ -52,10 +52,13 @@ def test_gradients_agree_with_the_cost_function(fitting: ModuleType) -> None:
             assert isinstance(question, RowLoad), question
             rows.append(
                 fitting.Row("a", metric, value, found.engine, question.machine.family, classify_weights(found.shape),
-                            found.chip.name, model, question.question.way, 1.0, 1.0, question.question)
+                            found.chip.name, model, "a series", question.question.way, 1.0, 1.0, question.alternatives)
             )  # fmt: skip
+    # A row that does not state whether tokens were drafted.
+    load = rows[0].loads[0][1]
+    rows.append(rows[0]._replace(loads=((0.6, load), (0.4, load._replace(guessing=3.0)))))
     fit = fitting.Fit(rows)
-    assert {row.question.guessing for row in rows} == {0.0, 3.0}
+    assert {load.guessing for row in rows for _, load in row.loads} == {0.0, 3.0}
     assert {block.question.way for block in fit.columns(np.arange(len(rows)))} == {"steady", "apart"}
     blocks, every = fit.columns(np.arange(len(rows))), np.ones(fit.size, dtype=bool)
     x = np.random.default_rng(0).normal(0.0, 0.2, fit.size)

@@ -16,6 +16,7 @@ from bedplate.errors import BedplateError, UsageError
 from bedplate.facts.chips import Chip, ChipMatch, find_chip, load_chips
 from bedplate.facts.known_models import look_up_model, make_model_from_facts, parse_model_name
 from bedplate.published.run_settings import RunSettings, read_run_settings
+from bedplate.published.settings import ServingSettings, parse_settings
 from bedplate.values import Model, Parallelism, replace_fields
 from bedplate.values.units import format_memory as as_memory
 
@@ -74,6 +75,8 @@ class PublishedCase(NamedTuple):
     """The original texts of the row."""
     run: RunSettings = RunSettings()
     """Settings of a run on one machine as far as the row mentions them."""
+    settings: ServingSettings = ServingSettings()
+    """The engine's settings as far as the row states them."""
 
 
 class RowPrediction(NamedTuple):
@@ -106,6 +109,7 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
     devices = count or (layout.tensor * layout.pipeline * layout.data if layout != Parallelism() or tensor else None)
     run = read_run_settings(texts)
     backend = _parse_backend(texts["backend"], chip, texts["engine"], run)
+    settings = parse_settings(texts, notes)
     if backend == "cpu" and chip.kind != "cpu":
         chip = _get_cpu(chip)
     concurrency, saturated = _parse_concurrency(texts["concurrency"])
@@ -131,6 +135,7 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
         notes=notes,
         texts=texts,
         run=run,
+        settings=settings,
     )
 
 
@@ -212,13 +217,14 @@ def parse_layout(text: str, tensor: int | None = None) -> Parallelism:
         found = re.search(pattern, decode)
         return max(1, int(found[1])) if found else None
 
+    stages = find_count(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1
     if (ranks := find_count(r"\bdep\s*-?(\d{1,4})\b")) is not None:
-        return Parallelism(tensor=1, data=ranks, expert=ranks, attention_data=ranks)
+        return Parallelism(tensor=1, pipeline=stages, data=ranks, expert=ranks, attention_data=ranks)
     if (ranks := find_count(r"\btep\s*-?(\d{1,4})\b")) is not None:
-        return Parallelism(tensor=ranks, expert=ranks)
+        return Parallelism(tensor=ranks, pipeline=stages, expert=ranks)
     return Parallelism(
         tensor=find_count(r"(?<![a-z_])tp\s*[-=]?(\d{1,4})") or tensor or 1,
-        pipeline=find_count(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1,
+        pipeline=stages,
         data=find_count(r"(?<![a-z_])dp\s*[-=]?(\d{1,4})") or 1,
         expert=find_count(r"(?<![a-z])(?:moe_)?ep\s*[-=]?(\d{1,4})") or 1,
         attention_data=find_count(r"attn_dp\s*[-=]?(\d{1,4})") or 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bedplate.decide.estimate import local
+from bedplate.decide.estimate.arrivals import choose_arrivals
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit
 from bedplate.decide.estimate.engines import get_timed_engine, get_traits
 from bedplate.decide.estimate.local import HostWeights, LocalEstimator
@@ -83,6 +84,7 @@ def compute_expectation(
             prompt_tokens=workload.prompt_tokens,
             output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
             factor=factor, least_token_s=_compute_one_stream_s(engine, machine, shape, layout, workload, in_flight),
+            arrivals=choose_arrivals(workload),
         )  # fmt: skip
     question = local.make_local_estimator(
         engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
