@@ -7,7 +7,9 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from bedplate.decide.estimate.bands import BandMetric, BandSet, find_bands
 from bedplate.decide.estimate.batching import (
+    Efficiencies,
     Layout,
     RankWork,
     Waits,
@@ -27,7 +29,6 @@ from bedplate.decide.estimate.serving import (
     Way,
     compute_times,
     compute_token_floor_s,
-    get_band,
 )
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
@@ -91,12 +92,55 @@ def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
     question, layout = found.question, found.layout
     if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
         return PredictionRefusal(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
-    e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
-    got = compute_times(question, e)
-    floor = compute_token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
-    value = _compute_metric(case, found, got, floor)
-    low, high = get_band(question.way, case.metric).get_bounds(value)
-    return RowPrediction(value, low, high)
+    value = compute_value(
+        case, found, get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
+    )
+    return RowPrediction(value, *find_case_bands(case, question.way).eighty.get_bounds(value))
+
+
+def compute_value(case: PublishedCase, found: RowLoad, e: Efficiencies) -> float:
+    """The row's metric with these efficiencies."""
+    got = compute_times(found.question, e)
+    floor = compute_token_floor_s(found.machine, case.shape, found.layout, got.batch, found.context, found.kv_bits)
+    return _compute_metric(case, found, got, floor)
+
+
+ARRIVALS = {
+    "steady": "closed loop, all streams start at once", "wave": "one burst", "apart": "closed loop",
+    "saturated": "as many requests as fit", "offline": "as many requests as fit, tuned",
+    "server": "as many requests as a latency target allows, tuned",
+    "interactive": "as many requests as a short latency target allows, tuned",
+}  # fmt: skip
+
+
+def list_assumptions(case: PublishedCase, found: RowLoad) -> dict[str, str]:
+    """The settings of a load that its row does not state, in words."""
+    question = found.question
+    assumed = {
+        "arrivals": ARRIVALS.get(question.way, question.way),
+        "mean prompt and output": f"{question.work.prompt:,.0f} and {question.work.output:,.0f} tokens",
+        "KV cache": f"{found.kv_bits:g} bits",
+        "prompt tokens per pass": f"{question.waits.pass_tokens:,.0f}",
+        "drafted tokens": f"{question.guessing:g}",
+    }
+    if question.way == "apart":
+        known = question.prefills and question.decodes
+        counts = f"{question.prefills:g} prefill, {question.decodes:g} decode"
+        assumed["workers"] = counts if known else "as operators add them with load"
+    return assumed
+
+
+def find_case_bands(case: PublishedCase, way: Way) -> BandSet:
+    """The bands of the case's metric."""
+    apart, timed = way == "apart", case.metric.endswith("_ms")
+    metric: BandMetric = "TPOT disaggregated" if apart else "TPOT"
+    if case.metric == "ttft_ms":
+        metric = "TTFT disaggregated" if apart else "TTFT"
+    elif not timed and way not in ("steady", "apart"):
+        metric = "throughput"
+    found = find_bands(metric, case.engine, case.machine, case.shape)
+    # In a closed loop, tokens per second are streams over time per token; few tables have both.
+    return found if timed or metric == "throughput" else found.invert()
 
 
 def _compute_metric(case: PublishedCase, found: RowLoad, got: ServingTimes, floor_s: float) -> float:
