@@ -21,7 +21,7 @@ from bedplate.published import campaigns
 from bedplate.published.predict import predict
 from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction, resolve
 
-MORE = Path(__file__).parent / "more"
+MORE, FIRST_PARTY = (Path(__file__).parent / name for name in ("more", "first_party"))
 SPLITS = ("campaign", "chip", "model", "engine")
 SMALL_PARTS = 3
 LOCAL_ROUNDS, SERVING_STEPS = 6, 15
@@ -109,7 +109,6 @@ def leave_out(
 def leave_out_local(truth: Path, tell: Callable[[str], None]) -> tuple[list[LeftOutRow], dict[str, Any]]:
     """One stream: `fit_local`."""
     import fit_local
-    import numpy as np
 
     paths = [truth, *sorted(MORE.glob("*.csv"))]
     named = {
@@ -136,9 +135,8 @@ def leave_out_local(truth: Path, tell: Callable[[str], None]) -> tuple[list[Left
             if after[name] > 0.7 * before[name]:
                 start[i] = full[table.names.index(name)]
         effects = fit_local.fit(rest, start, LOCAL_ROUNDS)
-        errors = fit_local.errors_of([rows[i] for i in fold], rest.names, effects)
-        logs: Any = np.log1p([error for _, error in errors])
-        return list(logs)
+        found = {id(row): error for row, error in fit_local.errors_of([rows[i] for i in fold], rest.names, effects)}
+        return [math.log1p(found[id(rows[i])]) for i in fold]
 
     return list(leave_out(measured, 12, fit_without, tell=tell)), list_known(measured)
 
@@ -153,7 +151,7 @@ def leave_out_serving(tell: Callable[[str], None]) -> tuple[list[LeftOutRow], di
     import numpy as np
 
     rows, _ = fit_serving.read()
-    measured = list(_match(rows, fit_serving.TRUTH, fit_serving.SOURCES))
+    measured = list(_match(rows, fit_serving.TRUTH))
     fit = fit_serving.Fit(rows)
     everything = np.arange(len(rows))
 
@@ -164,9 +162,14 @@ def leave_out_serving(tell: Callable[[str], None]) -> tuple[list[LeftOutRow], di
     return list(leave_out(measured, 15, fit_without, tell=tell)), list_known(measured)
 
 
-def _match(rows: Sequence[Any], truth: Path, sources: Sequence[str]) -> Iterator[MeasuredRow]:
+def _match(rows: Sequence[Any], truth: Path) -> Iterator[MeasuredRow]:
     """The rows of a fit with their cases: the tables are read again, in the same order."""
-    records = ((source, record) for source in sources for record in _read(truth / f"{source}.csv"))
+    paths = {source: truth / f"{source}.csv" for source in dict.fromkeys(row.source for row in rows)}
+    records = (
+        (source, record)
+        for source, path in paths.items()
+        for record in _read(path if path.exists() else FIRST_PARTY / path.name)
+    )
     for row in rows:
         source, record = next(
             found for found in records

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.published.explain import Explanation
-from bedplate.values.units import format_figure, format_seconds
+from bedplate.values.units import format_figure
 
 
 def render_explanation(found: Explanation) -> RenderableType:
@@ -19,7 +19,7 @@ def render_explanation(found: Explanation) -> RenderableType:
     )
     parts: list[RenderableType] = [head, Text(""), _render_terms(found)]
     if found.total_s is not None:
-        parts += [Text(""), Text(f" The terms add up to {format_seconds(found.total_s)}, {found.total_is}.")]
+        parts += [Text(""), Text(f" The terms add up to {_format_time(found.total_s)}, {found.total_is}.")]
     if found.factors:
         named = ", ".join(f"{one.name} {one.value:.3g} ({one.share:+.0%})" for one in found.factors)
         said = " Fitted numbers that scale several terms, with their effect on the total:"
@@ -47,8 +47,13 @@ def _render_terms(found: Explanation) -> RenderableType:
             table.add_row(term.name, amount, f"{term.share:.1%}")
             continue
         efficiency = f"{term.efficiency_name} {term.efficiency:.3g}" if term.efficiency is not None else ""
-        table.add_row(term.name, amount, efficiency, format_seconds(term.seconds or 0.0), f"{term.share:.1%}")
+        table.add_row(term.name, amount, efficiency, _format_time(term.seconds or 0.0), f"{term.share:.1%}")
     return table
+
+
+def _format_time(seconds: float) -> str:
+    """With three digits, so that small terms are comparable."""
+    return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds * 1e3:.3g} ms"
 
 
 def _render_pairs(title: str, pairs: dict[str, str]) -> RenderableType:
