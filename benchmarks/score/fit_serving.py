@@ -1,10 +1,12 @@
 """Fit the efficiencies of `bedplate.decide.estimate.batching` on published measurements, and cross-validate them.
 
-    python benchmarks/score/fit_serving.py [--write] [--cross-validate [chip] [model] [engine]]
+    python benchmarks/score/fit_serving.py [--write] [--cross-validate [chip] [model] [engine] [campaign]] [--ablate]
 
-Reads the tables of ../shared/truth. Needs numpy, which bedplate itself does not. Rows of one configuration
-that differ only in the metric share one computation. Cross-validation leaves out whole groups: every chip, every
-model and every engine in turn.
+Reads the tables of ../shared/truth and the first-party rows of benchmarks/score/first_party. Needs numpy, which
+bedplate itself does not. Rows of one configuration that differ only in the metric share one computation, and a
+measurement that several tables have counts once. Cross-validation leaves out whole groups: every chip, every model,
+every engine and every campaign in turn. `--ablate` repeats the fit without each term of `TERMS` and prints a table of
+the errors.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from bedplate.decide.estimate.arrivals import ArrivalTerms
 from bedplate.decide.estimate.batching import Efficiencies, RankWork, Waits, classify_weights
 from bedplate.decide.estimate.serving import ServingLoad, compute_times
+from bedplate.published.campaigns import KnownMeasurements, campaign
 from bedplate.published.rows import PredictionRefusal, PublishedCase, resolve
 from bedplate.published.under_load import find_load
 
@@ -33,6 +36,7 @@ DATA = ROOT / "src" / "bedplate" / "decide" / "estimate" / "data" / "serving.jso
 SOURCES = (
     "aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf_overview", "mlperf_v5_1_llm", "lmdeploy_a100",
 )  # fmt: skip
+FIRST_PARTY = sorted((Path(__file__).resolve().parent / "first_party").glob("*.csv"))
 METRICS = ("ttft_ms", "tpot_ms", "output_tok_s_total")
 ARCHITECTURES = (
     "deepseek", "gpt-oss", "minimax", "qwen3.5", "qwen3-235b", "qwen3-30b", "kimi", "glm", "405b", "mixtral-8x22b",
@@ -66,6 +70,8 @@ PARAMETERS = {
     "attention": Parameter("share", 0.4, "e"),
     "activations": Parameter("positive", 20.0, "e"),
     "expert_activations": Parameter("positive", 5.0, "e"),
+    "latent_attention": Parameter("share", 0.4, firm=0.3),
+    "imbalance": Parameter("positive", 0.2, firm=0.3),
     "routing_spread": Parameter("share", 0.8),
     "layer_s": Parameter("positive", 5e-5, "ef"),
     "expert_layer_s": Parameter("positive", 2e-5, "ef"),
@@ -75,6 +81,7 @@ PARAMETERS = {
     "quantizing_s": Parameter("positive", 1e-5),
     "pass_s": Parameter("positive", 1e-4, "e"),
     "sequence_s": Parameter("positive", 5e-6, "e"),
+    "forward_s": Parameter("positive", 2e-5, "e", 0.3, 0.3),
     "reduce_latency_s": Parameter("positive", 5e-6, "ef"),
     "reduce_rate": Parameter("share", 0.3, "ef"),
     "reduce_rate_prompt": Parameter("share", 0.4, "ef", 0.6),
@@ -90,13 +97,18 @@ PARAMETERS = {
     "first_latent_layer_s": Parameter("positive", 5e-4),
     "first_state_layer_s": Parameter("positive", 2e-3),
     "host": Parameter("positive", 1.0, "ep", firm=0.2),
+    "eager_layer_s": Parameter("positive", 5e-4, firm=0.3),
     "host_shared": Parameter("positive", 0.8, "e", 0.5, 0.3),
     "steps_waited": Parameter("positive", 2.0, "e"),
     "polled": Parameter("positive", 0.5),
     "gathered": Parameter("positive", 1.0),
     "balanced": Parameter("positive", 0.5),
     "queue": Parameter("positive", 0.05, firm=0.3),
-    "burst": Parameter("positive", 0.05, "e", 0.15),
+    "burst": Parameter("positive", 1.0, "e", 0.3),
+    "synchronized": Parameter("share", 0.8, "e", 0.3),
+    "scatter": Parameter("positive", 1.0),
+    "jitter": Parameter("positive", 0.02),
+    "lag": Parameter("positive", 1.0),
     "cache_held": Parameter("positive", 1.0, "e"),
     "saturation": Parameter("positive", 1.0, "e", 0.3, 8.0),
     "unevenness": Parameter("positive", 0.2),
@@ -108,7 +120,7 @@ PARAMETERS = {
     "apart_streams": Parameter("positive", 10.0, "", 1.0, 0.4),
     "apart_growth": Parameter("positive", 0.5, "e", 0.2, 0.4),
     "apart_first_s": Parameter("positive", 0.05, "e", 0.2, 0.4),
-    "apart_burst": Parameter("positive", 2.0),
+    "apart_burst": Parameter("positive", 2.0, "e", 0.3, 0.3),
     "apart_saturated": Parameter("positive", 0.5),
     "apart_sized": Parameter("positive", 1.0, "", 1.0, 0.4),
     "apart_far_s": Parameter("positive", 2e-5),
@@ -137,10 +149,12 @@ class Row(NamedTuple):
     weights: str
     chip: str
     model: str
+    campaign: str
     way: str
     replicas: float
     trust: float
-    question: ServingLoad
+    loads: tuple[tuple[float, ServingLoad], ...]
+    """The load with the settings that the row does not state, with probabilities."""
 
     @property
     def pair(self) -> str:
@@ -150,20 +164,23 @@ class Row(NamedTuple):
 def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str, str, str]]]:
     rows: list[Row] = []
     refused: list[tuple[str, str, str]] = []
-    for source in sources:
-        with (TRUTH / f"{source}.csv").open(newline="") as file:
+    known = KnownMeasurements()
+    for path in (*(TRUTH / f"{source}.csv" for source in sources), *FIRST_PARTY):
+        with path.open(newline="") as file:
             for record in csv.DictReader(file):
                 if record["metric"] not in METRICS:
                     continue
                 case = resolve(record)
+                if not isinstance(case, PredictionRefusal) and not known.add(case, float(record["value"])):
+                    continue
                 found = case if isinstance(case, PredictionRefusal) else find_load(case)
                 if isinstance(found, PredictionRefusal):
-                    refused.append((source, record["metric"], found.why))
+                    refused.append((path.stem, record["metric"], found.why))
                     continue
                 assert not isinstance(case, PredictionRefusal)
                 rows.append(
                     Row(
-                        source,
+                        path.stem,
                         record["metric"],
                         float(record["value"]),
                         case.engine,
@@ -171,10 +188,11 @@ def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str,
                         classify_weights(case.shape),
                         case.chip.name,
                         architecture(case.texts["model"]),
+                        campaign(record),
                         found.question.way,
                         found.layout.replicas,
                         trust(case),
-                        found.question,
+                        found.alternatives,
                     )
                 )
     return rows, refused
@@ -253,7 +271,8 @@ class Traced:
     def __pow__(self, power: Any) -> Traced:
         up = _plain(power)
         value = self.value**up
-        return Traced(value, (self, up * value / self.value), (power, value * np.log(self.value)))
+        below = np.maximum(self.value, 1e-300)
+        return Traced(value, (self, up * below ** (up - 1.0)), (power, value * np.log(below)))
 
     def __rpow__(self, base: Any) -> Traced:
         value = base**self.value
@@ -273,38 +292,47 @@ class Columns:
     def __init__(self, rows: list[Row], index: Array) -> None:
         self.index = index
         chosen = [rows[i] for i in index]
-        # Metrics of one configuration, and rows that tables repeat, are computed once.
+        # Metrics of one configuration are computed once; a row has one load for each setting that it does not state.
         places: dict[Any, int] = {}
-        keys = [(row.engine, row.family, row.weights, row.question) for row in chosen]
-        self.place = np.array([places.setdefault(key, len(places)) for key in keys])
-        self.unique = index[np.unique(self.place, return_index=True)[1]]
+        of, place, share, first = [], [], [], []
+        for number, row in enumerate(chosen):
+            for weight, load in row.loads:
+                key = (row.engine, row.family, row.weights, load)
+                if key not in places:
+                    places[key] = len(places)
+                    first.append(index[number])
+                of.append(number)
+                place.append(places[key])
+                share.append(weight)
+        self.of, self.place, self.share = np.array(of), np.array(place), np.array(share)
+        self.unique = np.array(first)
         self.metric = np.array([METRICS.index(row.metric) for row in chosen])
         self.value = np.array([row.value for row in chosen])
         self.replicas = np.array([row.replicas for row in chosen])
-        first = chosen[0].question
-        questions = [rows[i].question for i in self.unique]
+        questions = [key[-1] for key in places]
         plain = {name: np.array([float(getattr(q, name)) for q in questions]) for name in QUESTION_COLUMNS}
         self.question = ServingLoad(
-            way=first.way,
+            way=questions[0].way,
             work=_columns([q.work for q in questions]),
             spread=_columns([q.spread for q in questions]),
             prompts=_columns([q.prompts for q in questions]),
             waits=Waits(*(np.array(column, dtype=float) for column in zip(*(q.waits for q in questions), strict=True))),
+            arrival=ArrivalTerms(
+                *(np.array(column, dtype=float) for column in zip(*(q.arrival for q in questions), strict=True))
+            ),
             **plain,
         )
         self.scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
-        weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
-        # Rows that tables repeat were measured once.
-        same = [(row.engine, self.place[i], row.metric, row.value) for i, row in enumerate(chosen)]
-        often = Counter(same)
-        once = np.array([often[one] ** -0.5 for one in same])
-        self.weight = weight * np.array([row.trust for row in chosen]) * once
+        weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(questions[0].way, 1.0)
+        self.weight = weight * np.array([row.trust for row in chosen])
 
     def chosen(self, inside: Array) -> Columns:
         """The rows for which `inside` is true."""
         kept = inside[self.index]
         part = copy(self)
-        places, part.place = np.unique(self.place[kept], return_inverse=True)
+        loads = kept[self.of]
+        places, part.place = np.unique(self.place[loads], return_inverse=True)
+        part.of, part.share = (np.cumsum(kept) - 1)[self.of[loads]], self.share[loads]
         part.index, part.unique = self.index[kept], self.unique[places]
         for name in ("metric", "value", "replicas", "scale", "weight"):
             setattr(part, name, getattr(self, name)[kept])
@@ -314,6 +342,7 @@ class Columns:
             spread=RankWork(*(column[places] for column in q.spread)),
             prompts=RankWork(*(column[places] for column in q.prompts)),
             waits=Waits(*(column[places] for column in q.waits)),
+            arrival=ArrivalTerms(*(column[places] for column in q.arrival)),
             **{name: getattr(q, name)[places] for name in QUESTION_COLUMNS},
         )
         return part
@@ -323,15 +352,24 @@ class Columns:
         got = compute_times(self.question, e)
         return got.first_s, got.token_s, got.tok_s
 
+    def averaged(self, by_load: Array) -> Array:
+        """The mean over the loads of each row; `by_load` has one entry, or row of entries, for each load of a row."""
+        shares = self.share.reshape(-1, *(1,) * (by_load.ndim - 1))
+        if len(self.of) == len(self.index):
+            return by_load
+        found = np.zeros((len(self.index), *by_load.shape[1:]))
+        np.add.at(found, self.of, by_load * shares)
+        return found
+
     def logs(self, figures: tuple[Any, Any, Any]) -> Array:
         """Logarithm of predicted over measured values."""
         one = np.ones(len(self.unique))
-        found = np.stack([_plain(figure) * one for figure in figures])[self.metric, self.place]
+        found = np.log(np.stack([_plain(figure) * one for figure in figures]))[self.metric[self.of], self.place]
         units = np.where(self.metric == METRICS.index("output_tok_s_total"), self.replicas, 1e3)
-        return np.log(found * units / self.value)
+        return self.averaged(found) + np.log(units / self.value)
 
 
-QUESTION_COLUMNS = ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing")
+QUESTION_COLUMNS = ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing", "eager")
 
 
 def _columns(works: list[RankWork]) -> RankWork:
@@ -340,8 +378,10 @@ def _columns(works: list[RankWork]) -> RankWork:
 
 
 class Fit:
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[Row], absent: dict[str, float] | None = None) -> None:
         self.rows = rows
+        self.absent = absent or {}
+        """Parameters that are fixed at a value without effect, to see what the others do without them."""
         self.keys = {axis: sorted({getattr(row, axis) for row in rows}) for axis in AXES}
         self.level = {axis: np.array([self.keys[axis].index(getattr(row, axis)) for row in rows]) for axis in AXES}
         self.slots: dict[tuple[str, str], slice] = {}
@@ -382,11 +422,13 @@ class Fit:
             moved[NAMES.index(name)] += x[place][self.level[axis][index]]
         return moved
 
-    @staticmethod
-    def efficiencies(moved: Array) -> list[Array]:
+    def efficiencies(self, moved: Array) -> list[Array]:
         values = []
         for name, z in zip(NAMES, moved, strict=True):
             scale, start, *_ = PARAMETERS[name]
+            if name in self.absent:
+                values.append(np.full_like(z, self.absent[name]))
+                continue
             values.append(1 / (1 + (1 / start - 1) * np.exp(-z)) if scale == "share" else start * np.exp(z))
         return values
 
@@ -446,7 +488,7 @@ class Fit:
                         by[metric, i] = e[i].slope * grown / figures[metric].value
             residual = _robust(logs, block)
             total += float(residual @ residual)
-            slopes = by[block.metric, :, block.place] * _robust_slope(logs, block)[:, None]
+            slopes = block.averaged(by[block.metric[block.of], :, block.place]) * _robust_slope(logs, block)[:, None]
             cells = self.cell[block.index]
             for cell in set(cells):
                 inside = slopes[cells == cell]
@@ -456,11 +498,13 @@ class Fit:
         Traced.made.clear()
         return total, gradient[active], curvature[np.ix_(active, active)]
 
-    def fitted(self, index: Array, steps: int = 20) -> Array:
+    def fitted(self, index: Array, steps: int = 20, start: Array | None = None) -> Array:
         """Fit aggregated workers first, then the remaining parameters of disaggregated workers."""
         ways = self.ways[index]
-        x = self.run(index[ways != "apart"], [name for name in NAMES if name not in APART], steps=steps)
-        return self.run(index[ways == "apart"], APART, x, steps=steps) if (ways == "apart").any() else x
+        free = [name for name in NAMES if name not in APART and name not in self.absent]
+        x = self.run(index[ways != "apart"], free, start, steps=steps)
+        apart = [name for name in APART if name not in self.absent]
+        return self.run(index[ways == "apart"], apart, x, steps=steps) if (ways == "apart").any() else x
 
     def logs(self, x: Array, index: Array) -> Array:
         out = np.zeros(len(self.rows))
@@ -529,10 +573,14 @@ def show(title: str, lines: list[tuple[str, str, int, float, float]]) -> None:
     sys.stdout.flush()
 
 
-def cross_validated(
-    fit: Fit, splits: tuple[str, ...] = ("chip", "model", "engine"), steps: int = 15
-) -> dict[str, Array]:
-    """For each split, the logarithm of predicted over measured for every row, fitted without the row's group."""
+SPLITS = ("chip", "model", "engine", "campaign")
+
+
+def cross_validated(fit: Fit, start: Array, splits: tuple[str, ...] = SPLITS, steps: int = 6) -> dict[str, Array]:
+    """For each split, the logarithm of predicted over measured for every row, fitted without the row's group.
+
+    Each fit starts from that of all rows, which is near: a few steps suffice.
+    """
     everything = np.arange(len(fit.rows))
     found = {}
     for split in splits:
@@ -547,16 +595,58 @@ def cross_validated(
             if not inside.any():
                 continue
             out = everything[inside]
-            x = fit.fitted(everything[~inside], steps)
+            x = fit.fitted(everything[~inside], steps, start)
             logs[out] = fit.logs(x, out)
         found[split] = logs
     return found
 
 
+# Terms that `--ablate` takes out one by one: their parameters, each at the value at which it has no effect.
+TERMS: dict[str, dict[str, float]] = {
+    "burst of a closed loop": {"burst": 0.0},
+    "requests that stay together": {"synchronized": 0.0},
+    "first tokens that are sent a pass later": {"lag": 0.0},
+    "sending tokens in another process": {"forward_s": 0.0},
+    "uneven expert ranks": {"imbalance": 0.0},
+    "launching first passes": {"host": 0.0},
+    "passes of hidden states": {"activations": 0.0, "expert_activations": 0.0},
+    "dequantizing 4-bit weights": {"unpacking": 0.0, "unpacking_layer_s": 0.0},
+    "quantizing inputs": {"quantizing_s": 0.0},
+    "latency of all-reduces and exchanges": {"reduce_latency_s": 0.0, "exchange_latency_s": 0.0},
+    "uneven attention groups": {"unevenness": 0.0},
+    "polling, collecting and balancing": {"polled": 0.0, "gathered": 0.0, "balanced": 0.0},
+    "messages between nodes": {"apart_far_s": 0.0},
+    "uneven decode workers": {"apart_uneven": 0.0},
+}
+
+
+def compute_medians(rows: list[Row], logs: Array) -> list[float]:
+    """Median errors of TPOT, of TTFT with aggregated and with disaggregated workers, and of throughput."""
+    metric, apart = np.array([row.metric for row in rows]), np.array([row.way == "apart" for row in rows])
+    error = np.abs(np.expm1(logs))
+    first = metric == "ttft_ms"
+    chosen = (metric == "tpot_ms", first & ~apart, first & apart, metric == "output_tok_s_total")
+    return [float(np.median(error[one])) for one in chosen]
+
+
+def show_ablations(rows: list[Row], x: Array) -> None:
+    """The errors on all rows, as fitted, with all terms and without each."""
+    everything = np.arange(len(rows))
+    sys.stdout.write("| without | TPOT | TTFT aggregated | TTFT disaggregated | throughput |\n")
+    sys.stdout.write("| --- | ---: | ---: | ---: | ---: |\n")
+    for term, absent in {"(all terms)": {}, **TERMS}.items():
+        fit = Fit(rows, absent)
+        logs = fit.logs(fit.fitted(everything, 3, x) if absent else x, everything)
+        cells = " | ".join(f"{one:.1%}" for one in compute_medians(rows, logs))
+        sys.stdout.write(f"| {term} | {cells} |\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the package's data file")
-    parser.add_argument("--cross-validate", nargs="*", choices=["chip", "model", "engine"])
+    parser.add_argument("--cross-validate", nargs="*", choices=SPLITS)
+    parser.add_argument("--ablate", action="store_true", help="print the errors without each term")
     options = parser.parse_args()
     began = time.time()
     rows, refused = read()
@@ -573,7 +663,7 @@ def main() -> None:
         show(f"as fitted, by {by}", summary(rows, logs, everything, by))
     data: dict[str, Any] = {"efficiencies": fit.table(x)}
     if options.cross_validate is not None:
-        left_out = cross_validated(fit, tuple(options.cross_validate) or ("chip", "model", "engine"))
+        left_out = cross_validated(fit, x, tuple(options.cross_validate) or SPLITS)
         figures = []
         for split, found in left_out.items():
             show(f"left out: every {split} in turn", summary(rows, found, everything, split))
@@ -584,8 +674,12 @@ def main() -> None:
                 median = float(np.median(np.abs(np.expm1(chosen))))
                 figures.append({"split": split, "metric": metric, "rows": len(chosen), "median": round(median, 4)})
                 sys.stdout.write(f"cross-validated by {split}: {metric} {len(chosen)} rows, median {median:.1%}\n")
+            cells = " / ".join(f"{one:.1%}" for one in compute_medians(rows, found))
+            sys.stdout.write(f"left out by {split}: TPOT / TTFT aggregated / disaggregated / throughput {cells}\n")
         data["cross_validation"] = figures
         data["bands"] = bands(rows, left_out)
+    if options.ablate:
+        show_ablations(rows, x)
     if options.write:
         old = json.loads(DATA.read_text()) if DATA.exists() else {}
         DATA.parent.mkdir(exist_ok=True)

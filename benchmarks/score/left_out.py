@@ -24,7 +24,7 @@ from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPredict
 MORE, FIRST_PARTY = (Path(__file__).parent / name for name in ("more", "first_party"))
 SPLITS = ("campaign", "chip", "model", "engine")
 SMALL_PARTS = 3
-LOCAL_ROUNDS, SERVING_STEPS = 6, 15
+LOCAL_ROUNDS, SERVING_STEPS = 6, 6
 LOCAL_METRICS: Mapping[str, BandMetric] = {
     "decode_tok_s_single": "decode", "prefill_tok_s": "prefill", "total_tok_s_incl_prompt": "whole request",
     "output_tok_s_total": "batched decode",
@@ -154,9 +154,10 @@ def leave_out_serving(tell: Callable[[str], None]) -> tuple[list[LeftOutRow], di
     measured = list(_match(rows, fit_serving.TRUTH))
     fit = fit_serving.Fit(rows)
     everything = np.arange(len(rows))
+    full = fit.fitted(everything)
 
     def fit_without(fold: list[int]) -> Sequence[float]:
-        fitted = fit.fitted(np.setdiff1d(everything, fold), SERVING_STEPS)
+        fitted = fit.fitted(np.setdiff1d(everything, fold), SERVING_STEPS, full)
         return list(fit.logs(fitted, np.array(fold)))
 
     return list(leave_out(measured, 15, fit_without, tell=tell)), list_known(measured)

@@ -115,7 +115,7 @@ def simulated(load: Load) -> Outcome | None:
 
 def drawn(case: PublishedCase, mean: int, count: int, seed: int) -> list[int]:
     """Lengths as InferenceX draws them, uniformly from 0.8 to 1.0 of the stated length; elsewhere constant."""
-    if not recipes.is_result(case):
+    if not recipes.is_recipe_point(case):
         return [mean] * count
     chance = random.Random(seed)
     return [max(1, round(mean / recipes.MEAN_LENGTH * chance.uniform(0.8, 1.0))) for _ in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 
 from bedplate.decide.estimate.batching import classify_weights
 from bedplate.published.rows import PredictionRefusal, PublishedCase, parse_notes, resolve
@@ -58,27 +58,30 @@ def _identify_model(case: PublishedCase) -> Hashable:
     )  # fmt: skip
 
 
-def remove_duplicates(rows: Iterable[Record]) -> list[Record]:
-    """The rows without repetitions: of one configuration, figures that are the same are one measurement.
+class KnownMeasurements:
+    """The measurements seen so far, to find the ones that repeat another."""
 
-    Rows that cannot be read are kept, because nothing shows that they repeat another.
-    """
-    kept: list[Record] = []
-    known: dict[Hashable, list[float]] = {}
+    def __init__(self) -> None:
+        self._values: dict[Hashable, list[float]] = {}
+
+    def add(self, case: PublishedCase, value: float) -> bool:
+        """Whether this figure is new: no row of the same configuration had the same one."""
+        values = self._values.setdefault(identify(case), [])
+        if any(abs(value - other) <= SAME_VALUE * abs(other) for other in values):
+            return False
+        values.append(value)
+        return True
+
+
+def remove_duplicates(rows: Iterable[Record]) -> list[Record]:
+    """The rows without repetitions; rows that cannot be read are kept, because nothing shows what they repeat."""
+    known, kept = KnownMeasurements(), []
     for row in rows:
         case = resolve(row)
         try:
             value = float(row.get("value") or "")
         except ValueError:
             value = 0.0
-        if not isinstance(case, PredictionRefusal) and value:
-            values = known.setdefault(identify(case), [])
-            if is_repeated(value, values):
-                continue
-            values.append(value)
-        kept.append(row)
+        if isinstance(case, PredictionRefusal) or not value or known.add(case, value):
+            kept.append(row)
     return kept
-
-
-def is_repeated(value: float, values: Sequence[float]) -> bool:
-    return any(abs(value - other) <= SAME_VALUE * abs(other) for other in values)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from bedplate.decide.estimate.bands import BandSet
 from bedplate.decide.estimate.batching import Efficiencies, RankWork, classify_weights, get_efficiencies
 from bedplate.decide.estimate.local import PassWork, Profile, forward
+from bedplate.decide.estimate.serving import ServingLoad
 from bedplate.errors import UsageError
 from bedplate.published import one_stream, under_load
 from bedplate.published.predict import is_under_load, predict
@@ -208,11 +209,11 @@ def _explain_load(case: PublishedCase, predicted: RowPrediction) -> Explanation 
         return found
     e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
     timed = case.metric.endswith("_ms")
+    _, variance = under_load.average_values(case, found, e)
 
     def compute(scaled: Mapping[str, float]) -> float:
-        question = found.question
-        changed = {name: _scale(getattr(question, name), scaled) for name in ("work", "spread", "prompts")}
-        value = under_load.compute_value(case, found._replace(question=question._replace(**changed)), _scale(e, scaled))
+        loads = tuple((weight, _scale_load(load, scaled)) for weight, load in found.alternatives)
+        value, _ = under_load.average_values(case, found._replace(alternatives=loads), _scale(e, scaled))
         return value / 1e3 if timed else 1 / value
 
     work = found.question.prompts if case.metric == "ttft_ms" else found.question.work
@@ -232,9 +233,13 @@ def _explain_load(case: PublishedCase, predicted: RowPrediction) -> Explanation 
         case.metric, "the time of one request" if timed else "the time of one unit of the metric, all replicas together"
     )
     return _make_explanation(
-        case, predicted, under_load.find_case_bands(case, found.question.way), terms, factors,
+        case, predicted, under_load.find_case_bands(case, found.question.way, variance), terms, factors,
         under_load.list_assumptions(case, found), split.total, what,
     )  # fmt: skip
+
+
+def _scale_load(load: ServingLoad, scaled: Mapping[str, float]) -> ServingLoad:
+    return load._replace(**{name: _scale(getattr(load, name), scaled) for name in ("work", "spread", "prompts")})
 
 
 def _scale(record: Any, scaled: Mapping[str, float]) -> Any:

@@ -23,6 +23,10 @@ MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minima
 NO_LIMIT = 1e6
 MEAN_LENGTH = 0.9
 """Mean of the lengths, which are uniform between 0.8 and 1 times the stated length."""
+LENGTHS = ((1024, 1024), (1024, 8192), (8192, 1024))
+"""Prompt and output tokens of the recipes."""
+SPECULATES = 0.25
+"""Probability that a row without a statement uses speculative decoding, if recipes with and without it match."""
 NEAR = 1.5
 """Largest factor between the streams of a row and of a recipe that is used for it."""
 
@@ -97,23 +101,26 @@ class ServerRecipe(NamedTuple):
 Of = TypeVar("Of", WorkerRecipe, ServerRecipe)
 
 
-def is_result(case: PublishedCase) -> bool:
-    """Whether the row is an InferenceX result: its notes have `source_file=…`, mostly with `wip=…`."""
-    return "wip" in case.notes or "source_file" in case.notes
+def is_recipe_point(case: PublishedCase) -> bool:
+    """Whether the row has the lengths of the public recipes, which are then the best guess for what it does not state.
+
+    This depends on what was measured only, not on the table that it is from.
+    """
+    return case.concurrency is not None and (case.prompt_tokens, case.output_tokens) in LENGTHS
 
 
 def get_measured_day(case: PublishedCase) -> str:
     """The day of the measurement, such as `2026-01-31`; empty if not reported."""
-    return case.notes.get("measured", "")[:10]
+    return case.settings.day
 
 
-def find_setup(case: PublishedCase, prefill: Layout, decode: Layout) -> WorkerSetup | None:
-    """The recipe with the row's ranks and streams and, if the row has them, its image and day.
+def find_setups(case: PublishedCase, prefill: Layout, decode: Layout) -> list[tuple[float, WorkerSetup]]:
+    """The setups that may have produced the row, with their probabilities: with and without speculative decoding.
 
-    Of several recipes, the mean of those without speculative decoding, or of all if there are none.
+    They are the means of the recipes with the row's ranks and streams and, if the row has them, its image and day.
     """
-    if not is_result(case) or case.concurrency is None:
-        return None
+    if not is_recipe_point(case) or case.concurrency is None:
+        return []
     listed = _list_workers(_make_key(case))
     same = [r for r in listed if (r.prefill_ranks, r.decode_ranks) == (prefill.ranks, decode.ranks)]
     if not same and prefill.ranks == decode.ranks:
@@ -128,9 +135,20 @@ def find_setup(case: PublishedCase, prefill: Layout, decode: Layout) -> WorkerSe
     found = [r for r in found if r.prefill_expert == prefill.expert] or found
     found = _filter_by_image(case, found)
     found = _filter_by_day(case, found) or found
-    if not found:
-        return None
-    found = [r for r in found if not r.guessing] or found
+    settings = case.settings
+    if settings.prefill_workers and settings.decode_workers:
+        stated = (settings.prefill_workers, settings.decode_workers)
+        found = [r for r in found if (r.prefills, r.decodes) == stated] or found
+    without, drafting = [r for r in found if not r.guessing], [r for r in found if r.guessing]
+    if settings.speculates is not None:
+        kept = (drafting if settings.speculates else without) or found
+        return [(1.0, _average(kept))] if kept else []
+    if not without or not drafting:
+        return [(1.0, _average(found))] if found else []
+    return [(1.0 - SPECULATES, _average(without)), (SPECULATES, _average(drafting))]
+
+
+def _average(found: list[WorkerRecipe]) -> WorkerSetup:
     first = found[0]
     dealt = sum(r.prefill_dealt for r in found) * 2 > len(found)
     return WorkerSetup(
@@ -145,10 +163,15 @@ def find_setup(case: PublishedCase, prefill: Layout, decode: Layout) -> WorkerSe
     )
 
 
-def count_drafted_tokens(case: PublishedCase, layout: Layout) -> float:
-    """Drafted tokens per sequence of an aggregated deployment, the mean of the matching recipes."""
-    if not is_result(case) or case.concurrency is None:
-        return 0.0
+def list_drafted_tokens(case: PublishedCase, layout: Layout) -> list[tuple[float, float]]:
+    """Drafted tokens per sequence of an aggregated deployment, with probabilities: as stated, else as in recipes."""
+    settings = case.settings
+    if settings.speculates is False:
+        return [(1.0, 0.0)]
+    if settings.speculates:
+        return [(1.0, float(settings.drafted_tokens or _get_draft_length(case, layout)))]
+    if not is_recipe_point(case) or case.concurrency is None:
+        return [(1.0, 0.0)]
     wanted = (layout.ranks, layout.expert, int(layout.attention_data > 1))
     found = [
         r
@@ -157,7 +180,11 @@ def count_drafted_tokens(case: PublishedCase, layout: Layout) -> float:
     ]
     # The list does not include the oldest recipes; a row without a valid recipe is older than speculative decoding.
     found = _filter_by_day(case, _filter_by_image(case, found))
-    return _get_draft_length(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
+    share = sum(bool(r.guessing) for r in found) / len(found) if found else 0.0
+    if found and not get_measured_day(case):
+        share *= SPECULATES
+    drafted = _get_draft_length(case, layout)
+    return [(weight, tokens) for weight, tokens in ((1.0 - share, 0.0), (share, drafted)) if weight > 0]
 
 
 def _get_draft_length(case: PublishedCase, layout: Layout) -> float:
@@ -178,7 +205,7 @@ def _filter_by_day(case: PublishedCase, recipes: list[Of]) -> list[Of]:
 
 
 def _filter_by_image(case: PublishedCase, recipes: list[Of]) -> list[Of]:
-    image, version = case.notes.get("image", "").rpartition(":")[2], case.version
+    image, version = case.settings.image, case.version
     found = [r for r in recipes if image and r.image == image]
     return found or [r for r in recipes if version and r.image.removeprefix("v").startswith(version)] or recipes
 
@@ -235,10 +262,18 @@ NODE = 8
 def get_waits(case: PublishedCase, layout: Layout, guessing: float) -> Waits:
     """The scheduler settings: passes before new requests are admitted, and prompt tokens per pass."""
     own = get_default_waits(case.engine, case.machine.family)
-    if not is_result(case):
+    if case.settings.pass_tokens:
+        own = own._replace(pass_tokens=float(case.settings.pass_tokens))
+    if not is_recipe_point(case):
         return own
+    waits = _get_recipe_waits(case, layout, guessing, own)
+    return waits._replace(pass_tokens=own.pass_tokens) if case.settings.pass_tokens else waits
+
+
+def _get_recipe_waits(case: PublishedCase, layout: Layout, guessing: float, own: Waits) -> Waits:
     tokens = own.pass_tokens
-    streams, name, day = case.concurrency or 1, case.texts["model"].lower(), get_measured_day(case)
+    # Scripts as they are now, if the day is unknown.
+    streams, name, day = case.concurrency or 1, case.texts["model"].lower(), get_measured_day(case) or "9999"
     blackwell = case.machine.family == "blackwell-dc"
     even = case.prompt_tokens == case.output_tokens == 1024
     if case.engine == "sglang":

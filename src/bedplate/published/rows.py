@@ -15,6 +15,7 @@ from bedplate.engines.names import find_engine_id
 from bedplate.errors import BedplateError, UsageError
 from bedplate.facts.chips import Chip, ChipMatch, find_chip, load_chips
 from bedplate.facts.known_models import look_up_model, make_model_from_facts, parse_model_name
+from bedplate.published.settings import ServingSettings, parse_settings
 from bedplate.values import Model, Parallelism, replace_fields
 from bedplate.values.units import format_memory as as_memory
 
@@ -71,6 +72,8 @@ class PublishedCase(NamedTuple):
     notes: Mapping[str, str]
     texts: Mapping[str, str]
     """The original texts of the row."""
+    settings: ServingSettings = ServingSettings()
+    """The engine's settings as far as the row states them."""
 
 
 class RowPrediction(NamedTuple):
@@ -81,7 +84,7 @@ class RowPrediction(NamedTuple):
 
 def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
     """The row as a case that can be predicted, or why it cannot."""
-    texts = {name: (row.get(name) or "").strip() for name in COLUMNS}
+    texts = {name: (row.get(name) or "").strip() for name in (*COLUMNS, "date")}
     metric = texts["metric"].lower()
     if metric not in METRICS:
         known = ", ".join(sorted(METRICS))
@@ -102,7 +105,8 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
         return PredictionRefusal(error.message + (f" ({error.hint})" if error.hint else ""))
     devices = count or (layout.tensor * layout.pipeline * layout.data if layout != Parallelism() or tensor else None)
     backend = _parse_backend(texts["backend"], chip, texts["engine"])
-    if backend.startswith("rocm") and notes.get("hipblaslt") == "1":
+    settings = parse_settings(texts, notes)
+    if backend.startswith("rocm") and settings.hipblaslt:
         backend += "-lt"
     if backend == "cpu" and chip.kind != "cpu":
         chip = _get_cpu(chip)
@@ -129,6 +133,7 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
         version=texts["engine_version"],
         notes=notes,
         texts=texts,
+        settings=settings,
     )
 
 
@@ -210,13 +215,14 @@ def parse_layout(text: str, tensor: int | None = None) -> Parallelism:
         found = re.search(pattern, decode)
         return max(1, int(found[1])) if found else None
 
+    stages = find_count(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1
     if (ranks := find_count(r"\bdep\s*-?(\d{1,4})\b")) is not None:
-        return Parallelism(tensor=1, data=ranks, expert=ranks, attention_data=ranks)
+        return Parallelism(tensor=1, pipeline=stages, data=ranks, expert=ranks, attention_data=ranks)
     if (ranks := find_count(r"\btep\s*-?(\d{1,4})\b")) is not None:
-        return Parallelism(tensor=ranks, expert=ranks)
+        return Parallelism(tensor=ranks, pipeline=stages, expert=ranks)
     return Parallelism(
         tensor=find_count(r"(?<![a-z_])tp\s*[-=]?(\d{1,4})") or tensor or 1,
-        pipeline=find_count(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1,
+        pipeline=stages,
         data=find_count(r"(?<![a-z_])dp\s*[-=]?(\d{1,4})") or 1,
         expert=find_count(r"(?<![a-z])(?:moe_)?ep\s*[-=]?(\d{1,4})") or 1,
         attention_data=find_count(r"attn_dp\s*[-=]?(\d{1,4})") or 1,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from bedplate.decide.estimate.arrivals import BENCH, USERS, USUAL_BENCHMARK, Arrivals
 from bedplate.decide.estimate.bands import BandMetric, BandSet, find_bands
 from bedplate.decide.estimate.batching import (
     Efficiencies,
@@ -33,6 +35,7 @@ from bedplate.decide.estimate.serving import (
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
 from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction
+from bedplate.values.arrival import ArrivalProcess
 
 MOST_SEQUENCES = 2048.0
 """Maximum concurrent sequences of an engine at saturation (trtllm-bench's default)."""
@@ -82,6 +85,8 @@ class RowLoad(NamedTuple):
     layout: Layout
     context: float
     kv_bits: float
+    alternatives: tuple[tuple[float, ServingLoad], ...] = ()
+    """The load with every combination of settings that the row does not state, with probabilities."""
 
 
 def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
@@ -92,46 +97,61 @@ def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
     question, layout = found.question, found.layout
     if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
         return PredictionRefusal(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
-    value = compute_value(
-        case, found, get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
-    )
-    return RowPrediction(value, *find_case_bands(case, question.way).eighty.get_bounds(value))
+    e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
+    value, variance = average_values(case, found, e)
+    return RowPrediction(value, *find_case_bands(case, question.way, variance).eighty.get_bounds(value))
 
 
-def compute_value(case: PublishedCase, found: RowLoad, e: Efficiencies) -> float:
-    """The row's metric with these efficiencies."""
-    got = compute_times(found.question, e)
-    floor = compute_token_floor_s(found.machine, case.shape, found.layout, got.batch, found.context, found.kv_bits)
-    return _compute_metric(case, found, got, floor)
+def average_values(case: PublishedCase, found: RowLoad, e: Efficiencies) -> tuple[float, float]:
+    """The row's metric, averaged over the settings that it does not state, and the variance of its logarithm."""
+    values: list[tuple[float, float]] = []
+    for weight, load in found.alternatives:
+        got = compute_times(load, e)
+        floor = compute_token_floor_s(found.machine, case.shape, found.layout, got.batch, found.context, found.kv_bits)
+        values.append((weight, math.log(_compute_metric(case, found._replace(question=load), got, floor))))
+    mean = sum(weight * value for weight, value in values)
+    return math.exp(mean), sum(weight * (value - mean) ** 2 for weight, value in values)
 
 
-ARRIVALS = {
-    "steady": "closed loop, all streams start at once", "wave": "one burst", "apart": "closed loop",
-    "saturated": "as many requests as fit", "offline": "as many requests as fit, tuned",
+WAYS = {
+    "wave": "one burst", "saturated": "as many requests as fit", "offline": "as many requests as fit, tuned",
     "server": "as many requests as a latency target allows, tuned",
     "interactive": "as many requests as a short latency target allows, tuned",
 }  # fmt: skip
 
 
 def list_assumptions(case: PublishedCase, found: RowLoad) -> dict[str, str]:
-    """The settings of a load that its row does not state, in words."""
+    """The settings of a load that its row does not state, in words; of averaged ones, all with their weights."""
     question = found.question
     assumed = {
-        "arrivals": ARRIVALS.get(question.way, question.way),
+        "arrivals": WAYS.get(question.way) or find_arrivals(case).describe(),
         "mean prompt and output": f"{question.work.prompt:,.0f} and {question.work.output:,.0f} tokens",
         "KV cache": f"{found.kv_bits:g} bits",
-        "prompt tokens per pass": f"{question.waits.pass_tokens:,.0f}",
-        "drafted tokens": f"{question.guessing:g}",
+        "prompt tokens per pass": _list_averaged(found, lambda load: f"{load.waits.pass_tokens:,.0f}"),
+        "drafted tokens": _list_averaged(found, lambda load: f"{load.guessing:g}"),
     }
     if question.way == "apart":
-        known = question.prefills and question.decodes
-        counts = f"{question.prefills:g} prefill, {question.decodes:g} decode"
-        assumed["workers"] = counts if known else "as operators add them with load"
+        assumed["workers"] = _list_averaged(found, _describe_workers)
     return assumed
 
 
-def find_case_bands(case: PublishedCase, way: Way) -> BandSet:
-    """The bands of the case's metric."""
+def _describe_workers(load: ServingLoad) -> str:
+    if not (load.prefills and load.decodes):
+        return "as operators add them with load"
+    return f"{load.prefills:g} prefill, {load.decodes:g} decode"
+
+
+def _list_averaged(found: RowLoad, describe: Callable[[ServingLoad], str]) -> str:
+    weights: dict[str, float] = {}
+    for weight, load in found.alternatives:
+        weights[describe(load)] = weights.get(describe(load), 0.0) + weight
+    if len(weights) == 1:
+        return next(iter(weights))
+    return " or ".join(f"{text} ({weight:.0%})" for text, weight in weights.items())
+
+
+def find_case_bands(case: PublishedCase, way: Way, variance: float) -> BandSet:
+    """The bands of the case's metric; `variance` is that of its logarithm over the settings that it does not state."""
     apart, timed = way == "apart", case.metric.endswith("_ms")
     metric: BandMetric = "TPOT disaggregated" if apart else "TPOT"
     if case.metric == "ttft_ms":
@@ -140,7 +160,7 @@ def find_case_bands(case: PublishedCase, way: Way) -> BandSet:
         metric = "throughput"
     found = find_bands(metric, case.engine, case.machine, case.shape)
     # In a closed loop, tokens per second are streams over time per token; few tables have both.
-    return found if timed or metric == "throughput" else found.invert()
+    return (found if timed or metric == "throughput" else found.invert()).widen(variance)
 
 
 def _compute_metric(case: PublishedCase, found: RowLoad, got: ServingTimes, floor_s: float) -> float:
@@ -191,14 +211,30 @@ def _make_load(
     case: PublishedCase, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float
 ) -> RowLoad:
     machine = _get_machine(case.chip, layout.ranks * layout.pipeline)
-    bits = choose_kv_bits(case.shape)
+    bits = case.settings.kv_bits or choose_kv_bits(case.shape)
     (prompt, output), depth = lengths, case.depth or 0
     work = count_rank_work(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
     complete = float(get_traits(case.engine).reserves_answer)
-    guessing = recipes.count_drafted_tokens(case, layout)
-    waits = recipes.get_waits(case, layout, guessing)
-    question = ServingLoad(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
-    return RowLoad(question, machine, layout, depth + prompt + output / 2, bits)
+    alternatives = []
+    for weight, guessing in recipes.list_drafted_tokens(case, layout):
+        waits = recipes.get_waits(case, layout, guessing)
+        load = ServingLoad(
+            way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing,
+            arrival=find_arrivals(case).terms, eager=float(case.settings.graphs is False),
+        )  # fmt: skip
+        alternatives.append((weight, load))
+    question = max(alternatives, key=lambda one: one[0])[1]
+    return RowLoad(question, machine, layout, depth + prompt + output / 2, bits, tuple(alternatives))
+
+
+def find_arrivals(case: PublishedCase) -> Arrivals:
+    """How the benchmark sent its requests; nearly all of them run closed loops."""
+    scenario = case.scenario.lower()
+    if "poisson" in scenario or "request rate" in scenario:
+        return USERS._replace(process=ArrivalProcess.POISSON)
+    if "bedplate bench" in scenario:
+        return BENCH
+    return USUAL_BENCHMARK if case.prompt_tokens is not None else USUAL_BENCHMARK._replace(spread=1.0)
 
 
 def _make_submission_load(case: PublishedCase, prompt: int, output: int) -> RowLoad | PredictionRefusal:
@@ -227,15 +263,33 @@ def _make_worker_load(case: PublishedCase, workers: Workers, prompt: int, output
     streams = case.concurrency or workers.streams
     if streams is None:
         return PredictionRefusal("the row has no number of requests in flight")
-    shape, bits = case.shape, choose_kv_bits(case.shape)
-    setup = _find_setup(case, workers)
-    if setup is None and (why := _explain_indivisible(case, workers)):
+    setups = _find_setups(case, workers)
+    if not setups and (why := _explain_indivisible(case, workers)):
         return PredictionRefusal(why)
+    loads = [
+        (weight, _make_setup_load(case, workers, setup, float(streams), prompt, output))
+        for weight, setup in setups or [(1.0, None)]
+    ]
+    most = max(loads, key=lambda one: one[0])[1]
+    if not setups and _overfills(most.question):
+        return PredictionRefusal(f"the row has no number of decode workers, and one cannot hold {streams} streams")
+    return most._replace(alternatives=tuple((weight, load.question) for weight, load in loads))
+
+
+def _make_setup_load(
+    case: PublishedCase,
+    workers: Workers,
+    setup: recipes.WorkerSetup | None,
+    streams: float,
+    prompt: int,
+    output: int,
+) -> RowLoad:
+    shape, bits = case.shape, case.settings.kv_bits or choose_kv_bits(case.shape)
     decode = _grow_to_hold(case, setup.decode if setup else workers.decode)
     prefill = setup.prefill if setup else workers.prefill
     if prefill.attention_data == 1:
         prefill = _grow_to_hold(case, prefill)
-    spread = limit_layout(Layout(1, decode.ranks, decode.ranks), shape)
+    spread = limit_layout(Layout(1, decode.ranks, decode.ranks, decode.pipeline), shape)
     machine = _get_machine(case.chip, decode.ranks)
     question = ServingLoad(
         way="apart",
@@ -244,14 +298,13 @@ def _make_worker_load(case: PublishedCase, workers: Workers, prompt: int, output
         prompts=count_rank_work(
             _get_machine(case.chip, prefill.ranks), shape, limit_layout(prefill, shape), prompt, output, bits
         ),
-        streams=float(streams),
+        streams=streams,
         slots=NO_LIMIT,
         complete=0.0,
         ranks=float(decode.ranks),
+        arrival=find_arrivals(case).terms,
     )
     if setup is None:
-        if _overfills(question):
-            return PredictionRefusal(f"the row has no number of decode workers, and one cannot hold {streams} streams")
         return RowLoad(question, machine, decode, prompt + output / 2, bits)
     question = question._replace(
         slots=setup.slots,
@@ -264,18 +317,20 @@ def _make_worker_load(case: PublishedCase, workers: Workers, prompt: int, output
     return RowLoad(question, machine, decode, prompt + output / 2, bits)
 
 
-def _find_setup(case: PublishedCase, workers: Workers) -> recipes.WorkerSetup | None:
-    """The number of workers from the row, or from the recipe that produced it."""
+def _find_setups(case: PublishedCase, workers: Workers) -> list[tuple[float, recipes.WorkerSetup]]:
+    """The number of workers from the row, or from the recipes that may have produced it."""
     if not workers.has_counts:
-        return recipes.find_setup(case, workers.prefill, workers.decode)
-    return recipes.WorkerSetup(
-        workers.prefill, workers.decode, workers.prefills, workers.decodes, float(workers.dealt), 0.0, NO_LIMIT
+        return recipes.find_setups(case, workers.prefill, workers.decode)
+    drafted = float(case.settings.drafted_tokens or 0)
+    stated = recipes.WorkerSetup(
+        workers.prefill, workers.decode, workers.prefills, workers.decodes, float(workers.dealt), drafted, NO_LIMIT
     )
+    return [(1.0, stated)]
 
 
 def _explain_indivisible(case: PublishedCase, workers: Workers) -> str | None:
     """Why the row's ranks cannot be those of one worker, so that the workers' layout is unknown."""
-    fewest = min(workers.prefill.ranks, workers.decode.ranks)
+    fewest = min(side.ranks * side.pipeline for side in (workers.prefill, workers.decode))
     if case.shape.total_bytes > fewest * (case.machine.memory_bytes or math.inf):
         return (
             "the row has no number of prefill and decode workers, and the weights do not fit in "
@@ -298,9 +353,9 @@ def _grow_to_hold(case: PublishedCase, layout: Layout) -> Layout:
     """The layout with at least as many ranks as the weights need."""
     memory = (case.machine.memory_bytes or 0) * 0.85
     ranks = layout.ranks
-    while memory and ranks < 64 and case.shape.total_bytes / ranks > memory:
+    while memory and ranks < 64 and case.shape.total_bytes / ranks / layout.pipeline > memory:
         ranks *= 2
-    return Layout(ranks, 1, ranks if case.shape.experts else 1)
+    return Layout(ranks, 1, ranks if case.shape.experts else 1, layout.pipeline)
 
 
 @lru_cache(maxsize=4096)
@@ -316,7 +371,7 @@ def _get_machine(chip: Chip, devices: int) -> MachineRates:
 
 def _find_lengths(case: PublishedCase) -> tuple[int, int] | None:
     if case.prompt_tokens is not None and case.output_tokens:
-        share = recipes.MEAN_LENGTH if recipes.is_result(case) else 1.0
+        share = recipes.MEAN_LENGTH if recipes.is_recipe_point(case) else 1.0
         return max(1, round(case.prompt_tokens * share)), max(1, round(case.output_tokens * share))
     if "mlperf" in case.scenario.lower():
         name = case.texts["model"].lower()
@@ -334,11 +389,11 @@ def parse_arrangement(case: PublishedCase) -> Layout | Workers:
     sizes = {
         name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
     }
+    stages = max(1, sizes.get("pp") or 1)
     if found := re.search(r"\b(tep|dep)\s*-?(\d{1,4})\b", text):
         ranks = int(found[2])
-        return Layout(ranks, 1, ranks) if found[1] == "tep" else Layout(1, ranks, ranks)
+        return Layout(ranks, 1, ranks, stages) if found[1] == "tep" else Layout(1, ranks, ranks, stages)
     tensor = max(1, sizes.get("tp") or case.layout.tensor)
-    stages = max(1, sizes.get("pp") or 1)
     if not text and case.devices is None and case.layout.tensor == 1:
         tensor = NODE if case.chip.kind == "datacenter" else 1
     groups = sizes.get("attn_dp") or 0
@@ -375,9 +430,9 @@ def _parse_disaggregated(text: str) -> Workers:
     sides, counts = [], []
     streams, dealt = 0, False
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
-        sizes = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
+        sizes = {name: int(number) for name, number in re.findall(r"(tp|pp|dp|ep|bs)(\d{1,5})", inside)}
         ranks = max(1, sizes.get("tp", 1)) * max(1, sizes.get("dp", 1))
-        sides.append(Layout(ranks, 1, max(1, sizes.get("ep", 1))))
+        sides.append(Layout(ranks, 1, max(1, sizes.get("ep", 1)), max(1, sizes.get("pp", 1))))
         counts.append(int(count or 0))
         dealt = sizes.get("dp", 1) > 1
         streams = (int(count) if count else 1) * sizes.get("bs", 0) * max(1, sizes.get("dp", 1))

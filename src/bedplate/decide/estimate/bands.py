@@ -35,6 +35,9 @@ SAME_CHIP = 1.05
 SIZE_MARGIN = 2.0
 """A model counts as outside of the measured sizes if it is this many times larger or smaller."""
 
+NORMAL = (0.67, 1.28, 1.96)
+"""Standard deviations of a normal distribution that contain these percentages."""
+
 
 class BandSet(NamedTuple):
     """The bands of one figure, and what they are based on."""
@@ -50,6 +53,12 @@ class BandSet(NamedTuple):
     far: str = ""
     """Why no published measurement is near; empty if some are."""
 
+    def widen(self, variance: float) -> BandSet:
+        """The bands with a further, independent error of this variance in logarithms."""
+        bands = (self.half, self.eighty, self.most)
+        half, eighty, most = (_add_variance(band, z * z * variance) for band, z in zip(bands, NORMAL, strict=True))
+        return self._replace(half=half, eighty=eighty, most=most)
+
     def describe_distance(self) -> str:
         """A clause for the source of a figure; empty if published measurements are near."""
         return f"; the band is wide because there is {self.far}" if self.far else ""
@@ -57,6 +66,11 @@ class BandSet(NamedTuple):
     def invert(self) -> BandSet:
         """The bands of a time, if these are the bands of a rate."""
         return self._replace(half=self.half.invert(), eighty=self.eighty.invert(), most=self.most.invert())
+
+
+def _add_variance(band: Band, squared: float) -> Band:
+    low, high = (math.copysign(math.sqrt(math.log(end) ** 2 + squared), math.log(end)) for end in band)
+    return Band(math.exp(low), math.exp(high))
 
 
 def classify_device(machine: MachineRates) -> str:

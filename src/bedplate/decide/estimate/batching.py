@@ -11,6 +11,7 @@ import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from bedplate.decide.estimate.arrivals import ArrivalTerms
 from bedplate.decide.estimate.calibration import load_table
 from bedplate.decide.estimate.machine import MachineRates
 from bedplate.decide.estimate.physics import ModelShape, count_attention_ops, get_link_bytes_s
@@ -77,7 +78,9 @@ class RankWork(NamedTuple):
     expert_ops_s: float
     logits_s: float
     attending_s: float
-    """Attention of one new token."""
+    """Attention of one new token, without latent attention."""
+    latent_attending_s: float
+    """Latent attention of one new token: all heads multiply the same compressed cache, which is read once."""
     prompt_attending_s: float
     activation_s: float
     """Moving a token's hidden states through memory once in every layer."""
@@ -101,6 +104,8 @@ class RankWork(NamedTuple):
     sparse_layers: float
     quantizing: float
     """Layers whose activations are quantized to the 8 or 4 bits of the weights; layers with experts count twice."""
+    dealt_experts: float
+    """1 − 1/n if whole experts are divided among n ranks, the busiest of which determines the speed."""
     groups: float
     """Groups of ranks with different sequences."""
     uneven: float
@@ -132,6 +137,7 @@ class Waits(NamedTuple):
 
 
 NO_WAITS = Waits()
+CLOSED_LOOP = ArrivalTerms()
 
 
 class Efficiencies(NamedTuple):
@@ -150,6 +156,10 @@ class Efficiencies(NamedTuple):
     """How often hidden states move through memory between a layer's products: norms, residuals, quantization."""
     expert_activations: float
     """The same for the copies for experts: sorting, activation, sum."""
+    latent_attention: float
+    """Share of the matrix rate that latent attention of new tokens reaches."""
+    imbalance: float
+    """Excess of the busiest expert rank's products over the mean, if experts are divided among many ranks."""
     routing_spread: float
     """Share of a pass's tokens that choose experts independently of the others."""
     layer_s: float
@@ -160,7 +170,9 @@ class Efficiencies(NamedTuple):
     quantizing_s: float
     pass_s: float
     sequence_s: float
-    """Sampling, detokenizing and scheduling of one sequence."""
+    """Sampling and scheduling of one sequence."""
+    forward_s: float
+    """Detokenizing and sending one token, in a process beside the engine that serves all ranks of a replica."""
     reduce_latency_s: float
     reduce_rate: float
     reduce_rate_prompt: float
@@ -181,6 +193,8 @@ class Efficiencies(NamedTuple):
     first_state_layer_s: float
     host: float
     """An engine's host time for the layers above relative to that of all engines."""
+    eager_layer_s: float
+    """Host time for a layer of a decode pass that is not a captured graph."""
     host_shared: float
     """Share of that time that the host needs for each pass of a burst."""
     steps_waited: float
@@ -193,7 +207,15 @@ class Efficiencies(NamedTuple):
     """Share of the passes until all groups have a prompt that a request waits."""
     queue: float
     burst: float
-    """Half the share of all requests in the initial burst: each waits for half of the others on average."""
+    """The wait in a burst relative to that for half of its prompts."""
+    synchronized: float
+    """Share of the requests of a closed loop that stay together after the first round, if all are equal."""
+    scatter: float
+    """Growth of the interval in which a round's requests arrive, relative to independent lengths."""
+    jitter: float
+    """The same for equal requests, as a share of the time of a request: clients and networks are not equally fast."""
+    lag: float
+    """Passes of a burst between computing a first token and sending it: the next pass is launched before."""
     cache_held: float
     """Share of a sequence's cache at half of its output that is used on average: lengths vary, and requests leave."""
     saturation: float
@@ -217,7 +239,8 @@ class Efficiencies(NamedTuple):
     apart_first_s: float
     """Transfer of a request and its cache from a prefill to a decode worker."""
     apart_burst: float
-    """Relative to `burst`: benchmarks of many nodes send fewer requests per stream."""
+    """The wait for prefill workers in the first round relative to that for half of its prompts: benchmarks of many
+    nodes send fewer requests per stream."""
     apart_saturated: float
     """Share of the wait for prefill workers that is visible when decoding does not hide it."""
     apart_sized: float
@@ -286,7 +309,7 @@ def count_rank_work(
     expert_rate = _get_matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
     dense_unpacked = _needs_dequantizing(machine, shape, shape.dense_bytes, shape.dense_params)
     experts_unpacked = _needs_dequantizing(machine, shape, shape.expert_bytes, shape.expert_params)
-    cache = held = complete = common = pair_ops = 0.0
+    cache = held = complete = common = pair_ops = latent_ops = 0.0
     for group in shape.attention:
         split = 1 if group.latent else min(tensor, group.kv_heads)
         per_token = group.bytes_per_token * kv_bits / 16 / split
@@ -298,7 +321,10 @@ def count_rank_work(
         held += per_token * (min(context, kept) - once) + state
         complete += per_token * (min(prompt + output, kept) - once) + state
         common += per_token * once
-        pair_ops += group.pair_ops * seen / tensor
+        if group.latent:
+            latent_ops += group.pair_ops * seen / tensor
+        else:
+            pair_ops += group.pair_ops * seen / tensor
     new = max(1.0, prompt - cached)
     unabsorbed = count_attention_ops(shape, new, min(cached, prompt), absorbed=False) / tensor
     link = get_link_bytes_s(machine, ranks) or SLOW_LINK_BYTES_S
@@ -320,6 +346,7 @@ def count_rank_work(
         expert_ops_s=2.0 * shape.expert_params * shape.expert_share / ranks / expert_rate,
         logits_s=2.0 * shape.output_params / tensor / wide,
         attending_s=pair_ops / wide,
+        latent_attending_s=latent_ops / wide,
         prompt_attending_s=unabsorbed / wide,
         activation_s=2.0 * shape.hidden * shape.layers / bandwidth,
         expert_activation_s=2.0 * shape.hidden * shape.moe_layers * shape.experts_active / layout.expert / bandwidth,
@@ -335,6 +362,7 @@ def count_rank_work(
         state_layers=float(sum(group.layers for group in shape.attention if group.state_bytes)),
         sparse_layers=float(sum(group.layers for group in shape.attention if group.latent and group.window)),
         quantizing=float(shape.layers + shape.moe_layers) if classify_weights(shape) in ("fp8", "nvfp4") else 0.0,
+        dealt_experts=1.0 - 1.0 / layout.expert if shape.experts else 0.0,
         groups=float(groups),
         uneven=1.0 if groups > 1 else 0.0,
         pipeline=float(stages),
@@ -410,7 +438,7 @@ def compute_pass_parts(
     computing = (
         (tokens * w.dense_ops_s + sequences * w.logits_s) / e.matrix
         + attending_s / e.attention
-        + everywhere * w.expert_ops_s / e.expert_matrix
+        + everywhere * w.expert_ops_s * (1.0 + e.imbalance * w.dealt_experts) / e.expert_matrix
     )
     links = (
         w.reduces * e.reduce_latency_s
@@ -447,15 +475,14 @@ def overlap_times(one: Any, other: Any) -> Any:
 
 def compute_decode_parts(w: Any, e: Any, batch: Any) -> Any:
     each = batch / w.pipeline
-    return compute_pass_parts(
-        w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate)
-    )
+    attending_s = each * (w.attending_s + w.latent_attending_s * e.attention / e.latent_attention)
+    return compute_pass_parts(w, e, each, each * w.cache_s, attending_s, each, (e.reduce_rate, e.exchange_rate))
 
 
 def compute_decode_s(w: Any, e: Any, batch: Any) -> Any:
     """One token for each of `batch` sequences of a group; each pipeline stage processes a part of them."""
-    each = batch / w.pipeline
-    return compute_pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
+    reading, computing, links, fixed = compute_decode_parts(w, e, batch)
+    return overlap_times(reading, computing) + links + fixed
 
 
 def compute_prefill_s(w: Any, e: Any) -> Any:
@@ -497,12 +524,34 @@ def compute_speculation(e: Any, guessing: Any) -> tuple[Any, Any]:
     return 1.0 + e.guess * guessing, (1.0 - e.accepted ** (guessing + 1.0)) / (1.0 - e.accepted)
 
 
+def compute_synchronized(e: Any, arrival: ArrivalTerms, busy: Any) -> Any:
+    """The share of a closed loop's requests that arrive in a burst, if prompts take the share `busy` of the time.
+
+    The first round is a burst. Lengths that differ then spread the arrivals of a round over an interval that grows with
+    the square root of the rounds. As long as it is shorter than the time of all prompts, requests queue as in a burst.
+    """
+    growth = (e.scatter * arrival.spread + e.jitter) / take_max(busy, 0.01) + 1e-3
+    last = take_max(take_min(growth**-2.0, arrival.rounds - 0.5), 0.5)
+    later = last - 0.5 - growth * (last**1.5 - 0.5**1.5) / 1.5
+    counted = arrival.rounds - 1.0 + arrival.first_round
+    return (1.0 - arrival.random) * (arrival.first_round + e.synchronized * later) / counted
+
+
 def compute_steady(
-    w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS, guessing: Any = 0.0
+    w: Any,
+    e: Any,
+    streams: Any,
+    most_resident: Any,
+    waits: Waits = NO_WAITS,
+    guessing: Any = 0.0,
+    arrival: ArrivalTerms = CLOSED_LOOP,
+    eager: Any = 0.0,
 ) -> Any:
     """Time to first token, time per token and batch of a group with `streams` requests in flight at all times.
 
-    Each token waits for its pass and for a share of the others' prompts; requests that do not fit in memory queue.
+    Each token waits for its pass and for a share of the others' prompts; requests that do not fit in memory queue. The
+    prompts of requests that arrive in a burst are computed together, so this time delays first tokens instead. Without
+    captured graphs (`eager`), the host launches every pass kernel by kernel.
     """
     slower, accepted = compute_speculation(e, guessing)
     own = streams / w.groups
@@ -510,18 +559,23 @@ def compute_steady(
     # With a very large limit, the smaller of the two would be lost to rounding.
     held = take_max(take_min(own, most_resident), 1.0)
     prompt_s = compute_prefill_s(w, e)
-    batch = held
-    token_s = compute_decode_s(w, e, batch)
-    for _ in range(4):
-        token_s = (
-            compute_decode_s(w, e, batch) * slower / accepted
-            + batch / w.pipeline / w.output * prompt_s * e.prompt_share
-        )
-        batch = held * w.output * token_s / (w.output * token_s + prompt_s)
-    busy = take_min(batch / w.output * prompt_s / token_s, BUSIEST)
     host_s = compute_first_host_s(w, e)
     most_together = take_max(waits.pass_tokens / w.prompt, 1.0)
     together = take_max(take_min(most_together, held), 1.0)
+    burst_s = compute_burst_each_s(w, e, together, host_s)
+    # Beside the passes of the devices: sending tokens, and launching passes that are not captured.
+    beside_s = streams * e.forward_s + eager * w.layers * e.eager_layer_s
+    batch = held
+    token_s = compute_decode_s(w, e, batch)
+    synchronized = 0.0
+    for _ in range(4):
+        others_s = batch / w.pipeline / w.output * prompt_s * e.prompt_share
+        # In a burst, half of the prompts precede a request's own on average, and those of its own pass.
+        others_s = others_s * (1.0 - synchronized * (1.0 + together / held) / 2.0)
+        token_s = overlap_times(compute_decode_s(w, e, batch) * slower / accepted + others_s, beside_s)
+        batch = held * w.output * token_s / (w.output * token_s + prompt_s)
+        synchronized = compute_synchronized(e, arrival, held * burst_s / (w.output * token_s + held * burst_s))
+    busy = take_min(batch / w.output * prompt_s / token_s, BUSIEST)
     # Requests that arrive between two polls are computed together and finish with their pass.
     often = own * accepted / w.output
     arrived = 1.0 + often * (waits.polled + waits.gathered)
@@ -529,17 +583,20 @@ def compute_steady(
     arrived_s = (arrived + taken) / 2.0 * compute_prefill_each_s(w, e, taken)
     # The first collected request waits for the whole interval, later ones for less.
     gathered = waits.gathered * (1.0 - often * waits.gathered / (1.0 + often * waits.gathered) / 2.0)
-    wave_s = (held + waits.ahead * together) * compute_burst_each_s(w, e, together, host_s)
+    late = e.lag * take_max(take_min(together, held - together), 0.0)
+    wave_s = ((held + waits.ahead * together) / 2.0 + late) * burst_s
     # Groups wait at most until each of them has a request that finishes.
     balanced = take_min(waits.balanced, 2.0 * w.output / own)
+    # Independent arrivals queue as before a server with constant service times; a closed loop limits its own queue.
+    queue = arrival.random / 2.0 + (1.0 - arrival.random) * e.queue
     first_s = (
         e.request_s
         + host_s
         + e.steps_waited * compute_decode_s(w, e, batch) * slower
         + (e.polled * waits.polled + e.gathered * gathered + e.balanced * balanced) * token_s * accepted
         + arrived_s
-        + prompt_s * e.queue * busy / (1.0 - busy)
-        + e.burst * wave_s
+        + prompt_s * queue * busy / (1.0 - busy)
+        + e.burst * synchronized * wave_s
     )
     queued_s = take_max(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
     return first_s + queued_s, token_s, batch
@@ -596,13 +653,16 @@ def compute_disaggregated(q: Any, e: Any) -> Any:
     prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
     backlog_s = one_s / prefills
     for_a_place_s = take_max(q.streams / held - 1.0, 0.0) * answer_s
+    # Requests leave prefill workers one by one, and decode workers in the same order: only the first round is a burst.
+    arrival = q.arrival
+    together_share = (1.0 - arrival.random) * arrival.first_round / (arrival.rounds - 1.0 + arrival.first_round)
     first_s = (
         e.request_s
         + host_s
         + e.apart_first_s
         + e.steps_waited * token_s
         + compute_prefill_s(q.prompts._replace(groups=take_min(q.prompts.groups, 1.0)), e)
-        + e.burst * e.apart_burst * backlog_s
+        + e.apart_burst * together_share * backlog_s / 2.0
         + take_max(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
     )
     return first_s, token_s, share

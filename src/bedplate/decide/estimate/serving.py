@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from bedplate.decide.estimate.arrivals import USERS, Arrivals, ArrivalTerms
 from bedplate.decide.estimate.bands import find_bands
 from bedplate.decide.estimate.batching import (
+    CLOSED_LOOP,
     NO_WAITS,
     PASS_TOKENS,
     Efficiencies,
@@ -63,6 +65,9 @@ class ServingLoad(NamedTuple):
     """1 if the ranks of a decode worker have different sequences, 0 if they divide each sequence."""
     guessing: Any = 0.0
     """Drafted tokens per sequence."""
+    arrival: ArrivalTerms = CLOSED_LOOP
+    eager: Any = 0.0
+    """1 if passes are not captured graphs."""
 
 
 class ServingTimes(NamedTuple):
@@ -82,7 +87,9 @@ def compute_times(question: ServingLoad, e: Any) -> ServingTimes:
         return ServingTimes(first, token, compute_streamed_tok_s(w, first, token, streams), batch)
     room = take_min(count_resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
     if way == "steady":
-        first, token, batch = compute_steady(w, e, streams, room, question.waits, question.guessing)
+        first, token, batch = compute_steady(
+            w, e, streams, room, question.waits, question.guessing, question.arrival, question.eager
+        )
         return ServingTimes(
             first, token, compute_streamed_tok_s(w, first, token, streams), take_min(batch * w.groups, streams)
         )
@@ -120,15 +127,19 @@ def estimate_under_load(
     slots: float = NO_LIMIT,
     cached_tokens: int = 0,
     kv_bits: float | None = None,
+    arrivals: Arrivals = USERS,
 ) -> tuple[ServingTimes, RankWork, Efficiencies]:
-    """Estimate a closed loop with `concurrency` requests over all replicas; requests that do not fit queue."""
+    """Estimate `concurrency` requests in flight over all replicas; requests that do not fit queue."""
     bits = choose_kv_bits(shape) if kv_bits is None else kv_bits
     layout = limit_layout(layout, shape)
     work = count_rank_work(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
     e = get_efficiencies(engine, machine.family, classify_weights(shape))
     streams = max(1.0, concurrency / layout.replicas)
     complete, waits = float(get_traits(engine).reserves_answer), get_default_waits(engine, machine.family)
-    found = compute_times(ServingLoad("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
+    load = ServingLoad(
+        "steady", work, work, work, streams, slots, complete, layout.tensor, waits, arrival=arrivals.terms
+    )
+    found = compute_times(load, e)
     token_s = max(
         found.token_s,
         compute_token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits),
@@ -152,13 +163,14 @@ def expect(
     kv_bits: float = 16.0,
     factor: float = 1.0,
     least_token_s: float = 0.0,
+    arrivals: Arrivals = USERS,
 ) -> Expectation:
     """The expected times of a plan. `factor` is this machine's measured speed relative to the fitted one."""
     divided = convert_layout(layout)
     found, work, e = estimate_under_load(
         machine, shape, engine, divided, concurrency=concurrency, prompt_tokens=prompt_tokens,
         output_tokens=output_tokens, slots=max(1, slots), cached_tokens=cached_tokens,
-        kv_bits=kv_bits,
+        kv_bits=kv_bits, arrivals=arrivals,
     )  # fmt: skip
     slower_s = max(0.0, least_token_s - found.token_s)
     token_s = found.token_s + slower_s
@@ -186,7 +198,8 @@ def expect(
         tpot_band=tokens.eighty,
         # In a closed loop, tokens per second are streams over time per token.
         output_band=tokens.eighty.invert(),
-        source="a model of continuous batching, fitted on published measurements" + tokens.describe_distance(),
+        source=f"a model of continuous batching, fitted on published measurements, for {arrivals.describe()}"
+        + tokens.describe_distance(),
     )
 
 

@@ -19,6 +19,7 @@ from bedplate.decide.estimate.batching import (
     count_rank_work,
     get_efficiencies,
     limit_layout,
+    overlap_times,
 )
 from bedplate.decide.estimate.calibration import Band
 from bedplate.decide.estimate.engines import get_timed_engine, get_traits
@@ -150,7 +151,7 @@ def make_batched_steps(
         own = sequences / work.groups
         own = max(1.0, own + work.uneven * e.unevenness * own**0.5)
         floor = compute_decode_floor_s(shape, machine, sequences / layout.pipeline, context, layout.ranks, kv_bits)
-        return max(float(compute_decode_s(work, e, own)), floor)
+        return max(float(overlap_times(compute_decode_s(work, e, own), sequences * e.forward_s)), floor)
 
     asked = count_rank_work(machine, shape, layout, max(1.0, lengths.prompt), lengths.output, kv_bits)
     rates = (e.reduce_rate_prompt, e.exchange_rate_prompt)
