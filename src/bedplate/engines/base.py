@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -489,13 +489,20 @@ class Engine:
         """Whether the fitted efficiencies apply to this version of a published measurement, or it is older."""
         return True
 
-    def read_chunk_size(self, notes: Mapping[str, str], scenario: str) -> int | None:
-        """Prefill chunk size by the notes of a published row; `None`: the default."""
+    def get_chunk_size(self, micro_batch: int | None, batch: int | None, scenario: str) -> int | None:
+        """Prefill chunk size of a published measurement; `None`: the default."""
         return None
 
-    def uses_flash_attention(self, notes: Mapping[str, str], current: bool) -> bool:
-        """Whether flash attention was used, by the notes of a published row."""
+    def uses_flash_attention(self, build: int | None, year: int | None, scenario: str) -> bool:
+        """Whether flash attention is used if a published measurement does not mention it."""
         return True
+
+    def get_library_tokens(
+        self, backend: str, family: str, half: bool, build: int | None = None, year: int | None = None
+    ) -> int | None:
+        """The number of tokens from which on a vendor's library multiplies matrices, for weights with 16 bits (`half`)
+        or fewer; `None`: its own kernels always do."""
+        return None
 
     def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         """The image that its project publishes for a device; `None`: an image is built from the recipe if possible."""

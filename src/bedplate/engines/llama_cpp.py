@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from collections.abc import Mapping
 from typing import ClassVar
 
 from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKENS
@@ -78,6 +77,12 @@ PROCESS_BYTES = 58_000_000
 SLOT_BYTES_PER_WORD = 24
 """For each slot and word of the vocabulary: logits, candidates and probabilities (docs/memory.md)."""
 MICRO_BATCH = 512
+VECTOR_TOKENS = 8
+CUBLAS_TOKENS = 33
+DOT_PRODUCT_TOKENS = 64
+"""Up to how many tokens it multiplies vectors on GPUs, and from how many on a library multiplied quantized weights:
+before kernels for NVIDIA's 8-bit units (MMQ_MAX_BATCH_SIZE, 2024), and where chips have 16-bit matrix units but no such
+kernels (MMQ_DP4A_MAX_BATCH_SIZE)."""
 COMPUTE_BYTES_PER_HIDDEN = 64
 """Scratch memory for each element of a micro-batch's hidden state: 17 MB at a hidden size of 576, by the log."""
 MAX_SLOTS = 256
@@ -499,18 +504,35 @@ class LlamaCpp(Engine):
         # Builds are numbered; tables without a build number are mostly from 2023 and 2024.
         return bool(version) or backend == "cpu"
 
-    def read_chunk_size(self, notes: Mapping[str, str], scenario: str) -> int | None:
-        if (tokens := notes.get("n_ubatch", "")).isdigit():
-            return max(1, int(tokens))
-        smaller = notes.get("b", "").removeprefix("-b").strip()
-        if smaller.isdigit():
-            return max(1, min(MICRO_BATCH, int(smaller)))
+    def get_chunk_size(self, micro_batch: int | None, batch: int | None, scenario: str) -> int | None:
+        if micro_batch is not None:
+            return min(micro_batch, batch or micro_batch)
+        if batch is not None:
+            return min(MICRO_BATCH, batch)
         # llama-batched-bench fills its batch with many prompts, and is usually run with larger batches.
         return 2048 if "batched-bench" in scenario else None
 
-    def uses_flash_attention(self, notes: Mapping[str, str], current: bool) -> bool:
-        flag = notes.get("fa", "").lower()
-        return flag in ("1", "true", "on") if flag else current
+    def uses_flash_attention(self, build: int | None, year: int | None, scenario: str) -> bool:
+        # Programs use it since build 6325 (August 2025), llama-bench since build 9430 (May 2026).
+        since, since_year = (9430, 2026) if "llama-bench" in scenario else (6325, 2026)
+        return build >= since if build is not None else (year or 0) >= since_year
+
+    def get_library_tokens(
+        self, backend: str, family: str, half: bool, build: int | None = None, year: int | None = None
+    ) -> int | None:
+        driver = backend.partition("-")[0]
+        if driver not in ("cuda", "rocm"):
+            return None
+        if half:
+            return VECTOR_TOKENS + 1
+        if driver == "cuda":
+            if family == "volta":
+                return DOT_PRODUCT_TOKENS
+            # Kernels for 8-bit matrix units multiply quantized weights since build 3216 (June 2024).
+            return None if _is_since(3216, 2025, build, year) else CUBLAS_TOKENS
+        # The same for the matrix instructions of RDNA3 and RDNA4, since November and December 2025.
+        since = {"rdna3": 7279, "rdna4": 7148}.get(family)
+        return None if since is None or _is_since(since, 2026, build, year) else DOT_PRODUCT_TOKENS
 
     def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         kinds: dict[Device, str] = {"cpu": "server", "cuda": "server-cuda", "rocm": "server-rocm",
@@ -888,6 +910,11 @@ def _make_speculation_knob() -> TunableSetting:
         one)) for one in kinds)),
         limits=("memory bandwidth", "runtime overhead"), risk=("answers",), prior=0.05, source=_HELP,
     )  # fmt: skip
+
+
+def _is_since(number: int, first_year: int, build: int | None, year: int | None) -> bool:
+    """Whether a build is at least this one: by its number, by its year, or because only a current build is meant."""
+    return build >= number if build is not None else year is None or year >= first_year
 
 
 def _count_http_threads(settings: Settings) -> int:

@@ -7,15 +7,17 @@ elementary time multiplied by the prediction's slope in it, wherever times overl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from bedplate.decide.estimate.bands import BandSet
 from bedplate.decide.estimate.batching import Efficiencies, RankWork, classify_weights, get_efficiencies
-from bedplate.decide.estimate.local import PassWork, Profile, forward
+from bedplate.decide.estimate.local import PassPart, PassWork, Profile, forward
 from bedplate.decide.estimate.serving import ServingLoad
 from bedplate.errors import UsageError
 from bedplate.published import one_stream, under_load
+from bedplate.published.assumptions import list_averaged
 from bedplate.published.predict import is_under_load, predict
 from bedplate.published.rows import COLUMNS, PredictionRefusal, PublishedCase, RowPrediction, resolve
 from bedplate.values.record import Record
@@ -36,6 +38,9 @@ LOCAL_TERMS = {
     "packed_s": ("start the kernels of packed weights", ""), "moe_s": ("route tokens to experts", ""),
     "state_s": ("update recurrent states", ""), "step_s": ("fixed cost of each pass", ""),
     "launch_s": ("wait for the host to launch kernels", ""), "eager_s": ("launch the kernels of a prompt", ""),
+    "copied_s": ("copy weights to 16 bits", "copy"), "scores_s": ("store attention scores", "scores"),
+    "states_s": ("move recurrent states", "state"), "moe_tile_s": ("start empty tiles of experts", ""),
+    "call_s": ("start library products of experts", ""),
     "device_s": ("hand over to the next device", ""), "reduce_s": ("latency of all-reduces", ""),
 }  # fmt: skip
 SERVING_TERMS = {
@@ -53,6 +58,7 @@ SERVING_TERMS = {
     "unpacking_layer_s": ("fixed cost of dequantizing", ""), "pass_s": ("fixed cost of each pass", ""),
     "sequence_s": ("sample and schedule each sequence", ""), "reduce_latency_s": ("latency of all-reduces", ""),
     "exchange_latency_s": ("latency of sending tokens to experts", ""),
+    "forward_s": ("forward tokens to clients", ""), "eager_layer_s": ("launch layers without graphs", ""),
     "request_s": ("accept the request and send its first token", ""),
     "first_layer_s": ("launch the first pass: all layers", ""),
     "first_expert_layer_s": ("launch the first pass: expert layers", ""),
@@ -169,38 +175,42 @@ def _is_time(name: str) -> bool:
 
 
 def _explain_stream(case: PublishedCase, predicted: RowPrediction) -> Explanation | PredictionRefusal:
-    question = one_stream.make_case_estimator(case)
-    metric = one_stream.find_metric(question, case)
+    estimators = one_stream.make_case_estimators(case)
+    asked = [(weight, one, one_stream.find_metric(one, case)) for weight, one in estimators]
+    question, metric = asked[0][1:]
     if isinstance(metric, PredictionRefusal):
         return metric
 
     def compute(scaled: Mapping[str, float]) -> float:
-        profile = _scale(question.profile, scaled)
-        return sum(
-            max(forward(profile, _scale(part.work, scaled)).total_s * part.times, part.floor_s) for part in metric.parts
-        )
+        total = 0.0
+        for weight, one, found in asked:
+            if not isinstance(found, PredictionRefusal):
+                total += weight * math.log(_sum_parts(_scale(one.profile, scaled), found.parts, scaled))
+        return math.exp(total)
 
     values = {name: getattr(question.profile, name) for name in Profile._fields if _is_time(name)}
     for name in filter(_is_time, PassWork._fields):
         values[name] = sum(getattr(part.work, name) * part.times for part in metric.parts)
     split = split_total(compute, values)
-    profile = question.profile
-    bits = {16: "unpack_16", 8: "unpack_8", 4: "unpack_4"}
     work = metric.parts[0].work
-    unpack = bits[16 if work.half else 8 if work.eight else 4]
-    terms = _make_terms(split, LOCAL_TERMS, profile, {"unpack": unpack})
+    unpack = "unpack_16" if work.half else "unpack_8" if work.eight else "unpack_4"
+    terms = _make_terms(split, LOCAL_TERMS, question.profile, {"unpack": unpack})
     tokens = f"{metric.tokens:g} token{'' if metric.tokens == 1 else 's'}"
     assumed = {
         "prefill chunk size": f"{question.chunk:,} tokens",
-        "flash attention": "yes" if question.fused else "no",
+        "flash attention": list_averaged((weight, "yes" if one.fused else "no") for weight, one in estimators),
         "engine build": "current" if one_stream.is_current(case) else "older, or not stated",
-        "efficiencies": question.key,
+        "efficiencies": list_averaged((weight, one.key) for weight, one in estimators),
     }
     if case.prompt_tokens is None and case.output_tokens is None and case.depth is None:
         assumed["context"] = f"{one_stream.TYPICAL_CONTEXT} tokens"
     return _make_explanation(
         case, predicted, one_stream.find_case_bands(case), terms, (), assumed, split.total, f"the time of {tokens}"
     )
+
+
+def _sum_parts(profile: Profile, parts: Sequence[PassPart], scaled: Mapping[str, float]) -> float:
+    return sum(max(forward(profile, _scale(part.work, scaled)).total_s * part.times, part.floor_s) for part in parts)
 
 
 def _explain_load(case: PublishedCase, predicted: RowPrediction) -> Explanation | PredictionRefusal:

@@ -17,18 +17,74 @@ TYPICAL_CONTEXT = 256
 """Used if a row has no lengths: speed tables are measured with short prompts and outputs."""
 
 
-def make_case_estimator(case: PublishedCase) -> LocalEstimator:
+UNDATED_YEAR = 2024
+"""Assumed for a version that is not current if neither build nor date is stated."""
+UNMENTIONED = 0.15
+"""Probability that a setting that no text mentions differs from the engine's default."""
+
+
+class SettingsChoice(NamedTuple):
+    """One combination of the settings that a row leaves open."""
+
+    probability: float
+    backend: str
+    fused: bool
+
+
+def list_choices(case: PublishedCase) -> list[SettingsChoice]:
+    """The combinations of unknown settings with their probabilities, the most probable first."""
+    engine, settings = load_engines().get(case.engine), case.run
+    usual = engine is None or engine.uses_flash_attention(settings.build, get_year(case), case.scenario)
+    fused = usual if settings.flash_attention is None else settings.flash_attention
+    choices = [SettingsChoice(1.0, case.backend, fused)]
+    if get_traits(case.engine).kernels != "gguf" or case.machine.kind == "cpu":
+        return choices
+    if settings.flash_attention is None:
+        choices = [
+            choice._replace(probability=share, fused=value)
+            for choice in choices
+            for share, value in ((1 - UNMENTIONED, fused), (UNMENTIONED, not fused))
+        ]
+    if settings.hipblaslt is None and case.backend.startswith("rocm"):
+        choices = [
+            choice._replace(probability=choice.probability * share, backend=choice.backend + build)
+            for choice in choices
+            for share, build in ((1 - UNMENTIONED, ""), (UNMENTIONED, "-lt"))
+        ]
+    return choices
+
+
+def make_case_estimators(case: PublishedCase) -> list[tuple[float, LocalEstimator]]:
+    """Estimators for the possible settings with their probabilities, the most probable first."""
     devices = case.devices or 1
     if get_traits(case.engine).one_stream:
         tensor, pipeline = 1, devices
     else:
         tensor, pipeline = max(case.layout.tensor, devices // max(1, case.layout.pipeline * case.layout.data)), 1
-    current, engine = is_current(case), load_engines().get(case.engine)
-    return make_local_estimator(
-        case.engine, case.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline,
-        chunk=engine.read_chunk_size(case.notes, case.scenario) if engine is not None else None,
-        fused=engine is None or engine.uses_flash_attention(case.notes, current), current=current,
-    )  # fmt: skip
+    engine, settings, current = load_engines().get(case.engine), case.run, is_current(case)
+    chunk = None
+    if engine is not None:
+        chunk = engine.get_chunk_size(settings.micro_batch, settings.batch, case.scenario)
+    return [
+        (
+            choice.probability,
+            make_local_estimator(
+                case.engine, choice.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline, chunk=chunk,
+                fused=choice.fused, current=current, build=settings.build, year=get_year(case),
+            ),
+        )
+        for choice in list_choices(case)
+    ]  # fmt: skip
+
+
+def make_case_estimator(case: PublishedCase) -> LocalEstimator:
+    """The estimator of the most probable settings."""
+    return make_case_estimators(case)[0][1]
+
+
+def get_year(case: PublishedCase) -> int | None:
+    """The year of the build; `None`: a current build."""
+    return case.run.year or (None if is_current(case) else UNDATED_YEAR)
 
 
 def is_current(case: PublishedCase) -> bool:
@@ -43,8 +99,8 @@ def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
         return _predict_peak_memory(case)
     if case.machine.bandwidth_bytes_s <= 0:
         return PredictionRefusal(f"the memory bandwidth of {case.machine.name} is unknown")
-    question = make_case_estimator(case)
-    value = compute_metric(question, case)
+    estimators = make_case_estimators(case)
+    value = compute_expected_metric(estimators, case)
     if isinstance(value, PredictionRefusal):
         return value
     if not math.isfinite(value) or value <= 0:
@@ -120,6 +176,19 @@ def compute_metric(question: LocalEstimator, case: PublishedCase) -> float | Pre
         if isinstance(found, PredictionRefusal)
         else found.compute_value(sum(question.compute_seconds(part) for part in found.parts))
     )
+
+
+def compute_expected_metric(
+    estimators: list[tuple[float, LocalEstimator]], case: PublishedCase
+) -> float | PredictionRefusal:
+    """The geometric mean over the possible settings, weighted by their probabilities."""
+    total = 0.0
+    for probability, estimator in estimators:
+        value = compute_metric(estimator, case)
+        if isinstance(value, PredictionRefusal):
+            return value
+        total += probability * math.log(max(value, 1e-12))
+    return math.exp(total)
 
 
 def find_metric(question: LocalEstimator, case: PublishedCase) -> StreamMetric | PredictionRefusal:

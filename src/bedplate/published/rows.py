@@ -15,6 +15,7 @@ from bedplate.engines.names import find_engine_id
 from bedplate.errors import BedplateError, UsageError
 from bedplate.facts.chips import Chip, ChipMatch, find_chip, load_chips
 from bedplate.facts.known_models import look_up_model, make_model_from_facts, parse_model_name
+from bedplate.published.run_settings import RunSettings, read_run_settings
 from bedplate.published.settings import ServingSettings, parse_settings
 from bedplate.values import Model, Parallelism, replace_fields
 from bedplate.values.units import format_memory as as_memory
@@ -74,6 +75,8 @@ class PublishedCase(NamedTuple):
     """The original texts of the row."""
     settings: ServingSettings = ServingSettings()
     """The engine's settings as far as the row states them."""
+    run: RunSettings = RunSettings()
+    """Settings of a run on one machine as far as the row mentions them."""
 
 
 class RowPrediction(NamedTuple):
@@ -104,20 +107,17 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
     except BedplateError as error:
         return PredictionRefusal(error.message + (f" ({error.hint})" if error.hint else ""))
     devices = count or (layout.tensor * layout.pipeline * layout.data if layout != Parallelism() or tensor else None)
-    backend = _parse_backend(texts["backend"], chip, texts["engine"])
-    settings = parse_settings(texts, notes)
-    if backend.startswith("rocm") and settings.hipblaslt:
-        backend += "-lt"
+    run, settings = read_run_settings(texts), parse_settings(texts, notes)
+    backend = _parse_backend(texts["backend"], chip, texts["engine"], run)
     if backend == "cpu" and chip.kind != "cpu":
         chip = _get_cpu(chip)
-    threads = _parse_count(notes.get("threads", ""))
     concurrency, saturated = _parse_concurrency(texts["concurrency"])
     return PublishedCase(
         row_id=texts["row_id"],
         metric=metric,
         engine=engine,
         backend=backend,
-        machine=_get_machine(chip.name, (devices or 1) * chip.devices_per_card, threads, chip.kind == "cpu"),
+        machine=_get_machine(chip.name, (devices or 1) * chip.devices_per_card, run.threads, chip.kind == "cpu"),
         chip=chip,
         shape=get_shape(model),
         model=model,
@@ -134,6 +134,7 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
         notes=notes,
         texts=texts,
         settings=settings,
+        run=run,
     )
 
 
@@ -272,20 +273,22 @@ def _get_cpu(chip: Chip) -> Chip:
     raise UsageError(f"measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
 
 
-def _parse_backend(text: str, chip: Chip, engine_text: str) -> str:
+def _parse_backend(text: str, chip: Chip, engine_text: str, run: RunSettings) -> str:
     lowered = f"{text} {engine_text}".lower()
     if chip.kind == "cpu":
         return "cpu"
     if "vulkan" in lowered:
-        return "vulkan-amdvlk" if "amdvlk" in lowered else "vulkan"
-    if "rocwmma" in lowered:
-        return "rocm-wmma"
-    for word, backend in (("hip", "rocm"), ("rocm", "rocm"), ("metal", "metal"), ("sycl", "sycl"), ("cuda", "cuda")):
-        if word in lowered:
-            return backend
-    if re.search(r"\bcpu\b", lowered):
+        return "vulkan-amdvlk" if run.driver == "amdvlk" else "vulkan"
+    words = (
+        ("rocwmma", "rocm"), ("hip", "rocm"), ("rocm", "rocm"), ("metal", "metal"), ("sycl", "sycl"), ("cuda", "cuda"),
+    )  # fmt: skip
+    found = next((backend for word, backend in words if word in lowered), None)
+    if found is None and re.search(r"\bcpu\b", lowered):
         return "cpu"
-    return {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}.get(chip.vendor, "other")
+    backend = found or {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}.get(chip.vendor, "other")
+    if backend != "rocm":
+        return backend
+    return backend + ("-wmma" if run.rocwmma else "") + ("-lt" if run.hipblaslt else "")
 
 
 def _parse_concurrency(text: str) -> tuple[int | None, bool]:

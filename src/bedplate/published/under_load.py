@@ -34,6 +34,7 @@ from bedplate.decide.estimate.serving import (
 )
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
+from bedplate.published.assumptions import list_averaged
 from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction
 from bedplate.values.arrival import ArrivalProcess
 
@@ -142,12 +143,7 @@ def _describe_workers(load: ServingLoad) -> str:
 
 
 def _list_averaged(found: RowLoad, describe: Callable[[ServingLoad], str]) -> str:
-    weights: dict[str, float] = {}
-    for weight, load in found.alternatives:
-        weights[describe(load)] = weights.get(describe(load), 0.0) + weight
-    if len(weights) == 1:
-        return next(iter(weights))
-    return " or ".join(f"{text} ({weight:.0%})" for text, weight in weights.items())
+    return list_averaged((weight, describe(load)) for weight, load in found.alternatives)
 
 
 def find_case_bands(case: PublishedCase, way: Way, variance: float) -> BandSet:

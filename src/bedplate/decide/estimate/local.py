@@ -19,11 +19,11 @@ from bedplate.decide.estimate.physics import (
     compute_prefill_floor_s,
     count_all_reduce_bytes,
     count_attention_ops,
+    count_distinct_experts,
     count_kv_bytes,
-    count_used_experts,
     get_link_bytes_s,
 )
-from bedplate.engines import EstimateTraits
+from bedplate.engines import EstimateTraits, load_engines
 
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
@@ -33,6 +33,15 @@ HOST_COPY_TOKENS = 32
 PACKED = frozenset({"gptq", "awq", "compressed-tensors"})
 ACTIVATION_COPIES = 24.0
 """Rows of the hidden width that a layer reads and writes for each token around its matrix products."""
+VULKAN_SCALAR_SHARE = 0.6
+"""Rate of BF16 products with Vulkan relative to 16-bit products on AMD, whose drivers have no matrix instructions for
+BF16: 1.55 against 2.53 TFLOP/s for 32-bit numbers on a Radeon 780M (ggml-org/llama.cpp, pull request 12260)."""
+COPIED_BYTES = 4.0
+"""Bytes per weight to write a 16-bit copy and to read it."""
+EXPERT_MATRICES = 3
+"""Matrices of an expert: gate, up and down."""
+PAIR_OPS, SCORE_BYTES = 512.0, 4.0
+"""Operations between two tokens of one head of the usual width, and bytes of the score that they compute."""
 
 
 class Profile(NamedTuple):
@@ -40,6 +49,11 @@ class Profile(NamedTuple):
 
     slack: float
     """Additional time to read weights relative to the data sheet's bandwidth: 0.15 is 15% more."""
+    read_8: float
+    """Time to read 8-bit weights relative to `slack`, for engines that multiply even one token as a tile: they quantize
+    its inputs and scale its results block by block."""
+    read_packed: float
+    """The same for packed weights (GPTQ, AWQ)."""
     kv_read: float
     """Share of the memory bandwidth at which the cache is read."""
     unpack_16: float
@@ -52,14 +66,22 @@ class Profile(NamedTuple):
     """Additional cost of a layer with packed weights (GPTQ, AWQ): their kernels start slower."""
     moe_s: float
     """Additional cost of a layer with experts: routing, and a kernel for each of its matrices."""
+    moe_tile_s: float
+    """Additional cost of a layer with experts if their products are tiled: most tiles that are started are empty."""
     state_s: float
     """Additional cost of a recurrent layer."""
+    state: float
+    """Memory passes of the recurrent state for each token and sequence, in addition to reading it."""
+    scan: float
+    """Memory passes of the recurrent state for each token of a prompt."""
     step_s: float
     """A step's fixed cost: sampling, the runtime between two steps."""
     launch_s: float
     """Host time per layer if the engine launches each kernel separately; the device waits if it is faster."""
     launch_8: float
     """`launch_s` for 8-bit weights relative to 16-bit weights: each product then takes several kernels."""
+    launch_8_packed: float
+    """`launch_s` for packed 8-bit weights (GPTQ) relative to 16-bit weights."""
     launch_4: float
     """`launch_s` for 4-bit weights relative to 16-bit weights."""
     eager_s: float
@@ -74,6 +96,16 @@ class Profile(NamedTuple):
     """`gemm` for 16-bit weights relative to 4-bit weights."""
     gemm_fp4: float
     """`gemm` for weights that the device's 4-bit units multiply."""
+    gemm_k: float
+    """`gemm` for K-quants and I-quants, whose blocks have two levels of scales, relative to formats with one."""
+    unpack_k: float
+    """Cycles to dequantize a weight of K-quants and I-quants relative to formats with one level of scales."""
+    library: float
+    """Share of the matrix rate for products of 16-bit numbers by the vendor's library (cuBLAS, rocBLAS, hipBLASLt)."""
+    copy: float
+    """Memory passes of 16-bit copies of the weights, relative to one write and one read, where a library multiplies."""
+    call_s: float
+    """Host time for one expert's product, where the host starts a library product for each expert."""
     gemm_moe: float
     """Share of the matrix rate for experts."""
     moe_16: float
@@ -82,6 +114,8 @@ class Profile(NamedTuple):
     """Time of 4-bit experts relative to their bytes, for engines without a good kernel for them."""
     tile: float
     """Minimum tokens of a tile: a matrix product of fewer tokens costs as much."""
+    expert_tile: float
+    """The same for the product of one expert."""
     attend: float
     """Share of the matrix rate for attention between a prompt's tokens."""
     activation: float
@@ -89,13 +123,19 @@ class Profile(NamedTuple):
     column: float
     """Time that each further token adds to a vector product, as a share of the first."""
     plain: float
-    """Relative cost of attention that is not fused, for prompts."""
+    """Relative cost of the products of attention that is not fused, for prompts."""
+    scores: float
+    """Memory passes of the attention scores if attention is not fused."""
     plain_kv: float
     """Relative cost of attention that is not fused, for output tokens."""
     device_s: float
     """Cost of the transfer to the next device of a pipeline."""
     reduce_s: float
     """Latency of one all-reduce."""
+    overlap: float
+    """Share of the ideal overlap that the chunks of a prompt reach in a pipeline of devices with peer access."""
+    overlap_staged: float
+    """The same without peer access: copies between devices pass through the host's memory."""
 
 
 class Pass(NamedTuple):
@@ -149,6 +189,16 @@ class PassWork(NamedTuple):
     """1 if the device has units for these 4-bit weights."""
     packed: float
     """1 for packed weights (GPTQ, AWQ)."""
+    two_level: float
+    """1 for K-quants and I-quants."""
+    library: float
+    """1 if a library multiplies, after the weights were dequantized to 16 bits."""
+    expert_library: float
+    """1 if a library multiplies the experts."""
+    copied_s: float
+    """Writing and reading 16-bit copies of the weights that a library multiplies."""
+    calls: float
+    """Expert products that the host starts one by one."""
     read_s: float
     """Reading the weights at the data sheet's bandwidth."""
     expert_read_s: float
@@ -172,6 +222,8 @@ class PassWork(NamedTuple):
     """1 if several tokens of one sequence are computed."""
     pairs_s: float
     """Attention between the tokens of prompts, at the matrix rate."""
+    scores_s: float
+    """One pass of 32-bit attention scores through memory."""
     pairs_hz: float
     """Millions of operations between new tokens and the cache, over the multiprocessors' cycles."""
     unfused: float
@@ -179,46 +231,64 @@ class PassWork(NamedTuple):
     layers: float
     moe_layers: float
     recurrent: float
-    """Recurrent layers, for each sequence."""
+    """Recurrent layers."""
+    states_s: float
+    """One pass of the recurrent states of all sequences through memory, for each of their new tokens."""
     handovers: float
     reduces: float
     links_s: float
     launched: float
     """Layers whose kernels the host starts one by one."""
     host_s: float
+    saved: float
+    """Share of the time that an ideal overlap of chunks in a pipeline would save; 0 without a pipeline."""
+    staged: float
+    """1 if the devices of the pipeline have no peer access."""
 
 
 def forward(profile: Profile, work: PassWork) -> Pass:
     """The time of a forward pass. The arithmetic works on columns as well as on numbers."""
     reading = (work.read_s + work.packed * work.four * work.expert_read_s * (profile.moe_4 - 1)) * (1 + profile.slack)
+    slower = work.packed * (profile.read_packed - 1) + work.eight * (1 - work.packed) * (profile.read_8 - 1)
+    reading = reading * (1 + (work.vectors < 1) * slower)
     packed = 1 + work.packed * work.four * (profile.moe_4 - 1)
     each_cycles = work.half * profile.unpack_16 + work.eight * profile.unpack_8 + work.four * profile.unpack_4
+    each_cycles = each_cycles * (1 + work.two_level * (profile.unpack_k - 1))
     vector = reading + (work.weights_hz + work.experts_hz * packed) * each_cycles
     vector = vector * (1 + profile.column * (work.tokens - 1))
     tuned = work.half * profile.gemm_16 + work.eight * profile.gemm_8
     tuned = tuned + work.four * (work.native * profile.gemm_fp4 + (1 - work.native))
-    matrix = (work.body_s * _compute_hypot(work.tokens, profile.tile) + work.logits_s) / profile.gemm
-    share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half))
-    matrix = (matrix + work.expert_s * packed * _compute_hypot(work.each, profile.tile) / share) / tuned
+    tuned = tuned * (1 + work.two_level * (profile.gemm_k - 1))
+    dense_share = work.library * profile.library + (1 - work.library) * profile.gemm * tuned
+    matrix = (work.body_s * _compute_hypot(work.tokens, profile.tile) + work.logits_s) / dense_share
+    own_share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half)) * tuned
+    expert_share = work.expert_library * profile.library + (1 - work.expert_library) * own_share
+    matrix = matrix + work.expert_s * packed * _compute_hypot(work.each, profile.expert_tile) / expert_share
     # Reading limits a product of few rows, computing one of many, and both limit those in between.
-    whole = _overlap_times(reading, matrix + work.moved_s * profile.activation)
+    whole = _overlap_times(reading, matrix + work.moved_s * profile.activation) + work.copied_s * profile.copy
     tiled = (work.tokens > work.vectors) | ((work.tokens > 1) & (whole < vector))
     weights = (1 - tiled) * vector + tiled * _take_min(reading, whole)
     compute = tiled * (whole - _take_min(reading, whole))
     kv_s = work.kv_s / profile.kv_read + (1 - work.prompt) * work.pairs_hz * profile.pair
     kv_s = kv_s * (1 + (1 - work.prompt) * work.unfused * (profile.plain_kv - 1))
-    compute = compute + work.prompt * work.pairs_s / profile.attend * (1 + work.unfused * (profile.plain - 1))
+    attention = work.pairs_s / profile.attend * (1 + work.unfused * (profile.plain - 1))
+    compute = compute + work.prompt * (attention + work.unfused * work.scores_s * profile.scores)
+    # The states of a prompt's tokens follow from each other without leaving the chip; those of sequences are stored.
+    passes = work.prompt * profile.scan + (1 - work.prompt) * profile.state
+    kv_s = kv_s + work.states_s * passes
     fixed = profile.step_s + work.layers * (profile.layer_s + work.prompt * profile.eager_s)
     fixed = fixed + work.packed * work.layers * profile.packed_s + work.moe_layers * profile.moe_s
-    # States are updated sequence by sequence.
     fixed = fixed + work.recurrent * profile.state_s + work.handovers * profile.device_s
+    fixed = fixed + tiled * (work.calls * profile.call_s + work.moe_layers * profile.moe_tile_s)
     links = work.links_s + work.reduces * profile.reduce_s
     device = weights + kv_s + compute + links + fixed
-    each_launch = work.half + work.eight * profile.launch_8 + work.four * profile.launch_4
+    launch_8 = work.packed * profile.launch_8_packed + (1 - work.packed) * profile.launch_8
+    each_launch = work.half + work.eight * launch_8 + work.four * profile.launch_4
     launched = work.launched * profile.launch_s * each_launch
     # The device waits for the host if launching kernels is slower; 0 for engines that do not launch them separately.
     idle = _overlap_times(device, launched) - device
-    return Pass(weights, kv_s, compute, links, fixed + idle, work.host_s)
+    kept = 1 - work.saved * (work.staged * profile.overlap_staged + (1 - work.staged) * profile.overlap)
+    return Pass(weights * kept, kv_s * kept, compute * kept, links * kept, (fixed + idle) * kept, work.host_s * kept)
 
 
 def count_pass_work(
@@ -237,13 +307,17 @@ def count_pass_work(
     fused: bool = True,
     launched: bool = False,
     vectors: int = 1,
+    library_tokens: int | None = None,
+    saved: float = 0.0,
     host: HostWeights | None = None,
 ) -> PassWork:
     """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache."""
     bandwidth = machine.bandwidth_bytes_s * tensor
     per_hz = 1 / (machine.core_hz * tensor) if machine.core_hz else 0.0
     per_op = 1 / (matrix_ops_s * tensor)
-    touched = count_used_experts(shape.experts, shape.experts_active, tokens) / shape.experts if shape.experts else 0.0
+    touched = 0.0
+    if shape.experts:
+        touched = count_distinct_experts(shape.experts, shape.experts_active, tokens) / shape.experts
     rows = sequences if output_rows is None else output_rows
     expert_bytes, expert_params = shape.expert_bytes * touched, shape.expert_params * touched
     read_bytes = shape.dense_bytes + expert_bytes
@@ -257,6 +331,11 @@ def count_pass_work(
         rate_link = get_link_bytes_s(machine, tensor)
         links_s = 2 * shape.layers * count_all_reduce_bytes(tokens, shape, tensor) / rate_link if rate_link else 0.0
     prompt = new_each > 1
+    pairs = count_attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences if prompt else 0.0
+    each = tokens * shape.experts_active / (shape.experts * touched) if shape.experts else 0.0
+    library = library_tokens is not None and tokens >= library_tokens
+    expert_library = library and library_tokens is not None and each >= library_tokens
+    copied = (shape.dense_params * library + expert_params * expert_library) * COPIED_BYTES if kind != 16 else 0.0
     return PassWork(
         tokens=tokens,
         vectors=vectors,
@@ -266,6 +345,11 @@ def count_pass_work(
         native=float(shape.method in ("mxfp4", "nvfp4") and "fp4" in machine.ops_s),
         # Only general packed formats: a GGUF file stores experts in the layout of the kernels.
         packed=float(shape.method in PACKED),
+        two_level=float(_has_two_scales(shape)),
+        library=float(library),
+        expert_library=float(expert_library),
+        copied_s=copied / bandwidth,
+        calls=EXPERT_MATRICES * shape.moe_layers * shape.experts * touched if library else 0.0,
         read_s=read_bytes / bandwidth,
         expert_read_s=expert_bytes / bandwidth,
         weights_hz=shape.dense_params * per_hz,
@@ -273,21 +357,25 @@ def count_pass_work(
         body_s=2 * (shape.dense_params - shape.output_params) * per_op,
         logits_s=2 * shape.output_params * rows * per_op,
         expert_s=2 * expert_params * per_op,
-        each=tokens * shape.experts_active / (shape.experts * touched) if shape.experts else 0.0,
+        each=each,
         moved_s=ACTIVATION_COPIES * tokens * shape.layers * shape.hidden * 2 / bandwidth,
         kv_s=kv / (machine.bandwidth_bytes_s * _count_kv_devices(shape, tensor)),
         prompt=float(prompt),
-        pairs_s=count_attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences * per_op if prompt else 0.0,
+        pairs_s=pairs * per_op,
+        scores_s=pairs / PAIR_OPS * SCORE_BYTES / bandwidth,
         pairs_hz=0.0 if prompt else count_attention_ops(shape, 1, depth) * sequences * 1e-6 * per_hz,
         unfused=float(not fused),
         layers=shape.layers,
         moe_layers=shape.moe_layers,
-        recurrent=sum(group.layers for group in shape.attention if group.state_bytes) * sequences,
+        recurrent=sum(group.layers for group in shape.attention if group.state_bytes),
+        states_s=sum(group.state_bytes for group in shape.attention) * tokens / bandwidth,
         handovers=pipeline - 1,
         reduces=2 * shape.layers if tensor > 1 else 0,
         links_s=links_s,
         launched=shape.layers if launched else 0,
         host_s=_compute_host_s(host, machine, shape, tokens, touched),
+        saved=saved,
+        staged=float(machine.consumer),
     )
 
 
@@ -325,6 +413,12 @@ def _overlap_times(one: float, other: float) -> float:
 def _classify_bits(shape: ModelShape) -> int:
     """The class of the stored bits: 4, 8 or 16."""
     return 16 if shape.stored_bits > 12 else 8 if shape.stored_bits > 6.8 else 4
+
+
+def _has_two_scales(shape: ModelShape) -> bool:
+    """Whether blocks of weights have scales that are themselves quantized: K-quants and I-quants."""
+    label = shape.quantization.upper()
+    return shape.method == "gguf" and ("_K" in label or label.startswith("IQ"))
 
 
 def _compute_expansion(shape: ModelShape) -> float:
@@ -387,9 +481,11 @@ def get_profile(engine: str, backend: str, machine: MachineRates, current: bool 
     return _load_profile(names), next(name for name in reversed(names) if name in effects)
 
 
-def get_matrix_ops_s(engine: str, machine: MachineRates, shape: ModelShape) -> float:
+def get_matrix_ops_s(engine: str, machine: MachineRates, shape: ModelShape, backend: str = "") -> float:
     """The matrix rate that an engine can reach on one device with these weights."""
     rates = machine.ops_s
+    if backend.startswith("vulkan") and shape.quantization == "BF16" and machine.vendor == "amd":
+        return machine.plain_ops_s * VULKAN_SCALAR_SHARE
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
         return machine.plain_ops_s * (1.0 if shape.bits < 12 else HALF_SHARE)
@@ -426,6 +522,8 @@ class LocalEstimator(NamedTuple):
     ops_s: float
     """Matrix rate of one device."""
     vectors: int = VECTOR_TOKENS
+    library_tokens: int | None = None
+    """From this many tokens on, a library multiplies matrices; `None`: the engine's own kernels always do."""
     host: HostWeights | None = None
 
     @property
@@ -443,7 +541,8 @@ class LocalEstimator(NamedTuple):
         work = count_pass_work(
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
             pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
-            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
+            launched=self.traits.kernels == "eager", vectors=self.vectors, library_tokens=self.library_tokens,
+            host=self.host,
         )  # fmt: skip
         return PassPart(work, 1.0, compute_decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
 
@@ -462,17 +561,23 @@ class LocalEstimator(NamedTuple):
             self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
             absorbed=self.traits.kernels == "gguf",
-            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
+            launched=self.traits.kernels == "eager", vectors=self.vectors, library_tokens=self.library_tokens,
+            saved=self._compute_saved_share(chunks), host=self.host,
         )  # fmt: skip
         devices = self.tensor * (self.pipeline if self.traits.overlaps_chunks else 1)
         floor = compute_prefill_floor_s(self.shape, self.machine, total, devices)
-        return PassPart(work, chunks * self._overlap(chunks), floor)
+        return PassPart(work, chunks, floor)
 
-    def _overlap(self, chunks: float) -> float:
-        """The relative time if chunks follow each other through the devices of a pipeline."""
+    def _compute_saved_share(self, chunks: float) -> float:
+        """The share of the time that is saved if chunks follow each other through a pipeline without any delay.
+
+        The stage with the most layers sets the pace: the output projection counts as a layer.
+        """
         if self.pipeline == 1 or not self.traits.overlaps_chunks:
-            return 1.0
-        return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
+            return 0.0
+        units = self.shape.layers + 1
+        slowest = -(-units // self.pipeline) / units
+        return max(0.0, 1.0 - (1.0 + (chunks - 1) * slowest) / chunks)
 
     def estimate_prefill_s(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> float:
         return self.compute_seconds(self.make_prefill_part(tokens, sequences, depth))
@@ -493,13 +598,20 @@ def make_local_estimator(
     chunk: int | None = None,
     fused: bool = True,
     current: bool = True,
+    build: int | None = None,
+    year: int | None = None,
     host: HostWeights | None = None,
 ) -> LocalEstimator:
+    """The estimator of an engine's `build`, or of a build of this year; of a current build if both are unknown."""
+    known = load_engines().get(engine)
+    half = _classify_bits(shape) == 16
     profile, key = get_profile(engine, backend, machine, current)
     return LocalEstimator(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
         chunk=chunk or get_traits(engine).chunk_tokens or MOST_CHUNK, fused=fused,
-        ops_s=get_matrix_ops_s(engine, machine, shape), vectors=_count_vector_tokens(engine, backend, shape), host=host,
+        ops_s=get_matrix_ops_s(engine, machine, shape, backend), vectors=_count_vector_tokens(engine, backend, shape),
+        library_tokens=known.get_library_tokens(backend, machine.family, half, build, year) if known else None,
+        host=host,
     )  # fmt: skip
 
 
