@@ -74,7 +74,6 @@ types: $(READY_DEV)
 	$(BIN)/mypy
 
 score: $(READY)
-	$(BIN)/python benchmarks/score/memory.py $(ARGS)
 	$(BIN)/python benchmarks/score/speed.py $(ARGS)
 
 docs: $(READY)

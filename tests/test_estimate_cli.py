@@ -56,3 +56,35 @@ def test_an_invalid_table_is_a_usage_error(tmp_path: Path) -> None:
 def test_an_unwritable_output_is_an_external_failure(tmp_path: Path) -> None:
     done = run("--rows", "-", "--out", tmp_path / "no" / "such" / "out.csv", stdin=(HEAD + GOOD).encode())
     assert done.code == 3 and "cannot write" in done.err
+
+
+QUESTION = "hardware=RTX 4090; engine=llama.cpp; model=Llama 3.1 8B Q4_K_M; metric=prefill_tok_s"
+
+
+def test_explain_lists_the_terms_of_a_row_by_line_by_id_or_as_a_question(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text(HEAD + BAD + GOOD)
+    by_line, by_id = run("--explain", f"{source}:3"), run("--rows", source, "--explain", "a")
+    assert by_line.code == by_id.code == 0
+    assert by_line.out == by_id.out
+    for words in ("decode_tok_s_single", "read weights", "add up to", "Assumed", "95 %", "campaigns"):
+        assert words in by_line.out
+    asked = run("--explain", QUESTION)
+    assert asked.code == 0 and "matrix products" in asked.out
+
+
+def test_explain_of_a_refused_row_gives_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(HEAD + BAD)
+    done = run("--explain", f"{tmp_path / 'in.csv'}:2")
+    assert done.code == 1 and "unknown chip" in done.err
+
+
+def test_explain_of_a_missing_row_is_a_usage_error(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text(HEAD + GOOD)
+    for arguments, words in (
+        (("--explain", f"{source}:9"), "line 9"), (("--rows", source, "--explain", "zz"), "'zz'"),
+        (("--explain", "zz"), "names no row"), (("--rows", source, "--json"), "--json needs --explain"),
+    ):  # fmt: skip
+        done = run(*arguments)
+        assert done.code == 2 and words in done.err

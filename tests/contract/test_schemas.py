@@ -112,6 +112,8 @@ WITHOUT_ENGINE = {
     "portfolio": ("portfolio", ["plan", "-f", "{platform}", "--json"]),
     "simulate": ("simulation", ["simulate", LLAMA, "--hardware", "H100 SXM", "--requests", "200", "--rate", "5",
                                 "--replicas", "2", "--json"]),
+    "estimate": ("explanation", ["estimate", "--json", "--explain",
+                                 "hardware=RTX 4090; engine=llama.cpp; model=Llama 3.1 8B; metric=prefill_tok_s"]),
     "workload": ("trace", ["workload", str(CAPTURES / "traces" / "mooncake-conversation.jsonl"), "--json"]),
     "engines": ("engines", ["engines", "--json"]),
     "engines show": ("engine", ["engines", "show", "vllm", "--json"]),

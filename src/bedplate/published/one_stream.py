@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from bedplate.decide.estimate.bands import BandMetric, BandSet, find_bands
 from bedplate.decide.estimate.engines import get_traits
-from bedplate.decide.estimate.local import LocalEstimator, PassPart, get_band, make_local_estimator
+from bedplate.decide.estimate.local import LocalEstimator, PassPart, make_local_estimator
 from bedplate.engines import load_engines
 from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction
 from bedplate.values import Parallelism
+from bedplate.values.fit import Fit
 
 TYPICAL_CONTEXT = 256
 """Used if a row has no lengths: speed tables are measured with short prompts and outputs."""
@@ -103,17 +105,29 @@ def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
         return value
     if not math.isfinite(value) or value <= 0:
         return PredictionRefusal("the prediction from the row's values is not a finite positive number")
-    band = get_band(RESIDUALS_OF.get(case.metric, case.metric), estimators[0][1].key)
-    return RowPrediction(value, *(band.invert() if case.metric.endswith("_ms") else band).get_bounds(value))
+    return RowPrediction(value, *find_case_bands(case).eighty.get_bounds(value))
 
 
-RESIDUALS_OF = {
-    "tpot_ms": "decode_tok_s_single", "ttft_ms": "prefill_tok_s", "output_tok_s_per_gpu": "output_tok_s_total",
-}  # fmt: skip
-"""Metrics without residuals, and the metrics whose residuals they use."""
+def find_case_bands(case: PublishedCase) -> BandSet:
+    """The bands of the case's metric."""
+    metric: BandMetric = {"prefill_tok_s": "prefill", "ttft_ms": "prefill", "total_tok_s_incl_prompt": "whole request",
+                          "peak_memory_gb": "memory"}.get(case.metric, "decode")  # type: ignore[assignment]  # fmt: skip
+    if metric == "decode" and (case.concurrency or 1) > 1 and case.metric != "decode_tok_s_single":
+        metric = "batched decode"
+    found = find_bands(metric, case.engine, case.machine, case.shape)
+    return found.invert() if case.metric.endswith("_ms") else found
 
 
 def _predict_peak_memory(case: PublishedCase) -> RowPrediction | PredictionRefusal:
+    found = fit_memory(case)
+    if isinstance(found, PredictionRefusal):
+        return found
+    value = sum(need.count * need.total_bytes for need in found.devices) / 1e9
+    return RowPrediction(value, *find_case_bands(case).eighty.get_bounds(value))
+
+
+def fit_memory(case: PublishedCase) -> Fit | PredictionRefusal:
+    """The memory of the case by device."""
     from bedplate.decide.memory import fit
     from bedplate.facts.hypothetical import make_simulated_hardware
     from bedplate.values import Workload
@@ -135,12 +149,7 @@ def _predict_peak_memory(case: PublishedCase) -> RowPrediction | PredictionRefus
         prompt_tokens=max(1, case.prompt_tokens),
         output_tokens=max(1, case.output_tokens),
     )
-    found = fit(make_simulated_hardware(described), case.model, workload, case.engine, parallelism=layout)
-    total = sum(need.count * need.total_bytes for need in found.devices)
-    high = sum(need.count * need.high_bytes for need in found.devices)
-    band = get_band("peak_memory_gb", case.engine)
-    value = total / 1e9
-    return RowPrediction(value, value * band.low, max(value * band.high, high / 1e9))
+    return fit(make_simulated_hardware(described), case.model, workload, case.engine, parallelism=layout)
 
 
 def can_predict(case: PublishedCase) -> bool:

@@ -44,8 +44,11 @@ def predict(row: Mapping[str, str | None]) -> RowPrediction | PredictionRefusal:
 
 
 def predict_case(case: PublishedCase) -> RowPrediction | PredictionRefusal:
-    if case.metric in SERVING_METRICS and (
+    return under_load.predict(case) if is_under_load(case) else one_stream.predict(case)
+
+
+def is_under_load(case: PublishedCase) -> bool:
+    """Whether the model of continuous batching predicts the case, not that of one or a few streams."""
+    return case.metric in SERVING_METRICS and (
         get_traits(case.engine).kernels == "serving" or not one_stream.can_predict(case)
-    ):
-        return under_load.predict(case)
-    return one_stream.predict(case)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
@@ -33,6 +34,22 @@ def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | 
         return list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
         raise UsageError(f"{name} is not a CSV table in UTF-8", cause=str(error)) from error
+
+
+def find_row(source: TextIO, name: str, wanted: str | int) -> dict[str, str | None]:
+    """The row with this id, or on this line of the file; the line with the column names is line 1."""
+    text = source.read()
+    rows = read_table(io.StringIO(text, newline=""), name)
+    if isinstance(wanted, int):
+        reader = csv.reader(io.StringIO(text, newline=""))
+        lines = [reader.line_num for cells in reader if cells][1:]
+        if wanted in lines:
+            return rows[lines.index(wanted)]
+        raise UsageError(f"{name} has no row that ends on line {wanted}", hint="line 1 has the names of the columns")
+    found = next((row for row in rows if (row.get("row_id") or "").strip() == wanted), None)
+    if found is None:
+        raise UsageError(f"{name} has no row with the id {wanted!r}", hint="FILE:LINE selects a row by its line")
+    return found
 
 
 def predict_rows(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate.arrivals import BENCH, USERS, USUAL_BENCHMARK, RequestArrivals
+from bedplate.decide.estimate.bands import BandMetric, BandSet, find_bands
 from bedplate.decide.estimate.batching import (
+    Efficiencies,
     Layout,
     RankWork,
     Waits,
@@ -28,10 +31,10 @@ from bedplate.decide.estimate.serving import (
     Way,
     compute_times,
     compute_token_floor_s,
-    get_band,
 )
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
+from bedplate.published.assumptions import list_averaged
 from bedplate.published.rows import PredictionRefusal, PublishedCase, RowPrediction
 from bedplate.values.arrival import ArrivalProcess
 
@@ -52,8 +55,6 @@ MLPERF_TOKENS = (
 )  # fmt: skip
 MLPERF_LONGEST = 128
 """Maximum output tokens in MLPerf's single-stream scenario."""
-TENTH = 1.28
-"""Standard deviations beyond which a tenth of a normal distribution lies."""
 SHAREGPT_TOKENS = (225, 195)
 """Mean lengths of ShareGPT's conversations as serving benchmarks filter them."""
 
@@ -98,18 +99,64 @@ def predict(case: PublishedCase) -> RowPrediction | PredictionRefusal:
     if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
         return PredictionRefusal(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
     e = get_efficiencies(case.engine, found.machine.family, classify_weights(case.shape))
+    value, variance = average_values(case, found, e)
+    return RowPrediction(value, *find_case_bands(case, question.way, variance).eighty.get_bounds(value))
+
+
+def average_values(case: PublishedCase, found: RowLoad, e: Efficiencies) -> tuple[float, float]:
+    """The row's metric, averaged over the settings that it does not state, and the variance of its logarithm."""
     values: list[tuple[float, float]] = []
     for weight, load in found.alternatives:
         got = compute_times(load, e)
-        floor = compute_token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
+        floor = compute_token_floor_s(found.machine, case.shape, found.layout, got.batch, found.context, found.kv_bits)
         values.append((weight, math.log(_compute_metric(case, found._replace(question=load), got, floor))))
-    # The settings that the row does not state are averaged out, and their spread widens the band.
     mean = sum(weight * value for weight, value in values)
-    variance = sum(weight * (value - mean) ** 2 for weight, value in values)
-    value = math.exp(mean)
-    low, high = (math.log(bound / value) for bound in get_band(question.way, case.metric).get_bounds(value))
-    low, high = (math.copysign(math.sqrt(one * one + (TENTH * TENTH) * variance), one) for one in (low, high))
-    return RowPrediction(value, value * math.exp(low), value * math.exp(high))
+    return math.exp(mean), sum(weight * (value - mean) ** 2 for weight, value in values)
+
+
+WAYS = {
+    "wave": "one burst", "saturated": "as many requests as fit", "offline": "as many requests as fit, tuned",
+    "server": "as many requests as a latency target allows, tuned",
+    "interactive": "as many requests as a short latency target allows, tuned",
+}  # fmt: skip
+
+
+def list_assumptions(case: PublishedCase, found: RowLoad) -> dict[str, str]:
+    """The settings of a load that its row does not state, in words; of averaged ones, all with their weights."""
+    question = found.question
+    assumed = {
+        "arrivals": WAYS.get(question.way) or find_arrivals(case).describe(),
+        "mean prompt and output": f"{question.work.prompt:,.0f} and {question.work.output:,.0f} tokens",
+        "KV cache": f"{found.kv_bits:g} bits",
+        "prompt tokens per pass": _list_averaged(found, lambda load: f"{load.waits.pass_tokens:,.0f}"),
+        "drafted tokens": _list_averaged(found, lambda load: f"{load.guessing:g}"),
+    }
+    if question.way == "apart":
+        assumed["workers"] = _list_averaged(found, _describe_workers)
+    return assumed
+
+
+def _describe_workers(load: ServingLoad) -> str:
+    if not (load.prefills and load.decodes):
+        return "as operators add them with load"
+    return f"{load.prefills:g} prefill, {load.decodes:g} decode"
+
+
+def _list_averaged(found: RowLoad, describe: Callable[[ServingLoad], str]) -> str:
+    return list_averaged((weight, describe(load)) for weight, load in found.alternatives)
+
+
+def find_case_bands(case: PublishedCase, way: Way, variance: float) -> BandSet:
+    """The bands of the case's metric; `variance` is that of its logarithm over the settings that it does not state."""
+    apart, timed = way == "apart", case.metric.endswith("_ms")
+    metric: BandMetric = "TPOT disaggregated" if apart else "TPOT"
+    if case.metric == "ttft_ms":
+        metric = "TTFT disaggregated" if apart else "TTFT"
+    elif not timed and way not in ("steady", "apart"):
+        metric = "throughput"
+    found = find_bands(metric, case.engine, case.machine, case.shape)
+    # In a closed loop, tokens per second are streams over time per token; few tables have both.
+    return (found if timed or metric == "throughput" else found.invert()).widen(variance)
 
 
 def _compute_metric(case: PublishedCase, found: RowLoad, got: ServingTimes, floor_s: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bedplate.decide.estimate import local
 from bedplate.decide.estimate.arrivals import choose_arrivals
+from bedplate.decide.estimate.bands import find_bands
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit
 from bedplate.decide.estimate.engines import get_timed_engine, get_traits
 from bedplate.decide.estimate.local import HostWeights, LocalEstimator
@@ -120,7 +121,10 @@ def _expect_locally(
     request_s = prefill_s + output * tpot_s
     waiting_s = max(0.0, in_flight / resident - 1) * request_s
     speed = 1 / factor
-    made = "decode_tok_s_single" if resident == 1 else "output_tok_s_total"
+    tokens = find_bands(
+        "decode" if resident == 1 else "batched decode", question.engine, question.machine, question.shape
+    )
+    prompts = find_bands("prefill", question.engine, question.machine, question.shape)
     parts = step.split_by_limit()
     parts["compute"] += prefill_s * (resident - 1) / output
     return Expectation(
@@ -129,10 +133,10 @@ def _expect_locally(
         output_tok_s=min(replicas * resident, workload.compute_in_flight()) * output / request_s * factor,
         limit=find_limit(parts),
         parts_s={name: part * speed for name, part in parts.items()},
-        ttft_band=local.get_band("prefill_tok_s", question.key).invert(),
-        tpot_band=local.get_band(made, question.key).invert(),
-        output_band=local.get_band(made, question.key),
-        source=_describe_source(question, factor),
+        ttft_band=prompts.eighty.invert(),
+        tpot_band=tokens.eighty.invert(),
+        output_band=tokens.eighty,
+        source=_describe_source(question, factor) + tokens.describe_distance(),
     )
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
-from bedplate.decide.estimate.calibration import WIDE, Band, Limit
+from bedplate.decide.estimate.calibration import Limit
 from bedplate.decide.estimate.engines import get_traits
 from bedplate.decide.estimate.machine import HALF_SHARE, MachineRates
 from bedplate.decide.estimate.physics import (
@@ -619,10 +619,3 @@ def _count_vector_tokens(engine: str, backend: str, shape: ModelShape) -> int:
     if get_traits(engine).kernels in ("serving", "eager"):
         return 0
     return 1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS
-
-
-def get_band(metric: str, key: str) -> Band:
-    """The band of eight of ten residuals: of this engine, or of all engines if it has too few."""
-    bands = calibration.load_table("local").get("bands", {})
-    found = bands.get(f"{metric}/{key}") or bands.get(metric)
-    return Band(*found) if found else WIDE

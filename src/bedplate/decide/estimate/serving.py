@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from bedplate.decide.estimate.arrivals import USERS, ArrivalTerms, RequestArrivals
+from bedplate.decide.estimate.bands import find_bands
 from bedplate.decide.estimate.batching import (
     CLOSED_LOOP,
     NO_WAITS,
@@ -28,7 +29,7 @@ from bedplate.decide.estimate.batching import (
     limit_layout,
     take_min,
 )
-from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit, load_table
+from bedplate.decide.estimate.calibration import Expectation, Limit, find_limit
 from bedplate.decide.estimate.engines import get_traits
 from bedplate.decide.estimate.machine import MachineRates
 from bedplate.decide.estimate.physics import ModelShape, compute_decode_floor_s, compute_prefill_floor_s
@@ -186,16 +187,19 @@ def expect(
         "interconnect": links / factor,
         "runtime overhead": (fixed + slower_s) / factor,
     }
+    tokens = find_bands("TPOT", engine, machine, shape)
     return Expectation(
         ttft_s=found.first_s / factor,
         tpot_s=token_s / factor,
         output_tok_s=tok_s * factor,
         limit=find_limit(parts),
         parts_s=parts,
-        ttft_band=get_band("steady", "ttft_ms"),
-        tpot_band=get_band("steady", "tpot_ms"),
-        output_band=get_band("steady", "output_tok_s_total"),
-        source=f"a model of continuous batching, fitted on published measurements, for {arrivals.describe()}",
+        ttft_band=find_bands("TTFT", engine, machine, shape).eighty,
+        tpot_band=tokens.eighty,
+        # In a closed loop, tokens per second are streams over time per token.
+        output_band=tokens.eighty.invert(),
+        source=f"a model of continuous batching, fitted on published measurements, for {arrivals.describe()}"
+        + tokens.describe_distance(),
     )
 
 
@@ -206,19 +210,6 @@ def convert_layout(layout: Parallelism) -> Layout:
         return Layout(layout.tensor // groups, groups, max(1, layout.expert), layout.pipeline, max(1, layout.data))
     replicas = max(1, layout.data // groups) if layout.data % groups == 0 else max(1, layout.data)
     return Layout(max(1, layout.tensor), groups, max(1, layout.expert), max(1, layout.pipeline), replicas)
-
-
-def get_band(way: Way, metric: str) -> Band:
-    """The error band: eight of ten rows that were held out of the fit are within these factors."""
-    bands = load_table("serving")["bands"]
-    timed = metric in ("ttft_ms", "tpot_ms", "latency_ms")
-    if not timed and way in ("steady", "apart"):
-        # In a closed loop, tokens per second are streams over time per token; few tables have both.
-        low, high = bands[f"{way} tpot_ms"]
-        return Band(1 / high, 1 / low)
-    name = metric if metric in ("ttft_ms", "tpot_ms") else "tpot_ms" if timed else "output_tok_s_total"
-    found = bands.get(f"{way} {name}") or bands[f"steady {name}"]
-    return Band(found[0], found[1])
 
 
 def compute_token_floor_s(

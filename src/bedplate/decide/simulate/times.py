@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bedplate.decide.estimate import local
+from bedplate.decide.estimate.bands import find_bands
 from bedplate.decide.estimate.batching import (
     SLOW_LINK_BYTES_S,
     Efficiencies,
@@ -25,7 +26,7 @@ from bedplate.decide.estimate.engines import get_timed_engine, get_traits
 from bedplate.decide.estimate.expectation import get_backend, get_host_weights
 from bedplate.decide.estimate.machine import MachineRates, get_machine_rates
 from bedplate.decide.estimate.physics import ModelShape, compute_decode_floor_s, compute_prefill_floor_s, get_shape
-from bedplate.decide.estimate.serving import convert_layout, get_band
+from bedplate.decide.estimate.serving import convert_layout
 from bedplate.decide.simulate.fleet import Transfer
 from bedplate.decide.simulate.replica import Steps
 from bedplate.values import Hardware, Model, Parallelism
@@ -80,10 +81,8 @@ def make_replica_times(
         found = make_served_steps(
             machine, shape, engine, layout, lengths, slots=slots, batch_tokens=batch_tokens, kv_bits=kv_bits
         )
-        spread, source = (
-            get_band("steady", "tpot_ms"),
-            "a model of continuous batching, fitted on published measurements",
-        )
+        spread = find_bands("TPOT", engine, machine, shape).eighty
+        source = "a model of continuous batching, fitted on published measurements"
         fixed_s = get_efficiencies(engine, machine.family, classify_weights(shape)).apart_first_s
     else:
         question = local.make_local_estimator(
@@ -91,7 +90,7 @@ def make_replica_times(
             host=get_host_weights(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
         )  # fmt: skip
         found = make_unbatched_steps(question, lengths, slots=slots, batch_tokens=batch_tokens)
-        spread = local.get_band("output_tok_s_total", question.key).invert()
+        spread = find_bands("batched decode", engine, machine, shape).eighty.invert()
         source = f"bytes and operations at the efficiencies of {question.key}, fitted on published measurements"
         fixed_s = 0.0
     if factor != 1.0:
