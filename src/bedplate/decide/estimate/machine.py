@@ -349,8 +349,7 @@ def _compute_plain_ops(kind: str, chip: Chip) -> float:
     if per_cycle is not None:
         # GeForce cards accumulate in 16 bits at twice the data sheet's 32-bit rate; other cards do not.
         peak = min(per_cycle * _compute_core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
-    if not peak or not chip.watts or kind not in OPS_PER_JOULE or (chip.unified and chip.vendor == "nvidia"):
-        # The power limit of NVIDIA's GB10 does not reduce its clock.
+    if not peak or not chip.watts or kind not in OPS_PER_JOULE:
         return peak
     powered = OPS_PER_JOULE[kind] * chip.watts
     return float((peak**-2 + powered**-2) ** -0.5)
