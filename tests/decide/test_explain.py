@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bedplate.errors import UsageError
-from bedplate.published.explain import BOUND, Explanation, explain, parse_question, split_total
+from bedplate.published.explain import BOUND, explain, parse_question, split_total
 from bedplate.published.predict import predict
 from bedplate.published.rows import PredictionRefusal, RowPrediction
+from bedplate.values.explanation import Explanation
 
 LLAMA = "hardware=RTX 4090; engine=llama.cpp; engine_version=b7340; model=Llama 3.1 8B Q4_K_M; prompt_tokens=512"
 SERVED = (
@@ -47,7 +48,8 @@ def test_terms_add_up_to_the_prediction(text: str) -> None:
     assert [(one.low, one.high) for one in found.bands if one.level == 80] == [(predicted.low, predicted.high)]
     # Nothing is left over: every elementary time is one of the terms.
     assert BOUND not in [term.name for term in found.terms]
-    assert all(term.seconds is not None and term.seconds > 0 for term in found.terms)
+    # Only between workers can a time hide another: requests that decode longer wait less for a prefill worker.
+    assert all(term.seconds and (term.seconds > 0 or "disagg" in text) for term in found.terms)
     assert found.assumed and found.band_campaigns > 0 and found.band_rows > 0
 
 

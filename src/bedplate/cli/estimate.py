@@ -23,7 +23,7 @@ EXAMPLES = """Examples:
   bedplate estimate --rows measured.csv --out predicted.csv
   bedplate estimate --rows - < measured.csv | head
   bedplate estimate --explain measured.csv:12
-  bedplate estimate --explain "hardware=RTX 4090; engine=llama.cpp; model=Llama 3.1 8B Q4_K_M; metric=prefill_tok_s"
+  bedplate estimate --rows measured.csv --explain LCP-00001
 
 Columns: hardware, count, engine, model, quantization, tensor_parallel, parallelism, concurrency, prompt_tokens,
 output_tokens, context_depth, metric; optional hints: backend, engine_version, scenario, notes. Required: hardware,
@@ -48,7 +48,7 @@ def estimate(
         typer.Option(
             "--explain",
             metavar="ROW",
-            help="List the terms of one prediction. ROW: FILE:LINE, a row_id of --rows, or the columns as NAME=VALUE;…",
+            help="List the terms of one prediction. ROW is FILE:LINE, a row_id of --rows, or NAME=VALUE; NAME=VALUE ….",
             show_default=False,
         ),
     ] = None,

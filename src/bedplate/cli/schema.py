@@ -47,7 +47,7 @@ DOCUMENTS = (
     # Of an intent with several services.
     Document("portfolio", "plan -f FILE --json", ("values.portfolio:Portfolio",)),
     Document("simulation", "simulate --json", ("values.simulation:Simulation",)),
-    Document("explanation", "estimate --explain ROW --json", ("published.explain:Explanation",)),
+    Document("explanation", "estimate --explain ROW --json", ("values.explanation:Explanation",)),
     Document("trace", "workload --json", ("values.workload:TraceSummary",)),
     Document("request", "workload FILE", ("values.workload:RequestShape",), form="lines", is_input=True),
     Document("engines", "engines --json", ("run.engine_listing:EngineList",)),

@@ -8,7 +8,7 @@ elementary time multiplied by the prediction's slope in it, wherever times overl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from bedplate.decide.estimate.bands import BandSet
 from bedplate.decide.estimate.batching import Efficiencies, RankWork, classify_weights, get_efficiencies
@@ -17,7 +17,7 @@ from bedplate.errors import UsageError
 from bedplate.published import one_stream, under_load
 from bedplate.published.predict import is_under_load, predict
 from bedplate.published.rows import COLUMNS, PredictionRefusal, PublishedCase, RowPrediction, resolve
-from bedplate.values.record import Record
+from bedplate.values.explanation import ExplainedBand, ExplainedFactor, ExplainedTerm, Explanation
 
 STEP = 1e-4
 """Relative change of an elementary time for its slope."""
@@ -60,59 +60,6 @@ SERVING_TERMS = {
     "apart_first_s": ("hand over to a decode worker", ""), "apart_far_s": ("messages between nodes", ""),
 }  # fmt: skip
 BOUND = "lower bound at the data sheet's rates"
-
-
-class ExplainedTerm(Record, frozen=True, kw_only=True):
-    """One term of the sum."""
-
-    name: str
-    value: float
-    """The elementary amount: a time at the data sheet's rates, a fixed cost, or gigabytes."""
-    unit: str
-    efficiency_name: str = ""
-    efficiency: float | None = None
-    """The fitted value that applies to it; `None` if the term has none."""
-    seconds: float | None = None
-    """`None` for memory, whose terms are amounts."""
-    share: float
-
-
-class ExplainedFactor(Record, frozen=True, kw_only=True):
-    """A fitted number that scales several terms."""
-
-    name: str
-    value: float
-    share: float
-    """Relative change of the total for a relative change of this number."""
-
-
-class ExplainedBand(Record, frozen=True, kw_only=True):
-    level: int
-    low: float
-    high: float
-
-
-class Explanation(Record, frozen=True, kw_only=True):
-    """The terms of one prediction; their seconds add up to `total_s`, or their gigabytes to the prediction."""
-
-    schema: Literal["explanation/1"] = "explanation/1"
-    row_id: str
-    metric: str
-    predicted: float
-    total_s: float | None
-    """The time from which the prediction is computed; `None` for memory."""
-    total_is: str
-    """What `total_s` is the time of."""
-    terms: tuple[ExplainedTerm, ...]
-    factors: tuple[ExplainedFactor, ...]
-    assumed: dict[str, str]
-    """Settings that the row does not state, or that its kind of benchmark implies."""
-    bands: tuple[ExplainedBand, ...]
-    band_group: str
-    band_campaigns: int
-    band_rows: int
-    far: str
-    """Why no published measurement is near; empty if some are."""
 
 
 class Split(NamedTuple):
@@ -195,7 +142,9 @@ def _explain_stream(case: PublishedCase, predicted: RowPrediction) -> Explanatio
         "engine build": "current" if one_stream.is_current(case) else "older, or not stated",
         "efficiencies": question.key,
     }
-    if case.prompt_tokens is None and case.output_tokens is None and case.depth is None:
+    if case.metric == "prefill_tok_s" and case.prompt_tokens is None:
+        assumed["prompt"] = tokens
+    elif case.prompt_tokens is None and case.output_tokens is None and case.depth is None:
         assumed["context"] = f"{one_stream.TYPICAL_CONTEXT} tokens"
     return _make_explanation(
         case, predicted, one_stream.find_case_bands(case), terms, (), assumed, split.total, f"the time of {tokens}"

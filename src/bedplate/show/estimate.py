@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.published.explain import Explanation
+from bedplate.values.explanation import Explanation
 from bedplate.values.units import format_figure
 
 
