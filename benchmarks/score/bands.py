@@ -181,7 +181,7 @@ class Pool:
 
 
 def _weigh(rows: int) -> float:
-    return min(1.0, rows / FULL_ROWS) ** 0.5
+    return math.sqrt(min(1.0, rows / FULL_ROWS))
 
 
 def make_folds(rows: Iterable[LeftOutRow]) -> list[frozenset[str]]:

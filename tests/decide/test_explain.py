@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from bedplate.errors import UsageError
@@ -75,7 +77,7 @@ def test_more_specific_questions_change_the_largest_term() -> None:
 
 
 def test_total_is_divided_by_slopes_where_times_overlap() -> None:
-    def compute(scaled: dict[str, float]) -> float:
+    def compute(scaled: Mapping[str, float]) -> float:
         read, work = 3.0 * scaled.get("read", 1.0), 4.0 * scaled.get("work", 1.0)
         return float((read**2 + work**2) ** 0.5)
 

@@ -81,9 +81,8 @@ def find_bands(metric: BandMetric, engine: str, machine: MachineRates, shape: Mo
     groups = table["groups"]
     for name in list_groups(metric, get_traits(engine).kernels, classify_device(machine), distance):
         if (found := groups.get(name)) is not None:
-            return BandSet(
-                *(Band(*found[str(level)]) for level in LEVELS), name, found["campaigns"], found["rows"], far
-            )
+            half, eighty, most = (Band(*found[str(level)]) for level in LEVELS)
+            return BandSet(half, eighty, most, name, found["campaigns"], found["rows"], far)
     return BandSet(WIDE, WIDE, WIDE, metric, 0, 0, far or "no published measurement of this metric")
 
 
