@@ -425,9 +425,6 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closing
 
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
     def get_write_buffer_size(self) -> int:
         return 0
 

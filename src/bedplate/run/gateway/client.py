@@ -19,7 +19,6 @@ from bedplate.run.gateway.origins import write_cors_headers, write_preflight_hea
 from bedplate.run.gateway.pages import show_page
 from bedplate.run.gateway.request_checks import RequestMistake, check_request
 from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
-from bedplate.run.gateway.upstream import WRITE_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
@@ -111,7 +110,6 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # type: ignore[attr-defined]
         self._set_deadline(REQUEST_TIMEOUT_S)
         self._gateway.add_connection(self, transport)
 

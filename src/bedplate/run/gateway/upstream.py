@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
 
 CONNECT_TIMEOUT_S = 10.0
-WRITE_BUFFER_BYTES = 0
-"""Each write is sent at once. With a buffer, uvloop sends it after it has read from all connections that have data: a
-first token would wait for the tokens of many other streams."""
 _INVALID = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
@@ -94,7 +91,6 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # type: ignore[attr-defined]
         self.pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
