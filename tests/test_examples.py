@@ -56,7 +56,9 @@ def printed_commands(text: str) -> Iterator[str]:
     for line in re.sub(r" *\\\n *", " ", text).splitlines():
         line = line.strip().removeprefix("$ ")
         if line.startswith("bedplate "):
-            yield re.split(r"\s{2,}|\s+[|<>#;] ?| && |;", line)[0].strip()
+            # Up to what is not part of it, which does not count within quotation marks.
+            found = re.match(r"""(?:"[^"]*"|'[^']*'|(?!\s{2,}|\s+[|<>#;]| && |;).)*""", line)
+            yield (found[0] if found else line).strip()
 
 
 def examples() -> list[str]:
@@ -94,8 +96,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with gzip.open(tmp_path / "conversation_trace.jsonl.gz", "wb") as packed:
         packed.write((traces / "mooncake-conversation.jsonl").read_bytes())
     shutil.copy(traces / "requests-constructed.jsonl", tmp_path / "requests.jsonl")
-    measured = "hardware,engine,model,metric\nRTX 4090,llama.cpp,Llama 3.1 8B Q4_K_M,decode_tok_s_single\n"
-    (tmp_path / "measured.csv").write_text(measured)
+    row = "RTX 4090,llama.cpp,Llama 3.1 8B Q4_K_M,decode_tok_s_single"
+    rows = [f"LCP-{number:05},{row}" for number in range(1, 12)]
+    (tmp_path / "measured.csv").write_text("\n".join(["row_id,hardware,engine,model,metric", *rows, ""]))
     whole = from_json(Run, run)
     store.add_run(whole)
     for cell in whole.cells:

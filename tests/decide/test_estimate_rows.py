@@ -294,6 +294,8 @@ def test_predictions_of_published_rows_are_accurate(monkeypatch: pytest.MonkeyPa
             assert statistics.median(abs(one.error) for one in found) <= 0.20, source
         if metric in ("decode", "prefill"):
             assert sum(one.is_inside for one in found) / len(found) >= 0.6, source
+    memory = [abs(row.error) for row in rows if row.metric == "memory"]
+    assert len(memory) > 100 and statistics.median(memory) <= 0.05
     for group, reasons in refused.items():
         assert reasons.total() <= 0.1 * (reasons.total() + len(scored.get(group, ()))), (group, reasons)
 

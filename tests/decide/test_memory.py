@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import statistics
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +13,6 @@ from bedplate.facts.known_models import find_model
 from bedplate.values import Hardware, Parallelism, Workload, from_json, to_json
 from bedplate.values.fit import Fit
 
-ROOT = Path(__file__).parents[2]
-TRUTH = ROOT.parent / "shared" / "truth"
 H200_PEAKS = [
     # batch, prompt, torch.cuda.max_memory_allocated(): benchmarks/memory/pytorch.py --measure, H200, torch 2.11
     (1, 128, 16_127_704_064), (1, 2048, 16_606_899_200), (1, 8192, 18_145_356_800), (4, 512, 16_606_899_200),
@@ -31,35 +24,11 @@ def make_machine(name: str, count: int = 1, ram_gb: float = 512) -> Hardware:
     return make_simulated_hardware({"accelerator": name, "count": count, "ram_gb": ram_gb, "os": "linux"})
 
 
-def load_score_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("score_memory", ROOT / "benchmarks" / "score" / "memory.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("batch", "prompt", "peak"), H200_PEAKS)
 def test_pytorch_memory_agrees_with_measurements_on_an_h200(batch: int, prompt: int, peak: int) -> None:
     work = Workload(concurrency=batch, prompt_tokens=prompt, output_tokens=32)
     (need,) = fit(make_machine("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
     assert need.total_bytes == pytest.approx(peak, rel=0.02)
-
-
-def test_peak_memory_agrees_with_published_values() -> None:
-    if not TRUTH.is_dir():
-        pytest.skip("the published measurements (../shared/truth) are not here")
-    score = load_score_program()
-    tables: dict[str, list[dict[str, str]]] = {}
-    for source, row in score.rows(TRUTH):
-        tables.setdefault(source, []).append(row)
-    errors = []
-    for table in tables.values():
-        unit = score.UNITS[score.unit_of(table)]
-        stated = [row for row in table if row["prompt_tokens"]]
-        errors += [abs(score.predicted_bytes(row) / (float(row["value"]) * unit) - 1) for row in stated]
-    assert len(errors) > 100
-    assert statistics.median(errors) < 0.07
 
 
 def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:

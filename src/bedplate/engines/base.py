@@ -661,7 +661,7 @@ def choose_context(model: Model, workload: Workload) -> int:
     """The context length to reserve KV cache for: as requested, else enough for most conversations."""
     asked = workload.context_tokens
     wanted = max(workload.request_tokens, asked if asked is not None else DEFAULT_CONTEXT_TOKENS)
-    return min(wanted, model.max_context or DEFAULT_CONTEXT_TOKENS)
+    return min(wanted, model.max_context or wanted)
 
 
 def find_known_failure(log: str, known: Iterable[tuple[str, KnownFailure]]) -> KnownFailure | None:
