@@ -91,6 +91,7 @@ def test_csv_rows_have_cost_and_energy() -> None:
     assert bare[0]["cost_per_million_tokens"] == ""
 
 
+@pytest.mark.engine
 def test_a_run_stores_its_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     asked = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "1", "--no-quality")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,14 +64,14 @@ class ScoredRow(NamedTuple):
 Refused = dict[tuple[str, str], Counter[str]]
 
 
-def score(folder: Path) -> tuple[list[ScoredRow], Refused]:
-    """All rows with their predictions, and the reasons for refused rows by source and metric."""
+def score(folder: Path, every: int = 1) -> tuple[list[ScoredRow], Refused]:
+    """All rows, or every so many, with their predictions, and the reasons for refused rows by source and metric."""
     scored: list[ScoredRow] = []
     refused: Refused = defaultdict(Counter)
     for path in sorted(folder.glob("*.csv")):
         rows = []
         with path.open(newline="") as file:
-            for record in csv.DictReader(file):
+            for record in islice(csv.DictReader(file), 0, None, every):
                 if not record.get("metric") or not record.get("value"):
                     continue
                 metric, found = name_metric(record), predict(record)

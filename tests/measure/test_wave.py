@@ -44,6 +44,7 @@ def test_several_rounds_count_all_tokens_over_their_time() -> None:
     assert repeat.seconds >= 3 * 0.085
 
 
+@pytest.mark.engine
 def test_a_separate_process_gives_the_same_result_and_reports_phases() -> None:
     moments: list[str] = []
     with serve_null(first_ms=50, interval_ms=5, tokens=8, overhead=3) as null:
