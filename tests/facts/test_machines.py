@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from bedplate.decide.memory import fit
 from bedplate.errors import UsageError
 from bedplate.facts.chips import load_chips
 from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.known_models import find_model
 from bedplate.facts.machines import find_machine, load_machines
-from bedplate.values import Hardware
+from bedplate.values import Hardware, Parallelism, Workload
 
 
 def describe(accelerator: object, **fields: object) -> Hardware:
@@ -57,6 +59,12 @@ def test_different_cards_are_joined(named: object) -> None:
     assert between == {("0", "1"), ("0", "2"), ("1", "2")}
     assert {link.a for link in hardware.links if link.b == "host"} == {"0", "1", "2"}
     assert hardware.memory.total_bytes == 72 << 30
+
+
+def test_a_plan_names_all_kinds_of_cards() -> None:
+    fitted = fit(describe("2x RTX 3090 + RTX 4090"), find_model("Llama 3.1 8B"), Workload(), "vllm",
+                 parallelism=Parallelism(pipeline=3))  # fmt: skip
+    assert fitted.devices[0].device == "NVIDIA GeForce RTX 3090 or NVIDIA GeForce RTX 4090"
 
 
 def test_names_that_contain_a_plus_are_one_chip() -> None:

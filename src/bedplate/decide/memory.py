@@ -178,7 +178,7 @@ def _fit_on_cards(
     most = find_largest(lambda requests: usable is not None and compute_high(requests) <= usable, asked.ceiling)
     counted = max(1, min(-(-asked.in_flight // layout.data), most))
     need = DeviceNeed(
-        device=smallest.name,
+        device=name_cards(cards),
         count=len(cards),
         weights_bytes=weights,
         kv_bytes=round(compute_cache(counted)),
@@ -187,6 +187,11 @@ def _fit_on_cards(
         usable_bytes=usable,
     )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
+
+
+def name_cards(cards: Sequence[Accelerator]) -> str:
+    """The kinds of cards: those of one machine may differ."""
+    return " or ".join(dict.fromkeys(card.name for card in cards))
 
 
 def _fit_on_host(hardware: Hardware, model: Model, engine: Engine, asked: MemoryDemand) -> Fit:
@@ -290,7 +295,7 @@ def _fit_offloaded(
     counted = max(1, min(asked.in_flight, most))
     part = split(counted)
     on_card = DeviceNeed(
-        device=cards[0].name,
+        device=name_cards(cards),
         count=count,
         weights_bytes=part.card_weights // count,
         kv_bytes=part.card_cache // count,
