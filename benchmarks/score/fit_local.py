@@ -5,7 +5,7 @@ and the architecture, the kind of engine, the engine and its build. Each factor 
 far as the rows support, so that an engine or a chip without measurements takes the values that similar ones share.
 
 Needs numpy, which bedplate itself does not: `pip install numpy`. Prints the remaining error. With `--write`, stores the
-fitted values, their bands and the cross-validated errors in the data file.
+fitted values and the cross-validated errors in the data file.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ MOST_FOLDS = 12
 """Folds of a cross-validation; each leaves out whole chips, models, engines or campaigns."""
 CV_ROUNDS = 5
 """Rounds for a fold, which starts from the fit on all rows."""
-NARROWEST = (0.93, 1.07)
-"""Minimum width of a band: two machines of the same kind differ by as much."""
 MORE_WEIGHT = 0.4
 """Relative weight of `--more` tables (single reported figures) compared with tables measured in one campaign."""
 
@@ -491,12 +489,6 @@ def cross_validated(rows: list[Row], names: list[str], full: Any, split: str) ->
     return found
 
 
-def shared(row: Row, rows: list[Row]) -> bool:
-    """Whether other chips than the row's were measured with the same engine and backend."""
-    key = key_of(row)
-    return any(other.case.chip.name != row.case.chip.name for other in rows if key_of(other) == key)
-
-
 def summary(found: list[tuple[Row, float]], split: str) -> list[dict[str, Any]]:
     """Errors by metric and source, and over left-out groups, so that one machine with many rows counts once."""
     lines = []
@@ -514,22 +506,6 @@ def summary(found: list[tuple[Row, float]], split: str) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return lines
-
-
-def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
-    """Factors that contain eight of ten measured values, from predictions of rows outside of the fit."""
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for row, error in found:
-        ratios[row.case.metric].append(1 / (1 + error))
-        ratios[f"{row.case.metric}/{effects_of(row)[-1]}"].append(1 / (1 + error))
-    return {
-        name: (
-            min(NARROWEST[0], round(float(np.quantile(values, 0.1)), 3)),
-            max(NARROWEST[1], round(float(np.quantile(values, 0.9)), 3)),
-        )
-        for name, values in sorted(ratios.items())
-        if len(values) >= 10
-    }
 
 
 def main() -> None:
@@ -555,29 +531,18 @@ def main() -> None:
     full = fit(table)
     report(errors_of(rows, table.names, full), "fitted on all rows")
     validation: list[dict[str, Any]] = []
-    left_out: list[tuple[Row, float]] = []
     if not options.no_validation:
         for split in options.splits:
             found = cross_validated(rows, table.names, full, split)
             report(found, f"left out by {split}")
             validation += summary(found, split)
-            # The error for an engine without measurements says nothing about one with measurements.
-            left_out += [
-                (row, error) for row, error in found if split == "model" or (split == "chip" and shared(row, rows))
-            ]
         for line in validation:
             print(line)
     if options.write:
-        write(rows, table.names, full, validation, bands(left_out or errors_of(rows, table.names, full)))
+        write(rows, table.names, full, validation)
 
 
-def write(
-    rows: list[Row],
-    names: list[str],
-    effects: Any,
-    validation: list[dict[str, Any]],
-    found_bands: dict[str, tuple[float, float]],
-) -> None:
+def write(rows: list[Row], names: list[str], effects: Any, validation: list[dict[str, Any]]) -> None:
     counts = Counter(name for row in rows for name in effects_of(row))
     sources: dict[str, set[str]] = defaultdict(set)
     for row in rows:
@@ -598,7 +563,6 @@ def write(
                 "about": "Efficiencies, and factors on them by backend, chip and engine, by "
                 "benchmarks/score/fit_local.py; see docs/estimates.md",
                 "effects": kept,
-                "bands": found_bands,
                 "cross_validation": validation,
             },
             indent=1,

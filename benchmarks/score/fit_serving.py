@@ -688,25 +688,12 @@ def main() -> None:
                 )
                 sys.stdout.write(f"cross-validated by {split}: {metric} {chosen.sum()} rows, median {median:.1%}\n")
         data["cross_validation"] = figures
-        data["bands"] = bands(rows, left_out)
     if options.ablate:
         show_ablations(rows, x)
     if options.write:
         old = json.loads(DATA.read_text()) if DATA.exists() else {}
         DATA.parent.mkdir(exist_ok=True)
         DATA.write_text(json.dumps({**old, **data}, indent=1) + "\n")
-
-
-def bands(rows: list[Row], left_out: dict[str, Array]) -> dict[str, list[float]]:
-    """Factors on a prediction that contain eight of ten rows of unseen chips and models, by layout and metric."""
-    found = {}
-    splits = [logs for split, logs in left_out.items() if split != "engine"]
-    spread = np.concatenate(splits)
-    keys = np.array([f"{row.way} {row.metric}" for row in rows] * len(splits))
-    for key in sorted(set(keys)):
-        low, high = np.quantile(-spread[keys == key], [0.1, 0.9])
-        found[key] = [round(float(min(np.exp(low), 0.97)), 3), round(float(max(np.exp(high), 1.03)), 3)]
-    return found
 
 
 if __name__ == "__main__":
