@@ -78,3 +78,11 @@ class LaunchRule:
 
 def format_capability(launch: PlannedLaunch) -> str:
     return ".".join(map(str, launch.capability)) if launch.capability is not None else "unknown"
+
+
+def explain_old_method(launch: PlannedLaunch, method: str, least: tuple[int, int] | None) -> str | None:
+    """Why the GPU is too old for the kernels of a quantization method; `None`: it is not."""
+    if least is None or launch.capability is None or launch.capability >= least:
+        return None
+    needed = ".".join(map(str, least))
+    return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"

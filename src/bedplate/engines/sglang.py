@@ -19,7 +19,7 @@ from bedplate.engines.base import (
     get_converted_path,
     plan_download,
 )
-from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_old_method
 from bedplate.engines.knobs import (
     apply_tuned_options,
     keep_tunable,
@@ -224,11 +224,7 @@ def check_method(launch: PlannedLaunch) -> str | None:
         return None
     if method not in (SUPPORTED_METHODS if launch.device == "cuda" else ROCM_METHODS):
         return f"{launch.loaded.quantization} weights are not a method that it supports on {launch.device}"
-    least = CUDA_LEAST.get(method) if launch.device == "cuda" else None
-    if least is not None and launch.capability is not None and launch.capability < least:
-        needed = ".".join(map(str, least))
-        return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
-    return None
+    return explain_old_method(launch, method, CUDA_LEAST.get(method) if launch.device == "cuda" else None)
 
 
 def check_architecture(launch: PlannedLaunch) -> str | None:

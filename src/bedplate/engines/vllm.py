@@ -21,7 +21,7 @@ from bedplate.engines.base import (
     get_converted_path,
     plan_download,
 )
-from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_old_method, format_capability
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_field_choices, uses_engine_defaults
 from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
@@ -314,10 +314,8 @@ def check_method(launch: PlannedLaunch) -> str | None:
         least = CUDA_LEAST.get(method)
         if least is None:
             return f"{launch.loaded.quantization} weights are not a method that it supports"
-        if launch.capability is not None and launch.capability < least:
-            needed = ".".join(map(str, least))
-            return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
-    elif launch.device == "rocm" and method in NEEDS_FP8_UNITS:
+        return explain_old_method(launch, method, least)
+    if launch.device == "rocm" and method in NEEDS_FP8_UNITS:
         if launch.chip is not None and "fp8" not in launch.chip.features:
             return f"{method} weights need an AMD GPU with FP8 units"
     elif method not in SUPPORTED_METHODS.get(launch.device, frozenset([method, "nvfp4"])) | {"nvfp4"}:
