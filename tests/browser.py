@@ -90,6 +90,20 @@ class Page:
         found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(found["data"]))
 
+    async def find_faults(self) -> list[str]:
+        """What axe-core reports as serious or critical, except rules that are about more than one page."""
+        from importlib.resources import files
+
+        await self.call("Page.setBypassCSP", enabled=True)
+        script = (files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
+        await self.call("Runtime.evaluate", expression=script)
+        found = await self.evaluate("axe.run(document).then(found => found.violations)")
+        return [
+            f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes'][:3]]}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+
     async def count_pdf_pages(self) -> int:
         found = await self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
         return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(found["data"])))

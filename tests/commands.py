@@ -35,9 +35,11 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Answer:
 
 
 @cache
-def command_tree() -> click.Command:
+def command_tree() -> click.Group:
     """All verbs. typer makes this tree anew for each call of `app`, which takes longer than most plans."""
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    assert isinstance(command, click.Group)
+    return command
 
 
 def invoke(*arguments: str, stdin: bytes | None = None) -> Answer:

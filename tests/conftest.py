@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +48,8 @@ HANG_S = 600.0
 """No test limits durations. Waiting ends after this time only so that a hang is reported."""
 
 # The duration of an example depends on the machine more than on the code.
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+# The same cases each time: make nightly looks for new ones.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile("quick")  # another one: pytest --hypothesis-profile=nightly
 
@@ -55,6 +58,38 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let each worker import the tests from another place on.
+
+    In a fresh clone, pytest rewrites the assertions of each module once and caches it. Workers that start together and
+    go in the same order all rewrite everything.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    if worker and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        paths = sorted(Path(__file__).parent.glob("**/test_*.py"))
+        first = len(paths) * worker // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        gc.disable()  # until the tests are collected
+        for path in paths[first:] + paths[:first]:
+            is_package = (path.parent / "__init__.py").exists()
+            folder = path.parent.parent if is_package else path.parent
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+            # What fails here fails again when the module is collected, with its traceback.
+            with contextlib.suppress(Exception):
+                importlib.import_module(f"{path.parent.name}.{path.stem}" if is_package else path.stem)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what collecting makes out of garbage collection: it lives as long as the process, and is large."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 ENGINE_FIXTURES = {"llama_environment", "null", "serve", "served"}

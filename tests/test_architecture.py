@@ -21,7 +21,7 @@ PACKAGES = [
     "values", "facts", "engines", "decide", "published", "deploy", "run", "measure", "judge", "tuning", "show",
     "bundling", "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
-FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
+FOUNDATION = ["_version", "errors", "home", "interrupts", "postgres_store", "progress", "store", "usage_store"]
 """Left of every package. `home` and `errors` print figures, so they may use the units in `values`."""
 
 
@@ -33,6 +33,12 @@ def find_package(module: str) -> str:
 def parse(text: str) -> ast.Module:
     """Parse once for all tests, which do not change the tree."""
     return ast.parse(text)
+
+
+@functools.cache
+def list_nodes(text: str) -> tuple[ast.AST, ...]:
+    """Every node of the tree, listed once for all tests."""
+    return tuple(ast.walk(parse(text)))
 
 
 @functools.cache
@@ -175,7 +181,7 @@ def test_architecture_page_shows_the_packages_and_their_imports() -> None:
 
 PROGRAMS = {
     "bundling/install.py", "facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py",
-    "run/warden.py",
+    "run/warden.py", "deploy/script_steps.py",
 }  # fmt: skip
 """Separate programs: people run the first without bedplate, and bedplate talks to the others through their streams."""
 
@@ -194,7 +200,7 @@ def test_only_the_command_line_prints() -> None:
         name = path.relative_to(SOURCE).as_posix()
         if name.startswith(("cli/", "engines/shipped/")) or name in PROGRAMS:
             continue
-        for node in ast.walk(parse(path.read_text())):
+        for node in list_nodes(path.read_text()):
             called = dotted(node.func) if isinstance(node, ast.Call) else ""
             stream = dotted(node) if isinstance(node, ast.Attribute) else ""
             if called in ("print", "rich.print", "Console", "typer.echo") or stream in ("sys.stdout", "sys.stderr"):
@@ -260,7 +266,10 @@ RULES = ("decide/rules.py", "decide/engine_map.py", "show/rules.py")
 """The decision rules, the cheat sheet of the source articles, and the page about both: they name engines by design."""
 STORES = ("facts/library.py",)
 """Where Ollama and LM Studio keep model files: folders on a disk, whichever engine serves from them."""
-FORMATS = ("values/model.py", "facts/known_models.py", "facts/model_folder.py", "facts/quantization.py")
+FORMATS = (
+    "values/model.py", "facts/known_models.py", "facts/model_folder.py", "facts/published_weights.py",
+    "facts/quantization.py",
+)  # fmt: skip
 """Where `mlx` is a weight format."""
 OVERLAYS = ("bundling/for_target.py", "bundling/install.py", "bundling/texts.py", "cli/bundle.py", "show/bundle.py")
 """Where PyTorch is the library of the target that an overlay is installed over."""
@@ -289,11 +298,11 @@ def find_engine_names(text: str, words: frozenset[str]) -> list[str]:
 
 def list_string_constants(path: Path) -> list[tuple[int, str]]:
     """The strings of a file with their lines, without docstrings and the examples in help texts."""
-    tree = parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list_nodes(path.read_text())
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return [
         (node.lineno, node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
         if not node.value.startswith("Examples:")
     ]
@@ -333,7 +342,7 @@ def test_facts_about_an_engine_are_in_its_own_file() -> None:
 def test_a_class_name_is_defined_once() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(parse(path.read_text())):
+        for node in list_nodes(path.read_text()):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -348,7 +357,7 @@ def test_no_function_is_named_by_a_bare_participle() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         if path.parent.name == "cli":
             continue
-        for node in ast.walk(parse(path.read_text())):
+        for node in list_nodes(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node):
                 name = node.name.strip("_")
                 if re.fullmatch(r"[a-z]+ed", name) and name not in VERBS_IN_ED:

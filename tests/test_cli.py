@@ -148,7 +148,7 @@ def list_environments(printed: str) -> list[str]:
 def test_engines_lists_installed_environments_and_removes_them(
     llama_environment: EngineEnvironment, tmp_path: Path
 ) -> None:
-    assert list_environments(run("engines", "--json").stdout) == ["llama.cpp"]
+    assert "llama.cpp" in list_environments(run("engines", "--json").stdout)
     assert "installed" in run("engines").stdout
     elsewhere = {"BEDPLATE_HOME": str(tmp_path)}
     assert list_environments(run("engines", "--json", env=elsewhere).stdout) == []

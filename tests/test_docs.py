@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
+from tests.commands import command_tree
 
-from bedplate.cli.app import app
 from bedplate.engines import Engine
 from bedplate.errors import BedplateError
 from bedplate.run.gateway import BackendState
-from bedplate.run.gateway.pages import MODEL_PAGE, OWN_PAGES
-from bedplate.run.gateway.sse import APIS
+from bedplate.run.gateway.pages import MODEL_PAGE, OLLAMA_SHOW, OWN_PAGES
+from bedplate.run.gateway.sse import APIS, TRANSLATED
 from bedplate.run.gateway.watch import GatewayMetrics
 from bedplate.show.rules import write_rules_page
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bedplate"
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -95,14 +100,15 @@ def test_every_page_is_in_the_index() -> None:
 # commands
 
 
-def build_command_line() -> Any:
-    """The real command, with its verbs, as typer builds it."""
-    return typer.main.get_command(app)
-
-
 def list_options(command: Any) -> set[str]:
     found = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return {option for option in found if option.startswith("-")} | {"--help", "-h"}
+
+
+def takes_value(command: Any, word: str) -> bool:
+    """Whether a word is an option of the command that a value follows."""
+    options = [one for one in command.params if not getattr(one, "is_flag", True)]
+    return any(word in (*one.opts, *one.secondary_opts) for one in options)
 
 
 def list_shell_lines(text: str) -> Iterator[str]:
@@ -119,7 +125,7 @@ def list_shell_lines(text: str) -> Iterator[str]:
 
 def find_wrong_commands(text: str) -> list[str]:
     """Lines that name a verb or an option that does not exist."""
-    root = build_command_line()
+    root = command_tree()
     wrong = []
     for line in list_shell_lines(text):
         words = shlex.split(re.split(r" [|>#] | && ", line)[0])
@@ -130,10 +136,13 @@ def find_wrong_commands(text: str) -> list[str]:
             if words[1:2] != ["serve"] or not arguments:
                 continue
             words = ["bedplate", "serve", *shlex.split(arguments[0])]
-        command = root
+        command, before = root, ""
         for word in words[1:]:
             if word == "VERB":
                 break
+            is_value, before = takes_value(command, before), word
+            if is_value:
+                continue
             verbs = getattr(command, "commands", None)
             if word.startswith("-"):
                 if word.partition("=")[0] not in list_options(command):
@@ -178,18 +187,18 @@ def list_verb_pages() -> dict[str, Path]:
 
 
 def test_every_verb_has_exactly_one_page() -> None:
-    verbs = set(build_command_line().commands)
+    verbs = set(command_tree().commands)
     assert set(list_verb_pages()) == verbs
     assert {page.stem for page in list_verb_pages().values()} == verbs
     listed = read_first_codes(read_rows((ROOT / "README.md").read_text(encoding="utf-8"), "Verbs"))
     assert {cell.split()[1] for cell in listed} == verbs
 
 
-@pytest.mark.parametrize("verb", sorted(build_command_line().commands))
+@pytest.mark.parametrize("verb", sorted(command_tree().commands))
 def test_the_page_of_a_verb_lists_exactly_its_options(verb: str) -> None:
     table = read_rows(list_verb_pages()[verb].read_text(encoding="utf-8"))
     listed = {code for row in table if row[0].startswith("`-") for code in re.findall(r"`(-[^`]+)`", row[0])}
-    assert sorted(listed) == sorted(list_options(build_command_line().commands[verb]) - {"--help", "-h"})
+    assert sorted(listed) == sorted(list_options(command_tree().commands[verb]) - {"--help", "-h"})
 
 
 # exit codes
@@ -231,7 +240,9 @@ def test_doc_pages_named_in_rules_exist(text: str) -> None:
 def test_serve_page_lists_the_paths_of_the_gateway() -> None:
     table = read_first_codes(read_rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Paths"))
     listed = {(method, path) for method, path in (cell.split() for cell in table)}
-    there = {("POST", path.decode()) for path in APIS} | {("GET", path) for path in (*OWN_PAGES, MODEL_PAGE)}
+    there = {("POST", path.decode()) for path in (*APIS, *TRANSLATED, OLLAMA_SHOW.encode())} | {
+        ("GET", path) for path in (*OWN_PAGES, MODEL_PAGE)
+    }
     assert listed == there
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.commands import all_commands, invoke
 
 from bedplate import store
+from bedplate.measure.signing import get_key_path, load_key
 from bedplate.values.record import from_json
 from bedplate.values.run import Run
 
@@ -42,6 +43,7 @@ NOT_HERE = {
     "owner/name": "a placeholder",
     "trunc.gguf": "shows an error",
     "report --incumbent vllm": "needs a run of two engines",
+    "diagnose --scenario": "needs a run of a scenario",
 }
 NEGATIVE = {"models --context 32768 --min-tok-s 15", "--trace conversation_trace.jsonl --replicas 1..64"}
 """Here the answer may be no (exit 1): it depends on this machine, or on an excerpt of the trace."""
@@ -99,6 +101,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     row = "RTX 4090,llama.cpp,Llama 3.1 8B Q4_K_M,decode_tok_s_single"
     rows = [f"LCP-{number:05},{row}" for number in range(1, 12)]
     (tmp_path / "measured.csv").write_text("\n".join(["row_id,hardware,engine,model,metric", *rows, ""]))
+    others = {"llama-bench.json": "llama-bench.json", "vllm.json": "vllm-bench-serve-real.json",
+              "benchmarks.json": "guidellm-real.json", "profile_export.jsonl": "aiperf-records.jsonl",
+              "agg_bmk.json": "inferencex.json"}  # fmt: skip
+    for name, captured_name in others.items():
+        shutil.copy(CAPTURES / "runs" / captured_name, tmp_path / name)
+    shutil.copy(CAPTURES.parents[1] / "examples" / "platform.yaml", tmp_path)
     whole = from_json(Run, run)
     store.add_run(whole)
     for cell in whole.cells:
@@ -118,5 +126,12 @@ def test_there_are_examples_of_most_verbs() -> None:
 def test_example_runs_as_printed(line: str, folder: Path) -> None:
     if line.startswith("bedplate workload"):
         (folder / "bedplate.yaml").unlink()
+    if "result.json" in line or "results/" in line:
+        (folder / "results").mkdir()
+        assert invoke("runs", "export", "--sign", "-o", "result.json").code == 0
+        shutil.copy(folder / "result.json", folder / "results")
+    if "key.pem" in line:
+        load_key()
+        shutil.copy(get_key_path(), folder / "key.pem")
     answer = invoke(*shlex.split(line)[1:])
     assert answer.code == 0 or (answer.code == 1 and any(one in line for one in NEGATIVE)), answer.err or answer.out

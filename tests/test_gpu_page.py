@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import invoke
 
 from bedplate.judge.diagnose import build_roofline, diagnose
 from bedplate.measure.summary import make_rows
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "card" / "results"
 FIRST, SECOND, THIRD, FOURTH = (f"h200-2026-11-17{letter}" for letter in ("", "-b", "-c", "-d"))
+FIFTH, SIXTH = "h200-2026-11-18-e", "h200-2026-11-18-f"
 
 
 @cache
@@ -58,6 +60,9 @@ def test_start_times() -> None:
     found = [float(re.findall(r"starting vLLM: ([\d.]+) s", text)[-1]) for text in with_bytecode]
     assert read_numbers(find_row("the same, with bytecode of PyTorch too")[0]) == [round(one) for one in found]
     assert cold / found[0] >= 3
+    cold, warm = (read_json(FIFTH, f"sglang-serve/{name}.start.json")["ready_s"] for name in ("cold", "warm"))
+    assert read_numbers(find_row("the same, with bytecode of PyTorch too")[1]) == [round(warm), round(cold)]
+    assert cold / warm >= 3
 
 
 @pytest.mark.parametrize(
@@ -67,18 +72,121 @@ def test_start_times() -> None:
         ("SGLang", FIRST, "sglang-8b"),
         ("vLLM, experts", THIRD, "moe-vllm"),
         ("SGLang, experts", FOURTH, "moe-sglang"),
+        ("vLLM, latent attention", FIFTH, "mla"),
+        ("vLLM, 32 B", SIXTH, "dense-32b"),
+        ("llama.cpp, Q4_K", SIXTH, "llama.cpp"),
+        ("llama.cpp, layers on the host", FIFTH, "offload"),
     ],
 )
 def test_speed(engine: str, archive: str, name: str) -> None:
-    run = from_json(Run, read_files(archive)[f"{name}/run.json"].encode())
+    file = "vllm-load-format-dummy" if name in ("mla", "dense-32b") else "run"
+    run = from_json(Run, read_files(archive)[f"{name}/{file}.json"].encode())
     measured = {row.concurrency: row for row in make_rows(run)}
-    lines = PAGE[PAGE.index(f"| {engine} | 1 |") :].splitlines()[:4]
-    for level, line in zip((1, 16, 64, 256), lines, strict=True):
+    lines = PAGE[PAGE.index(f"| {engine} | 1 |") :].splitlines()[: len(measured)]
+    for level, line in zip(measured, lines, strict=True):
         told = [cell.strip() for cell in line.strip("|").split("|")]
         row = measured[level]
         assert float(told[1]) == level
         figures = [float(told[place].replace(",", "")) for place in (2, 4, 6)]
         assert figures == pytest.approx([row.tok_per_s, row.tpot_ms, row.ttft_ms], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("engine", "archive", "name", "levels"),
+    [
+        ("vLLM, latent attention", FIFTH, "mla", (1, 16, 64, 256)),
+        ("vLLM, 32 B", FOURTH, "dense-32b", (1, 16, 64, 256)),
+        ("llama.cpp, Q4_K", SIXTH, "llama.cpp", (1, 16, 64, 256)),
+        ("llama.cpp, layers on the host", FIFTH, "offload", (1, 4)),
+    ],
+)
+def test_predictions_are_those_of_the_plans(engine: str, archive: str, name: str, levels: tuple[int, ...]) -> None:
+    lines = PAGE[PAGE.index(f"| {engine} | 1 |") :].splitlines()
+    for place, level in enumerate(levels):
+        told = [cell.strip() for cell in lines[place].strip("|").split("|")]
+        estimate = read_json(archive, f"{name}/plan-{level}.json")["estimate"]
+        for cell, metric, digits in ((3, "output_tok_s", 0), (5, "tpot_ms", 1), (7, "ttft_ms", 0)):
+            assert read_numbers(told[cell]) == [
+                round(estimate[metric][one], digits) for one in ("value", "low", "high")
+            ]
+
+
+GIB = 2**30
+LOGGED = {
+    "vLLM": (r"Model loading took ([\d.]+) GiB", r"KV cache memory: ([\d.]+) GiB", r"KV cache size: ([\d,]+) tokens"),
+    "SGLang": (r"Load weight end.* mem usage=([\d.]+) GB", r"[KV] size: ([\d.]+) GB", r"#tokens: (\d+),"),
+}
+CAPTURED = {"vLLM": r"Graph capturing finished .* took ([\d.]+) GiB", "SGLang": r"CUDA graph end.* usage=([\d.]+) GB"}
+LOADED = re.compile(r"Model loading took|Load weight end")
+STAMP = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d")
+
+
+def read_start(archive: str, name: str, engine: str) -> list[str]:
+    """The lines of the engine's last start in this step."""
+    logs = [
+        text for path, text in read_files(archive).items() if re.match(rf"{name}/\w+-logs/.*{engine.lower()}", path)
+    ]
+    (log,) = logs
+    lines = log.splitlines()
+    begins = max(place for place, line in enumerate(lines) if line.startswith("# ") and " serve " in line)
+    return lines[begins + 1 :]
+
+
+def find_figures(pattern: str, lines: list[str]) -> list[float]:
+    return [float(figure.replace(",", "")) for line in lines for figure in re.findall(pattern, line)]
+
+
+def read_peaks(archive: str, start: list[str], engine: str) -> tuple[float, float]:
+    """GiB of the GPU that were used at most while weights were loaded, and after CUDA graphs were captured."""
+    stamped = [(stamp[0], line) for line in start if (stamp := STAMP.search(line)) is not None]
+    (loaded,) = [stamp for stamp, line in stamped if LOADED.search(line)]
+    captured = [stamp for stamp, line in stamped if re.search(CAPTURED[engine], line)][-1]
+    samples = [line.split(", ") for line in read_files(archive)["gpu.csv"].splitlines()]
+    used = [(at[5:19].replace("/", "-"), int(mib) / 1024) for at, mib, *_ in samples]
+    loading = max(gib for at, gib in used if stamped[0][0] <= at <= loaded)
+    return loading, max(gib for at, gib in used if captured <= at <= stamped[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("row", "archive", "name"),
+    [
+        ("vLLM, 8 B, FP8 (A)", FIRST, "vllm-8b"),
+        ("SGLang, 8 B, FP8 (A)", FIRST, "sglang-8b"),
+        ("vLLM, experts, FP8 (C)", THIRD, "moe-vllm"),
+        ("SGLang, experts, FP8 (D)", FOURTH, "moe-sglang"),
+        ("vLLM, latent attention, FP8 (E)", FIFTH, "mla"),
+        ("vLLM, 32 B, FP8 (F)", SIXTH, "dense-32b"),
+    ],
+)
+def test_memory(row: str, archive: str, name: str) -> None:
+    engine = row.partition(",")[0]
+    start = read_start(archive, name, engine)
+    weights, cache, tokens = (find_figures(pattern, start) for pattern in LOGGED[engine])
+    graphs = find_figures(CAPTURED[engine], start)
+    loading, serving = read_peaks(archive, start, engine)
+    device = read_json(archive, f"{name}/plan-256.json")["memory"]["devices"][0]
+    rest = [device["activation_bytes"][one] + device["overhead_bytes"][one] for one in ("value", "low", "high")]
+    told = find_row(row)
+    assert [read_numbers(cell) for cell in told] == [
+        [weights[0]],
+        [round(device["weights_bytes"] / GIB, 2)],
+        [round(sum(cache) * GIB / tokens[0])],
+        [device["kv_bytes"] / 256 / 640],
+        [round(serving - weights[0] - sum(cache), 1)],
+        [round(one / GIB, 1) for one in rest],
+        [round(sum(graphs), 2)],
+        [round(loading, 1)],
+    ]
+    assert rest[1] / GIB < serving - weights[0] - sum(cache) < rest[2] / GIB, "inside the predicted range"
+
+
+def test_tuning_of_sglang_kept_the_plan() -> None:
+    tuned = read_json(FIFTH, "tune-sglang/tune.json")
+    sides = {side["name"]: [round(one["output_tok_s"]) for one in side["taken"]] for side in tuned["sides"]}
+    words = " ".join(PAGE.split())
+    assert f"gave {sides['tuned'][0]:,} and {sides['tuned'][1]:,} tok/s" in words
+    assert f"the plan {sides['plan'][0]:,} and {sides['plan'][1]:,}." in words
+    assert all(proof["answer"] != "migrate" for proof in tuned["proofs"])
 
 
 def test_migrations_lost_no_answer() -> None:
@@ -176,19 +284,23 @@ def test_options_beside_the_plan(row: str, side: str) -> None:
     assert read_numbers(" ".join(find_row(row))) == [round(compute_speed(cell)) for cell in cells]
 
 
-def test_larger_shape() -> None:
-    printed = read_files(FOURTH)["dense-32b/output.txt"]
-    lines = PAGE[PAGE.index("| vLLM, 32 B | 1 |") :].splitlines()[:3]
-    for level, line in zip((1, 16, 64), lines, strict=True):
-        (speed,) = re.findall(rf" {level}:512/128, round 1, .*: (\d+) tok/s", printed)
-        estimate = read_json(FOURTH, f"dense-32b/plan-{level}.json")["estimate"]["output_tok_s"]
-        told = read_numbers(line.split("|", 3)[3])
-        assert told == [float(speed), *(round(estimate[name]) for name in ("value", "low", "high"))]
-
-
 def test_busy_gpu_is_refused_and_flagged() -> None:
     refused = read_json(THIRD, "busy-gpu/refused.json")
     assert refused["status"] == 3 and refused["error"].removeprefix("error: ") in " ".join(PAGE.split())
     outcome = read_json(THIRD, "shared-gpu/outcome.json")
     assert outcome["statuses"]["second, refused"] == 3
     assert all("busy" in flags for flags in outcome["flags"].values())
+
+
+def test_report_shows_the_run_files(tmp_path: Path) -> None:
+    runs = {"vllm": (FIRST, "vllm-8b"), "sglang": (FIRST, "sglang-8b"), "llama.cpp": (SIXTH, "llama.cpp")}
+    paths = [tmp_path / f"{name}.json" for name in runs]
+    for path, (archive, step) in zip(paths, runs.values(), strict=True):
+        path.write_text(read_files(archive)[f"{step}/run.json"])
+    answer = invoke("report", *map(str, paths), "-o", str(tmp_path / "report.html"))
+    assert answer.code == 0
+    shown = (ROOT / "docs" / "gpu-report.html").read_text(encoding="utf-8")
+    for page in (shown, (tmp_path / "report.html").read_text(encoding="utf-8")):
+        for path in paths:
+            assert json.loads(path.read_text())["id"] in page
+    assert "gpu-report.html" in PAGE

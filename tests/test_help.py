@@ -78,11 +78,11 @@ def test_every_summary_of_the_overview_fits_on_its_line() -> None:
 
 def test_a_named_verb_is_built_alone_and_with_the_same_help() -> None:
     """typer builds every option of every verb that is there, which takes longer than `plan`."""
+    whole = typer.main.get_command(app)
+    assert isinstance(whole, click.Group)
     for name in map(get_verb_name, VERBS):
         alone = typer.main.get_command(build_app_for([name, "--help"]))
         assert isinstance(alone, click.Group) and list(alone.commands) == [name]
-        whole = typer.main.get_command(app)
-        assert isinstance(whole, click.Group)
         shown, expected = (
             tree.commands[name].get_help(click.Context(tree.commands[name], info_name=name, terminal_width=80))
             for tree in (alone, whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,25 @@ def test_ctrl_c_during_the_imports(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = run_python("-m", "bedplate", "plan", path=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_sigterm_removes_temporary_folders(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, tempfile
+import bedplate.cli.app
+from bedplate.cli import main
+
+def work():
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+bedplate.cli.app.main = work
+main()
+"""
+    done = run_python("-c", code, str(tmp_path))
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_while_the_interpreter_ends() -> None:

@@ -57,7 +57,7 @@ def write_run_file(path: Path, *cells: Cell, id: str = "made") -> str:
 
 
 class TestCompare:
-    @pytest.mark.parametrize(("gain", "code", "word"), [(1.3, 10, "Migrate to vllm"), (0.8, 0, "Stay with llama.cpp")])
+    @pytest.mark.parametrize(("gain", "code", "word"), [(1.3, 10, "Migrate to vllm"), (0.8, 30, "Stay with llama.cpp")])
     def test_engines_are_compared_by_name(self, gain: float, code: int, word: str) -> None:
         one, other = make_sides(gain)
         store_run(make_run(*one, *other))
@@ -86,6 +86,34 @@ class TestCompare:
             "compare", write_run_file(tmp_path / "a.json", *one), write_run_file(tmp_path / "b.json", *unchecked)
         )
         assert answer.code == 20 and "Not proven" in answer.out and "Evidence that would settle it" in answer.out
+
+    def test_worse_than_the_baseline_exits_with_30(self) -> None:
+        one, other = make_sides(0.9)
+        store_run(make_run(*one, *other))
+        answer = invoke("compare", "made:llama.cpp", "made:vllm")
+        assert answer.code == 30 and "Worse than the baseline (tolerance 5 %)" in answer.out
+        assert invoke("compare", "made:llama.cpp", "made:vllm", "--tolerance", "30").code == 0
+        assert invoke("compare", "made:vllm", "made:llama.cpp", "--least-gain", "5").code == 10, "the other way round"
+
+    def test_engines_of_one_file(self, tmp_path: Path) -> None:
+        one, other = make_sides(0.9)
+        run = write_run_file(tmp_path / "run.json", *one, *other)
+        answer = invoke("compare", f"{run}:llama.cpp", f"{run}:vllm")
+        assert answer.code == 30 and "Worse than the baseline (tolerance 5 %)" in answer.out
+        absent = invoke("compare", f"{run}:llama.cpp", f"{run}:sglang")
+        assert absent.code == 2 and "sglang was not measured in this run" in absent.err
+
+    def test_a_metric_decides_and_its_verdict_is_not_stored(self) -> None:
+        one, other = make_sides(0.4)
+        run = store_run(make_run(*one, *other))
+        found = from_json(Verdict, invoke("compare", "llama.cpp", "vllm", "--metric", "quality", "--json").out)
+        assert (found.metrics, found.worse, found.exit_code) == (("quality",), None, 0)
+        slow = invoke("compare", "llama.cpp", "vllm", "--metric", "quality", "--metric", "tpot_p95")
+        assert slow.code == 30 and "TPOT p95" in slow.out
+        missing = invoke("compare", "llama.cpp", "vllm", "--metric", "schema")
+        assert missing.code == 20 and "one side has no result for structured output" in " ".join(missing.out.split())
+        assert store.read_last_verdict(run.environment.machine, run.cells[0].subject.model) is None
+        assert invoke("compare", "llama.cpp", "vllm", "--metric", "speed").code == 2
 
     def test_parts_of_a_run_and_single_cells_are_compared(self) -> None:
         one, other = make_sides(1.3)

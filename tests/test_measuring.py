@@ -42,9 +42,9 @@ def run_tests(folder: Path, options: list[str], **tests: tuple[str, list[float],
     ]
     (folder / "test_one.py").write_text("import pytest\nfrom tests.measuring import OtherLoad\n" + "".join(written))
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", str(folder), "-p", "no:cacheprovider", "-rA"]
-    # Of the plugins that are installed, the settings in pyproject.toml need this one.
-    command, alone = [*command, "-p", "pytest_timeout"], {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, env=alone)
+    # Of the plugins, the other settings in pyproject.toml need this one.
+    command += ["-o", "addopts=--disable-plugin-autoload -p timeout"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
 

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebooks" / "engine-benchmark.ipynb"
 QUICK = {
@@ -31,6 +29,8 @@ def read_table(one: Any) -> list[dict[str, str]]:
 
 
 def test_the_stored_notebook_has_tbd_cells() -> None:
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     rows = read_table(find_cell(notebook, "empty-table"))
     assert len(rows) == 8
@@ -41,6 +41,9 @@ def test_the_stored_notebook_has_tbd_cells() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_running_the_notebook_fills_the_table(builtin_gguf: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     parameters = find_cell(notebook, "parameters")
     for usual, quick in QUICK.items():

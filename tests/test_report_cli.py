@@ -25,7 +25,7 @@ def test_a_page_is_written_and_its_path_printed(run_file: Path, tmp_path: Path) 
     assert done.code == 0 and "Deploy llama.cpp Q4_1." in done.out and str(page) in done.out.replace("\n", "")
     text = page.read_text()
     assert text.startswith("<!doctype html>") and "vllm" in text and "TBD" in text
-    assert text.count("<svg") == 5  # the built-in model's facts are known, so the roofline is there
+    assert text.count("<figure>") == 6  # the built-in model's facts are known, so the roofline is there
 
 
 def test_markdown_goes_to_standard_output(run_file: Path) -> None:

@@ -18,6 +18,7 @@ from tests.decide.test_tuned import make_tuning
 from tests.runs import make_cell, make_run
 
 from bedplate import store
+from bedplate.facts.hardware import probe
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.judge.compare import compare
 from bedplate.measure.flags import flag_cell
@@ -287,8 +288,12 @@ def test_runs_of_other_machines_have_no_effect(home: Path) -> None:
 
 
 def test_a_real_run_is_listed_shown_and_discarded(
-    own_home: Path, builtin_gguf: Path, llama_environment: EngineEnvironment
+    own_home: Path, builtin_gguf: Path, llama_environment: EngineEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here = probe()
+    # Without a bandwidth there is no estimate that a run could correct.
+    known = replace_fields(here, memory=replace_fields(here.memory, bandwidth_bytes_s=SPEED))
+    monkeypatch.setattr("bedplate.facts.hardware.probe", lambda: known)
     options = ("--seconds", "1", "--repeats", "2", "--budget", "60", "--prompt-tokens", "64", "--output-tokens", "16")
     done = invoke("bench", "--engines", "llama.cpp", "--concurrency", "1", *options, "--no-quality", "--json")
     assert done.code == 0, done.err

@@ -344,27 +344,31 @@ def serve_twice(name: str, *, then_kill: bool = False) -> Callable[[Taking], Non
     return take
 
 
-def bench_shape(name: str, shape: str) -> Callable[[Taking], None]:
+def bench_shape(name: str, shape: str, *counts: int, budget: str = "80s") -> Callable[[Taking], None]:
     def take(step: Taking) -> None:
-        engine, model = step.engine(name), step.model(shape)
-        prompt, output = ("32", "8") if step.tiny else ("512", "128")
-        sizes = ["--prompt-tokens", prompt, "--output-tokens", output]
-        counts = step.loads(1, 16, 64, 256)
-        for count in counts.split(","):
-            words = ["plan", model, "--engine", engine, "--concurrency", count, *sizes, "--json"]
-            step.bedplate(*words, to=f"plan-{count}.json", limit_s=60, needed=False)
-        began = time.time()
-        try:
-            step.bedplate(
-                "bench", model, "--engines", engine, "--concurrency", counts, *sizes, "--no-quality",
-                "--seconds", "1" if step.tiny else "6", "--repeats", "2", "--budget", "20s" if step.tiny else "80s",
-                "-o", str(step.folder / "run.json"),
-            )  # fmt: skip
-        finally:
-            if not step.given.dry_run:
-                step.copy_logs("bench", began)
+        bench_model(step, step.engine(name), step.model(shape), counts or (1, 16, 64, 256), budget=budget)
 
     return take
+
+
+def bench_model(step: Taking, engine: str, model: str, counts: Sequence[int], *more: str, budget: str = "80s") -> None:
+    """Plans for each load and one run of all; `more` are further options of the run."""
+    prompt, output = ("32", "8") if step.tiny else ("512", "128")
+    sizes = ["--prompt-tokens", prompt, "--output-tokens", output]
+    loads = step.loads(*counts)
+    for count in loads.split(","):
+        words = ["plan", model, "--engine", engine, "--concurrency", count, *sizes, "--json"]
+        step.bedplate(*words, to=f"plan-{count}.json", limit_s=60, needed=False)
+    began = time.time()
+    try:
+        step.bedplate(
+            "bench", model, "--engines", engine, "--concurrency", loads, *sizes, "--no-quality",
+            "--seconds", "1" if step.tiny else "6", "--repeats", "2", "--budget", "20s" if step.tiny else budget,
+            *more, "-o", str(step.folder / "run.json"),
+        )  # fmt: skip
+    finally:
+        if not step.given.dry_run:
+            step.copy_logs("bench", began)
 
 
 def side_by_side(
@@ -396,6 +400,25 @@ def take_compare(step: Taking) -> None:
     side_by_side("8b", ("vllm", "sglang"), "64,64:2048/128/1792", 4)(step)
     a, b = (step.folder / f"{step.engine(name)}.json" for name in ("vllm", "sglang"))
     step.bedplate("compare", str(a), str(b), "--allow", "quantization", to="compare.txt", needed=False)
+
+
+def take_agent(step: Taking) -> None:
+    """Both engines in turns with sessions of agents: growing conversations with tool calls and a common beginning."""
+    run, began = step.folder / "run.json", time.time()
+    engines = [step.engine(name) for name in ("vllm", "sglang")]
+    short = ["--prompt-tokens", "2000", "--output-tokens", "8", "--seconds", "3", "--budget", "3m"]
+    sizes = short if step.tiny else ["--seconds", "30", "--budget", "9m"]
+    try:
+        step.bedplate(
+            "bench", step.model("8b"), "--engines", ",".join(engines), "--scenario", "agent", "--turns", "3",
+            "--concurrency", step.loads(16, 32).split(",")[-1], *sizes,
+            "--repeats", "1", "--no-quality", "-o", str(run),
+        )  # fmt: skip
+    finally:
+        if not step.given.dry_run:
+            step.copy_logs("bench", began)
+    sides = [f"{run}:{engine}" for engine in engines]
+    step.bedplate("compare", *sides, "--allow", "quantization", to="compare.txt", needed=False)
 
 
 BOTTLENECKS = {
@@ -612,29 +635,66 @@ def list_flags(path: Path) -> dict[str, str]:
     return {flag["kind"]: flag["text"] for cell in cells for flag in cell["flags"]}
 
 
-def take_tune(step: Taking) -> None:
-    minutes = max(1.0, min(10.0, (step.left_s() - 60) / 60)) if not step.tiny else 1.0
-    sizes = ["--prompt-tokens", "32", "--output-tokens", "8"] if step.tiny else []
-    began = time.time()
-    try:
-        code, _ = step.bedplate(
-            "tune", step.model("8b"), "--engine", step.engine("vllm"), "--concurrency", step.loads(64).split(",")[-1],
-            *sizes, "--budget", f"{minutes:.0f}m", "--export", str(step.folder / "tuned.json"), "--json",
-            to="tune.json", needed=False, limit_s=60 * minutes + 240,
-        )  # fmt: skip
-        if code not in (0, 1):
-            raise StepFailed(f"tune ended with status {code}: {last_line(step.folder / 'log.txt')}")
-    finally:
-        if not step.given.dry_run:
-            step.copy_logs("tune", began)
+def take_tune(name: str) -> Callable[[Taking], None]:
+    def take(step: Taking) -> None:
+        minutes = max(1.0, min(10.0, (step.left_s() - 60) / 60)) if not step.tiny else 1.0
+        sizes = ["--prompt-tokens", "32", "--output-tokens", "8"] if step.tiny else []
+        began = time.time()
+        try:
+            code, _ = step.bedplate(
+                "tune", step.model("8b"), "--engine", step.engine(name), "--concurrency", step.loads(64).split(",")[-1],
+                *sizes, "--budget", f"{minutes:.0f}m", "--export", str(step.folder / "tuned.json"), "--json",
+                to="tune.json", needed=False, limit_s=60 * minutes + 240,
+            )  # fmt: skip
+            if code not in (0, 1):
+                raise StepFailed(f"tune ended with status {code}: {last_line(step.folder / 'log.txt')}")
+        finally:
+            if not step.given.dry_run:
+                step.copy_logs("tune", began)
+
+    return take
+
+
+def write_gguf(step: Taking, shape: str = "8b") -> Path:
+    """A shape with 4-bit weights, written once."""
+    out = Path(step.model(shape)).with_suffix(".gguf")
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tiny = {"8b": "tiny", "moe": "tiny-moe"}[shape]
+        # Rows of the small experts are too short for blocks of 4-bit weights.
+        write_model(step, find_tokenizer(step), tiny if step.tiny else shape, "q8_0" if step.tiny else "q4_k", out)
+    return out
+
+
+def list_build_options(step: Taking) -> list[str]:
+    return [] if step.tiny else ["--build", "native"]
 
 
 def take_llama_cpp(step: Taking) -> None:
-    """The CUDA build of llama.cpp, where its source package is here (UV_FIND_LINKS); builds it first."""
-    bench = ["bench", "--engines", "llama.cpp", "--concurrency", step.loads(1, 16, 64), "--seconds", "4"]
-    build = [] if step.tiny else ["--build", "native"]
-    sizes = ["--prompt-tokens", "32", "--output-tokens", "8"] if step.tiny else []
-    step.bedplate(*bench, *build, *sizes, "--repeats", "1", "-o", str(step.folder / "run.json"))
+    """The CUDA build of llama.cpp, where its source package is here (UV_FIND_LINKS); builds it if it is not built."""
+    with step.service("llama.cpp", "service", *list_build_options(step)) as endpoint:
+        if not step.given.dry_run:
+            step.keep("answer.json", {"question": QUESTION, "answer": step.ask(endpoint)})
+    # A burst of 256 requests takes about a minute.
+    counts = (1, 16, 64, 256)
+    bench_model(step, "llama.cpp", str(write_gguf(step)), counts, *list_build_options(step), budget="240s")
+
+
+def take_llama_cpp_experts(step: Taking) -> None:
+    model = str(write_gguf(step, "moe"))
+    bench_model(step, "llama.cpp", model, (1, 16, 64, 256), *list_build_options(step), budget="240s")
+
+
+LEFT_FREE = 4 << 30
+"""Less than the 8 B shape needs with 4-bit weights and its cache."""
+
+
+def take_offload(step: Taking) -> None:
+    """llama.cpp where the GPU's free memory holds only part of the layers: the plan puts the others on the host."""
+    model = str(write_gguf(step))
+    with step.held_memory(f"free - {LEFT_FREE}"):
+        step.bedplate("plan", model, "--engine", "llama.cpp", to="plan.txt", needed=False)
+        bench_model(step, "llama.cpp", model, (1, 4), *list_build_options(step))
 
 
 VLLM, SGLANG, BOTH = ("vllm",), ("sglang",), ("vllm", "sglang")
@@ -668,18 +728,26 @@ STEPS = (
         take_compare,
         BOTH,
     ),
+    Step("agent", "vLLM against SGLang, 8 B, sessions of agents, in turns", 600, take_agent, BOTH, optional=True),
     Step("migrate", "vLLM to SGLang and back under 64 streams", 280, take_migrate, (*BOTH, "pytorch")),
     Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 190, bench_shape("sglang", "moe"), SGLANG),
     Step("busy-gpu", "bench refuses a GPU that another process uses", 45, take_busy_gpu, VLLM),
     Step("shared-gpu", "serve and bench beside another process, and two benches at once", 120, take_shared_gpu, VLLM),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
-    Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune, VLLM),
+    Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune("vllm"), VLLM),
+    Step("tune-sglang", "SGLang: tune the 8 B shape at 64", 300, take_tune("sglang"), SGLANG, optional=True),
     Step("options", "vLLM: FP8 cache, no prefix cache, n-gram speculation beside the plan", 420, take_options, VLLM,
          optional=True),
     Step("dense-32b", "vLLM: a 32 B dense shape at 1, 16, 64, 256", 190, measure_empty("32b"), VLLM, optional=True),
     Step("mla", "vLLM: latent attention and experts at 1, 16, 64, 256", 190, measure_empty("mla"), VLLM, optional=True),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),
-    Step("llama.cpp", "llama.cpp, CUDA build, built-in model", 480, take_llama_cpp, optional=True),
+    Step("llama.cpp", "llama.cpp, CUDA build: built-in model, 8 B shape at 1, 16, 64, 256", 480, take_llama_cpp,
+         optional=True),
+    Step("moe-llama.cpp", "llama.cpp, CUDA build: mixture of experts at 1, 16, 64, 256", 280, take_llama_cpp_experts,
+         optional=True),
+    Step("offload", "llama.cpp: 8 B shape with part of its layers on the host", 120, take_offload, optional=True),
+    Step("pytorch-8b", "PyTorch: 8 B shape at 1, 16, 64", 200, bench_shape("pytorch", "8b", 1, 16, 64, budget="180s"),
+         ("pytorch",), optional=True),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def two_tenants(path: Path, key: str) -> None:
 
 async def serve(upstream: str, port: int, path: Path | None) -> None:
     address = urlsplit(upstream)
-    backend = GatewayBackend("null", "null", aliases=("null-model",))
+    backend = GatewayBackend("null-model", "null")
     backend.address = (address.hostname or "127.0.0.1", address.port or 80)
     backend.state = "ready"
     backend.slots = 4096

@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -393,6 +394,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
+        "python_build": {"compiler": platform.python_compiler(), "options": sysconfig.get_config_var("CONFIG_ARGS")},
         "requirements": [peer.requirement for peer in PEERS if peer.requirement],
     }
 

@@ -3,6 +3,7 @@
     python benchmarks/models/random_llama.py --like SMOLLM2_FOLDER --shape 8b --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape moe --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 8b --form q4_k --out OUT.gguf
+    python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape moe --form q4_k --out OUT.gguf
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 32b --form empty --out OUT_FOLDER
 
 The tokenizer and the vocabulary are those of the model given with --like, so that every token has a text.
@@ -305,6 +306,9 @@ GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -320,7 +324,7 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
     import numpy as np
 
     reader = gguf.GGUFReader(like)
-    writer = gguf.GGUFWriter(out, "llama")
+    writer = gguf.GGUFWriter(out, "qwen3moe" if shape.experts else "llama")
     for field in reader.fields.values():
         if not field.name.startswith("tokenizer."):
             continue
@@ -342,6 +346,10 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(vocab)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_active)
+        writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_file_type({"q4_k": 15, "q8_0": 7, "f16": 1}[form])
     random = np.random.default_rng(0)
 
@@ -376,7 +384,15 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
     for name, width in norms(shape):
         writer.add_tensor(f"{gguf_name(name)}.weight", np.ones(width, np.float32))
     for name, rows, columns in linears(shape):
-        add(gguf_name(name), rows, columns)
+        if name.endswith(".mlp.gate"):
+            router = random.standard_normal((rows, columns), np.float32) * SPREAD
+            writer.add_tensor(f"{gguf_name(name)}.weight", router)
+        elif ".experts." not in name:
+            add(gguf_name(name), rows, columns)
+        elif ".experts.0." in name:  # all experts of a layer are one tensor
+            data, kind = weights(shape.experts * rows, columns)
+            tensor = gguf_name(name.replace(".experts.0.", "."))
+            writer.add_tensor(f"{tensor}_exps.weight", data.reshape(shape.experts, rows, -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -391,8 +407,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     shape = SHAPES[given.shape]
-    if shape.experts and given.form not in ("bf16", "empty"):
-        parser.error("a shape with experts is written with --form bf16 or empty only")
+    if shape.experts and given.form.startswith("exl3"):
+        parser.error("a shape with experts is not written for ExLlamaV3")
+    if shape.latent and given.form not in ("bf16", "empty"):
+        parser.error("a shape with latent attention is written with --form bf16 or empty only")
     if given.form == "empty":
         write_empty(shape, given.like, given.out)
     elif given.form in ("f16", "q8_0", "q4_k"):

@@ -2,17 +2,22 @@
 
     python benchmarks/plan/search.py
 
-Prints the best of several runs in one process that has already loaded its tables, and the best of several cold starts
-of `bedplate plan`.
+Prints the best of several runs in one process that has already loaded its tables, its CPU time and function calls,
+with and without all alternatives, and the best of several cold starts of `bedplate plan`. Function calls do not depend
+on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import functools
+import pstats
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from bedplate.decide import decide
 from bedplate.facts.hypothetical import make_simulated_hardware
@@ -32,16 +37,26 @@ CASES: tuple[tuple[str, int, str, int], ...] = (
 )
 
 
-def decided_ms(chip: str, count: int, model: str, concurrency: int, repeats: int) -> list[float]:
+def make_decider(chip: str, count: int, model: str, concurrency: int) -> Callable[[bool], object]:
     machine = make_simulated_hardware({"accelerator": chip, "count": count, "ram_gb": 2048})
     work = Workload(concurrency=concurrency, prompt_tokens=2048, output_tokens=512)
     facts, operations = find_model(model), Operations(machinery="cluster")
+    return lambda all_scored: decide(machine, facts, work, operations=operations, with_alternatives=all_scored)
+
+
+def measure_ms(run: Callable[[], object], clock: Callable[[], float], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
-        decide(machine, facts, work, operations=operations)
-        times.append((time.perf_counter() - started) * 1000)
+        started = clock()
+        run()
+        times.append((clock() - started) * 1000)
     return times
+
+
+def count_calls(run: Callable[[], object]) -> int:
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
 def process_ms(*argv: str, repeats: int) -> float:
@@ -58,13 +73,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
-    print(f"{'machine':<16} {'model':<34} {'in flight':>9} {'best ms':>8} {'median':>8}")
+    print(
+        f"{'machine':<16} {'model':<34} {'in flight':>9} {'best ms':>8} {'median':>8} {'CPU ms':>8} {'calls':>9} "
+        f"{'all: CPU':>9} {'calls':>9}"
+    )
     slowest = 0.0
     for chip, count, model, concurrency in CASES:
-        times = decided_ms(chip, count, model, concurrency, repeats)
+        run = make_decider(chip, count, model, concurrency)
+        one, every = functools.partial(run, False), functools.partial(run, True)
+        times = measure_ms(one, time.perf_counter, repeats)
         slowest = max(slowest, min(times))
+        cpu = [min(measure_ms(each, time.process_time, repeats)) for each in (one, every)]
         machine = f"{count} x {chip}"
-        print(f"{machine:<16} {model:<34} {concurrency:>9,} {min(times):>8.0f} {statistics.median(times):>8.0f}")
+        print(
+            f"{machine:<16} {model:<34} {concurrency:>9,} {min(times):>8.0f} {statistics.median(times):>8.0f} "
+            f"{cpu[0]:>8.0f} {count_calls(one):>9,} {cpu[1]:>9.0f} {count_calls(every):>9,}"
+        )
     print(f"slowest: {slowest:.0f} ms of {BUDGET_MS:.0f}")
     bare = process_ms("-c", "pass", repeats=repeats)
     chip, count, model, _ = CASES[1]

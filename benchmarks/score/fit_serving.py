@@ -17,8 +17,11 @@ import json
 import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -125,6 +128,7 @@ PARAMETERS = {
     "apart_sized": Parameter("positive", 1.0, "", 1.0, 0.4),
     "apart_far_s": Parameter("positive", 2e-5),
     "apart_uneven": Parameter("positive", 0.3),
+    "apart_scattered": Parameter("positive", 1.0, "", 1.0, 0.4),
     "tuned": Parameter("positive", 1.2, "e", 0.4, 4.0),
     "tuned_server": Parameter("positive", 0.9),
     "tuned_interactive": Parameter("positive", 0.6),
@@ -605,6 +609,14 @@ class Term(NamedTuple):
     mechanism: str
     absent: dict[str, float]
     """The parameters of the term, each at the value at which it has no effect."""
+    waits: Mapping[str, float] = MappingProxyType({})
+    """The scheduler settings of disaggregated workers without the term."""
+
+    def remove_from(self, row: Row) -> Row:
+        if row.way != "apart" or not self.waits:
+            return row
+        loads = ((share, load._replace(waits=load.waits._replace(**self.waits))) for share, load in row.loads)
+        return row._replace(loads=tuple(loads))
 
 
 TERMS = (
@@ -622,6 +634,8 @@ TERMS = (
     Term("schedulers poll, collect and balance", {"polled": 0.0, "gathered": 0.0, "balanced": 0.0}),
     Term("messages between nodes take longer", {"apart_far_s": 0.0}),
     Term("requests are divided unevenly over decode workers", {"apart_uneven": 0.0}),
+    Term("a prefill pass lasts as long as that of its fullest group", {"apart_scattered": 0.0}),
+    Term("prompts of a pass leave a prefill worker together (SGLang)", {}, {"ahead": 0.0}),
 )
 """Terms that `--ablate` takes out one by one."""
 
@@ -645,8 +659,8 @@ def show_ablations(rows: list[Row], x: Array) -> None:
     sys.stdout.write("| without | base values | TPOT | TTFT aggregated | TTFT disaggregated | throughput |\n")
     sys.stdout.write("| --- | --- | ---: | ---: | ---: | ---: |\n")
     for term in (Term("(all terms)", {}), *TERMS):
-        fit = Fit(rows, term.absent)
-        logs = fit.logs(fit.fitted(everything, 3, x) if term.absent else x, everything)
+        fit = Fit([term.remove_from(row) for row in rows], term.absent)
+        logs = fit.logs(fit.fitted(everything, 3, x) if term.absent or term.waits else x, everything)
         shown = ", ".join(f"`{name}` {values[name]['base']:.2g}" for name in term.absent)
         medians = (np.median(np.abs(np.expm1(logs[chosen]))) for chosen in choose_rows(rows).values())
         cells = " | ".join(f"{one:.1%}" for one in medians)
@@ -673,7 +687,10 @@ def main() -> None:
     logs = fit.logs(x, everything)
     for by in ("source", "way", "engine", "chip", "model"):
         show(f"as fitted, by {by}", summary(rows, logs, everything, by))
-    data: dict[str, Any] = {"efficiencies": fit.table(x)}
+    data: dict[str, Any] = {
+        "efficiencies": fit.table(x),
+        "rows": dict(sorted(Counter(row.source for row in rows).items())),
+    }
     if options.cross_validate is not None:
         left_out = cross_validated(fit, x, tuple(options.cross_validate) or SPLITS)
         figures = []

@@ -141,10 +141,6 @@ def leave_out_local(truth: Path, tell: Callable[[str], None]) -> tuple[list[Left
     return list(leave_out(measured, 12, fit_without, tell=tell)), list_known(measured)
 
 
-def _count_effects(list_effects: Callable[[Any], Iterable[str]], rows: Iterable[Any]) -> Counter[str]:
-    return Counter(name for row in rows for name in list_effects(row))
-
-
 def leave_out_serving(tell: Callable[[str], None]) -> tuple[list[LeftOutRow], dict[str, Any]]:
     """Many streams: `fit_serving`."""
     import fit_serving

@@ -16,6 +16,25 @@ class OperationCancelled(BaseException):
     """The operation that this thread works for was cancelled. Like KeyboardInterrupt, it is not an error."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM was received. It ends the command like Ctrl-C: temporary folders are removed, child processes ended."""
+
+
+def raise_on_sigterm() -> None:
+    """Let SIGTERM raise `Terminated` in the main thread, instead of ending the process without any clean-up."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
+
+
+def end_by_sigterm() -> None:
+    """End the process by SIGTERM, so that its parent sees the same status as without a handler."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise Terminated(128 + number)
+
+
 @contextmanager
 def make_cancellable(cancelled: threading.Event) -> Iterator[None]:
     """Within the block, and in threads that copy its context, `check_cancelled` raises once the event is set."""

@@ -191,8 +191,8 @@ def compute_fingerprint(hardware: Hardware) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open the store and create the tables that it lacks."""
     try:
         make_folder(path.parent)
         connection = sqlite3.connect(path, timeout=10)
@@ -208,6 +208,19 @@ def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
                 )
             if version < VERSION:  # readers of an up-to-date store write nothing and take no lock
                 _create_missing_tables(connection, path)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise _make_failure(error, path) from error
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = _connect(path)
+    try:
+        with connection:
             yield connection
     except sqlite3.Error as error:
         raise _make_failure(error, path) from error
@@ -622,13 +635,13 @@ def read_tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tu
         bodies = connection.execute("SELECT name, body FROM tenants ORDER BY name").fetchall()
         rows = connection.execute("SELECT tenant, digest, body FROM keys ORDER BY rowid").fetchall()
     try:
-        return _parse_tenants(tuple(bodies), tuple(rows), str(where))
+        return parse_tenants(tuple(bodies), tuple(rows), str(where))
     except UsageError as error:
         raise _make_failure(error, where) from error
 
 
 @functools.lru_cache(maxsize=1)
-def _parse_tenants(
+def parse_tenants(
     bodies: tuple[tuple[str, str], ...], rows: tuple[tuple[str, bytes, str], ...], origin: str
 ) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
     """The same object for the same rows: a gateway reads them after each write to the store, and few writes change
@@ -644,30 +657,84 @@ def _parse_tenants(
     return tuple(found)
 
 
-def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:
-    """Store all of the requests or none.
+class RequestWriter:
+    """Adds requests to the store over one connection, which it opens when it first writes. For use in one thread.
 
-    They survive a killed process. After a power failure the last ones may be missing.
+    Opening and closing the store takes longer than adding a hundred requests: the last connection that is closed also
+    copies the write-ahead log into the file and deletes it.
     """
-    with _open_store(path or get_store_path()) as connection:
-        connection.execute("PRAGMA synchronous=NORMAL")
-        # Insert a hundred rows in one statement. SQLite releases the GIL once per statement, and handing it to the
-        # gateway's thread and back for every row takes longer than the insert. A hundred rows take less than a
-        # millisecond.
-        for begin in range(0, len(requests), ROWS_AT_ONCE):
-            some = requests[begin : begin + ROWS_AT_ONCE]
-            values: list[object] = []
-            for one in some:
-                values += (
-                    one.at_s, one.tenant, one.model, one.engine, one.outcome,
-                    one.prompt_tokens, one.cached_tokens, one.completion_tokens, _to_line(one),
-                )  # fmt: skip
-            places = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
-            connection.execute(
-                "INSERT INTO requests (at_s, tenant, model, engine, outcome, prompt_tokens, cached_tokens, "  # noqa: S608
-                f"completion_tokens, body) VALUES {places}",
-                values,
-            )
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or get_store_path()
+        self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+        """The device and the inode of the file that is open."""
+
+    def add(self, requests: Sequence[ServedRequest]) -> None:
+        """Store all of the requests or none.
+
+        They survive a killed process. After a power failure the last ones may be missing.
+        """
+        if self._connection is not None and _identify_file(self._path) != self._file:
+            self.close()  # the store was moved away or replaced
+        try:
+            if self._connection is None:
+                self._connection = _connect(self._path)
+                self._connection.execute("PRAGMA synchronous=NORMAL")
+                self._file = _identify_file(self._path)
+            with self._connection:
+                _insert_requests(self._connection, requests)
+        except sqlite3.Error as error:
+            self.close()
+            raise _make_failure(error, self._path) from error
+
+    def read_foreign_version(self) -> object | None:
+        """A value that changes whenever the store is changed other than by this writer; `None`: not known."""
+        if self._connection is None or _identify_file(self._path) != self._file:
+            return None
+        try:
+            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+        except sqlite3.Error:
+            return None
+        return self._connection, version  # the numbers of two connections are not comparable
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:
+    """Store all of the requests or none."""
+    with contextlib.closing(RequestWriter(path)) as writer:
+        writer.add(requests)
+
+
+def _insert_requests(connection: sqlite3.Connection, requests: Sequence[ServedRequest]) -> None:
+    # Insert a hundred rows in one statement. SQLite releases the GIL once per statement, and handing it to the
+    # gateway's thread and back for every row takes longer than the insert. A hundred rows take less than a millisecond.
+    for begin in range(0, len(requests), ROWS_AT_ONCE):
+        some = requests[begin : begin + ROWS_AT_ONCE]
+        values: list[object] = []
+        for one in some:
+            values += (
+                one.at_s, one.tenant, one.model, one.engine, one.outcome,
+                one.prompt_tokens, one.cached_tokens, one.completion_tokens, _to_line(one),
+            )  # fmt: skip
+        places = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
+        connection.execute(
+            "INSERT INTO requests (at_s, tenant, model, engine, outcome, prompt_tokens, cached_tokens, "  # noqa: S608
+            f"completion_tokens, body) VALUES {places}",
+            values,
+        )
+
+
+def _identify_file(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
 
 
 def read_requests(

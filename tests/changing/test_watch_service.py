@@ -22,14 +22,13 @@ from bedplate.changing.episodes import make_cell, summarize_load
 from bedplate.changing.notify import check_url, post
 from bedplate.changing.outlook import OutlookRequest, describe_missed_target, get_driver
 from bedplate.changing.outlook import report_outlook as outlook_of
-from bedplate.changing.releases import find_package, parse_requirements
 from bedplate.changing.watch import (
     WatchOptions,
     allot_time,
     choose_challengers,
     conclude,
     find_triggers,
-    list_unpinned,
+    list_release_notes,
     read_last_state,
     watch_once,
 )
@@ -40,6 +39,7 @@ from bedplate.hosting.host import Host
 from bedplate.judge.compare import compare
 from bedplate.measure.bench import describe_environment
 from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.releases import IndexAnswer, find_package, parse_requirements
 from bedplate.values import Workload, replace_fields
 from bedplate.values.decision import Challenger
 from bedplate.values.migration import Migration, MigrationEngine
@@ -193,7 +193,7 @@ class TestOnce:
             return state[do]
 
         monkeypatch.setattr(watching, "ask", ask)
-        monkeypatch.setattr(watching, "find_newest", lambda packages: dict.fromkeys(packages, "99"))
+        monkeypatch.setattr(watching, "ask_index", lambda packages: IndexAnswer(dict.fromkeys(packages, "9999.1"), {}))
         monkeypatch.setattr(watching, "is_installed", lambda one, hardware: one.id == "llama.cpp")
         return state
 
@@ -208,9 +208,9 @@ class TestOnce:
         assert "llama.cpp" in Path(done.report).read_text()
         (kept,) = (home / "reports").glob("*.json")
         assert from_json(WatchEvaluation, kept.read_text()).answer == "migrate"
-        assert any("99 is on the index; this version of bedplate installs" in note for note in done.notes)
+        assert any("9999.1 is on the index; this version of bedplate installs" in note for note in done.notes)
         before = read_last_state("chat", "alpha")
-        assert before is not None and before.releases["xllamacpp"] == "99"
+        assert before is not None and before.releases["xllamacpp"] == "9999.1"
         again = watch_once(RECORD, WatchOptions(budget_s=60))
         assert [one.kind for one in again.triggers] == ["asked"]
 
@@ -240,6 +240,13 @@ class TestOnce:
         assert done.answer == "not proven" and done.exit_code == 20
         assert done.untried[0].why == "it does not fit next to the loaded engines: 9 GB are needed"
         assert done.report is None
+
+    def test_a_worse_challenger_exits_with_30(self, asked: dict[str, Any]) -> None:
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 100, 400)
+        done = watch_once(RECORD, WatchOptions())
+        assert (done.answer, done.challenger, done.exit_code) == ("stay", "llama.cpp", 30)
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 100, 100, run="r2")
+        assert watch_once(RECORD, WatchOptions()).exit_code in (0, 20)
 
     def test_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
@@ -286,7 +293,7 @@ class TestLoop:
 
         slept: list[float] = []
         monkeypatch.setattr(watching, "ask", ask)
-        monkeypatch.setattr(watching, "find_newest", lambda packages: {})
+        monkeypatch.setattr(watching, "ask_index", lambda packages: IndexAnswer({}, {}))
         clocks = SimpleNamespace(time=lambda: next(clock), sleep=slept.append, monotonic=time.monotonic)
         monkeypatch.setattr("bedplate.changing.watch.time", clocks)
         told: list[WatchEvaluation] = []
@@ -395,8 +402,10 @@ class TestFacts:
         pinned = find_package(get_engine("llama.cpp"))
         assert pinned is not None
         now = replace_fields(BEFORE, versions={"llama.cpp": pinned[1]}, releases={"xllamacpp": pinned[1]})
-        assert list_unpinned(now) == []
-        assert "xllamacpp 99 is on the index" in list_unpinned(replace_fields(now, releases={"xllamacpp": "99"}))[0]
+        present = outlook(engine_version=get_engine("pytorch").version)
+        assert list_release_notes(present, now, upgrade=False) == []
+        newer = replace_fields(now, releases={"xllamacpp": "9999.1"})
+        assert "xllamacpp 9999.1 is on the index" in list_release_notes(present, newer, upgrade=False)[0]
 
     def test_missed_target_needs_enough_requests(self) -> None:
         target = LatencyTarget(ttft_ms=40)

@@ -138,6 +138,24 @@ def test_stated_coverage_of_left_out_rows_is_near_80_percent(metric: str) -> Non
     assert line["coverage"]["50"] < line["coverage"]["80"] < line["coverage"]["95"]
 
 
+LIMITS = {
+    "decode": 0.09, "TPOT, all workers": 0.15, "memory": 0.05, "TTFT": 0.28, "TTFT disaggregated": 0.38,
+    "prefill": 0.25, "throughput": 0.18,
+}  # fmt: skip
+"""Largest median errors of rows that the fit has not seen."""
+MISSED = {("decode", "campaign"): 0.092}
+"""What does not reach its limit yet, with the error that it must not exceed."""
+
+
+@pytest.mark.parametrize(("metric", "most"), LIMITS.items())
+def test_errors_of_left_out_rows_are_within_their_limits(metric: str, most: float) -> None:
+    errors = load_table("bands")["score"][metric]["error"]
+    # Nothing of the memory estimate is fitted on these rows, so every campaign is left out already.
+    assert errors.keys() == ({"campaign"} if metric == "memory" else {"chip", "model", "engine", "campaign"})
+    for split, error in errors.items():
+        assert error <= MISSED.get((metric, split), most), split
+
+
 def test_bands_belong_to_the_shipped_fit(scoring: ModuleType) -> None:
     assert load_table("bands")["fit"] == scoring.compute_fingerprint(), "run `make score ARGS=--write`"
 

@@ -142,11 +142,14 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, Ca
     assert longest is not None and entry.max_context is not None
     assert EVERYDAY_TOKENS <= longest < entry.max_context
     at, beyond = (
-        make_entries(RTX, entry.name, workload=Workload(context_tokens=tokens))[entry.name]
+        make_entries(RTX, entry.name, workload=Workload(prompt_tokens=tokens - 256, output_tokens=256))[entry.name]
         for tokens in (longest, longest + 2048)
     )
     assert at.fits and at.quantization == entry.quantization and at.longest_context == longest
-    assert not beyond.fits or beyond.quantization != entry.quantization
+    longer = Workload(prompt_tokens=longest + 2048 - 256, output_tokens=256)
+    planned = decide(RTX, find_model(entry.name), longer, entry.engine)
+    narrow = planned.settings is not None and planned.settings.kv_type == "fp8"
+    assert not beyond.fits or beyond.quantization != entry.quantization or narrow
 
 
 def test_default_context_fits_a_conversation_up_to_the_model_limit(on_rtx: dict[str, CatalogueEntry]) -> None:
@@ -192,7 +195,12 @@ def test_only_models_of_the_requested_task_are_listed() -> None:
     assert all(entry.task == "embed" for entry in embedding.values())
 
 
-def test_some_requests_wait_if_users_exceed_the_capacity() -> None:
+def test_some_requests_wait_if_they_exceed_the_capacity() -> None:
+    crowd = make_entries(RTX, "Qwen/Qwen3-8B", workload=Workload(concurrency=4000))["Qwen/Qwen3-8B"]
+    assert crowd.fits and crowd.in_flight == 4000 > crowd.max_concurrency and crowd.pace == "some wait"
+
+
+def test_users_who_think_are_not_all_in_flight() -> None:
     crowd = make_entries(RTX, "Qwen/Qwen3-8B", workload=Workload(users=4000))["Qwen/Qwen3-8B"]
     assert crowd.fits and 4000 > crowd.in_flight > crowd.max_concurrency and crowd.pace == "some wait"
 
@@ -204,9 +212,9 @@ def test_think_time_reduces_concurrency() -> None:
 
 
 def test_measurement_corrects_all_models_of_the_engine() -> None:
-    plain = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B")
+    plain = make_entries(RTX, "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
     engine = plain["Qwen/Qwen3-8B"].engine
-    assert engine is not None and engine == plain["Qwen/Qwen3-14B"].engine
+    assert engine is not None and engine == plain["meta-llama/Llama-3.1-8B-Instruct"].engine
     expected = plain["Qwen/Qwen3-8B"].estimate.output_tok_s
     assert expected is not None
     result = Result(
@@ -220,7 +228,7 @@ def test_measurement_corrects_all_models_of_the_engine() -> None:
         output_tokens=256,
         output_tok_s=expected.value / 2,
     )
-    measured = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", results=(result,))
+    measured = make_entries(RTX, "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", results=(result,))
     for name in plain:
         before, after = plain[name].tok_s, measured[name].tok_s
         assert before is not None and after is not None and after.value < before.value * 0.8
@@ -307,3 +315,11 @@ def test_catalogue_of_all_models_is_computed_in_seconds() -> None:
     began = time.process_time()
     make_entries(RTX)
     assert time.process_time() - began < 3
+
+
+def test_a_requested_speed_chooses_the_weights_that_reach_it() -> None:
+    mac = make_simulated_hardware({"accelerator": "Apple M2", "ram_gb": 16, "os": "macos"})
+    free, bound = (make_entries(mac, "Qwen/Qwen3-8B", least_tok_s=least)["Qwen/Qwen3-8B"] for least in (None, 15.0))
+    assert free.tok_s is not None and free.tok_s.value < 15
+    assert bound.fits and bound.tok_s is not None and bound.tok_s.value >= 15
+    assert bound.quantization != free.quantization

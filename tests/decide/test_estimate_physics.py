@@ -177,6 +177,39 @@ def test_unknown_cpu_has_rates_from_its_cores() -> None:
     assert (machine.kind, machine.cores, machine.bandwidth_bytes_s) == ("cpu", 12, 0.0)
 
 
+def test_a_prompt_passes_layers_without_a_cache_with_its_last_token_only() -> None:
+    machine, shape = make_chip_rates(find_chip("GB10", guess=True).chip), get_shape(find_model("gemma-4-E4B-it"))
+    assert (shape.layers, shape.borrowing_layers) == (42, 18)
+    skipping, other = (local.make_local_estimator(name, "cuda", machine, shape) for name in ("mistral.rs", "llama.cpp"))
+    assert skipping.make_prefill_part(1000).work.computed == pytest.approx(1 - 18 / 42 * 0.999)
+    assert other.make_prefill_part(1000).work.computed == skipping.make_step_part(1, 1000).work.computed == 1
+    part = skipping.make_prefill_part(4000)
+    whole = part._replace(work=part.work._replace(computed=1.0))
+    assert 0.5 < skipping.compute_seconds(part) / skipping.compute_seconds(whole) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "each"), [("Meta-Llama-3-8B", 0), ("Qwen3-8B", 2), ("gemma-3-4b-it", 4), ("gemma-4-E4B-it", 12)]
+)
+def test_norms_that_llama_lacks_are_kernels(name: str, each: int) -> None:
+    machine, shape = make_chip_rates(find_chip("RTX 4090").chip), get_shape(find_model(name))
+    question = local.make_local_estimator("llama.cpp", "cuda", machine, shape)
+    assert shape.small_kernels == each * shape.layers
+    work = question.make_step_part(1, 100).work
+    fewer = local.forward(question.profile, work._replace(small_kernels=0.0)).total_s
+    assert local.forward(question.profile, work).total_s - fewer == pytest.approx(
+        shape.small_kernels * question.profile.kernel_s
+    )
+
+
+def test_a_library_multiplies_the_16_bit_weights_of_mistral_rs() -> None:
+    machine = make_chip_rates(find_chip("H100 SXM", guess=True).chip)
+    for label, library in (("BF16", 1.0), ("Q8_0", 0.0)):
+        shape = get_shape(find_model(f"Qwen3-8B {label}" if label != "BF16" else "Qwen3-8B"))
+        question = local.make_local_estimator("mistral.rs", "cuda", machine, shape)
+        assert question.make_prefill_part(512).work.library == library
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from(["RTX 4090", "H100 SXM", "Apple M2 Ultra (76-core GPU)", "GB10", "MI300X", "RTX 3060 12GB"]),
@@ -190,5 +223,6 @@ def test_no_estimate_is_below_the_lower_bound(chip: str, name: str, engine: str,
     shape = get_shape(find_model(name))
     question = local.make_local_estimator(engine, "cuda", machine, shape)
     assert question.step_s(batch, context) >= compute_decode_floor_s(shape, machine, batch, context, 1, 16.0)
-    assert question.estimate_prefill_s(context) >= compute_prefill_floor_s(shape, machine, context, 1)
+    computed = context * question.make_prefill_part(context).work.computed
+    assert question.estimate_prefill_s(context) >= compute_prefill_floor_s(shape, machine, computed, 1)
     assert math.isfinite(question.step_s(batch, context))

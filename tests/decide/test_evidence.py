@@ -109,7 +109,7 @@ class TestCalibration:
             make_simulated_hardware({"accelerator": "H100 SXM", "ram_gb": 2048}), MODEL, WORK, "vllm"
         ).estimate.output_tok_s
         assert one_card is not None
-        slower = decide_with(make_result("vllm", one_card.value / 2))
+        slower = decide_with(make_result("vllm", one_card.value / 2, quantization=plain.quantization))
         assert slower.estimate.output_tok_s is not None and slower.estimate.tpot_ms is not None
         assert slower.estimate.output_tok_s.value < 0.75 * plain.estimate.output_tok_s.value
         (said,) = [reason for reason in slower.reasons if reason.rule == "evidence.calibrated"]

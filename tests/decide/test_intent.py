@@ -143,6 +143,22 @@ def test_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ("workload: {incumbent: tgi}", "workload.incumbent: unknown field; it belongs under operations"),
         ("workload: {ttft_ms: 3}", "workload.ttft_ms: unknown field; it belongs under workload.latency"),
         ("workload: {xyzzy: 3}", "workload.xyzzy: unknown field"),
+        ("workload: {lora_adapters: 0}", "workload.lora_adapters: must be at least 1, got 0"),
+        (
+            "workload: {lora_adapters: many}",
+            'workload.lora_adapters: must be a whole number or a list, got the text "many"',
+        ),
+        ("workload: {lora_adapters: []}", "workload.lora_adapters: must not be empty"),
+        ("workload: {lora_adapters: [{name: a}]}", "workload.lora_adapters[0].path: is missing"),
+        (
+            "workload: {lora_adapters: [{path: a, rnak: 8}]}",
+            "workload.lora_adapters[0].rnak: unknown field; did you mean rank?",
+        ),
+        (
+            "workload: {lora_adapters: [{path: a, rank: 0}]}",
+            "workload.lora_adapters[0].rank: must be at least 1, got 0",
+        ),
+        ("workload: {lora_adapters: [x/a, y/a]}", "workload.lora_adapters[0]: two adapters are named a"),
         ("workload: {task: embedd}", "workload.task: must be generate, embed, classify or other, got embedd"),
         ("operations: {model_changes: oft}", "operations.model_changes: must be often or rarely, got oft"),
         ("operations: {portable: no}", 'operations.portable: must be true or false, got the text "no"'),
@@ -428,3 +444,16 @@ def test_every_shared_scenario_is_an_intent() -> None:
         assert from_data.workload.users == data["workload"]["users"]
         assert resolve_hardware(from_data).os == data["hardware"]["os"]
         assert isinstance(from_data.services, tuple) and not any(isinstance(one, Service) for one in from_data.services)
+
+
+def test_adapters_are_a_number_or_a_list() -> None:
+    counted = read_intent("workload: {lora_adapters: 3}\n").workload
+    assert [one.served_name for one in counted.adapters] == ["adapter-1", "adapter-2", "adapter-3"]
+    assert not counted.names_adapters and counted.adapter_rank == 16
+    listed = read_intent("workload: {lora_adapters: [acme/sql-lora, {path: /a/b.gguf, name: my adapter, rank: 64}]}\n")
+    first, second = listed.workload.adapters
+    assert listed.workload.names_adapters and listed.workload.adapter_rank == 64
+    assert (first.served_name, first.is_on_hub) == ("sql-lora", True)
+    assert (second.served_name, second.is_on_hub) == ("my-adapter", False)
+    again = override(listed, users=4)
+    assert again.workload.adapters == listed.workload.adapters

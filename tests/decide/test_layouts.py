@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide import decide
-from bedplate.decide.layouts import can_divide, can_divide_experts, count_fast_cards, list_layouts
+from bedplate.decide.layouts import (
+    LARGE_MIXTURE,
+    can_divide,
+    can_divide_experts,
+    count_fast_cards,
+    list_layouts,
+)
 from bedplate.engines import get_engine, load_engines
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import apply_label, find_model
@@ -26,6 +32,7 @@ MODELS = (
     "mistralai/Mixtral-8x7B-Instruct-v0.1",
 )  # fmt: skip
 LABELS = (None, "FP8", "AWQ-INT4")
+TRT = get_engine("tensorrt-llm")
 
 
 @functools.cache
@@ -65,12 +72,14 @@ def test_every_layout_is_valid(named: tuple[str, int, int | None], name: str, la
         assert tensor * pipeline * data <= max(1, len(hardware.accelerators))
         for way in ("tensor", "pipeline", "data", "expert", "attention_data"):
             assert getattr(layout, way) == 1 or way in one.ways
-        assert tensor <= node and pipeline <= model.num_layers
+        # Ranks that divide attention are in one node; experts may be distributed over several.
+        heads = tensor // layout.attention_data
+        assert heads <= node and pipeline <= model.num_layers and (tensor <= node or tensor % node == 0)
         # Over PCIe at most a few cards; more only if all of them share faster links.
-        assert tensor <= 4 or tensor <= fast
-        assert (model.num_heads or 0) % tensor == 0
+        assert tensor <= 4 or tensor <= fast or fast >= node
+        assert (model.num_heads or 0) % heads == 0
         if model.kv_lora_rank is None and model.num_kv_heads:
-            assert model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
+            assert model.num_kv_heads % heads == 0 or heads % model.num_kv_heads == 0
         if not model.num_experts and model.intermediate_size:
             assert model.intermediate_size % (tensor * groups) == 0 or tensor == 1
         if model.num_experts and tensor > 1 and layout.expert == 1:
@@ -78,7 +87,8 @@ def test_every_layout_is_valid(named: tuple[str, int, int | None], name: str, la
         if layout.expert > 1:
             assert model.num_experts and model.num_experts % layout.expert == 0 and layout.expert == tensor
         if layout.attention_data > 1:
-            assert model.kv_lora_rank is not None and layout.attention_data == tensor == layout.expert
+            assert tensor == layout.expert and tensor % layout.attention_data == 0
+            assert model.kv_lora_rank is not None or model.parameters >= LARGE_MIXTURE
         # Within a node with fast links, tensor parallelism is faster than pipeline stages.
         if pipeline > 1 and fast >= node > 1 and "tensor" in one.ways:
             assert tensor == node
@@ -120,12 +130,26 @@ def test_indivisible_experts_use_expert_parallelism() -> None:
     assert found and all(one.expert == 4 for one in found)
 
 
-def test_only_latent_caches_use_attention_data_parallelism() -> None:
+def test_large_mixtures_use_attention_data_parallelism() -> None:
     hardware = make_machine("H200 SXM", 8, None)
-    latent = list(list_layouts(hardware, get_engine("sglang"), make_model("deepseek-ai/DeepSeek-V3", None)))
-    assert Parallelism(tensor=8, expert=8, attention_data=8) in latent
+    for name in ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-235B-A22B-FP8"):
+        large = list(list_layouts(hardware, get_engine("sglang"), find_model(name)))
+        assert Parallelism(tensor=8, expert=8, attention_data=8) in large
+        assert Parallelism(tensor=8, expert=8, attention_data=2) in large
+        # TensorRT-LLM has a switch for it, without a size.
+        sizes = {(one.tensor, one.attention_data) for one in list_layouts(hardware, TRT, find_model(name))}
+        assert (8, 8) in sizes and (8, 2) not in sizes
     plain = list_layouts(hardware, get_engine("sglang"), make_model("Qwen/Qwen3-30B-A3B", None))
     assert {layout.attention_data for layout in plain} == {1}
+
+
+def test_experts_are_distributed_over_nodes_and_attention_is_not() -> None:
+    hardware, model = make_machine("H100 SXM", 16, 8), make_model("deepseek-ai/DeepSeek-V3", None)
+    found = list(list_layouts(hardware, get_engine("vllm"), model))
+    wide = {layout for layout in found if layout.tensor == 16}
+    assert wide == {Parallelism(tensor=16, expert=16, attention_data=16)}
+    # vLLM's data-parallel ranks are the outermost: with stages, expert ranks would be on both nodes.
+    assert all(layout.pipeline == 1 for layout in found if layout.attention_data > 1)
 
 
 def test_pipeline_stages_span_nodes() -> None:

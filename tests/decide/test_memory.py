@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.decide.memory import fit, get_kv_bytes_on_device, get_weight_bytes_on_device
+from bedplate.decide.memory import (
+    find_largest,
+    find_most_requests,
+    fit,
+    get_kv_bytes_on_device,
+    get_weight_bytes_on_device,
+)
 from bedplate.errors import UsageError
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
@@ -112,3 +118,21 @@ def test_max_concurrency_fits_and_one_more_does_not(users: int, prompt: int, nam
         more = Workload(concurrency=found.max_concurrency + 1, prompt_tokens=prompt, output_tokens=200)
         assert fit(make_machine(name), model, full, "vllm").concurrency == found.max_concurrency
         assert fit(make_machine(name), model, more, "vllm").concurrency == found.max_concurrency
+
+
+@given(
+    st.floats(0, 100), st.floats(0, 5), st.sampled_from([1, 8]), st.floats(0, 10), st.integers(1, 50),
+    st.floats(0, 400), st.sampled_from([1, 4, 64, 65536]),
+)  # fmt: skip
+def test_interpolation_finds_the_same_number_of_requests_as_bisection(
+    fixed: float, cache: float, groups: int, activations: float, most: int, usable: float, ceiling: int
+) -> None:
+    asked = []
+
+    def needs(requests: int) -> float:
+        asked.append(requests)
+        return fixed + cache * -(-requests // groups) + activations * min(requests, most)
+
+    found = find_most_requests(needs, usable, ceiling)
+    assert len(asked) <= 2 + 4 * 17
+    assert found == find_largest(lambda requests: needs(requests) <= usable, ceiling)

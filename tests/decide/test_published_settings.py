@@ -38,12 +38,12 @@ def test_nothing_is_known_without_a_statement(notes: str) -> None:
 
 
 def test_other_settings_are_parsed() -> None:
-    found = parse("kv_cache_dtype=fp8_e4m3; max_num_batched_tokens=16384; enforce_eager; 2P4D; HIPBLASLT=1")
+    found = parse("kv_cache_dtype=fp8_e4m3; max_num_batched_tokens=16384; enforce_eager; 2P4D")
     assert (found.kv_bits, found.pass_tokens, found.graphs) == (8.0, 16384, False)
-    assert (found.prefill_workers, found.decode_workers, found.hipblaslt) == (2, 4, True)
-    other = parse("kv-cache-dtype: auto; chunked-prefill-size 8192; cuda_graph=on; num_prefill_workers=3; hipblaslt=0")
+    assert (found.prefill_workers, found.decode_workers) == (2, 4)
+    other = parse("kv-cache-dtype: auto; chunked-prefill-size 8192; cuda_graph=on; num_prefill_workers=3")
     assert (other.kv_bits, other.pass_tokens, other.graphs) == (None, 8192, True)
-    assert (other.prefill_workers, other.hipblaslt) == (3, False)
+    assert other.prefill_workers == 3
     assert parse("bf16 kv").kv_bits == 16.0
     assert parse("enforce_eager=False").graphs is None
 

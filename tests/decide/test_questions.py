@@ -79,7 +79,7 @@ class TestProcure:
         chips, model = [find_chip("L4").chip], find_model("Qwen/Qwen3-8B")
         ((_, relaxed),) = procure(model, SERVING, Operations(), chips)
         assert relaxed is not None and relaxed.decision.estimate.tpot_ms is not None
-        strict = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=relaxed.decision.estimate.tpot_ms.value * 0.9))
+        strict = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=relaxed.decision.estimate.tpot_ms.value * 0.7))
         ((_, quicker),) = procure(model, strict, Operations(), chips)
         assert quicker is None or quicker.count > relaxed.count
         impossible = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=0.001))

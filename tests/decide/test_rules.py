@@ -28,8 +28,8 @@ from bedplate.values import Decision
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
 ALL: list[DecisionRule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
-ELSEWHERE = {"evidence.calibrated", "build.cpu", "tuned.measured"}
-"""Reasons that a scenario cannot have: they need measurements, or depend on what bedplate installs."""
+ELSEWHERE = {"evidence.calibrated", "build.cpu", "tuned.measured", "vision.images", "layout.mixture"}
+"""Reasons that a scenario cannot have: they need measurements or files, or depend on what bedplate installs."""
 
 
 SEED_OF = dict(zip(ARTICLES, ("000", "001", "002", "003", "004"), strict=True))

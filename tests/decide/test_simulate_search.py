@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -32,9 +33,15 @@ STARTS = ("H100 SXM", "4x H100 SXM", "16x H100 SXM")
 SEVENTY = "meta-llama/Llama-3.3-70B-Instruct"
 
 
+@functools.cache
+def make_h100() -> Deployment:
+    """Not a fixture: hypothesis prints all arguments of a test that fails, and this one is long."""
+    return make_test_deployment()
+
+
 @pytest.fixture(scope="module")
 def h100() -> Deployment:
-    return make_test_deployment()
+    return make_h100()
 
 
 def list_for(model: str, accelerator: str, count: int = 1, **work: Any) -> tuple[Deployment, ...]:
@@ -61,7 +68,7 @@ def test_answer_does_not_depend_on_the_starting_machine(arrivals: tuple[str, ...
 def test_replicas_are_the_same_from_every_machine_size(model: str) -> None:
     found = [[one.replica for one in list_for(model, "H100 SXM", count)] for count in (1, 8)]
     assert found[0] == found[1]
-    layouts = [(one.parallelism.tensor, one.parallelism.pipeline, one.parallelism.expert) for one in found[0]]
+    layouts = [one.parallelism for one in found[0]]
     assert len(set(layouts)) == len(layouts) > 1
     assert all(one.cards == one.parallelism.tensor * one.parallelism.pipeline for one in found[0])
     assert len({(one.engine, one.quantization) for one in found[0]}) == 1
@@ -69,7 +76,7 @@ def test_replicas_are_the_same_from_every_machine_size(model: str) -> None:
 
 def test_replica_spans_machines_only_if_one_is_too_small() -> None:
     assert max(one.cards for one in list_for(SEVENTY, "H100 SXM")) == 8
-    assert {(one.replica.engine, one.cards) for one in list_for("deepseek-ai/DeepSeek-R1", "H100 SXM")} == {
+    assert {(one.replica.engine, one.cards) for one in list_for("deepseek-ai/DeepSeek-R1", "A100 SXM 40GB")} == {
         ("vllm", 16)
     }
 
@@ -106,7 +113,6 @@ arrivals = st.one_of(
     st.integers(0, 50),
 )
 def test_more_cards_are_never_worse_beyond_the_noise(
-    h100: Deployment,
     arrival: dict[str, Any],
     prompt: int,
     output: int,
@@ -119,12 +125,25 @@ def test_more_cards_are_never_worse_beyond_the_noise(
     work = Workload(
         prompt_tokens=prompt, output_tokens=output, shared_prefix_tokens=prompt // 2 if shared else 0, **arrival
     )
-    asked = FleetSearch(h100, make_synthetic(work, 250, seed=seed, spread=spread, prefixes=8), target, router, seed)
+    stream = make_synthetic(work, 250, seed=seed, spread=spread, prefixes=8)
+    asked = FleetSearch(make_h100(), stream, target, router, seed)
     fleets = [asked.simulate_layout(replicas) for replicas in (1, 2, 4, 9)]
     for fewer, more in itertools.pairwise(fleets):
         assert fewer.on_target is not None and more.on_target is not None
         noise = (fewer.on_target_noise or 0.0) + (more.on_target_noise or 0.0)
         assert more.on_target >= fewer.on_target - noise, (fewer, more)
+
+
+def test_no_token_comes_sooner_than_the_shortest_pass(h100: Deployment) -> None:
+    """Prompts that join a pass delay their own first token; the tokens after it must not catch up."""
+    work = Workload(prompt_tokens=3000, output_tokens=16, concurrency=4)
+    ran = simulate(h100.make_fleet(2), make_synthetic(work, 250, seed=0, spread=0.5).make_book(), concurrency=4)
+    book = ran.book
+    assert max(book.late_s) > 0
+    for first, done, made in zip(book.first, book.done, book.output, strict=True):
+        if made > 1 and done > 0:
+            assert (done - first) / (made - 1) >= h100.steps.decode_s[1]
+    assert ran.end_s == pytest.approx(max(book.done))
 
 
 def test_noise_is_that_of_groups_of_neighbors() -> None:

@@ -40,6 +40,12 @@ SERVICES = [
     },
 ]
 TENANTS = [{"name": "research", "share": 0.6}, {"name": "sales", "share": 0.4}]
+TEAMS: list[dict[str, Any]] = [
+    {"name": "research", "share": 0.4, "borrow": 0.5, "lend": 0.25, "group": "idp:research"},
+    {"name": "sales", "share": 0.3, "in_flight": 32},
+    {"name": "support", "share": 0.2, "tokens_per_minute": 100_000},
+    {"name": "labs"},
+]
 PLATFORM = {"pools": POOLS, "services": SERVICES, "tenants": TENANTS, "operations": {"machinery": "kubernetes"}}
 
 INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -120,6 +126,11 @@ INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
         None,
     ),
     "platform": (PLATFORM, None),
+    "teams": (
+        {**PLATFORM, "tenants": TEAMS, "services": [{**SERVICES[0]}, {**SERVICES[1], "tenants": ["sales", "support"]}],
+         "deploy": {"endpoint": True, "namespace": "serving", "registry": "registry.example.com"}},
+        None,
+    ),
     "one-box": (
         {
             "hardware": {"accelerator": "L40S", "count": 4},
@@ -143,11 +154,11 @@ INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
 }  # fmt: skip
 TARGETS = ("compose", "kubernetes", "dynamo", "ray")
 SEVERAL_NODES = frozenset(
-    ["two-nodes-405b", "two-nodes-sglang", "fleet-prompts", "fleet-apart", "fleet-together", "platform"]
+    ["two-nodes-405b", "two-nodes-sglang", "fleet-prompts", "fleet-apart", "fleet-together", "platform", "teams"]
 )
 WITH_RAY = frozenset(
     ["h100-chat", "a100-chat", "two-nodes-405b", "fleet-prompts", "fleet-together", "gateway", "tenants-alone",
-     "platform", "one-pool", "one-box"]
+     "platform", "teams", "one-pool", "one-box"]
 )  # fmt: skip
 WITH_DYNAMO = WITH_RAY | frozenset(
     ["h100-sglang", "h100-tensorrt-llm", "h200-deepseek-trt", "two-nodes-sglang", "fleet-apart", "moe-long"]

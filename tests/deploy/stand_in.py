@@ -25,6 +25,11 @@ OPTIMIZER = "examples/llm_ptq/hf_ptq.py"
 def main() -> None:
     program, words = sys.argv[0], sys.argv[1:]
     name = os.path.basename(program)
+    if words[:1] == ["-I"]:
+        # bedplate's own helper, which is not replaced.
+        sys.argv = words[1:]
+        with open(words[1]) as file:
+            exec(compile(file.read(), words[1], "exec"), {"__name__": "__main__", "__file__": words[1]})
     if name in ("python", "python3") and words[0].startswith("/"):
         # One of bedplate's programs, whose first line names this interpreter.
         name, words = os.path.basename(words[0]), words[1:]
@@ -38,6 +43,13 @@ def main() -> None:
 def imitate(program: str, name: str, words: list[str]) -> None:
     if words[:2] == ["-m", "venv"]:
         link(f"{words[2]}/bin", "python", "python3", "pip")
+    elif name == "uv" and words[0] == "venv":
+        link(f"{words[-1]}/bin", "python", "python3")
+    elif name == "uv" and "--target" in words:
+        assert "--no-deps" in words and words[-1].startswith("bedplate"), words
+        helper = f"{words[words.index('--target') + 1]}/bedplate/deploy"
+        create_folder(helper)
+        os.symlink(os.environ["STEPS"], f"{helper}/script_steps.py")
     elif name == "pip" or words[:2] == ["pip", "install"]:
         at = words.index("--python") if "--python" in words else None
         bin_folder = os.path.dirname(words[at + 1] if at is not None else program)

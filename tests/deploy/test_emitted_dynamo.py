@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import HANG_S
-from tests.deploy.intents import PROMPTS, WITH_DYNAMO, build_platform, emit_files
+from tests.deploy.intents import INTENTS, PROMPTS, WITH_DYNAMO, emit_files, make_platform
 
 from bedplate.deploy.dynamo import estimate_prefill_share, split_workers
 from bedplate.deploy.service_containers import describe_containers
@@ -42,7 +42,7 @@ def read_option(component: dict[str, Any], name: str) -> str:
 
 
 def test_prefill_workers_follow_the_estimated_share() -> None:
-    platform = build_platform("fleet-prompts")
+    platform = make_platform(*INTENTS["fleet-prompts"])  # with its own estimate
     unit = describe_containers(platform.services[0], platform.deploy)
     share, words = estimate_prefill_share(unit)
     split = split_workers(unit, platform.deploy)

@@ -21,6 +21,7 @@ from tests.values.test_quoting import expand_kubernetes
 
 from bedplate.decide import decide, plan
 from bedplate.decide.intent import resolve_hardware, to_intent
+from bedplate.decide.nodes import list_node_launches
 from bedplate.decide.portfolio import make_portfolio
 from bedplate.deploy import emit as emit_module
 from bedplate.deploy.emit import TARGETS, emit_target
@@ -93,12 +94,14 @@ def decide_case(case: str) -> tuple[Hardware, Model, Intent, Decision]:
 
 def rename(case: str, name: str, path: str | None) -> tuple[Model, Decision]:
     """The model of a case with a hostile name, or with files at a hostile path, and the decision for it."""
-    _, usual, intent, decision = decide_case(case)
+    hardware, usual, intent, decision = decide_case(case)
     files = (f"/models/{path}/model.safetensors",) if path is not None else ()
     model = replace_fields(usual, name=name or "model", files=files)
     reasons = tuple(replace_fields(one, text=f"{one.text}: {name}") for one in decision.reasons)
-    launch = get_engine(CASES[case][2]).launch(plan(decision, model, intent.workload), 8080)
-    return model, replace_fields(decision, model=model.name, launch=launch, reasons=reasons)
+    engine, planned = get_engine(CASES[case][2]), plan(decision, model, intent.workload)
+    launch, on_nodes = engine.launch(planned, 8080), list_node_launches(planned, engine, hardware, 8080)
+    changed = {"model": model.name, "launch": launch, "node_launches": on_nodes, "reasons": reasons}
+    return model, replace_fields(decision, **changed)
 
 
 def emit(case: str, target: str, name: str, path: str | None) -> dict[str, str]:
@@ -159,6 +162,7 @@ def remove_tools() -> Iterator[None]:
     if make_tools.cache_info().currsize:
         (make_tools() / "touch").unlink()
         make_tools().rmdir()
+        make_tools.cache_clear()
 
 
 @functools.lru_cache(10_000)
@@ -174,7 +178,9 @@ def run_harmlessly(program: str, script: str, before: str) -> dict[str, bytes]:
 
 
 QUIET = """
+NODE_RANK=1 NODE_0_ADDRESS=NODE_0_ADDRESS
 command() { return 0; }
+uv() { return 0; }
 exec() { printf '%s\\0' "$@" > launched; }
 """
 
@@ -188,7 +194,8 @@ def check_script(case: str, name: str, path: str | None) -> None:
     assert all(letter in "\n\t" or is_safe(letter) for letter in text), "it can be printed"
     found = run_harmlessly("bash", text.replace("set -euo pipefail", "set +e"), QUIET)
     assert "canary" not in found
-    words = [word.encode("utf-8", "surrogateescape") for word in decision.launch.argv]
+    argv = decision.node_launches[1].argv if decision.node_launches else decision.launch.argv
+    words = [word.encode("utf-8", "surrogateescape") for word in argv]
     assert found["launched"].split(b"\0")[:-1] == words, "the engine gets exactly the planned words"
 
 
@@ -368,6 +375,7 @@ def find_comments_with_values(text: str) -> list[int]:
 
 def test_only_one_module_quotes_text() -> None:
     allowed = {SOURCE / "values" / "quoting.py", SOURCE / "bundling" / "install.py"}
+    allowed.add(SOURCE / "deploy" / "script_steps.py")  # runs without the rest of bedplate
     shipped = SOURCE / "engines" / "shipped"
     users = {path for path in SOURCE.rglob("*.py") if re.search(r"^\s*(?:import|from) shlex\b", path.read_text(), re.M)}
     assert {path for path in users if not path.is_relative_to(shipped)} == allowed

@@ -14,6 +14,8 @@ from bedplate.deploy.emit import emit_target, join_manifests
 from bedplate.errors import NotPossible, UsageError
 
 WIDE = {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8}
+SHORT = {**WORK, "prompt_tokens": 512, "precision_sensitive": True}
+"""16-bit weights of the big model meet the latency targets on two nodes."""
 BIG = "meta-llama/Meta-Llama-3.1-405B"
 
 
@@ -31,8 +33,7 @@ def test_refuses_tensorrt_llm_on_amd(target: str) -> None:
 
 @pytest.mark.parametrize("network", [None, "none"])
 def test_refuses_replica_larger_than_a_node_without_network(network: str | None) -> None:
-    work = {**WORK, "precision_sensitive": True}
-    described = {"hardware": {**WIDE, "network": network}, "model": BIG, "workload": work}
+    described = {"hardware": {**WIDE, "network": network}, "model": BIG, "workload": SHORT}
     found = catch_refusal(described, "kubernetes", "vllm")
     assert "no network between the nodes" in found.message and "16 GPUs" in found.message
     assert "network" in (found.hint or "")
@@ -40,8 +41,7 @@ def test_refuses_replica_larger_than_a_node_without_network(network: str | None)
 
 def test_replica_larger_than_a_node_is_emitted_with_network() -> None:
     hardware = {**WIDE, "network": "InfiniBand NDR 400"}
-    work = {**WORK, "precision_sensitive": True}
-    files = emit_target(make_platform({"hardware": hardware, "model": BIG, "workload": work}, "vllm"), "kubernetes")
+    files = emit_target(make_platform({"hardware": hardware, "model": BIG, "workload": SHORT}, "vllm"), "kubernetes")
     assert "kind: LeaderWorkerSet" in files["meta-llama-3-1-405b.yaml"]
 
 
@@ -121,11 +121,11 @@ def test_refuses_to_stream_files_that_are_not_manifests() -> None:
 
 
 class TestCommandLine:
-    CHAT = ("plan", LLAMA, "--hardware", "8x H100 SXM", "--concurrency", "64")
+    CHAT = ("plan", LLAMA, "--hardware", "8x H100 SXM", "--concurrency", "256")
 
     def test_writes_files_into_a_folder(self, tmp_path: Path) -> None:
         answer = invoke(*self.CHAT, "--emit", "kubernetes", "-o", str(tmp_path / "out"))
-        assert answer.code == 0 and "kubectl apply -k" in answer.out and "vllm" in answer.out
+        assert answer.code == 0 and "kubectl apply --server-side -k" in answer.out and "vllm" in answer.out
         names = {path.name for path in (tmp_path / "out").iterdir()}
         assert {"kustomization.yaml", "namespace.yaml", "network.yaml", "scaling.yaml"} <= names
 
@@ -158,3 +158,25 @@ class TestCommandLine:
         (tmp_path / "file").write_text("")
         answer = invoke(*self.CHAT, "--emit", "compose", "-o", str(tmp_path / "file" / "out"))
         assert answer.code == 3 and "cannot create" in answer.err
+
+
+ADAPTED = {"hardware": H100, "model": LLAMA, "workload": {**WORK, "lora_adapters": ["acme/sql", "acme/support"]}}
+
+
+@pytest.mark.parametrize("target", ["dynamo", "ray"])
+def test_refuses_adapters_where_another_server_loads_them(target: str) -> None:
+    found = catch_refusal(ADAPTED, target, "vllm")
+    assert f"the files for {target} do not load" in found.message and "compose" in (found.hint or "")
+
+
+def test_refuses_adapters_of_this_machine_in_containers() -> None:
+    work = {**WORK, "lora_adapters": ["/adapters/sql"]}
+    assert "not on a model hub" in catch_refusal({**ADAPTED, "workload": work}, "kubernetes", "vllm").message
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes"])
+def test_adapters_are_downloaded_with_the_model_and_loaded_from_the_volume(target: str) -> None:
+    text = "".join(emit_target(make_platform(ADAPTED, "vllm"), target).values())
+    assert "get('acme/sql', local_dir='/models/sql')" in text.replace("''", "'")
+    assert "sql=/models/sql" in text and "support=/models/support" in text
+    assert "--lora-modules=sql" not in text, "an option with several values is not joined with the first"

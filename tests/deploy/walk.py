@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 from tests.deploy.schemas import LOADER
 
+from bedplate.deploy import endpoint
+
 Tree = dict[str, Any]
 OPERATOR_PORTS = {9090}
 """Ports that Dynamo's operator adds to its workers."""
@@ -58,8 +60,8 @@ def find_broken_references(files: Mapping[str, str]) -> list[str]:
 
 
 def _find_duplicates(trees: list[Tree]) -> list[tuple[str, str]]:
-    all_names = [(tree["kind"], tree["metadata"]["name"]) for tree in trees]
-    return [name for name in set(all_names) if all_names.count(name) > 1]
+    all_names = [(tree["kind"], tree["metadata"].get("namespace"), tree["metadata"]["name"]) for tree in trees]
+    return [(kind, name) for kind, space, name in set(all_names) if all_names.count((kind, space, name)) > 1]
 
 
 def _selects(selector: Tree, labels: Tree) -> bool:
@@ -95,11 +97,13 @@ def _check_manifest(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tr
     if kind == "HTTPRoute":
         for rule in spec["rules"]:
             for reference in rule["backendRefs"]:
-                if (reference["kind"], reference["name"]) not in named:
+                made = reference["name"].removesuffix("-serve-svc"), reference["name"].removesuffix("-frontend")
+                by_operator = ("RayService", made[0]) in named or ("DynamoGraphDeployment", made[1]) in named
+                if (reference["kind"], reference["name"]) not in named and not by_operator:
                     yield f"no {reference['kind']} {reference['name']}"
     if kind == "RoleBinding":
         references = [("Role", tree["roleRef"]["name"])]
-        references += [("ServiceAccount", one["name"]) for one in tree["subjects"]]
+        references += [(one["kind"], one["name"]) for one in tree["subjects"] if one["kind"] != "Group"]
         yield from (f"no {what} {name}" for what, name in references if (what, name) not in named)
 
 
@@ -198,13 +202,13 @@ def _check_container(tree: Tree, pod: Tree, container: Tree, volumes: Tree) -> I
     own |= {port["name"] for port in container.get("ports", [])}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         how = container.get(probe, {})
-        port = how.get("httpGet", how.get("grpc", {})).get("port")
+        port = next((how[kind]["port"] for kind in ("httpGet", "grpc", "tcpSocket") if kind in how), None)
         known = own | (OPERATOR_PORTS if tree["kind"] == "DynamoGraphDeployment" else set())
         if how and port not in known:
             yield f"{probe} asks port {port}, which is none of {own}"
     for variable in container.get("env", []):
         secret = variable.get("valueFrom", {}).get("secretKeyRef")
-        if secret is not None and not secret.get("optional"):
+        if secret is not None and not secret.get("optional") and tree["metadata"]["name"] != endpoint.NAME:
             yield f"the secret {secret['name']} is not here and not optional"
     words = [*container.get("command", []), *container.get("args", [])]
     for word in words:

@@ -11,13 +11,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import openai
 import psutil
 import pytest
-from openai import OpenAI
-from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from tests.conftest import HANG_S, Served, wait_for
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 MODEL = "smollm2-135m-instruct"
 QUESTION: list[ChatCompletionMessageParam] = [
@@ -27,6 +29,8 @@ QUESTION: list[ChatCompletionMessageParam] = [
 
 @pytest.fixture
 def client(served: Served) -> Iterator[OpenAI]:
+    from openai import OpenAI  # half a second, which tests without an engine need not take
+
     with OpenAI(base_url=served.url, api_key="none", max_retries=0) as one:
         yield one
 
@@ -44,6 +48,26 @@ def read_private(served: Served, path: str) -> str:
     with urllib.request.urlopen(urllib.request.Request(f"{get_private_url(engine)}{path}", headers=headers)) as answer:
         text: str = answer.read().decode()
         return text
+
+
+def test_the_engines_own_metrics_have_their_names_and_count(served: Served, client: OpenAI) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def read() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{served.root}/metrics/engines") as answer:
+            found = text_string_to_metric_families(answer.read().decode())
+            return {family.name: family for family in found}
+
+    before = read()["llamacpp:tokens_predicted"]
+    answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=8, temperature=0)
+    after = read()["llamacpp:tokens_predicted"]
+    assert before.type == after.type == "counter"
+    (was,), (now,) = before.samples, after.samples
+    assert was.name == now.name == "llamacpp:tokens_predicted_total"
+    assert now.labels == {"model": "smollm2-135m-instruct", "engine": "llama.cpp", "replica": "0"}
+    assert answer.usage is not None and now.value - was.value == answer.usage.completion_tokens
+    own = {line.split()[2:4][0] for line in read_private(served, "/metrics").splitlines() if line.startswith("# TYPE")}
+    assert {name.removesuffix("_total") for name in own} | {"bedplate_engine_metrics_up"} == set(read())
 
 
 def count_slots_in_use(served: Served) -> int:
@@ -212,9 +236,12 @@ def test_responses_api(client: OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="Say hello.", max_output_tokens=8)
     assert answer.output_text
     events = [
-        event.type for event in client.responses.create(model=MODEL, input="Hi", max_output_tokens=8, stream=True)
+        event.type
+        for event in client.responses.create(
+            model=MODEL, input="Count from 1 to 100.", max_output_tokens=8, temperature=0, stream=True
+        )
     ]
-    assert events[0] == "response.created" and events[-1] == "response.completed"
+    assert events[0] == "response.created" and events[-1] == "response.incomplete"
 
 
 def test_anthropic_style_messages(served: Served) -> None:
@@ -234,6 +261,8 @@ def test_tokenize(served: Served) -> None:
 
 
 def test_errors_are_openai_errors(client: OpenAI, served: Served) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="gpt-17"):
         client.chat.completions.create(model="gpt-17", messages=QUESTION)
     with pytest.raises(openai.BadRequestError):
@@ -248,6 +277,8 @@ def test_errors_are_openai_errors(client: OpenAI, served: Served) -> None:
 
 
 def test_rejects_prompt_longer_than_context_and_engine_survives(client: OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model=MODEL, prompt="word " * 10_000, max_tokens=4)
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices

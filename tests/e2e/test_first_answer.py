@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from openai import OpenAI
 from tests.conftest import have_ended, start_serve, wait_for
 
 from bedplate.run.environments import EngineEnvironment
@@ -17,6 +16,8 @@ pytestmark = pytest.mark.first_answer
 
 
 def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_environment: EngineEnvironment) -> None:
+    from openai import OpenAI
+
     served = start_serve("--check")
     assert served.endpoint, "".join(served.stderr)
     processes = [psutil.Process(served.process.pid), *served.list_descendants()]

@@ -104,9 +104,11 @@ def test_aborted_streams_are_recorded_as_the_engine_counts_them(shared: SharedEn
             while events < ABORTED_AFTER:
                 events += answer.readline().startswith(b"data: ")
     wait_for(lambda: count_recorded("bob") - recorded >= streams * (ABORTED_AFTER - 1), "the tokens of aborted streams")
-    # The engine may generate one more token of each stream before it sees the disconnect.
+    # The engine leaves the last token of an aborted stream out of its metrics. How many it generates before it sees the
+    # disconnect depends on the machine.
     wait_for(
-        lambda: abs(shared.count_generated() - before - count_recorded("bob") + recorded) <= streams, "the same counts"
+        lambda: count_recorded("bob") - recorded <= shared.count_generated() - before + streams,
+        "no more tokens recorded than generated",
     )
 
 

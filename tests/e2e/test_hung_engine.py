@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from openai import AsyncOpenAI
 from tests.conftest import HANG_S, Served, have_ended, post_json, wait_for
 from tests.e2e.test_killed_engine import Outcome, stream_once
 
@@ -44,6 +43,8 @@ def count_restarts(served: Served) -> int:
 
 
 async def stop_during_stream(served: Served, engine: psutil.Process) -> Outcome:
+    from openai import AsyncOpenAI
+
     outcome, first = Outcome(), asyncio.Event()
     async with AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
         streaming = asyncio.create_task(stream_once(client, outcome, first))

@@ -20,6 +20,7 @@ from tests.soak.challengers import installed
 
 from bedplate.home import get_logs_dir
 from bedplate.run.environments import EngineEnvironment
+from bedplate.run.prepare import get_prepared_dir
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -123,6 +124,7 @@ def test_foreground_service_is_interrupted_during_a_conversion(background: Backg
         assert serving.returncode == (130 if number == signal.SIGINT else -signal.SIGTERM)
         assert "Traceback" not in errors
         wait_for(lambda: have_ended(conversions), "the conversion to end")
+        assert list(get_prepared_dir().glob(".making-*")) == []
 
 
 def test_service_continues_when_nobody_reads_its_progress(background: Background) -> None:

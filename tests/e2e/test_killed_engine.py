@@ -11,12 +11,15 @@ import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import psutil
 import pytest
-from openai import AsyncOpenAI
 from tests.conftest import HANG_S, Served, have_ended, wait_for
+
+if TYPE_CHECKING:
+    import openai
+    from openai import AsyncOpenAI
 
 STREAMS = 8
 KILLS = 20
@@ -33,6 +36,8 @@ class Outcome:
 
 
 async def stream_once(client: AsyncOpenAI, outcome: Outcome, first: asyncio.Event) -> None:
+    import openai
+
     try:
         stream = await client.chat.completions.create(
             model=MODEL,
@@ -49,6 +54,8 @@ async def stream_once(client: AsyncOpenAI, outcome: Outcome, first: asyncio.Even
 
 
 async def kill_under_load(served: Served) -> list[Outcome]:
+    from openai import AsyncOpenAI
+
     engine = served.find_engine()
     async with AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
         outcomes = [Outcome() for _ in range(STREAMS)]
@@ -107,6 +114,8 @@ def test_signal_stops_everything_with_status_0(serve: Callable[..., Served], num
 
 
 def test_ctrl_c_during_a_stream_ends_it_with_an_error(serve: Callable[..., Served]) -> None:
+    from openai import AsyncOpenAI
+
     served = serve()
 
     async def interrupt() -> Outcome:

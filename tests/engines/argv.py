@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "options"
+LISTS = frozenset(["--lora-modules", "--lora-paths", "--adapters"])
+"""Options that are given several values."""
 _CHECKS: dict[str, Any] = {"int": int, "float": float, "str": str, "json": json.loads}
 
 
@@ -41,7 +43,10 @@ def parse_options(engine: str, words: Sequence[str]) -> dict[str, Any]:
         if "choices" in option:
             assert value in option["choices"], f"{word} does not accept {value!r}"
         found[first] = _CHECKS[option["type"]](value)
-        if option["takes"] == "+":
+        if first in LISTS:
+            while at < len(words) and not words[at].startswith("--"):
+                at += 1
+        elif option["takes"] == "+":
             assert at >= len(words) or words[at].startswith("--"), f"{word} would also take {words[at:][0]!r}"
     assert len(found[""]) == facts["positional"] or not facts["positional"], f"unexpected words: {found['']}"
     assert facts["positional"] or not found[""], f"unexpected words: {found['']}"

@@ -10,6 +10,7 @@ from bedplate.engines import Engine
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
 from bedplate.values import Hardware, Model, Parallelism, Plan, Settings, Workload, replace_fields
+from bedplate.values.workload import LoraAdapter
 
 MODELS = (
     "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B", "Qwen/Qwen3-235B-A22B-FP8", "deepseek-ai/DeepSeek-R1",
@@ -55,6 +56,18 @@ def plan(
     )  # fmt: skip
 
 
+ADAPTERS = (LoraAdapter(path="/adapters/sql", rank=8), "acme/support, v2", LoraAdapter(path="a/b", name="c", rank=64))
+
+
+def lora_adapters(engine: Engine) -> st.SearchStrategy[int | tuple[str | LoraAdapter, ...] | None]:
+    """No adapters, a number of them, or a list, as far as the engine serves them."""
+    if engine.adapters is None:
+        return st.none()
+    most = engine.adapters.most or len(ADAPTERS)
+    named = ADAPTERS if engine.adapters.separator is None else (*ADAPTERS[:1], *ADAPTERS[2:])
+    return st.none() | st.integers(1, engine.adapters.most or 200) | st.just(named[:most])
+
+
 @st.composite
 def plans(draw: st.DrawFn, engine: Engine) -> Plan:
     """Any plan that an engine accepts, whether or not it would fit."""
@@ -69,6 +82,7 @@ def plans(draw: st.DrawFn, engine: Engine) -> Plan:
         shared_prefix_tokens=draw(st.sampled_from([0, 4000])),
         structured_output=draw(st.booleans()),
         precision_sensitive=draw(st.booleans()),
+        lora_adapters=draw(lora_adapters(engine)),
     )
     target = engine.find_target(on)
     forms = engine.list_weights(target, which, work) if target is not None else ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ else:
     from openai_server import BackendError, EngineBackend, GenerationRequest, Piece, Text, serve
 
 BEGIN, END = 256, 257
+OPENING = "<tool_call>\n"
 STEP_S = 0.002
 
 
@@ -38,7 +41,12 @@ class Bytes(Text):
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if messages[-1]["role"] == "nobody":
             raise BackendError("the model's chat template rejected the messages: who is nobody?", "messages")
-        return str(messages[-1]["content"])
+        content = str(messages[-1]["content"])
+        if content == "offered":
+            return f"say:{[tool['function']['name'] for tool in tools or ()]}"
+        if content == "called":
+            return f"say:{messages[-2]['tool_calls'][0]['function']['arguments']['city']}"
+        return content
 
 
 class Scripted(EngineBackend):
@@ -53,6 +61,7 @@ class Scripted(EngineBackend):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--gate", help="a file: loading goes on when it is there")
+        parser.add_argument("--tools", choices=("tagged", "bare"), help="how the model writes calls")
         parser.add_argument("--plain", action="store_true", help="neither logprobs nor structured answers")
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
@@ -62,12 +71,13 @@ class Scripted(EngineBackend):
         if options.model == "broken":
             raise BackendError("the model is broken")
         self.text = Bytes()
+        self.text.tool_format = options.tools
         self.slots, self.context_tokens = options.slots, options.context
         self.logprobs = not options.plain
         self.structured = frozenset([] if options.plain else ["json_schema"])
 
     def admit(self, request: GenerationRequest) -> None:
-        word, _, rest = request.text.partition(":")
+        word, _, rest = request.text.removesuffix(OPENING).partition(":")
         if word == "refuse":
             raise BackendError("not this one", "prompt")
         if word == "schema":
@@ -76,6 +86,9 @@ class Scripted(EngineBackend):
             rest = str(request.top_k)
         if word == "most":
             rest = str(self.most_at_once)
+        if word == "connections":
+            gc.collect()
+            rest = str(sum(isinstance(one, asyncio.Protocol) for one in gc.get_objects()))
         self.answers[request] = None if word in ("forever", "crash", "fail") else list(rest.encode())
         self.most_at_once = max(self.most_at_once, len(self.answers))
 

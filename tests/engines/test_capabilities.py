@@ -54,6 +54,23 @@ def test_llama_cpp_offers_tools_where_its_chat_template_has_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "level"),
+    [("onnxruntime", "forced"), ("mistral.rs", "forced"), ("exllamav3", "forced"), ("exllamav2", "auto")],
+)
+def test_the_shipped_server_offers_tools_whose_calls_it_can_read(name: str, level: str) -> None:
+    engine = get_engine(name)
+    own = model(LLAMA)
+    card = "cpu" if name in ("onnxruntime", "mistral.rs") else "RTX 4090"
+    base = plan(engine, machine(card), own, workload=Workload(concurrency=1, context_tokens=1024))
+    for template, tools in (
+        (read_builtin_facts().chat_template, level), ("{{ tools }}<tool_call>", level),
+        ("{{ tools }}[TOOL_CALLS]", level), ("{{ tools }}", "none"), ("{{ messages }}", "none"), (None, level),
+    ):  # fmt: skip
+        found = engine.describe_capabilities(replace_fields(base, model=replace_fields(own, chat_template=template)))
+        assert found is not None and found.tools == tools, template
+
+
+@pytest.mark.parametrize(
     ("name", "message", "code"),
     [
         ("llama.cpp", "request (3104 tokens) exceeds the available context size (512 tokens), try increasing it",

@@ -148,7 +148,7 @@ def test_batch_size_of_concurrent_requests_holds_one_prompt() -> None:
     short = replace_fields(work, prompt_tokens=200)
     assert (batch("cpu", gguf, short), batch("RTX 4090", gguf, short)) == ("204", None), "a card wants more at once"
     assert batch("cpu", replace_fields(gguf, vision_parameters=1000), work) is None, "pictures are read whole"
-    assert batch("cpu", replace_fields(gguf, task="embed"), work) is None, "vectors come of whole texts"
+    assert batch("cpu", replace_fields(gguf, task="embed"), work) == "8192", "an input is computed in one batch"
 
 
 def test_native_build_may_replace_the_package() -> None:

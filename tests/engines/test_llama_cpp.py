@@ -17,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from gguf import GGUFWriter
 from hypothesis import given, settings
 from tests.conftest import HANG_S, wait_for
 from tests.engines.argv import parse_options, read_options
@@ -395,6 +397,48 @@ print(json.dumps({
             with pytest.raises(urllib.error.HTTPError):
                 get("/")  # no page of its own
             assert process.num_threads() > 50  # --threads-http
+
+    def test_requests_choose_among_planned_adapters(
+        self, builtin_gguf: Path, llama_environment: EngineEnvironment, tmp_path: Path
+    ) -> None:
+        adapters = tuple(str(write_adapter(tmp_path / f"{name}.gguf", number)) for number, name in enumerate("ab"))
+        chosen = make_plan(Workload(concurrency=2, context_tokens=1024, lora_adapters=adapters))
+        with run_engine(llama_environment, LLAMA.launch(chosen, find_free_port())) as (_, url):
+
+            def send(path: str, body: object = None) -> Any:
+                data = json.dumps(body).encode() if body is not None else None
+                asked = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+                with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
+                    return json.loads(answer.read())
+
+            def complete(*lora: dict[str, float]) -> str:
+                body = {"prompt": "One two three", "n_predict": 8, "temperature": 0, "lora": lora}
+                return str(send("/completion", body)["content"])
+
+            listed = send("/lora-adapters")
+            assert [(one["path"], one["scale"]) for one in listed] == [(path, 0) for path in adapters]
+            plain, first, second = complete(), complete({"id": 0, "scale": 1}), complete({"id": 1, "scale": 1})
+            assert len({plain, first, second}) == 3
+            with run_engine(llama_environment, LLAMA.launch(make_plan(), find_free_port())) as (_, url):
+                assert complete() == plain
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 4 for the built-in model, with random weights."""
+    writer, numbers, facts = GGUFWriter(path, "llama"), np.random.default_rng(seed), read_builtin_facts()
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    width = facts.hidden_size or 0
+    for layer in range(facts.num_layers):
+        for part, shape in (("lora_a", (4, width)), ("lora_b", (width, 4))):
+            weights = numbers.normal(size=shape).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.attn_q.weight.{part}", weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def launch_on_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:

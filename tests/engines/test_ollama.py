@@ -56,8 +56,8 @@ class TestLaunch:
         assert program == "ollama" and command in facts["commands"] and said[""] == [make_model_name(chosen.model)]
         for line in write_modelfile(chosen).splitlines():
             keyword, _, rest = line.partition(" ")
-            assert keyword in ("FROM", "PARAMETER")
-            assert keyword == "FROM" or rest.split()[0] in facts["parameters"]
+            assert keyword in ("FROM", "ADAPTER", "PARAMETER")
+            assert keyword in ("FROM", "ADAPTER") or rest.split()[0] in facts["parameters"]
 
     def test_recorded_options_are_of_the_pinned_version(self) -> None:
         assert read_options("ollama")["version"] == OLLAMA.version

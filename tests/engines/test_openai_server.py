@@ -17,9 +17,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +38,9 @@ from bedplate.engines.shipped.openai_server import (
 from bedplate.engines.shipped.openai_server.text import Detokenizer, StopStringFilter
 from bedplate.engines.shipped.openai_server.worker import AnswerStream
 from bedplate.run.supervisor import find_free_port
+
+if TYPE_CHECKING:
+    import openai
 
 SCRIPT = Path(__file__).parent / "scripted_server.py"
 KEY = "a key of our own"
@@ -82,6 +84,8 @@ class Server:
         return {name.removeprefix("bedplate_engine_"): float(value) for name, _, value in rows}
 
     def client(self) -> openai.OpenAI:
+        import openai
+
         if self.opened is None:
             url = f"http://127.0.0.1:{self.port}/v1"
             self.opened = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=HANG_S)
@@ -119,6 +123,13 @@ def stop(server: Server) -> None:
         line.close()
     server.process.kill()
     server.process.communicate()
+
+
+def read_until_closed(line: socket.socket) -> bytes:
+    found = b""
+    while more := line.recv(65536):
+        found += more
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +326,12 @@ class TestErrors:
             ),
             (
                 "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+                {
+                    "messages": [{"role": "user", "content": "x"}],
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
                 400,
-                "does not support tools",
+                "has no tools",
                 "tools",
             ),
             ("/v1/completions", {"prompt": [258]}, 400, "not in the vocabulary", "prompt"),
@@ -343,6 +357,8 @@ class TestErrors:
         assert param is None or error["param"] == param
 
     def test_rejected_stream_gets_an_error_status(self, server: Server) -> None:
+        import openai
+
         with pytest.raises(openai.BadRequestError, match="not this one"):
             server.client().completions.create(model="scripted", prompt="refuse:", stream=True)
 
@@ -396,10 +412,7 @@ class TestConnections:
         """All that the server sends until it closes the connection."""
         with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as line:
             line.sendall(data)
-            found = b""
-            while more := line.recv(65536):
-                found += more
-        return found
+            return read_until_closed(line)
 
     def test_pipelined_requests_are_answered_in_order(self, server: Server) -> None:
         last = f"GET /nothing HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nConnection: close\r\n\r\n".encode()
@@ -466,6 +479,42 @@ class TestConnections:
         with contextlib.suppress(ConnectionError):
             assert self.raw(server, data).startswith(b"HTTP/1.1 " + status)
         assert server.ask("/health")[0] == 200
+
+    @pytest.mark.parametrize("method", ["POST", "HEAD"])
+    def test_body_that_is_malformed_after_the_answer_closes_the_connection(self, method: str) -> None:
+        one = start()
+        head = f"{method} /nothing HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        malformed = b"zz\r\n"
+        try:
+            with socket.create_connection(("127.0.0.1", one.port), timeout=HANG_S) as line:
+                # The response to HEAD has no body, whether the server sends it before or after it reads this one.
+                line.sendall(head.encode() + (malformed if method == "HEAD" else b""))
+                assert line.recv(100).startswith(b"HTTP/1.1 40")
+                if method == "POST":
+                    line.sendall(malformed)
+                assert b"HTTP/1.1" not in read_until_closed(line)
+            one.process.kill()
+            assert "Traceback" not in one.process.communicate()[1].decode()
+        finally:
+            stop(one)
+
+    def test_reset_connections_leave_nothing(self) -> None:
+        one = start("--slots", "2")
+        asked = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+        def count() -> int:
+            return int(one.complete("connections:")[1]["choices"][0]["text"])
+
+        try:
+            before = count()
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", one.port), timeout=HANG_S) as line:
+                    line.sendall(asked)
+                    assert b"200 OK" in line.recv(65536)
+                    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST
+            wait_for(lambda: count() <= before, "connections to be released")
+        finally:
+            stop(one)
 
 
 class TestGeneratedRequests:

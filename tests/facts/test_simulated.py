@@ -330,3 +330,25 @@ def test_every_machine_of_the_scenarios_is_understood(capsys: pytest.CaptureFixt
     with capsys.disabled():
         print(f"\n{len(machines)} machines of scenarios: all understood")
     assert machines
+
+
+@pytest.mark.parametrize("named", ["2x AMD EPYC 9654", "2 EPYC 9654", "EPYC 9654 x2"])
+def test_count_before_a_server_chip_is_the_number_of_sockets(named: str) -> None:
+    machine = make_simulated_hardware({"cpu": named, "ram_gb": 768})
+    assert (machine.cpu.sockets, machine.cpu.physical_cores, machine.cpu.logical_cores) == (2, 192, 384)
+    part = make_simulated_hardware({"cpu": named, "cores": 128, "ram_gb": 768})
+    assert (part.cpu.sockets, part.cpu.physical_cores) == (2, 128)
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"cpu": "2x Core i9-13900K"}, "hardware.cpu: a machine has at most 1"),
+        ({"cpu": "12x EPYC 9654"}, "hardware.cpu: a machine has at most 8"),
+        ({"cpu": "2x EPYC 9654", "cores": 300}, "hardware.cores: 2 x AMD EPYC 9654 have 192 cores, not 300"),
+    ],
+)
+def test_impossible_numbers_of_sockets_are_errors(described: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_simulated_hardware({**described, "ram_gb": 64})
+    assert said in caught.value.message

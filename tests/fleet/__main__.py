@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 from tests.fleet import checks
 from tests.fleet.checks import Endpoint, NearTie, OutOfTime, Wrong, endpoint
 from tests.fleet.embedding import TEXTS, check_vectors, compute_vectors, fetch_embedder
@@ -69,6 +68,8 @@ class EngineRun:
 
     def check(self, name: str, what: Callable[[], object]) -> bool:
         """Run one check and record its result. Any error counts as a failure of the engine."""
+        import openai
+
         began = time.monotonic()
         try:
             if name in ELASTIC and self.budget.left_s() <= 0:
@@ -215,6 +216,8 @@ class EngineRun:
         checks.expect(not again, f"the second start repeated steps: {again}")
 
     def _survives_a_kill(self, one: Serving, at: Endpoint) -> None:
+        import openai
+
         before = checks.read_text(at.chat(checks.PARIS))
         one.kill_engine()
         deadline = time.monotonic() + RESTART_LIMIT_S

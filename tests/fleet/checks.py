@@ -11,15 +11,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from bedplate.measure.agreement import Pairs, Reply, ask, compare, is_position_sensitive, record_agreement
 from bedplate.measure.prefixes import list_short_prefixes
 from bedplate.measure.reference import Reference
 from bedplate.values import Plan
 from bedplate.values.agreement import Agreement
+
+if TYPE_CHECKING:
+    import openai
 
 CAPITAL = "What is the capital of France?"
 CAPITAL_TOKENS = 37
@@ -81,6 +82,8 @@ class Endpoint:
 
 @contextlib.contextmanager
 def endpoint(root: str, model: str) -> Iterator[Endpoint]:
+    import openai
+
     url = f"{root}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=REQUEST_LIMIT_S) as client:
         yield Endpoint(root, model, client)
@@ -199,6 +202,8 @@ def answers_four_at_once(at: Endpoint, questions: Sequence[str] = QUESTIONS) -> 
 
 def _tie(at: Endpoint, question: str, alone: str, together: str) -> str:
     """The near tie that explains a difference of two answers; raises `Wrong` if there is none."""
+    import openai
+
     differ = f"{question!r} is answered alone with {alone!r}, concurrently with {together!r}"
     same = next(
         (n for n, (a, b) in enumerate(zip(alone, together, strict=False)) if a != b), min(len(alone), len(together))

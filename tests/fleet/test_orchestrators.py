@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import openai
 import psutil
 import pytest
 from tests.conftest import HANG_S, have_ended, wait_for
@@ -86,6 +85,8 @@ def open_to_all(processes: list[psutil.Process]) -> list[tuple[str, Any]]:
 
 
 def says_something(one: Serving, **more: Any) -> str:
+    import openai
+
     with openai.OpenAI(base_url=one.endpoint["url"], api_key="none", max_retries=0, timeout=HANG_S) as client:
         messages: Any = [{"role": "user", "content": "Count to ten."}]
         answer = client.chat.completions.create(model=one.endpoint["model"], messages=messages, max_tokens=8, **more)
@@ -182,6 +183,8 @@ class TestRay:
         return counts == [2, 2, 2] and not psutil.pid_exists(but) and self.answers(one)
 
     def answers(self, one: Serving) -> bool:
+        import openai
+
         try:
             return bool(says_something(one))
         except openai.APIError:
@@ -200,6 +203,8 @@ class TestRay:
         assert all(engine["state"] == "ready" for engine in model["engines"])
 
     def test_the_same_clients_work(self, one: Serving) -> None:
+        import openai
+
         assert says_something(one) and says_something(one, stream=True)
         with openai.OpenAI(base_url=one.endpoint["url"], api_key="none") as client:
             assert client.models.list().data[0].id == one.endpoint["model"]

@@ -22,7 +22,7 @@ from bedplate.values.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("--concurrency", "2", "--context", "512")
-ANSWERS = (0, 10, 20)
+ANSWERS = (0, 10, 20, 30)
 """Exit codes of stay, migrate and not proven."""
 RULES = "You are the clerk of a small library by the river. " + "Be brief, be kind, and name the shelf. " * 16
 """More than the 512 bytes by which beginnings are known to be the same."""

@@ -77,15 +77,21 @@ def make_stub_environment(folder: Path, script: str = SERVER) -> EngineEnvironme
 
 
 def make_stub_readied(
-    name: str, environment: EngineEnvironment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
+    name: str,
+    environment: EngineEnvironment,
+    hardware: Hardware | None = None,
+    *,
+    replicas: int = 1,
+    work: Workload = WORK,
+    **wanted: Any,
 ) -> PreparedModel:
     """A prepared service whose model equals the built-in one except for its name."""
     on = hardware or machine("cpu")
     facts = replace_fields(read_builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
-    ask = ServiceAsk(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
+    ask = ServiceAsk(name, work, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
     (part,) = divide_machine(on, [ask])
     chosen = plan(part.decision, facts, part.workload)
-    asked = ModelOrder(model=name, workload=WORK, replicas=replicas, **wanted)
+    asked = ModelOrder(model=name, workload=work, replicas=replicas, **wanted)
     return PreparedModel(ModelDecision(asked, on, facts, part, chosen), chosen, environment, None)
 
 

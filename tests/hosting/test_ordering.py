@@ -6,6 +6,7 @@ import pytest
 
 from bedplate.decide.intent import override, read_intent
 from bedplate.errors import UsageError
+from bedplate.hosting.endpoints import check_endpoints
 from bedplate.hosting.ordering import make_order
 from bedplate.hosting.tenants import list_warnings
 from bedplate.serving.serve import build_listen_options
@@ -137,3 +138,74 @@ def test_hosts_and_origins_of_the_file_and_the_options_are_allowed() -> None:
 def test_hosts_and_origins_survive_an_option_that_changes_the_intent() -> None:
     intent = override(read_intent("allow_hosts: [a.example]\nallow_origins: [https://b.example]\n"), users=3)
     assert (intent.allow_hosts, intent.allow_origins) == (("a.example",), ("https://b.example",))
+
+
+# endpoints elsewhere
+
+ELSEWHERE = """
+routing: order
+services:
+  - {url: "https://far.example.com", model: owner/small, name: small, key_env: FAR_KEY, price_per_million_tokens: 0.2}
+  - {model: a.gguf}
+  - {url: "http://box:8080", model: a.gguf, share: 2}
+"""
+
+
+def test_order_with_endpoints_elsewhere() -> None:
+    order = make_order(override(read_intent(ELSEWHERE), users=None))
+    assert [(one.model, one.rank) for one in order.services] == [("a.gguf", 1)] and order.routing == "order"
+    first, second = order.endpoints
+    assert (first.name, first.model, first.key_env, first.rank) == ("small", "owner/small", "FAR_KEY", 0)
+    assert (first.share, first.price_per_million_tokens) == (1.0, 0.2)
+    assert (second.share, second.rank) == (2.0, 2) and from_json(Order, to_json(order)) == order
+
+
+def test_endpoint_option_adds_an_endpoint() -> None:
+    order = make_order(Intent(), endpoints=["http://box:8080/v1,share=0.5,key_env=BOX_KEY"], routing="load")
+    (endpoint,) = order.endpoints
+    assert (endpoint.url, endpoint.share, endpoint.key_env) == ("http://box:8080/v1", 0.5, "BOX_KEY")
+    assert (endpoint.model, endpoint.rank, order.routing) == (None, 1, "load")
+
+
+@pytest.mark.parametrize(
+    "text", ["http://box,share=many", "http://box,share=-1", "http://box,token=a", "http://box,model="]
+)
+def test_rejects_invalid_endpoint_option(text: str) -> None:
+    with pytest.raises(UsageError, match="--endpoint"):
+        make_order(Intent(), endpoints=[text])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("services: [{model: a, key_env: A}]", r"services\[0\].key_env: needs url"),
+        (
+            "services: [{model: a, url: 'http://b', replicas: 2}]",
+            r"services\[0\].replicas: cannot be combined with url",
+        ),
+        ("services: [{model: a, url: 'http://b', workload: {users: 2}}]", "workload: cannot be combined with url"),
+        ("services: [{model: a, url: 'http://b', share: 0}]", r"services\[0\].share: must be more than 0"),
+        ("routing: random", "routing"),
+    ],
+)
+def test_errors_of_endpoints_name_the_field(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_intent(text + "\n")
+
+
+def test_routing_needs_something_to_choose_from() -> None:
+    with pytest.raises(UsageError, match="nothing to choose from"):
+        make_order(read_intent("routing: price\n"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("http://127.0.0.1:8080/v1", "this endpoint itself"),
+        ("ftp://box", "http or https"),
+        ("http://box,key_env=ABSENT_KEY", "ABSENT_KEY is not set"),
+    ],
+)
+def test_endpoints_are_checked_before_anything_starts(endpoint: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_endpoints(make_order(Intent(), endpoints=[endpoint]))

@@ -14,17 +14,35 @@ from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repea
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.errors import UsageError
 from bedplate.judge.compare import compare
-from bedplate.judge.effect import compute_repeats_needed, compute_wilson_interval, pair_rounds
+from bedplate.judge.effect import compute_repeats_needed, pair_rounds
+from bedplate.measure.statistics import compute_wilson_interval
 from bedplate.values import from_json, replace_fields, to_json
-from bedplate.values.run import Cell, Flag, Load, Quality, Repeat, Sample, Subject
-from bedplate.values.verdict import Verdict
+from bedplate.values.run import Cell, Flag, Load, Quality, Repeat, ResourceUse, Sample, Subject
+from bedplate.values.structured import StructuredAnswer, StructuredOutput, StructuredSupport, Support
+from bedplate.values.verdict import MetricName, Verdict
 from bedplate.values.workload import LatencyTarget
 
+GATE_ROUNDS = 8
+"""What `bedplate gate` measures by default."""
 QUIET = {"request": 0.03, "repeat": 0.008, "drift": 0.01}
 
 
 def pair(gain: float, repeats: int = 5, loads: tuple[int, ...] = (4,), seed: int = 7) -> tuple[list[Cell], list[Cell]]:
     return make_pair(Noise(seed, **QUIET), gain, repeats, loads)
+
+
+def with_structured(matched: list[bool], prompts: str = "aaaa", support: Support = "enforced") -> Quality:
+    """`support`: of JSON schemas. All answers are those to tools."""
+    answers = tuple(
+        StructuredAnswer(prompt=f"p{number}", kind="tool_auto", matched=one) for number, one in enumerate(matched)
+    )
+    reason = "a control request was answered with free text" if support == "ignored" else None
+    kinds = (
+        StructuredSupport(kind="json_schema", support=support, reason=reason),
+        StructuredSupport(kind="tool_auto", support="accepted", asked=len(matched)),
+    )
+    found = StructuredOutput(asked=len(matched), matched=sum(matched), prompts=prompts, kinds=kinds, answers=answers)
+    return replace_fields(GOOD, structured=found)
 
 
 def change_cells(cells: list[Cell], **changes: object) -> list[Cell]:
@@ -50,8 +68,9 @@ class TestPower:
         noise = Noise(seed, request=0.06, repeat=0.02, drift=0.02)
         return collections.Counter(compare(*make_pair(noise, gain, 5, loads)).answer for _ in range(times))
 
-    def test_at_most_5_of_200_pairs_of_the_same_engine_say_migrate(self) -> None:
-        assert self.count_answers(1.0, 200, seed=1)["migrate"] <= 5
+    def test_of_200_pairs_of_the_same_engine_few_say_migrate_or_raise_an_alarm(self) -> None:
+        found = self.count_codes(1.0, 200, seed=11)
+        assert found[10] <= 5 and found[30] + found[10] <= 10
 
     def test_four_loads_of_the_same_engine_rarely_say_migrate(self) -> None:
         assert self.count_answers(1.0, 25, seed=2, loads=(1, 4, 8, 16))["migrate"] <= 1
@@ -67,6 +86,13 @@ class TestPower:
         noise = Noise(6, request=0.06, repeat=0.02, drift=0.02)
         pairs = [make_pair(noise, 1.0, 3, (4,)) for _ in range(120)]
         assert sum(compare(a, b, least_gain=1.03, same_work=True).answer == "migrate" for a, b in pairs) <= 3
+
+    def count_codes(self, gain: float, times: int, seed: int, repeats: int = 5) -> collections.Counter[int]:
+        noise = Noise(seed, request=0.06, repeat=0.02, drift=0.02)
+        return collections.Counter(compare(*make_pair(noise, gain, repeats, (4,))).exit_code for _ in range(times))
+
+    def test_a_loss_of_10_percent_is_found_at_least_8_times_in_10(self) -> None:
+        assert self.count_codes(0.9, 30, seed=12, repeats=GATE_ROUNDS)[30] >= 24
 
     def test_a_loss_of_15_percent_never_says_migrate(self) -> None:
         found = self.count_answers(1 / 1.15, 30, seed=5)
@@ -134,6 +160,151 @@ class TestAnswers:
         one, other = pair(1.1)
         verdict = compare(one, other)
         assert from_json(Verdict, to_json(verdict)) == verdict == compare(one, other)
+
+
+class TestWorse:
+    """Exit code 30: significantly worse than the baseline, by more than the tolerance."""
+
+    def test_a_loss_beyond_the_tolerance_is_worse(self) -> None:
+        verdict = compare(*pair(0.9))
+        assert (verdict.answer, verdict.exit_code, verdict.tolerance) == ("stay", 30, 0.05)
+        assert verdict.worse is not None and "with 4 in flight: 7.9 % worse" in verdict.worse
+
+    def test_a_loss_within_the_tolerance_is_not_worse(self) -> None:
+        assert compare(*pair(0.97, repeats=8)).exit_code == 0
+        assert compare(*pair(0.9), tolerance=0.2).exit_code == 0
+        assert compare(*pair(0.94, repeats=8)).exit_code == 0
+        assert compare(*pair(0.94, repeats=8), tolerance=0.01).exit_code == 30
+
+    def test_a_loss_that_may_be_noise_is_not_worse(self) -> None:
+        assert compare(*make_pair(Noise(3, repeat=0.2, drift=0.0), 0.9, 4)).worse is None
+
+    @pytest.mark.parametrize("repeats", [1, 2])
+    def test_fewer_than_three_repeats_are_not_worse(self, repeats: int) -> None:
+        assert compare(*pair(0.3, repeats)).worse is None
+
+    def test_worse_takes_precedence_over_a_gain_under_another_load(self) -> None:
+        (one,), (other,) = pair(1.5, loads=(1,))
+        (many,), (slower,) = pair(0.92, loads=(16,), repeats=8)
+        verdict = compare([one, many], [other, slower])
+        assert (verdict.answer, verdict.exit_code) == ("not proven", 30)
+        assert verdict.worse is not None and "16 in flight" in verdict.worse
+
+    def test_worse_answers_errors_and_missed_targets_are_worse(self) -> None:
+        one, other = pair(1.3)
+        broken = compare(one, change_cells(other, quality=Quality(asked=100, agreement=0.1, verdict="broken")))
+        assert broken.exit_code == 30 and broken.worse == broken.text
+        failing = change_samples(
+            other, lambda at, sample: replace_fields(sample, outcome="error") if at < 3 else sample
+        )
+        assert compare(one, failing).exit_code == 30
+        late = compare([make_timed_cell("one", 150)], [make_timed_cell("other", 300)], target=TestTargets.TARGET)
+        assert (late.constraint, late.exit_code) == ("latency", 30)
+
+    def test_a_baseline_with_wrong_answers_has_no_speed_to_lose(self) -> None:
+        one, other = pair(0.5)
+        verdict = compare(change_cells(one, quality=Quality(asked=100, agreement=0.1, verdict="broken")), other)
+        assert (verdict.answer, verdict.exit_code) == ("migrate", 10)
+
+
+class TestMetrics:
+    """A comparison by chosen metrics."""
+
+    @pytest.mark.parametrize(("metric", "named"), [("ttft_p95", "ttft_p95_ms"), ("tpot_p95", "tpot_p95_ms")])
+    def test_95th_percentiles_are_compared_over_all_requests(self, metric: MetricName, named: str) -> None:
+        verdict = compare(*pair(0.5, repeats=8), metrics=(metric,))
+        (effect,) = [one for one in verdict.effects if one.metric == named]
+        assert effect.paired and effect.gain.low < effect.gain.value < effect.gain.high
+        assert effect.gain.value == pytest.approx(0.5, rel=0.25) and effect.b > effect.a
+        assert (verdict.exit_code, verdict.constraint, verdict.metrics) == (30, "latency", (metric,))
+        assert compare(*pair(2.0, repeats=8), metrics=(metric,)).exit_code == 10
+        assert compare(*pair(1.0), metrics=(metric,)).exit_code in (0, 20)
+
+    def test_a_slow_tail_is_found_where_the_median_is_equal(self) -> None:
+        one, other = pair(1.0, repeats=8)
+        late = change_samples(other, lambda at, sample: replace_fields(sample, ttft_ms=600.0) if at < 2 else sample)
+        assert compare(one, late).worse is None
+        assert compare(one, late, metrics=("ttft_p95",)).exit_code == 30
+
+    def test_few_requests_have_no_95th_percentile(self) -> None:
+        sides = [change_repeats(side, lambda one: replace_fields(one, samples=one.samples[:3])) for side in pair(0.7)]
+        verdict = compare(*sides, metrics=("ttft_p95",))
+        assert (verdict.answer, verdict.exit_code) == ("not proven", 20) and "fewer than 20 requests" in verdict.text
+
+    @pytest.mark.parametrize(("factor", "code"), [(1.2, 30), (1.02, 0), (0.8, 10)])
+    def test_peak_memory(self, factor: float, code: int) -> None:
+        one, other = (
+            change_repeats(
+                side,
+                lambda repeat, peak=peak: replace_fields(repeat, use=ResourceUse(peak_memory_bytes=round(peak))),  # type: ignore[misc]
+            )
+            for side, peak in zip(pair(1.0), (1e9, 1e9 * factor), strict=True)
+        )
+        verdict = compare(one, other, metrics=("peak_memory",))
+        assert verdict.exit_code == code
+        assert compare(one, change_repeats(other, lambda each: replace_fields(each, use=ResourceUse())),
+                       metrics=("peak_memory",)).exit_code == 20  # fmt: skip
+
+    @pytest.mark.parametrize(("agreement", "code"), [(0.98, 0), (0.95, 0), (0.85, 30)])
+    def test_quality_is_compared_within_the_tolerance(self, agreement: float, code: int) -> None:
+        one, other = pair(0.5)
+        changed = change_cells(other, quality=replace_fields(GOOD, asked=400, agreement=agreement))
+        verdict = compare(change_cells(one, quality=replace_fields(GOOD, asked=400)), changed, metrics=("quality",))
+        assert verdict.exit_code == code, verdict.text
+
+    def test_structured_output_is_compared_where_both_have_a_result(self) -> None:
+        one, other = pair(1.0)
+        good, bad = (replace_fields(GOOD, structured=StructuredOutput(asked=100, matched=n)) for n in (97, 60))
+        verdict = compare(change_cells(one, quality=good), change_cells(other, quality=bad), metrics=("schema",))
+        assert verdict.exit_code == 30 and "structured output 60.0% instead of 97.0%" in str(verdict.worse)
+        missing = compare(change_cells(one, quality=good), other, metrics=("schema",))
+        assert (missing.answer, missing.exit_code) == ("not proven", 20) and "no result for structured" in missing.text
+
+    @pytest.mark.parametrize(("lost", "code"), [(0, 0), (2, 0), (20, 30)])
+    def test_structured_output_is_compared_prompt_by_prompt(self, lost: int, code: int) -> None:
+        one, other = pair(1.0)
+        verdict = compare(
+            change_cells(one, quality=with_structured([True] * 80 + [False] * 20)),
+            change_cells(other, quality=with_structured([False] * lost + [True] * (80 - lost) + [False] * 20)),
+            metrics=("schema",),
+        )
+        assert verdict.exit_code == code, verdict.text
+        (effect,) = [each for each in verdict.effects if each.metric == "schema_match"]
+        assert effect.repeats == (100, 100) and effect.gain.value == pytest.approx(1 - lost / 80)
+        if lost == 0:
+            assert 0.95 < effect.gain.low < 1 < effect.gain.high < 1.05, "the same answers are equivalent"
+
+    def test_other_prompts_are_not_compared(self) -> None:
+        one, other = pair(1.0)
+        changed = with_structured([True] * 9, prompts="bbbb")
+        verdict = compare(change_cells(one, quality=with_structured([True] * 9)), change_cells(other, quality=changed),
+                          metrics=("schema",))  # fmt: skip
+        assert verdict.exit_code == 20 and "with the same prompts" in verdict.text
+
+    def test_an_engine_that_ignores_schemas_is_worse(self) -> None:
+        one, other = pair(3.0)
+        good, ignoring = with_structured([True] * 40), with_structured([True] * 40, support="ignored")
+        verdict = compare(change_cells(one, quality=good), change_cells(other, quality=ignoring), metrics=("schema",))
+        assert (verdict.answer, verdict.constraint, verdict.exit_code) == ("stay", "quality", 30)
+        assert "does not support JSON schemas, and" in str(verdict.worse) and "free text" in verdict.text
+        back = compare(change_cells(one, quality=ignoring), change_cells(other, quality=good), metrics=("schema",))
+        assert back.exit_code == 10 and "supports JSON schemas" in back.text
+        assert compare(change_cells(one, quality=good), change_cells(other, quality=ignoring)).worse is None
+
+    def test_several_metrics_share_the_error_probability(self) -> None:
+        one, other = pair(1.0)
+        alone, both = (
+            next(effect for effect in compare(one, other, metrics=names).effects if effect.metric == "output_tok_s")
+            for names in (("tok_s",), ("tok_s", "ttft_p95"))
+        )
+        assert both.sure_low < alone.sure_low and both.gain == alone.gain
+
+    def test_errors_count_whatever_the_metric_is(self) -> None:
+        one, other = pair(1.5)
+        failing = change_samples(
+            other, lambda at, sample: replace_fields(sample, outcome="error") if at < 3 else sample
+        )
+        assert compare(one, failing, metrics=("tok_s",)).constraint == "errors"
 
 
 class TestQualityAndErrors:

@@ -157,6 +157,15 @@ def test_a_gain_that_only_interleaved_rounds_show_counts_by_its_verdict() -> Non
     assert plan_with(*cells, verdicts=(compare([cells[0]], [cells[1]]),)).engine == "vllm"
 
 
+def test_a_verdict_on_two_versions_of_an_engine_does_not_change_the_plan() -> None:
+    one, other = measure_pair(3.9, "llama.cpp", engine_version="9.0.0")
+    one = replace_fields(one, subject=replace_fields(one.subject, engine_version="8.0.0"))
+    verdict = compare([one], [other])
+    assert verdict.answer == "migrate" and verdict.text.startswith("llama.cpp@9.0.0 is ")
+    before, after = plan_with(), plan_with(verdicts=(verdict,))
+    assert (after.engine, after.reasons) == (before.engine, before.reasons)
+
+
 def test_the_newest_verdict_outranks_older_ones_and_results() -> None:
     stay, migrate = judge_pair(1.0), judge_pair(3.9)
     assert stay.answer != "migrate"

@@ -1,4 +1,4 @@
-"""A scripted completions endpoint over real HTTP."""
+"""A scripted completions or chat endpoint over real HTTP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 Script = Callable[[str], tuple[int, Any]]
 """Maps a prompt to the status and the body; a body of bytes is sent unchanged."""
+ChatScript = Callable[[dict[str, Any]], tuple[int, Any]]
+"""Maps the body of a request to the same."""
 
 
 def make_completion(text: str, *, finish: str = "length", prompt_tokens: int | None = None, made: int = 1) -> Any:
@@ -29,8 +31,16 @@ class Scripted:
         self.keys: set[str | None] = set()
 
 
+def serve_script(script: Script) -> contextlib.AbstractContextManager[Scripted]:
+    return _serve("/v1/completions", lambda body: script(body["prompt"]))
+
+
+def serve_chat(script: ChatScript) -> contextlib.AbstractContextManager[Scripted]:
+    return _serve("/v1/chat/completions", script)
+
+
 @contextlib.contextmanager
-def serve_script(script: Script) -> Iterator[Scripted]:
+def _serve(path: str, script: ChatScript) -> Iterator[Scripted]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -38,7 +48,7 @@ def serve_script(script: Script) -> Iterator[Scripted]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             endpoint.bodies.append(body)
             endpoint.keys.add(self.headers.get("Authorization"))
-            status, answer = script(body["prompt"]) if self.path == "/v1/completions" else (404, {})
+            status, answer = script(body) if self.path == path else (404, {})
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -16,7 +16,7 @@ def make_reference(count: int = 100, gap: float = 3.0) -> Reference:
         hash_prefix(prefix): ReferenceAnswer(f" word{number}", "text", 7, gap)
         for number, prefix in enumerate(list_fixed_prefixes()[:count])
     }
-    return Reference(file="a.gguf", sha256="ab" * 32, file_bytes=10, made_with="a test", answers=answers)
+    return Reference(file="a.gguf", sha256="ab" * 32, file_bytes=10, made_with="a test, float32", answers=answers)
 
 
 def make_plan(

@@ -30,7 +30,7 @@ from bedplate.measure.agreement import (
 )
 from bedplate.measure.reference import ReferenceAnswer
 from bedplate.show.serving import render_agreement
-from bedplate.values import from_json, to_json
+from bedplate.values import from_json, replace_fields, to_json
 from bedplate.values.agreement import Agreement
 
 PARIS = ReferenceAnswer(" Paris", "text", 5, 4.0)
@@ -272,6 +272,8 @@ class TestAgreementRecord:
             render_agreement(self.make_record(47, 1)).plain
             == " greedy-token agreement with the float32 reference: 47/48"
         )
+        engine = replace_fields(self.make_record(47, 1), made_with="llama.cpp 1, Q4_1 weights, cpu")
+        assert "with the reference of llama.cpp 1, Q4_1 weights, cpu: 47/48" in render_agreement(engine).plain
 
     def test_renders_the_evidence_if_broken(self) -> None:
         shown = render_agreement(self.make_record(2, 46)).plain

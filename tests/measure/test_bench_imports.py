@@ -13,8 +13,9 @@ from tests.runs import make_cell, make_run
 
 from bedplate.errors import UsageError
 from bedplate.measure.imports import read_run
-from bedplate.measure.summary import summarize_cell
+from bedplate.measure.summary import is_valid, summarize_cell
 from bedplate.values import to_json
+from bedplate.values.run import Cell
 
 CAPTURES = Path(__file__).parents[1] / "captures" / "runs"
 
@@ -90,13 +91,91 @@ def test_imports_a_bedplate_run_unchanged(tmp_path: Path) -> None:
     assert read_run(path) == run
 
 
-def test_a_file_without_samples_gives_a_hint(tmp_path: Path) -> None:
-    document = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
-    for name in ("ttfts", "itls", "input_lens", "output_lens", "start_times"):
-        del document[name]
-    with pytest.raises(UsageError) as refused:
-        read_run(write_file(tmp_path, document))
-    assert "--save-detailed" in (refused.value.hint or "")
+def list_gaps(cell: Cell) -> str:
+    return next(flag.text for flag in cell.flags if flag.kind == "gaps")
+
+
+def test_a_vllm_file_without_samples_keeps_its_figures_and_says_what_is_missing() -> None:
+    path = CAPTURES / "vllm-bench-serve-summary.json"
+    stated = json.loads(path.read_text())
+    (cell,) = read_run(path).cells
+    assert cell.stated is not None and not cell.repeats and not is_valid(cell)
+    assert cell.stated.output_tok_s == stated["output_throughput"] and cell.stated.requests == 40
+    assert (cell.stated.ttft_ms_p50, cell.stated.tpot_ms_p99) == (stated["median_ttft_ms"], stated["p99_tpot_ms"])
+    assert (cell.load.concurrency, cell.load.prompt_tokens, cell.load.output_tokens) == (4, 1024, 1024)
+    assert "samples of single requests" in list_gaps(cell) and "--save-detailed" in cell.notes
+
+
+def test_imports_llama_bench() -> None:
+    path = CAPTURES / "llama-bench.json"
+    run = read_run(path)
+    prompt, generation = run.cells
+    assert run.environment.hardware == "AMD Ryzen 7 7800X3D 8-Core Processor, NVIDIA GeForce RTX 4080"
+    for cell in run.cells:
+        one = cell.subject
+        assert (one.engine, one.engine_version, one.quantization) == ("llama.cpp", "b5163", "Q4_K_M")
+        assert one.model == "Qwen2.5-7B-Instruct-Q4_K_M" and "weights hash" in list_gaps(cell)
+        assert "hardware" not in list_gaps(cell) and len(cell.repeats[0].samples) == 5
+    stated = [row["avg_ts"] for row in json.loads(path.read_text())]
+    assert prompt.stated is not None and prompt.stated.prompt_tok_s == stated[0]
+    found = summarize_cell(generation)
+    assert found.output_tok_s == pytest.approx(stated[1], rel=1e-3) and found.ttft_ms is None
+    first = summarize_cell(prompt)
+    assert first.ttft_ms is not None and 1000 * 512 / first.ttft_ms.mean == pytest.approx(stated[0], rel=1e-2)
+    assert first.output_tok_s is None and prompt.load.prompt_tokens == 512 and generation.load.output_tokens == 128
+
+
+def test_imports_llama_bench_as_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    rows = json.loads((CAPTURES / "llama-bench.json").read_text())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(read_run(path).cells) == 2
+    assert len(read_run(write_file(tmp_path, rows[1])).cells) == 1
+
+
+def test_imports_a_summary_of_aiperf() -> None:
+    run = read_run(CAPTURES / "aiperf.json")
+    (cell,) = run.cells
+    assert run.at == "2026-07-03T05:16:02Z" and cell.subject.model == "qwen3.6-nvfp4" and cell.stated is not None
+    assert (cell.load.concurrency, cell.load.prompt_tokens, cell.load.output_tokens) == (2, 2855, 435)
+    assert cell.stated.output_tok_s == pytest.approx(324.314) and cell.stated.ttft_ms_p95 == pytest.approx(248.811)
+    assert cell.stated.tpot_ms_p50 == pytest.approx(5.566, abs=1e-3) and cell.stated.requests == 96
+    assert list_gaps(cell).startswith("the file does not contain: hardware, engine version") and not is_valid(cell)
+
+
+def test_imports_records_of_aiperf(tmp_path: Path) -> None:
+    path = CAPTURES / "aiperf-records.jsonl"
+    (cell,) = read_run(path).cells
+    failed, first, second = cell.repeats[0].samples
+    assert failed.outcome == "error" and "cancelled" in (failed.error or "") and failed.ttft_ms is None
+    stated = [json.loads(line)["metrics"] for line in path.read_text().splitlines()[:0:-1]]
+    for sample, metrics in zip((first, second), stated, strict=True):
+        assert sample.ttft_ms == metrics["ttft"]["value"] and sample.output_tokens == 193
+        assert sample.tpot_ms == pytest.approx(metrics["inter_token_latency"]["value"])
+    assert cell.load.concurrency == 2 and "model" in list_gaps(cell)
+    newer = [json.loads(line.replace("timestamp_ns", "request_start_ns").replace('"ttft"', '"time_to_first_token"')
+             .replace("credit_phase", "benchmark_phase")) for line in path.read_text().splitlines()]  # fmt: skip
+    warmup = {**newer[1], "metadata": {**newer[1]["metadata"], "benchmark_phase": "warmup"}}
+    other = tmp_path / "records.jsonl"
+    other.write_text("".join(json.dumps(one) + "\n" for one in (*newer, warmup)))
+    assert read_run(other).cells[0].repeats[0].samples == cell.repeats[0].samples
+
+
+def test_imports_inferencex(tmp_path: Path) -> None:
+    run = read_run(CAPTURES / "inferencex.json")
+    (cell,) = run.cells
+    assert run.environment.hardware == "8 x MI355X" and cell.stated is not None
+    subject = cell.subject
+    assert (subject.engine, subject.engine_version, subject.quantization) == ("vllm", "0.21.0", "INT4")
+    assert subject.parallelism.tensor == 8 and cell.stated.output_tok_s == pytest.approx(8 * 27.678011, rel=1e-6)
+    assert cell.stated.ttft_ms_p50 == pytest.approx(296.98, abs=0.01)
+    assert cell.stated.tpot_ms_p99 == pytest.approx(18.46, abs=0.01) and "spec_decoding mtp" in cell.notes
+    assert (cell.load.concurrency, cell.load.prompt_tokens, cell.load.output_tokens) == (4, 1024, 1024)
+    row = json.loads((CAPTURES / "inferencex.json").read_text())
+    several = read_run(write_file(tmp_path, [row, row | {"conc": 8, "is_multinode": True, "image": "sglang"}]))
+    spread = several.cells[1]
+    assert spread.stated is not None and spread.stated.output_tok_s is None, "the number of GPUs is unknown"
+    assert spread.subject.engine_version is None and several.environment.hardware == "8 x MI355X and MI355X"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe", b'{"schema": "run/1"}'])
@@ -113,7 +192,12 @@ scalars = st.none() | st.booleans() | st.integers(-5, 10**6) | st.floats() | st.
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
 
 
-@given(name=st.sampled_from(["vllm-bench-serve", "guidellm"]), data=st.data())
+@given(
+    name=st.sampled_from(
+        ["vllm-bench-serve", "vllm-bench-serve-summary", "guidellm", "llama-bench", "aiperf", "inferencex"]
+    ),
+    data=st.data(),
+)
 def test_rejects_invalid_fields_without_crashing(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -74,6 +74,17 @@ def test_repeats_send_different_prompts(home: Path, null: str) -> None:
     assert run.cells[0].quality is not None and run.cells[0].quality.note == "not requested"
 
 
+def test_an_endpoint_that_ignores_schemas_and_tools_does_not_support_them(home: Path, null: str) -> None:
+    asked = ("--concurrency", "1", *SHORT, "--no-quality", "--structured")
+    run = from_json(Run, command("bench", "--url", null, *asked, "--json").out)
+    (cell,) = run.cells
+    assert cell.quality is not None and cell.quality.structured is not None
+    found = cell.quality.structured
+    assert {one.support for one in found.kinds} == {"ignored"} and len(found.kinds) == 5 and found.asked == 0
+    shown = command("bench", "--resume", run.id)
+    assert "does not support JSON schemas, JSON objects, tools, required tool calls, named tool calls" in shown.out
+
+
 def test_writes_rows_and_summaries_to_files(home: Path, null: str, tmp_path: Path) -> None:
     done = command("bench", "--url", null, "--concurrency", "1", *SHORT, "--no-quality", "-o", str(tmp_path / "r.csv"))
     assert done.code == 0, done.err
@@ -337,3 +348,35 @@ def test_is_part_of_the_python_api(home: Path, null: str) -> None:
     import bedplate
 
     assert bedplate.bench is bench and "bench" in bedplate.__all__
+
+
+def test_measures_the_sessions_of_a_scenario(home: Path, null: str) -> None:
+    done = command(
+        "bench", "--url", null, "--scenario", "batch", "--prompt-tokens", "200", "--concurrency", "2", "--seconds", "1",
+        "--repeats", "1", "--budget", "40s", "--no-quality",
+    )  # fmt: skip
+    assert done.code == 0, done
+    (cell,) = store.find_run().cells
+    assert cell.load.scenario is not None and cell.load.scenario.name == "batch" and cell.load.sessions == 2
+    assert all(sample.session is not None and sample.turn for repeat in cell.repeats for sample in repeat.samples)
+    assert "scenario batch" in done.out and "TTFT p50 in ms by turn" in done.out
+    assert "--prompt-tokens 200 replaces the 1," in done.err
+    found = json.loads(command("diagnose", "--scenario", "batch", "--json").out)
+    assert found["bottlenecks"][0]["loads"][0]["load"]["scenario"]["name"] == "batch"
+    refused = command("diagnose", "--scenario", "chat")
+    assert refused.code == 2 and "bedplate bench --scenario chat" in refused.err
+
+
+def test_replays_the_sessions_of_a_trace(home: Path, null: str, tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "word " * 8} for role in ("user", "assistant", "user", "assistant")]
+    trace = tmp_path / "chats.json"
+    trace.write_text(json.dumps([{"id": str(number), "conversations": turns} for number in range(3)]))
+    without = command("bench", "--url", null, "--trace", str(trace), *SHORT, "--no-quality")
+    assert without.code == 2 and "--concurrency" in without.err
+    done = command(
+        "bench", "--url", null, "--trace", str(trace), "--concurrency", "2", "--seconds", "1", "--repeats", "1",
+        "--no-quality",
+    )  # fmt: skip
+    assert done.code == 0, done
+    (cell,) = store.find_run().cells
+    assert {sample.turn for repeat in cell.repeats for sample in repeat.samples} == {1, 2}

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,8 @@ from bedplate.measure import quality
 from bedplate.measure.garbled import find_garbling
 from bedplate.measure.likelihood import (
     ListedTokens,
-    TextPlace,
+    compare_echo,
+    compare_perplexity,
     compute_continued_perplexity,
     compute_divergence,
     compute_mean_divergence,
@@ -31,11 +33,12 @@ from bedplate.measure.likelihood import (
     read_shipped_likelihoods,
     write_likelihood,
 )
-from bedplate.measure.reference import ReferenceAnswer, read_shipped_references
+from bedplate.measure.reference import ReferenceAnswer, TextPlace, read_shipped_references
 from bedplate.run.builtin import FILE_SHA256, read_builtin_facts
 from bedplate.values.run import Quality
 
-KNOWN = find_likelihood(FILE_SHA256)
+(REFERENCE,) = [one for one in read_shipped_references() if one.sha256 == FILE_SHA256]
+KNOWN = find_likelihood(REFERENCE)
 PROSE = (
     "walked past the mill and the school. He said good morning to the baker, who was always up before him, and to the "
     "two old dogs that slept on the church steps. It's a half-forgotten road, the 12th-century one, he'd say."
@@ -46,12 +49,13 @@ PROSE = (
 
 
 def test_shipped_likelihood_matches_the_built_in_model_and_the_text() -> None:
-    assert KNOWN is not None and KNOWN.tokens > 300 and 15 < KNOWN.perplexity < 40
+    assert KNOWN is not None and KNOWN.tokens > 300 and 15 < (KNOWN.perplexity or 0) < 40
     text = read_fixed_text()
     for make_place in KNOWN.places:
         assert text[make_place.end :].startswith(make_place.next[0]) and len(make_place.top) == 20
         assert sum(math.exp(value) for _, value in make_place.top) <= 1.001
-    assert 250 < len(text.split()) < 350 and len(read_shipped_likelihoods()) == 1 and find_likelihood("0" * 64) is None
+    assert 250 < len(text.split()) < 350 and len(read_shipped_likelihoods()) == 1
+    assert find_likelihood(msgspec.structs.replace(REFERENCE, sha256="0" * 64)) is None
 
 
 def test_shipped_file_round_trips() -> None:
@@ -90,9 +94,30 @@ def make_place(next_token: tuple[str, float], **top: float) -> TextPlace:
 def test_perplexity_over_the_tokens_in_both_lists() -> None:
     places = [make_place(("a", -1.0), a=-1.0), make_place(("b", -2.0), c=-0.1), make_place(("c", -3.0), c=-3.0)]
     response = [ListedTokens(top={"a": -2.0}), ListedTokens(top={"x": -1.0}), None]
-    assert compute_continued_perplexity(places, response) == pytest.approx((math.exp(2), math.e))
+    found = compute_continued_perplexity(places, response)
+    assert found is not None and found.error is None
+    assert (found.own, found.reference) == pytest.approx((math.exp(2), math.e))
     assert compute_continued_perplexity(places, [None] * 3) is None and compute_continued_perplexity([], []) is None
     assert compute_mean_divergence(places, [None] * 3) is None and compute_mean_divergence(places, response) is not None
+
+
+def test_errors_of_the_means() -> None:
+    """Equal differences at all tokens have no error; the perplexities themselves vary much more."""
+    same = compare_perplexity([-1.5, -3.5, -9.5], [-1.0, -3.0, -9.0])
+    assert same.error == pytest.approx(0) and same.own / (same.reference or 1) == pytest.approx(math.exp(0.5))
+    assert compare_perplexity([-1.0, -4.0], [-1.0, -3.0]).error == pytest.approx(0.5)
+    places = [make_place(("a", -1.0), a=-0.5, b=-2.0)] * 2
+    found = compute_mean_divergence(places, [ListedTokens(top={"a": -0.5, "b": -2.0})] * 2)
+    assert found == pytest.approx((0.0, 0.0))
+
+
+def test_an_echo_is_compared_token_by_token_if_the_counts_match() -> None:
+    assert KNOWN is not None
+    known = msgspec.structs.replace(KNOWN, each=(-1.0, -2.0, -3.0))
+    found = compare_echo([-1.5, -2.5, -3.5], known)
+    assert found.error == pytest.approx(0) and found.reference == pytest.approx(math.exp(2))
+    other = compare_echo([-1.5, -2.5], known)
+    assert other.error is None and other.reference == KNOWN.perplexity and compare_echo([-1.0], None).reference is None
 
 
 def test_reads_both_formats_of_alternatives() -> None:
@@ -109,7 +134,7 @@ def test_reads_an_echo_only_if_the_text_matches() -> None:
         "usage": {"prompt_tokens": 3},
         "choices": [{"text": "one two three four", "logprobs": {"token_logprobs": [None, -1.0, -3.0, -9.0]}}],
     }
-    assert read_echo(json.dumps(response).encode(), "one two three") == pytest.approx(math.exp(2))
+    assert read_echo(json.dumps(response).encode(), "one two three") == [-1.0, -3.0]
     assert read_echo(json.dumps(response).encode(), "another text") is None
     response["choices"][0]["logprobs"]["token_logprobs"] = [-9.0]
     assert read_echo(json.dumps(response).encode(), "one two three") is None
@@ -179,8 +204,7 @@ def test_the_reason_is_short_for_any_text(text: str) -> None:
 
 @functools.cache
 def reference_answers() -> dict[str, ReferenceAnswer]:
-    reference = next(one for one in read_shipped_references() if one.sha256 == FILE_SHA256)
-    return dict(reference.list_known())
+    return dict(REFERENCE.list_known())
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -208,7 +232,7 @@ class Endpoint(BaseHTTPRequestHandler):
         if body.get("echo"):
             if "echo" not in self.gives:
                 return 400, {"error": "echo"}
-            each = [None, *[KNOWN.logprob / (KNOWN.tokens - 1)] * KNOWN.tokens]
+            each = [None, *[(KNOWN.logprob or 0.0) / (KNOWN.tokens - 1)] * KNOWN.tokens]
             return 200, {
                 "choices": [{"text": prompt + " x", "logprobs": {"token_logprobs": each}}],
                 "usage": {"prompt_tokens": KNOWN.tokens},

@@ -240,7 +240,7 @@ def test_only_gpus_that_the_engine_uses_count() -> None:
     assert cards.read_joules() == 8  # no GPU is in use yet, so all count
     driver.used["b"] += 5_000_000_000
     assert cards.measure_gpu_bytes([]) == 5_000_000_000 and cards.read_joules() == 7
-    assert cards.read_clock() == (0.75, ("power limit",))
+    assert cards.read_clock() == (0.75, ("power limit",)) and cards.read_utilization() == 0.99
     driver.processes["b"] = [SimpleNamespace(pid=42, usedGpuMemory=3_000), SimpleNamespace(pid=7, usedGpuMemory=None)]
     assert cards.measure_gpu_bytes([42]) == 3_000
 

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -19,11 +20,14 @@ from tests.conftest import HANG_S, have_ended, wait_for
 
 from bedplate.errors import ExternalFailure
 from bedplate.facts.gguf import read_gguf
+from bedplate.interrupts import OperationCancelled, check_cancelled
+from bedplate.progress import SilentProgress
 from bedplate.run import builtin
 from bedplate.run.builtin import (
     FILE,
     FILE_BYTES,
     FILE_SHA256,
+    fetch_beside,
     fetch_builtin,
     get_builtin_path,
     is_downloaded,
@@ -196,3 +200,38 @@ def test_shipped_facts_match_the_file(builtin_gguf: Path) -> None:
     assert shipped == replace_fields(read, origin=shipped.origin)
     assert shipped.files == (str(builtin_gguf),)
     assert shipped.weight_bytes < FILE_BYTES
+
+
+def test_model_is_fetched_while_something_else_is_done(own_home: Path) -> None:
+    with fetch_beside(True, SilentProgress()) as wait:
+        wait()
+        assert is_downloaded()
+    with fetch_beside(False, SilentProgress()) as wait:
+        wait()
+
+
+def test_failure_of_the_other_work_cancels_the_download(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def fetch_until_cancelled() -> Path:
+        try:
+            while True:
+                check_cancelled()
+                time.sleep(0.01)
+        except OperationCancelled:
+            ended.set()
+            raise
+
+    monkeypatch.setattr(builtin, "fetch_builtin", fetch_until_cancelled)
+    with pytest.raises(ExternalFailure, match="no engine"), fetch_beside(True, SilentProgress()):
+        raise ExternalFailure("no engine")
+    assert ended.is_set()
+
+
+def test_failed_download_is_reported_when_it_is_waited_for(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise ExternalFailure("the index is not reachable")
+
+    monkeypatch.setattr(builtin, "fetch_builtin", fail)
+    with pytest.raises(ExternalFailure, match="not reachable"), fetch_beside(True, SilentProgress()) as wait:
+        wait()

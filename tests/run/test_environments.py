@@ -26,10 +26,13 @@ from bedplate.run.environments import (
     EngineEnvironment,
     build_command,
     find_environment,
+    get_compiled_dir,
     get_environment_path,
     list_installed,
+    list_installed_versions,
     make_environment,
     uninstall_engine,
+    uninstall_version,
 )
 from bedplate.values import Launch
 
@@ -191,6 +194,28 @@ class TestMaking:
         }
         assert [environment.version for environment in uninstall_engine("tiny")] == ["1.0", "1.1"]
         assert list_installed() == [] and not (own_home / "engines" / "tiny").exists()
+
+    def test_versions_are_side_by_side_and_removed_one_by_one(self, wheels: Path, own_home: Path) -> None:
+        make_wheel(wheels, "bedplate-tiny-engine", "1.1", {"bedplate_tiny_engine.py": "answer = 43\n"})
+        newer = Tiny().at_version("1.1")
+        assert find_environment(newer) is None
+        new, old = make_environment(newer), make_environment(Tiny())
+        assert new.path != old.path and (new.version, old.version) == ("1.1", "1.0")
+        assert "bedplate-tiny-engine==1.1" in new.packages and not new.locked
+        assert list_installed_versions("tiny") == ["1.0", "1.1"]
+        compiled = get_compiled_dir("tiny", "1.1")
+        compiled.mkdir(parents=True)
+        assert [one.version for one in uninstall_version("tiny", "1.1")] == ["1.1"]
+        assert find_environment(newer) is None and not Path(new.path).exists() and not compiled.exists()
+        assert find_environment(Tiny()) == old
+        with pytest.raises(UsageError, match=r"tiny 1\.1 is not installed") as caught:
+            uninstall_version("tiny", "1.1")
+        assert caught.value.hint == "installed versions: 1.0"
+
+    def test_missing_version_names_the_newest_release(self, wheels: Path, own_home: Path) -> None:
+        with pytest.raises(ExternalFailure, match=r"installing Tiny 7\.0 failed") as caught:
+            make_environment(Tiny().at_version("7.0"))
+        assert caught.value.hint == "the newest release that can be installed here is tiny@1.0"
 
     def test_removing_an_engine_that_is_not_installed_is_a_usage_error(self, own_home: Path) -> None:
         with pytest.raises(UsageError, match="tiny is not installed"):

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.facts.test_gguf import write
 
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
@@ -17,6 +18,7 @@ from bedplate.facts.library import locate
 from bedplate.progress import SilentProgress
 from bedplate.run import checksums, hub, ready
 from bedplate.run.builtin import read_builtin_facts
+from bedplate.run.models import fetch_model
 from bedplate.values import replace_fields
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,6 +48,7 @@ class Hub:
     """A local hub: its files, its faults, and the requests that it received."""
 
     url: str = ""
+    name: str = "me/model"
     files: dict[str, bytes] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     """Files that are listed only."""
@@ -103,9 +106,9 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, self.path.partition("?")[0]
         headers = {key.lower(): value for key, value in self.headers.items()}
         hub.asked.append((self.command, self.path, headers))
-        if path == "/api/models/me/model":
+        if re.fullmatch(rf"/api/models/{hub.name}(/revision/[^/]+)?", path):
             return self.listing()
-        if match := re.fullmatch(r"/me/model/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(rf"/{hub.name}/resolve/([^/]+)/(.+)", path):
             if hub.need_token and headers.get("authorization") != f"Bearer {hub.need_token}":
                 return self.reply(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
             if match[2] not in hub.files:
@@ -118,7 +121,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def listing(self) -> None:
         siblings = [self.hub.describe(name) for name in {**self.hub.files, **self.hub.sizes}]
-        body: dict[str, object] = {"_id": "1", "id": "me/model", "modelId": "me/model", "sha": self.hub.commit}
+        name = self.hub.name
+        body: dict[str, object] = {"_id": "1", "id": name, "modelId": name, "sha": self.hub.commit}
         body |= {
             "private": False,
             "tags": [],
@@ -648,3 +652,37 @@ class TestHeadersAlone:
         assert find_inspected_model("meta-llama/Meta-Llama-3.1-8B").origin == "known facts"
         assert server.asked == []
         assert find_inspected_model("me/model").name == "me/model"
+
+
+class TestPublishedWeights:
+    """The name of a known original model fetches weights that somebody has published."""
+
+    def test_the_file_that_the_plan_chooses(self, server: Hub, tmp_path: Path) -> None:
+        server.name = "bartowski/SmolLM2-360M-Instruct-GGUF"
+        for label in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
+            name = f"SmolLM2-360M-Instruct-{label}.gguf"
+            server.files[name] = write(tmp_path / name).read_bytes()
+        model = ready.fetch_facts("HuggingFaceTB/SmolLM2-360M-Instruct", probe(), SilentProgress())
+        assert model.format == "gguf" and server.name.replace("/", "--") in model.files[0]
+        assert len(server.downloads()) == 1, "one file is downloaded"
+
+    def test_a_quantization_of_the_original_name(self, server: Hub, tmp_path: Path) -> None:
+        server.name = "bartowski/SmolLM2-360M-Instruct-GGUF"
+        for label in ("Q4_K_M", "Q8_0"):
+            name = f"SmolLM2-360M-Instruct-{label}.gguf"
+            server.files[name] = write(tmp_path / name).read_bytes()
+        model = fetch_model("HuggingFaceTB/SmolLM2-360M-Instruct:Q8_0", GB, SilentProgress())
+        assert model.files[0].endswith("SmolLM2-360M-Instruct-Q8_0.gguf")
+
+    def test_a_folder_of_one_branch(self, server: Hub) -> None:
+        server.files = {"README.md": b"text", "model.safetensors": make_content("weights"), "config.json": b"{}"}
+        choice = hub.choose_folder("me/model", "4.0bpw")
+        path = hub.download(choice)
+        assert path.name == "config.json"
+        assert sorted(one.name for one in path.parent.iterdir()) == ["config.json", "model.safetensors"]
+        assert any(asked[1].startswith("/api/models/me/model/revision/4.0bpw") for asked in server.asked)
+
+    def test_a_folder_without_a_configuration(self, server: Hub) -> None:
+        server.files = {"model.safetensors": make_content("weights")}
+        with pytest.raises(UsageError, match=r"has no config\.json"):
+            hub.choose_folder("me/model")

@@ -56,7 +56,8 @@ def test_missing_model_is_a_usage_error_with_a_hint(typed: str, empty_machine: N
     assert find_local_model(typed) is None
     with pytest.raises(UsageError) as caught:
         find_known_model(typed)
-    assert typed in caught.value.message and f"bedplate serve {typed}" in str(caught.value.hint)
+    hint = f"bedplate serve {typed}" if "/" in typed else "give owner/name on the hub"
+    assert typed in caught.value.message and hint in str(caught.value.hint)
     assert caught.value.exit_code == 2
 
 

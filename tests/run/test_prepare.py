@@ -32,6 +32,8 @@ from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Work
 from bedplate.values.decision import Device
 
 ROOT = Path(__file__).parents[2]
+SHIPPED_CHECK = module.CHECK
+"""Most tests run a quick one, because Python compiles this one anew each time."""
 MAKE = """
 import os, pathlib, sys
 source, where, *rest = sys.argv[1:]
@@ -131,6 +133,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Engi
     monkeypatch.setattr(module, "load_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
     monkeypatch.setattr(module, "build_gguf_server_command", lambda own, progress: None)
+    (tmp_path / "quick.py").write_text("print('conversion-check: not compared')")
+    monkeypatch.setattr(module, "CHECK", str(tmp_path / "quick.py"))
     return make_fake_environment(tmp_path / "env")
 
 
@@ -514,7 +518,10 @@ class TestCompared:
         assert "3 of 40 clear next tokens" in str(caught.value.cause) and "instead of 'z'" in str(caught.value.cause)
         assert list_leftovers() == [] and not list(get_prepared_dir().glob("*/bedplate.json"))
 
-    def test_keeps_result_that_cannot_be_compared_with_a_note(self, own: EngineEnvironment, source: Path) -> None:
+    def test_keeps_result_that_cannot_be_compared_with_a_note(
+        self, own: EngineEnvironment, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "CHECK", SHIPPED_CHECK)
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
         (said,) = read_record(folder).checked

@@ -15,6 +15,7 @@ from tests.browser import open_browser
 from tests.engines.plans import machine
 from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readied
 from tests.page.test_live import ANNS, OPERATOR, make_request, require_keys
+from tests.page.test_page_actions import OPERATIONS
 
 from bedplate.hosting.host import Host
 from bedplate.hosting.memory import MemoryLimits
@@ -99,7 +100,7 @@ async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, Liv
         tmp_path,
         room=MemoryLimits.from_hardware(hardware),
     )
-    figures = add_live_page(host)
+    figures = add_live_page(host, OPERATIONS)
     await host.start()
     running = asyncio.create_task(figures.run())
     try:
@@ -154,8 +155,8 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
                 await tab.open(host.url, width, theme)
                 await tab.wait_until(SHOWN)
                 assert await tab.evaluate("document.documentElement.scrollWidth") <= width
-                drawn = "[...document.querySelectorAll('.plot .a')].map(one => one.getBBox().width)"
-                assert all(found > 100 for found in await tab.wait_until(drawn))
+                drawn = "[...document.querySelectorAll('#charts .plot .a')].map(one => one.getBBox().width)"
+                assert sum(found > 100 for found in await tab.wait_until(drawn)) >= 6
                 assert await tab.evaluate("document.getElementById('title').textContent") == "alpha"
                 assert await tab.evaluate("document.getElementById('notes').textContent") == hostile
                 seen[width, theme] = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -169,6 +170,97 @@ def test_both_themes_fit_at_two_widths(tmp_path: Path) -> None:
         assert await tab.evaluate("document.querySelectorAll('#engines tr').length") == 2
 
     run_in_browser(tmp_path, ("alpha", "beta"), then)
+
+
+CUT_OFF = """[...document.querySelectorAll('#all *')].filter(one => {
+    const box = one.getBoundingClientRect();
+    return box.width && box.height && (box.right > innerWidth + 1 || box.left < -1) && !one.closest('svg');
+}).map(one => one.outerHTML.slice(0, 80))"""
+
+
+@needs_browser
+def test_a_phone_shows_the_prompt_first_and_cuts_nothing_off(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 390, "light")
+        await tab.wait_until(SHOWN)
+        await tab.wait_until("document.querySelectorAll('#recent tr').length > 1")
+        assert await tab.evaluate("document.getElementById('send').getBoundingClientRect().bottom") < 844
+        order = "document.getElementById('h-try').compareDocumentPosition(document.getElementById('charts')) & 4"
+        assert await tab.evaluate(order)
+        assert await tab.evaluate(CUT_OFF) == []
+        wide = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert await tab.evaluate(wide) == 0
+
+    run_in_browser(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_axe_finds_no_serious_fault(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        for width, theme in ((1280, "light"), (390, "dark")):
+            await tab.open(host.url, width, theme)
+            await tab.wait_until(SHOWN)
+            await tab.evaluate("document.getElementById('log').open = true")
+            await tab.wait_until("document.querySelector('#log pre').textContent")
+            assert await tab.find_faults() == []
+
+    run_in_browser(tmp_path, ("alpha", "beta"), then)
+
+
+@needs_browser
+def test_values_outside_the_plan_are_marked_and_explained(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 1280, "light")
+        await tab.wait_until(SHOWN)
+        lines = await tab.wait_until("[...document.querySelectorAll('#outside li')].map(one => one.textContent)")
+        assert any(line.startswith("Time to first token is above the plan: median ") for line in lines)
+        marked = "getComputedStyle(document.querySelector('#chart-ttft .now .a')).color"
+        usual = "getComputedStyle(document.querySelector('#chart-memory .now .a')).color"
+        assert await tab.evaluate(marked) != await tab.evaluate(usual)
+
+    run_in_browser(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_snippets_can_be_copied_and_the_time_range_changes(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        await tab.open(host.url, 1280, "light")
+        await tab.wait_until(SHOWN)
+        shown = "document.getElementById('snippet').textContent"
+        for number, mark in enumerate(("curl http", "from openai import OpenAI", "new OpenAI({ baseURL: ")):
+            await tab.evaluate(f"document.querySelectorAll('#kinds button')[{number}].click()")
+            assert mark in await tab.evaluate(shown) and f"{host.url}/v1" in await tab.evaluate(shown)
+        for name, text in (("base", f"{host.url}/v1"), ("snippet", await tab.evaluate(shown))):
+            await tab.evaluate(f"document.querySelector('[data-copy={name}]').click()")
+            await tab.wait_until(f"document.querySelector('[data-copy={name}]').textContent == 'Copied'")
+            assert await tab.evaluate("navigator.clipboard.readText()") == text
+        await tab.evaluate("document.querySelectorAll('#span button')[0].click()")
+        assert "1 min ago" in await tab.evaluate("document.querySelector('#chart-ttft .plot').textContent")
+
+    run_in_browser(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_a_model_is_unloaded_and_loaded_on_the_page(tmp_path: Path) -> None:
+    state = "document.getElementById('subtitle').textContent"
+
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 1280, "light")
+        await tab.wait_until(f"{state}.endsWith('ready')")
+        await tab.evaluate("document.getElementById('unload').click()")
+        # Nothing happens before it is confirmed.
+        assert await tab.evaluate("document.activeElement.id") == "yes" and host.engines
+        await tab.press("Enter")
+        await tab.wait_until(f"{state}.endsWith('unloaded')")
+        assert not host.engines
+        await tab.evaluate("document.getElementById('load').click()")
+        await tab.wait_until(f"{state}.endsWith('ready')")
+        await tab.wait_until("document.getElementById('acted').textContent == 'Load alpha: done.'")
+        assert len(host.engines) == 1
+
+    run_in_browser(tmp_path, ("alpha",), then)
 
 
 @needs_browser
@@ -217,7 +309,7 @@ def test_the_page_works_with_the_keyboard_alone(tmp_path: Path) -> None:
         assert re.match(r"1\d s ago: [\d.]+ ms p50, [\d.]+ ms p95", await tab.evaluate(spoken)), await tab.evaluate(
             spoken
         )
-        assert await tab.evaluate("document.querySelectorAll('.plot .cursor').length") == 6
+        assert await tab.evaluate("document.querySelectorAll('.plot .cursor').length") == 9
         await tab.press("Escape")
         assert (await tab.evaluate(spoken)).startswith("now: ")
 

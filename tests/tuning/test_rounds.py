@@ -48,6 +48,13 @@ def test_rounds_include_start_up_of_sides_that_cannot_stay_loaded() -> None:
     assert choose_shape(started, TUNED, (OWN, PLAN), 520).sides == (PLAN, TUNED)
 
 
+def test_rounds_are_not_shortened_where_starts_take_the_time() -> None:
+    short = SideTimes({PLAN: 1.2, TUNED: 1.2}, {PLAN: 45.0, TUNED: 45.0})
+    assert choose_shape(short, TUNED, (PLAN,), 330).rounds == 4
+    assert choose_shape(short, TUNED, (PLAN,), 0).rounds == 4
+    assert choose_shape(SideTimes(short.waves), TUNED, (PLAN,), 8).rounds == 1
+
+
 @given(SECONDS, SECONDS, SECONDS, st.floats(60, 3600), st.floats(0, 60))
 def test_reserved_time_fits_the_proof_and_stays_within_its_share(
     own: float, plan: float, tuned: float, budget_s: float, other_s: float

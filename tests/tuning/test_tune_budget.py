@@ -90,15 +90,15 @@ class SimulatedTrials(Trials):
         super().__init__(tuner.state, tuner.budget, tuner.engines)
         self.tuner = tuner
 
-    def watch(self, alive: TrialEngine, load: Load, limit_s: float) -> tuple[Repeat | None, TrialUse]:
+    def watch(self, alive: TrialEngine, load: Load, limit_s: float, rounds: int = 1) -> tuple[Repeat | None, TrialUse]:
         tuner, point = self.tuner, cast(Any, alive).point
         tuner.loaded.append((point, set(tuner.pool.running)))
         before, used = tuner.now, TrialUse(MIB_300, None, 0)
-        took_s = tuner.pass_time(tuner.get_burst_s(point))
+        took_s = tuner.pass_time(rounds * tuner.get_burst_s(point))
         if took_s > limit_s:
             tuner.now = before + limit_s
             return None, used
-        return tuner.make_repeat(took_s, 1), used
+        return tuner.make_repeat(took_s, rounds), used
 
     def diagnose(self) -> None:
         self.tuner.pass_time(self.tuner.about["wave"] / 2)
@@ -212,6 +212,17 @@ def test_ten_minutes_are_enough_to_find_and_prove_the_best_weights(tmp_path: Pat
         proven += found.is_proven and own.answer == "migrate"
         assert own.output_tok_s.value == pytest.approx(1.15 / 0.65, rel=0.2)
     assert proven >= 5
+
+
+def test_measurements_are_not_short_beside_long_starts(tmp_path: Path) -> None:
+    # SGLang on an H200: 64 requests take 1.2 s, a start takes 45 s.
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", 600, 3, wave=1.2, start=45.0, noise=0.0)
+    tuner.pool.most = 1
+    found = tuner.run()
+    assert tuner.now <= 630
+    measured = [one for trial in found.trials for one in trial.taken]
+    assert [one.rounds for one in measured] == [1, *[4] * (len(measured) - 1)] and len(measured) > 3
+    assert all(one.seconds >= 4.5 * 0.6 for side in found.sides for one in side.taken)
 
 
 def test_clear_proof_ends_early_and_unclear_one_continues(tmp_path: Path) -> None:

@@ -225,7 +225,8 @@ def _take_model(load: BundleContents) -> None:
                 f"cannot read {file}", hint="check that the file exists and that this user may read it"
             )
     places = {str(file): path for path, file in load.model_files}
-    inside = replace_fields(source, files=tuple(places[file] for file in source.files))
+    # A bundle has the language model alone.
+    inside = replace_fields(source, files=tuple(places[file] for file in source.files), projector=None)
     load.plan = replace_fields(load.plan, **{"source" if load.plan.source is not None else "model": inside})
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate import store
 from bedplate.engines import get_plan_engine
 from bedplate.errors import NotPossible
+from bedplate.usage_store import open_usage_store
 from bedplate.values import Plan
 from bedplate.values.capabilities import FEATURE_NAMES, Capabilities
 from bedplate.values.traffic import ServedRequest
@@ -51,7 +51,7 @@ class Loss(NamedTuple):
 
 def read_recent_use(model: str, path: Path | None = None, since_s: float = RECENT_S) -> RecentUse:
     """The use of a served model in the last day. Reads the store, so it belongs into a thread."""
-    return summarize_use(store.read_requests(time.time() - since_s, model=model, path=path))
+    return summarize_use(open_usage_store(path).read_requests(time.time() - since_s, model=model))
 
 
 def summarize_use(rows: Iterable[ServedRequest]) -> RecentUse:

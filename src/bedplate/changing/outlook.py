@@ -17,6 +17,7 @@ from bedplate.facts.workload import to_workload
 from bedplate.hosting.drift import ENOUGH, SPAN_S, describe_drift
 from bedplate.measure.knee import MET
 from bedplate.store import compute_fingerprint
+from bedplate.usage_store import open_usage_store
 from bedplate.values import Hardware, Workload, replace_fields
 from bedplate.values.evidence import StoredEvidence
 from bedplate.values.record import Record
@@ -68,6 +69,7 @@ def _build_outlook(host: Host, service: HostedService) -> Outlook:
         late=_read_missed_target(service),
         target=wanted.workload.latency,
         decision=decision,
+        plan=plan,
     )
 
 
@@ -92,7 +94,9 @@ def _read_missed_target(service: HostedService) -> str | None:
     if target is None:
         return None
     try:
-        return describe_missed_target(store.read_requests(time.time() - LATE_SPAN_S, model=service.name), target)
+        return describe_missed_target(
+            open_usage_store().read_requests(time.time() - LATE_SPAN_S, model=service.name), target
+        )
     except BedplateError:
         return None
 

@@ -56,6 +56,7 @@ from bedplate.run.prepare import hash_model_content
 from bedplate.run.ready import PreparedModel, decide_engines, prepare_model, select_accelerators
 from bedplate.run.starting import EngineStart
 from bedplate.store import compute_fingerprint
+from bedplate.usage_store import open_usage_store
 from bedplate.values import Plan, replace_fields
 from bedplate.values.migration import AnswerCheck
 from bedplate.values.record import Record
@@ -505,7 +506,7 @@ class ShadowRun:
     def _read_shapes(self, ready: PreparedModel) -> tuple[tuple[RequestShape, ...], str]:
         name, since_s = self.service.name, self.asked.since_s
         longest = min(ready.plan.settings.context_tokens, self.incumbent.plan.settings.context_tokens)
-        found = select_shapes(store.read_requests(time.time() - since_s, model=name), longest)
+        found = select_shapes(open_usage_store().read_requests(time.time() - since_s, model=name), longest)
         if found.too_long:
             self._add_note_from_thread(f"{found.too_long} recorded requests are too long for one of the engines")
         if found.shapes:

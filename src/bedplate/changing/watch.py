@@ -13,8 +13,8 @@ from bedplate import store
 from bedplate.changing.migrate import MigrationRequest
 from bedplate.changing.notify import post
 from bedplate.changing.outlook import OutlookRequest
-from bedplate.changing.releases import find_newest, find_package
 from bedplate.changing.shadow import ShadowRequest
+from bedplate.changing.upgrade import ReleaseCandidate, UpgradeTrial, find_candidate, find_device
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines import load_engines
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
@@ -24,11 +24,20 @@ from bedplate.hosting.control import NoArguments, ask
 from bedplate.hosting.operations import MOST_SAID, LogMessage
 from bedplate.measure.moments import format_now
 from bedplate.run.ready import is_installed
+from bedplate.run.releases import ask_index, find_package, is_newer
 from bedplate.values.migration import Migration
 from bedplate.values.record import from_json, replace_fields, to_json
 from bedplate.values.shadow import ShadowResult
 from bedplate.values.units import format_seconds
-from bedplate.values.watch import Outlook, Trigger, UntriedChallenger, WatchEvaluation, WatchState
+from bedplate.values.verdict import name_sides
+from bedplate.values.watch import (
+    Outlook,
+    Trigger,
+    UntriedChallenger,
+    UpgradeResult,
+    WatchEvaluation,
+    WatchState,
+)
 
 if TYPE_CHECKING:
     from bedplate.values.service import ServiceRecord
@@ -59,6 +68,10 @@ class WatchOptions:
     auto: bool = False
     force: bool = False
     """Also try challengers that lack what requests of the last day used."""
+    upgrade: bool = False
+    """Install a newer release of the engine in service side by side, and compare both."""
+    keep: bool = False
+    """Keep a release that is worse."""
     tell: Tell = lambda text: None
 
 
@@ -68,6 +81,7 @@ def watch_once(record: ServiceRecord, asked: WatchOptions) -> WatchEvaluation:
     before = read_last_state(record.name, found.model)
     now = read_state(found, before, refresh=True)
     triggers = find_triggers(found, before, now, asked.every_s) or (Trigger(kind="asked", text="evaluation requested"),)
+    now = replace_fields(now, rejected={})
     return _evaluate(record, asked, found, triggers, now)
 
 
@@ -107,11 +121,14 @@ def watch(record: ServiceRecord, asked: WatchOptions, on_result: Callable[[Watch
 def read_state(found: Outlook, before: WatchState | None, *, refresh: bool) -> WatchState:
     """The current state. The package index is queried only with `refresh`."""
     packages = {
-        name: package for name in _list_engines(found) if (package := find_package(engine_by_id(name))) is not None
+        name: package
+        for name in _list_engines(found)
+        if (package := find_package(engine_by_id(name), find_device(found) if name == found.engine else "cpu"))
     }
-    releases = dict(before.releases) if before is not None else {}
+    releases, no_answer = (dict(before.releases), dict(before.no_answer)) if before is not None else ({}, {})
     if refresh:
-        releases |= find_newest(package for package, _ in packages.values())
+        answer = ask_index(package for package, _ in packages.values())
+        releases, no_answer = releases | answer.newest, answer.failed
     return WatchState(
         at_s=time.time(),
         driver=found.driver,
@@ -119,6 +136,8 @@ def read_state(found: Outlook, before: WatchState | None, *, refresh: bool) -> W
         late=found.late,
         versions={name: version for name, (_, version) in packages.items()},
         releases=releases,
+        no_answer=no_answer,
+        rejected=dict(before.rejected) if before is not None else {},
     )
 
 
@@ -163,9 +182,11 @@ def _evaluate(
     began, at = time.monotonic(), format_now()
     for trigger in triggers:
         asked.tell(f"{trigger.kind}: {trigger.text}")
-    shadows, untried = _try_challengers(record, asked, found)
-    answer, text, best = conclude(found, shadows)
-    notes = [*list_unpinned(now)]
+    shadows, untried, upgrade = _try_challengers(record, asked, found, now)
+    answer, text, best = conclude(found, shadows, upgrade)
+    notes = list_release_notes(found, now, asked.upgrade)
+    if upgrade is not None and upgrade.removed is not None:
+        now = replace_fields(now, rejected={**now.rejected, upgrade.name: upgrade.text})
     done = WatchEvaluation(
         at=at,
         service=record.name,
@@ -179,6 +200,7 @@ def _evaluate(
         planned=found.decision.engine,
         shadows=tuple(shadows),
         untried=tuple(untried),
+        upgrade=upgrade,
         notes=tuple(notes),
         took_s=round(time.monotonic() - began, 3),
     )
@@ -220,17 +242,40 @@ def choose_challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[s
     return tried, untried
 
 
+def _choose_release(
+    asked: WatchOptions, found: Outlook, now: WatchState
+) -> ReleaseCandidate | UntriedChallenger | None:
+    """The release to compare; or why a newer one is not compared again."""
+    candidate = find_candidate(found, now) if asked.upgrade else None
+    if not isinstance(candidate, ReleaseCandidate):
+        return None
+    if why := now.rejected.get(candidate.name):
+        return UntriedChallenger(engine=candidate.name, why=f"it was removed after an earlier comparison: {why}")
+    return candidate
+
+
 def _try_challengers(
-    record: ServiceRecord, asked: WatchOptions, found: Outlook
-) -> tuple[list[ShadowResult], list[UntriedChallenger]]:
-    """Shadow each challenger until the budget is spent."""
+    record: ServiceRecord, asked: WatchOptions, found: Outlook, now: WatchState
+) -> tuple[list[ShadowResult], list[UntriedChallenger], UpgradeResult | None]:
+    """Shadow the newer release, then each challenger, until the budget is spent."""
     hardware = probe()
     installed = [name for name, one in load_engines().items() if is_installed(one, hardware)]
     names, untried = choose_challengers(found, installed)
     shadows: list[ShadowResult] = []
-    until = time.monotonic() + asked.budget_s
+    upgrade, release = None, _choose_release(asked, found, now)
+    until, tried = time.monotonic() + asked.budget_s, 0
+    if isinstance(release, UntriedChallenger):
+        untried.append(release)
+    elif release is not None:
+        share_s = allot_time(asked.budget_s, len(names) + 1, is_first=True) or asked.budget_s
+        wanted = ShadowRequest(
+            engine=release.name, model=found.model, share=asked.share, for_s=share_s, force=asked.force
+        )
+        upgrade, shadow = UpgradeTrial(record, found, release, asked.tell).run(wanted, keep=asked.keep)
+        shadows += [shadow] if shadow is not None else []
+        tried = 1
     for position, name in enumerate(names):
-        for_s = allot_time(until - time.monotonic(), len(names) - position, is_first=position == 0)
+        for_s = allot_time(until - time.monotonic(), len(names) - position, is_first=position + tried == 0)
         if for_s is None:
             untried.append(
                 UntriedChallenger(engine=name, why=f"the budget of {format_seconds(asked.budget_s)} is spent")
@@ -242,7 +287,7 @@ def _try_challengers(
         except (NotPossible, UsageError, ExternalFailure) as error:
             untried.append(UntriedChallenger(engine=name, why=error.summary))
             asked.tell(f"{name}: {untried[-1].why}")
-    return shadows, untried
+    return shadows, untried, upgrade
 
 
 def allot_time(left_s: float, challengers: int, *, is_first: bool) -> float | None:
@@ -252,23 +297,34 @@ def allot_time(left_s: float, challengers: int, *, is_first: bool) -> float | No
     return max(left_s / challengers, min(LEAST_BUDGET_S, left_s))
 
 
-def conclude(found: Outlook, shadows: Sequence[ShadowResult]) -> tuple[Answer, str, str | None]:
+def conclude(
+    found: Outlook, shadows: Sequence[ShadowResult], upgrade: UpgradeResult | None = None
+) -> tuple[Answer, str, str | None]:
     """The answer over all comparisons: a proven gain is enough, and the largest one counts. Pure."""
     planned = found.decision.engine
     moves = [one for one in shadows if one.verdict.answer == "migrate"]
     if moves:
         best = max(moves, key=_compute_gain)
-        return "migrate", best.verdict.text, best.verdict.b.engine
+        return "migrate", best.verdict.text, _name_challenger(best)
     open_ones = [one for one in shadows if one.verdict.answer == "not proven"]
     if open_ones:
         best = max(open_ones, key=_compute_gain)
-        return "not proven", best.verdict.text, best.verdict.b.engine
-    if planned is not None and planned not in (found.engine, *(one.verdict.b.engine for one in shadows)):
+        return "not proven", best.verdict.text, _name_challenger(best)
+    if upgrade is not None and upgrade.answer == "not proven":
+        return "not proven", upgrade.text, upgrade.name
+    if planned is not None and planned not in (found.engine, *map(_name_challenger, shadows)):
         return "not proven", f"A new plan would choose {planned}, but it could not be measured.", planned
+    if not shadows and upgrade is not None:
+        return "stay", upgrade.text, upgrade.name
     if not shadows:
         return "stay", f"A new plan would choose {found.engine} again, and no challenger could be measured.", None
     best = max(shadows, key=_compute_gain)
-    return "stay", best.verdict.text, best.verdict.b.engine
+    return "stay", best.verdict.text, _name_challenger(best)
+
+
+def _name_challenger(one: ShadowResult) -> str:
+    """Its engine; ID@VERSION if it is another version of the engine in service."""
+    return name_sides(one.verdict.a, one.verdict.b)[1]
 
 
 def _compute_gain(one: ShadowResult) -> float:
@@ -276,19 +332,28 @@ def _compute_gain(one: ShadowResult) -> float:
     return max((effect.gain.value for effect in one.verdict.effects if effect.metric in SPEED), default=0.0)
 
 
-def list_unpinned(now: WatchState) -> list[str]:
-    """Notes about releases that this version of bedplate does not install yet."""
+def list_release_notes(found: Outlook, now: WatchState, upgrade: bool) -> list[str]:
+    """Notes about releases that are not compared: of the engine in service without --upgrade, and of others. Pure."""
+    candidate = find_candidate(found, now)
+    notes = []
+    if isinstance(candidate, str):
+        notes += [f"no upgrade: {candidate}"] if upgrade else []
+    elif not upgrade:
+        notes.append(
+            f"{candidate.package} {candidate.release} is newer than {candidate.present}, which is in service; "
+            "--upgrade installs it beside and compares both"
+        )
     pins = {
-        package: version
+        known[0]: known[1]
         for name in now.versions
-        if (found := find_package(engine_by_id(name)))
-        for package, version in [found]
+        if name != found.engine and (known := find_package(engine_by_id(name))) is not None
     }
-    return [
+    notes += [
         f"{package} {version} is on the index; this version of bedplate installs {pins[package]}"
         for package, version in now.releases.items()
-        if package in pins and pins[package] != version
+        if package in pins and is_newer(version, pins[package])
     ]
+    return [*notes, *(f"no look for new releases of {package}: {why}" for package, why in now.no_answer.items())]
 
 
 def _migrate(record: ServiceRecord, asked: WatchOptions, done: WatchEvaluation, engine: str) -> WatchEvaluation:
@@ -312,7 +377,7 @@ def _write_report(done: WatchEvaluation, found: Outlook) -> WatchEvaluation:
         folder = ensure_writable(get_home() / "reports")
         runs = [store.find_run(one.run) for one in done.shadows]
         if runs:
-            verdict = next((one.verdict for one in done.shadows if one.verdict.b.engine == done.challenger), None)
+            verdict = next((one.verdict for one in done.shadows if _name_challenger(one) == done.challenger), None)
             page = make_report(runs, verdict=verdict, target=found.target)
             path = folder / f"{stem}.html"
             path.write_text(to_html(page), encoding="utf-8")

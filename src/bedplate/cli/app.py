@@ -6,7 +6,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -18,26 +19,38 @@ from typer.core import TyperArgument, TyperGroup
 
 from bedplate._version import __version__
 from bedplate.cli import (
+    adapters,
     bench,
     bundle,
     compare,
+    completion,
+    connect,
     diagnose,
     doctor,
     engines,
     engines_use,
     estimate,
+    gate,
+    init,
     inspect,
     keys,
+    list_,
     logs,
+    mcp,
     migrate,
     models,
     plan,
     prepared,
     probe,
     ps,
+    pull,
+    reference,
     report,
+    rm,
+    run,
     runs,
     runs_discard,
+    runs_export,
     runs_show,
     schema,
     serve,
@@ -56,12 +69,12 @@ if TYPE_CHECKING:
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 PANELS: dict[str, tuple[ModuleType, ...]] = {
-    "Run": (serve, ps, status, logs, stop),
-    "Decide": (plan, models, engines, inspect, probe, workload, estimate),
-    "Measure": (bench, tune, compare, diagnose, report, runs),
-    "Change": (shadow, migrate, watch),
+    "Run": (run, serve, connect, mcp, ps, status, logs, stop),
+    "Decide": (init, plan, models, engines, inspect, probe, workload, estimate),
+    "Measure": (bench, tune, compare, gate, reference, diagnose, report, runs),
+    "Change": (adapters, shadow, migrate, watch),
     "Scale out": (simulate, bundle),
-    "Administer": (keys, usage, prepared, doctor, schema),
+    "Administer": (pull, list_, rm, prepared, keys, usage, doctor, schema, completion),
 }
 """The verbs as `bedplate --help` groups them, each in a module of its name."""
 
@@ -69,6 +82,7 @@ PANELS: dict[str, tuple[ModuleType, ...]] = {
 EXAMPLES = """Examples:
 
 \b
+  bedplate run                       chat with the built-in model in this terminal
   bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
   bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
   bedplate plan model.gguf           which engine and why, without running anything
@@ -98,7 +112,21 @@ typer.main.TyperArgument = _ArgumentWithHelp  # type: ignore[attr-defined]
 
 
 class GroupedVerbs(TyperGroup):
-    """Lists the verbs under the headings of their groups, without rich."""
+    """Lists the verbs under the headings of their groups, without rich, and reports wrong command lines as bedplate
+    reports every error."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        given = list(args)
+        with _translate_errors(given):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.meta["bedplate.arguments"] = given
+        return context
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _translate_errors(ctx.meta["bedplate.arguments"]):
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))
@@ -111,8 +139,21 @@ class GroupedVerbs(TyperGroup):
                 )
 
 
+@contextmanager
+def _translate_errors(arguments: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        from bedplate.cli.usage_errors import translate
+
+        raise translate(error, arguments) from None
+
+
 def get_verb_name(verb: ModuleType) -> str:
-    return verb.__name__.rpartition(".")[2]
+    """The module's name; an underscore keeps it apart from a built-in function."""
+    return verb.__name__.rpartition(".")[2].rstrip("_")
 
 
 def _show_version(wanted: bool) -> None:
@@ -147,12 +188,13 @@ def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
         if hasattr(verb, "app"):
             made.add_typer(verb.app, name=get_verb_name(verb))
         else:
-            made.command(epilog=verb.EXAMPLES)(getattr(verb, get_verb_name(verb)))
+            function = getattr(verb, verb.__name__.rpartition(".")[2])
+            made.command(get_verb_name(verb), epilog=verb.EXAMPLES)(function)
     return made
 
 
 engines_use.register(engines.app)
-for verb in (runs_show, runs_discard):
+for verb in (runs_show, runs_discard, runs_export):
     verb.register(runs.app)
 VERBS = tuple(chain.from_iterable(PANELS.values()))
 app = make_app(VERBS)

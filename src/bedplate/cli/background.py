@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import msgspec
 
@@ -28,6 +29,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     reporter = PipeReporter(errand.report_fd)
+    if errand.lifeline_fd is not None:
+        _stop_when_closed(errand.lifeline_fd)
 
     def report_ready(endpoint: Endpoint) -> None:
         reporter.send(StartReport(ready=endpoint))
@@ -65,6 +68,18 @@ def _log_to_service(record: ServiceRecord) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
+
+
+def _stop_when_closed(fd: int) -> None:
+    """Ask this process to stop once the other end of the pipe is closed."""
+
+    def watch() -> None:
+        while os.read(fd, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    os.set_inheritable(fd, False)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _close_input() -> None:

@@ -15,6 +15,8 @@ from bedplate.cli.options import (
     Json,
     ModelName,
     PricePerHour,
+    ScenarioOption,
+    Structured,
     WaitForGpu,
     parse_engine_and_version,
     read_price,
@@ -32,7 +34,9 @@ EXAMPLES = """Examples:
   bedplate bench --engines llama.cpp,pytorch --concurrency 1,4
   bedplate bench model.gguf --prompt-tokens 2048 --output-tokens 64 --shared-prefix 1024
   bedplate bench --rate 2 --arrivals poisson --seconds 60
+  bedplate bench --scenario agent
   bedplate bench --slo ttft_ms=500,tpot_ms=50
+  bedplate bench --structured --concurrency 1
   bedplate bench --url http://127.0.0.1:8000 --concurrency 1,8
   bedplate bench --url https://api.example.com/v1 --key-env API_KEY --model gpt-x
   bedplate bench --price-per-hour 2.5 --electricity-price 0.3
@@ -40,6 +44,10 @@ EXAMPLES = """Examples:
   bedplate bench --csv -o rows.csv
 
 Ctrl-C stops all engines and keeps the finished measurements."""
+
+
+SCENARIO_SECONDS = 30.0
+"""A session has several turns with waiting times between them."""
 
 
 class ArrivalPattern(StrEnum):
@@ -62,28 +70,50 @@ def bench(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Numbers of concurrent requests, comma-separated; each is measured as one cell.",
-            show_default="1,4,8,16",
+            help="Numbers of concurrent requests, or of sessions, comma-separated; each is measured as one cell.",
+            show_default="1,4,8,16; that of the scenario",
         ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens, exactly.")] = 512,
+    scenario: ScenarioOption = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt length in tokens, exactly; the mean with --scenario.", show_default="512"),
+    ] = None,
     output_tokens: Annotated[
-        int, typer.Option(min=1, help="Answer length in tokens, exact where the engine allows it.")
-    ] = 128,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens at the beginning that all prompts share.")] = 0,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Answer length in tokens, exact where the engine allows it; the mean with --scenario.",
+            show_default="128",
+        ),
+    ] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(min=0, help="Tokens at the beginning that all prompts share.", show_default="0")
+    ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Open-loop request rates per second, comma-separated.", show_default=False),
+        typer.Option(
+            metavar="LIST",
+            help="Open-loop rates per second of requests, or of sessions, comma-separated.",
+            show_default=False,
+        ),
     ] = None,
     arrivals: Annotated[ArrivalPattern, typer.Option(help="Arrival process, with --rate.")] = ArrivalPattern.poisson,
     burst: Annotated[int, typer.Option(min=1, help="Requests in one burst, with --arrivals burst.")] = 8,
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Replay the arrivals and lengths of a trace or a request log.", show_default=False
+            metavar="FILE",
+            help="Replay the arrivals, lengths and sessions of a trace or a request log.",
+            show_default=False,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Measurement window of one repeat, in seconds.")] = 10.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5, help="Measurement window of one repeat, in seconds.", show_default="10; 30 with --scenario"
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Maximum number of repeats of a cell.")] = 5,
     turns: Annotated[
         int | None,
@@ -137,6 +167,7 @@ def bench(
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Also compare answers with the float32 reference.")
     ] = True,
+    structured: Structured = False,
     wait_for_gpu: WaitForGpu = "60s",
     allow_busy_gpu: AllowBusyGpu = False,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and the arrivals.")] = 0,
@@ -151,7 +182,7 @@ def bench(
         typer.Option(
             "--import",
             metavar="FILE",
-            help="Store and show results of `vllm bench serve`, GuideLLM or another bedplate.",
+            help="Store and show results of another bedplate or another tool, as `bedplate runs import` does.",
             show_default=False,
         ),
     ] = None,
@@ -182,28 +213,36 @@ def bench(
     from bedplate.cli.terminal import make_console
     from bedplate.measure.bench import BenchStopped
     from bedplate.measure.bench import bench as measure
-    from bedplate.measure.questions import parse_engines, parse_loads, parse_target
+    from bedplate.measure.questions import choose_scenario, parse_engines, parse_loads, parse_target
+    from bedplate.measure.replays import has_trace_sessions
     from bedplate.show.bench import choose_view
     from bedplate.values.units import parse_duration
 
     asked = parse_engines(engines)
     named = asked if isinstance(asked, str) else tuple(dict.fromkeys(parse_engine_and_version(one) for one in asked))
+    chosen, replaced = (
+        (None, ()) if scenario is None else choose_scenario(scenario, prompt_tokens, output_tokens, shared_prefix)
+    )
     loads = parse_loads(
         concurrency=concurrency,
         rate=rate,
         arrivals=arrivals.value,
         burst=burst,
         trace=trace,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        shared_prefix_tokens=shared_prefix,
+        prompt_tokens=prompt_tokens or 512,
+        output_tokens=output_tokens or 128,
+        shared_prefix_tokens=shared_prefix or 0,
         seed=seed,
+        scenario=chosen,
+        in_sessions=trace is not None and has_trace_sessions(trace),
     )
     target = parse_target(slo) if slo is not None else None
     price = read_price(file, price_per_hour, electricity_price)
     out = make_console(sys.stdout if form is None or output is not None else sys.stderr)
     teller = choose_view(out, _find_bottlenecks, notes=make_console(sys.stderr))
     stopped: BenchStopped | None = None
+    for note in replaced:
+        teller.note(note)
     with teller:
         try:
             run = measure(
@@ -213,7 +252,7 @@ def bench(
                 url=url,
                 key_env=key_env,
                 served_model=served_model,
-                seconds=seconds,
+                seconds=seconds or (10.0 if scenario is None else SCENARIO_SECONDS),
                 repeats=repeats,
                 turns=turns,
                 budget_s=parse_duration(budget, "--budget", positive=True) if budget is not None else None,
@@ -222,6 +261,7 @@ def bench(
                 trace=trace,
                 through_gateway=through_gateway,
                 check_quality=quality,
+                check_structured=structured,
                 native=_is_native(build),
                 resume=_find_run_to_resume(resume),
                 wait_for_gpu_s=parse_duration(wait_for_gpu, "--wait-for-gpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from bedplate.cli.options import ElectricityPrice, Json, PricePerHour, read_pric
 if TYPE_CHECKING:
     from bedplate.measure.stored import StoredCells
     from bedplate.values.cost import Price
-    from bedplate.values.verdict import Verdict
+    from bedplate.values.verdict import MetricName, Verdict
 
 EXAMPLES = """Examples:
 
@@ -21,15 +22,42 @@ EXAMPLES = """Examples:
   bedplate compare llama.cpp vllm --slo ttft_ms=500,tpot_ms=50
   bedplate compare before.json after.json            files from `bedplate bench --json`
   bedplate compare 20261115-a1:vllm 20261115-a1:sglang
+  bedplate compare before.json after.json --metric ttft_p95 --tolerance 3
 
-Exit codes: 0 stay; 10 migrate; 20 not proven; 2 nothing to compare."""
+Exit codes: 30 worse than A by more than --tolerance; 10 migrate; 20 not proven; 0 otherwise; 2 nothing to compare."""
+
+
+class ComparedMetric(StrEnum):
+    ttft_p95 = "ttft_p95"
+    tpot_p95 = "tpot_p95"
+    tok_s = "tok_s"
+    peak_memory = "peak_memory"
+    quality = "quality"
+    schema = "schema"
+
+
+Metrics = Annotated[
+    list[ComparedMetric] | None,
+    typer.Option(
+        "--metric",
+        help="Decide by this metric instead of speed; schema is structured output. May be repeated.",
+        show_default=False,
+    ),
+]
+Tolerance = Annotated[
+    float, typer.Option(min=0.0, max=99.0, metavar="PERCENT", help="A larger loss against the baseline is worse.")
+]
+
+
+def list_metric_names(metrics: list[ComparedMetric] | None) -> tuple[MetricName, ...]:
+    return tuple(dict.fromkeys(one.value for one in metrics or ()))
 
 
 def compare(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="The engine in service: an engine id, RUN[:ENGINE], or a file from `bench --json`."
+            metavar="A", help="The engine in service: an engine id, RUN[:ENGINE], or FILE[:ENGINE] from `bench --json`."
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The engine that may replace it, named in the same way.")],
@@ -52,6 +80,8 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    metric: Metrics = None,
+    tolerance: Tolerance = 5.0,
     price_per_hour: PricePerHour = None,
     electricity_price: ElectricityPrice = None,
     json: Json = False,
@@ -81,8 +111,11 @@ def compare(
             read_price(None, price_per_hour, electricity_price, _find_price(mine)),
             read_price(None, price_per_hour, electricity_price, _find_price(theirs)),
         ),
+        metrics=list_metric_names(metric),
+        tolerance=tolerance / 100,
     )
-    _store_verdict(verdict)
+    if not metric:  # plans follow verdicts on speed, not on single metrics
+        _store_verdict(verdict)
     if json:
         from bedplate.values import to_json
 

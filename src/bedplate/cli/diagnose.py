@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bedplate.cli.options import Json
+from bedplate.cli.options import Json, ScenarioOption
 
 EXAMPLES = """Examples:
 
@@ -14,6 +14,7 @@ EXAMPLES = """Examples:
   bedplate diagnose                        the newest run here
   bedplate diagnose 20261115-a1:vllm       one engine of a run
   bedplate diagnose run.json               a file from `bedplate bench --json`
+  bedplate diagnose --scenario agent       the newest run with sessions of this scenario
   bedplate diagnose run.json --model meta-llama/Llama-3.1-8B    for a run that does not name its model"""
 
 
@@ -34,6 +35,7 @@ def diagnose(
         str | None,
         typer.Option(metavar="MODEL", help="The measured model, for a run that does not name it.", show_default=False),
     ] = None,
+    scenario: ScenarioOption = None,
     json: Json = False,
 ) -> None:
     """Find the bottleneck of a measured run, and what to change first.
@@ -42,12 +44,13 @@ def diagnose(
     """
     from bedplate.cli.judging import diagnose_cells
     from bedplate.facts.hardware import probe
-    from bedplate.measure.stored import find_cells, select_engine
+    from bedplate.measure.stored import find_cells, find_scenario_cells, select_engine
     from bedplate.run.models import find_known_model
     from bedplate.store import compute_fingerprint
 
     hardware = probe()
-    found = find_cells(run, compute_fingerprint(hardware))
+    machine = compute_fingerprint(hardware)
+    found = find_cells(run, machine) if scenario is None else find_scenario_cells(scenario, run, machine)
     if found.by_engine:
         newest = max(found.cells, key=lambda cell: cell.at).run
         found = found._replace(cells=tuple(cell for cell in found.cells if cell.run == newest))

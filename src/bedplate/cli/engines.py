@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import EngineName, HardwareName, Json
+from bedplate.cli.options import EngineName, EngineVersionName, HardwareName, Json
 
 if TYPE_CHECKING:
     from bedplate.values import Hardware
@@ -22,8 +22,9 @@ app = typer.Typer(
   bedplate engines --hardware "4x RTX 3090"
   bedplate engines show vllm
   bedplate engines --json
+  bedplate engines install llama.cpp@2026.9.11063
   bedplate engines build llama.cpp
-  bedplate engines remove llama.cpp""",
+  bedplate engines remove llama.cpp@2026.9.11063""",
 )
 
 
@@ -85,6 +86,34 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     epilog="""Examples:
 
 \b
+  bedplate engines install llama.cpp
+  bedplate engines install llama.cpp@2026.9.11063
+  bedplate engines install vllm@0.31"""
+)
+def install(engine: EngineVersionName) -> None:
+    """Install an engine, or another version of it beside those that are installed."""
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.engines import get_engine as engine_by_id
+    from bedplate.facts.hardware import probe
+    from bedplate.run.environments import check_version
+    from bedplate.run.environments import make_environment as install_environment
+    from bedplate.values.units import format_size
+
+    one = engine_by_id(engine)
+    if one.is_native:
+        build(one.id)
+        return
+    check_version(one)
+    found = install_environment(one, TerminalProgress(), one.find_package_device(probe()))
+    lock = "locked" if found.locked else "not locked"
+    where = found.adopted_path or found.path
+    typer.echo(f"{one.id}@{found.version}: {format_size(found.disk_bytes)}, {lock}, in {where}")
+
+
+@app.command(
+    epilog="""Examples:
+
+\b
   bedplate engines build llama.cpp"""
 )
 def build(engine: EngineName) -> None:
@@ -117,16 +146,25 @@ def build(engine: EngineName) -> None:
     epilog="""Examples:
 
 \b
+  bedplate engines remove llama.cpp@2026.9.11063
   bedplate engines remove llama.cpp"""
 )
 def remove(
-    engine: Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ID[@VERSION]", help="The engine, as `bedplate engines` names it, or one version.")
+    ],
 ) -> None:
-    """Remove the environments of an engine. The next `serve` installs it again."""
-    from bedplate.cli.options import parse_engine
-    from bedplate.run.environments import list_installed
+    """Remove an engine, or one version of it. The next `serve` installs it again."""
+    from bedplate.cli.options import parse_engine, parse_engine_and_version
+    from bedplate.run.environments import list_installed, uninstall_version
     from bedplate.run.environments import uninstall_engine as remove_environments
     from bedplate.values.units import format_size
+
+    if "@" in engine:
+        name, _, version = parse_engine_and_version(engine).partition("@")
+        freed = sum(environment.disk_bytes for environment in uninstall_version(name, version))
+        typer.echo(f"removed {name}@{version}: {format_size(freed)} freed")
+        return
 
     # `serve --on` installs orchestrators, which are listed here too but are not engines.
     there = {environment.engine for environment in list_installed()}

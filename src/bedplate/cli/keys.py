@@ -79,9 +79,9 @@ def keys(context: typer.Context, json: Json = False) -> None:
 )
 def list_(json: Json = False) -> None:
     """List tenants with their keys, weights and limits."""
-    from bedplate import store
+    from bedplate.usage_store import open_usage_store, read_tenants
 
-    found = store.read_tenants()
+    found = read_tenants(open_usage_store())
     if json:
         from bedplate.values import to_json
         from bedplate.values.tenant import TenantList

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bedplate.decide.catalogue import Catalogue, CatalogueEntry
     from bedplate.values import Hardware
     from bedplate.values.intent import Intent
+    from bedplate.values.model import Task
 
 EXAMPLES = """Examples:
 
@@ -22,13 +23,26 @@ EXAMPLES = """Examples:
   bedplate models --hardware "8x H100 SXM" --users 100
   bedplate models --task embed
   bedplate models --all --json
+  bedplate models refresh
 
 Exit code 1: nothing fits."""
 SHOWN = 20
 """Rows for a person; --limit shows more, and JSON has all."""
 
 
+app = typer.Typer(
+    help="""List the known models that fit, with engine, speed and memory.
+
+    The engine is chosen as by `bedplate plan`. The most capable model that runs comfortably comes first.""",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    epilog=EXAMPLES,
+)
+
+
+@app.callback()
 def models(
+    context_: typer.Context,
     file: IntentFile = None,
     hardware: HardwareName = None,
     users: Users = None,
@@ -54,16 +68,17 @@ def models(
     everything: Annotated[
         bool, typer.Option("--all", help="Also list models that do not fit, with the reason.")
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print the list, as in a pipe. Default on a terminal: choose with keys.")
+    ] = False,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help=f"Number of models to list. Default: {SHOWN}; with --json all.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the known models that fit, with engine, speed and memory.
-
-    The engine is chosen as by `bedplate plan`. The most capable model that runs comfortably comes first.
-    """
+    if context_.invoked_subcommand is not None:
+        return
     import sys
 
     from bedplate.cli.options import build_intent
@@ -79,14 +94,51 @@ def models(
             hint='name one machine: bedplate models --hardware "8x H100 SXM"',
         )
     machine = resolve_hardware(intent)
+    options: dict[str, object] = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
+    options["--context"] = context
+    if not (plain or json or limit):
+        from bedplate.cli.browse_models import can_browse
+
+        if can_browse():
+            _browse(intent, machine, search, least, options, fields or [], everything)
     found = _find_models(intent, machine, search, least, everything)
     if json:
         _print_json(found, limit)
     else:
-        given = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
-        plan = _suggest_plan_command(found, intent, {**given, "--context": context}, fields or [])
-        _print_page(found, intent, machine, limit or SHOWN, least, plan)
+        from bedplate.values.quoting import join_shell
+
+        plan = _list_words("plan", found.models[0] if found.models else None, intent, options, fields or [])
+        _print_page(found, intent, machine, limit or SHOWN, least, join_shell(plan))
     sys.exit(0 if found.fitting else 1)
+
+
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate models refresh
+  bedplate models refresh Qwen/Qwen3-8B google/gemma-3-12b-it"""
+)
+def refresh(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Original models, as owner/name. Default: all in the catalogue."),
+    ] = None,
+) -> None:
+    """Ask the hub for the files and sizes of published quantized weights.
+
+    Downloads no weights. The result is kept in BEDPLATE_HOME, and plans use it.
+    """
+    from bedplate.cli.terminal import TerminalProgress, make_console
+    from bedplate.facts.published_weights import list_repository_keys
+    from bedplate.run.hub import list_published_files
+    from bedplate.run.published_listing import store_listing
+    from bedplate.show.models import render_listing
+
+    keys = list_repository_keys(names or ())
+    with TerminalProgress().step(f"asking the hub about {len(keys)} repositories", len(keys)) as done:
+        found = list_published_files(keys, done)
+    make_console().print(render_listing(found, store_listing(found)))
 
 
 def _find_models(
@@ -128,19 +180,55 @@ def _find_models(
     return Catalogue(known=len(entries), fitting=fitting, models=kept, notes=notes)
 
 
-def _suggest_plan_command(found: Catalogue, intent: Intent, options: dict[str, object], fields: list[str]) -> str:
-    """The command that plans the first model for the same machine and workload."""
-    from bedplate.decide.catalogue import with_everyday_context
+def _browse(
+    intent: Intent, machine: Hardware, search: str | None, least: float | None, options: dict[str, object],
+    fields: list[str], everything: bool,
+) -> None:  # fmt: skip
+    """Let a person choose a model, and become the command that serves or plans it."""
+    import os
+    import sys
+
+    from bedplate.cli.browse_models import browse_models
+    from bedplate.cli.terminal import print_text
+    from bedplate.show.model_browser import ModelBrowser
+    from bedplate.show.probe import describe_hardware
+    from bedplate.values import replace_fields
     from bedplate.values.quoting import join_shell
+
+    def find(task: Task) -> tuple[CatalogueEntry, ...]:
+        of_task = replace_fields(intent, workload=replace_fields(intent.workload, task=task))
+        return _find_models(of_task, machine, search, None, everything=True).models
+
+    first = ModelBrowser(
+        find(intent.workload.task),
+        describe_hardware(machine),
+        task=intent.workload.task,
+        fit="all" if everything else "fits",
+        least_tok_s=least or 0.0,
+        serves=intent.hardware is None,
+    )
+    last = browse_models(first, find)
+    if last.action == "quit" or last.selected is None or last.action is None:
+        sys.exit(0)
+    command = _list_words(last.action, last.selected, intent, options, fields)
+    print_text(f"$ {join_shell(command)}")
+    os.execv(sys.executable, [sys.executable, "-m", *command])  # noqa: S606
+
+
+def _list_words(
+    verb: str, entry: CatalogueEntry | None, intent: Intent, options: dict[str, object], fields: list[str]
+) -> list[str]:
+    """The command that plans or serves a model for the same machine and workload."""
+    from bedplate.decide.catalogue import with_everyday_context
 
     if options["--context"] is None and intent.workload.context_tokens is None:
         options["--context"] = with_everyday_context(intent.workload).context_tokens
-    first = found.models[0] if found.models else None
-    if first is not None and first.max_context is not None and isinstance(options["--context"], int):
-        options["--context"] = min(options["--context"], first.max_context)
+    if entry is not None and entry.max_context is not None and isinstance(options["--context"], int):
+        options["--context"] = min(options["--context"], entry.max_context)
     words = [part for option, value in options.items() if value is not None for part in (option, str(value))]
     words += [part for field in fields for part in ("--set", field)]
-    return join_shell(["bedplate", "plan", first.name if first is not None else "MODEL", *words])
+    name = "MODEL" if entry is None else entry.here[0] if entry.here and verb == "serve" else entry.name
+    return ["bedplate", verb, name, *words]
 
 
 def _print_json(found: Catalogue, limit: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from bedplate.values.cost import Price
     from bedplate.values.intent import Intent
+    from bedplate.values.scenario import Scenario
 
 
 def parse_engine(text: str) -> str:
@@ -34,11 +35,23 @@ def parse_engine_and_version(text: str) -> str:
     name, at, version = text.partition("@")
     if not at:
         return parse_engine(text)
-    if not re.fullmatch(r"v?[0-9][\w.+-]*", version):
-        from bedplate.errors import UsageError
+    from bedplate.engines import load_engines
+    from bedplate.engines.base import NATIVE
+    from bedplate.errors import UsageError
+    from bedplate.run.environments import resolve_version
 
-        raise UsageError(f"{text!r} names no version after the @", hint="such as vllm@0.26.0")
-    return f"{parse_engine(name)}@{version.removeprefix('v')}"
+    engine = parse_engine(name)
+    if version == NATIVE and load_engines()[engine].build is None:
+        raise UsageError(f"{engine} has no native build", hint=f"name a version, such as {engine}@1.2.3")
+    if version != NATIVE and not re.fullmatch(r"v?[0-9][\w.+-]*", version):
+        raise UsageError(f"{text!r} names no version after the @", hint="such as vllm@0.26.0 or llama.cpp@native")
+    return resolve_version(engine, version)
+
+
+def parse_scenario(text: str) -> str:
+    from bedplate.facts.scenarios import get_scenario
+
+    return get_scenario(text).name
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON. `bedplate schema` has its format.")]
@@ -46,8 +59,8 @@ ModelName = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A .gguf file, a folder, a name in the Hugging Face, Ollama or LM Studio cache, or owner/name[:QUANT] "
-        "on the Hugging Face hub. Default: the built-in SmolLM2-135M-Instruct.",
+        help="A .gguf file, a folder, a name in the Hugging Face, Ollama or LM Studio cache, owner/name[:QUANT] on the "
+        "Hugging Face hub, or a short name such as llama3.1:8b. Default: the built-in SmolLM2-135M-Instruct.",
         show_default=False,
     ),
 ]
@@ -63,6 +76,10 @@ AllowBusyGpu = Annotated[
     typer.Option(
         "--allow-busy-gpu", help="Measure although another process uses the GPU; the results are flagged busy."
     ),
+]
+Structured = Annotated[
+    bool,
+    typer.Option("--structured", help="Also send 100 prompts with JSON schemas and tools, and score the answers."),
 ]
 IntentFile = Annotated[
     Path | None,
@@ -106,6 +123,14 @@ EngineId = Annotated[
 EngineName = Annotated[
     str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=parse_engine)
 ]
+EngineVersionName = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID[@VERSION]",
+        help="An engine id from `bedplate engines`, with a version if another one than bedplate's is meant.",
+        parser=parse_engine_and_version,
+    ),
+]
 Users = Annotated[
     int | None, typer.Option(min=1, help="Number of users, who think between requests.", show_default=False)
 ]
@@ -115,6 +140,16 @@ Context = Annotated[
 ]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Typical prompt length in tokens.", show_default=False)]
 OutputTokens = Annotated[int | None, typer.Option(min=1, help="Typical answer length in tokens.", show_default=False)]
+ScenarioOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scenario",
+        metavar="NAME",
+        help="Sessions of a usual kind: chat, rag, agent, code, batch or voice; docs/scenarios.md describes them.",
+        show_default=False,
+        parser=parse_scenario,
+    ),
+]
 PricePerHour = Annotated[
     float | None,
     typer.Option(
@@ -175,6 +210,19 @@ def build_intent(file: Path | None, fields: list[str] | None, *, base: Intent | 
     given = {name: value for name, value in options.items() if value is not None}
     given |= parse_fields(fields or [])
     return override(intent, **given) if given else intent
+
+
+def add_scenario(
+    intent: Intent, name: str, options: Mapping[str, object], fields: list[str] | None
+) -> tuple[Intent, Scenario]:
+    """The intent with the workload of a scenario for its model. Options that were given replace its figures."""
+    from bedplate.decide.intent import ALIASES, parse_fields
+    from bedplate.decide.scenario import apply_scenario
+    from bedplate.run.models import find_intended_model
+
+    given = {name for name, value in options.items() if value is not None} | set(parse_fields(fields or []))
+    facts = find_intended_model(intent.model)
+    return apply_scenario(intent, name, {ALIASES.get(name, name) for name in given}, facts.max_context)
 
 
 def list_given(context: typer.Context, without: Collection[str] = ()) -> list[str]:

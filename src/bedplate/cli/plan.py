@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -18,6 +20,7 @@ from bedplate.cli.options import (
     ModelName,
     OutputTokens,
     PromptTokens,
+    ScenarioOption,
     Untuned,
     Users,
     parse_engine,
@@ -35,8 +38,10 @@ EXAMPLES = """Examples:
 \b
   bedplate plan
   bedplate plan model.gguf --users 8 --context 16384
+  bedplate plan Qwen/Qwen3-8B --hardware "H100 SXM" --scenario agent --users 50
   bedplate plan meta-llama/Meta-Llama-3.1-70B --hardware "8x H100 SXM" --users 200
   bedplate plan -f bedplate.yaml --json
+  bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --alternatives
   bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --why-not vllm
   bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --what-if users=50,count=2
   bedplate plan Qwen/Qwen3-32B --users 50 --procure
@@ -50,6 +55,7 @@ def plan(
     model: ModelName = None,
     file: IntentFile = None,
     hardware: HardwareName = None,
+    scenario: ScenarioOption = None,
     users: Users = None,
     concurrency: Concurrency = None,
     context: Context = None,
@@ -63,6 +69,9 @@ def plan(
             metavar="ENGINE", help="Explain why this engine was not chosen.", show_default=False, parser=parse_engine
         ),
     ] = None,
+    alternatives: Annotated[
+        bool, typer.Option("--alternatives", help="List the plans that were not chosen, each with the reason.")
+    ] = False,
     what_if: Annotated[
         str | None,
         typer.Option(
@@ -99,23 +108,35 @@ def plan(
 
     Also shows rejected engines with reasons, memory, expected speed, and whether the model fits. Runs nothing.
     """
-    from bedplate.cli.options import build_intent
+    from bedplate.cli.options import add_scenario, build_intent
 
     _check_target(emit)
-    asked = {"--why-not": why_not, "--what-if": what_if, "--procure": procure or None, "--emit": emit}
+    asked = {
+        "--why-not": why_not,
+        "--alternatives": alternatives or None,
+        "--what-if": what_if,
+        "--procure": procure or None,
+        "--emit": emit,
+    }
     questions = [option for option, value in asked.items() if value is not None]
     _check_combination(questions, engine, hardware, output, json=json)
-    intent = build_intent(
-        file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "users": users, "concurrency": concurrency, "context": context, "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }  # fmt: skip
+    intent = build_intent(file, fields, model=model, hardware=hardware, **options)
+    if scenario is not None:
+        intent, _ = add_scenario(intent, scenario, options, fields)
     if intent.services:
+        intent = _keep_local_services(intent)
         _check_for_services(intent, [*(["--engine"] if engine else []), *questions])
         _show_portfolio(intent, emit, output, json=json)
     elif procure:
         _show_offers(intent, output, json=json)
     elif what_if is not None:
         _show_what_if(intent, what_if, engine, output, json=json, untuned=untuned)
+    elif alternatives:
+        _show_alternatives(intent, engine, untuned=untuned)
     else:
         _show_decision(intent, engine, why_not, emit, output, json=json, untuned=untuned)
 
@@ -136,6 +157,11 @@ def _check_combination(
             "--json and --emit cannot be combined: --emit prints a script or manifests, --json the plan",
             hint="run bedplate plan once for each",
         )
+    if json and questions == ["--alternatives"]:
+        raise UsageError(
+            "--json and --alternatives cannot be combined: the plan in --json has its alternatives",
+            hint="bedplate plan --json",
+        )
     if questions == ["--procure"]:
         for option, value, why in (
             ("--engine", engine, "the engine is chosen for each machine"),
@@ -148,6 +174,20 @@ def _check_combination(
             f"-o {output} needs --emit or --json",
             hint="--emit command -o serve.sh writes a script; --json -o plan.json writes the plan",
         )
+
+
+def _keep_local_services(intent: Intent) -> Intent:
+    """Endpoints elsewhere need no plan."""
+    from bedplate.errors import UsageError
+    from bedplate.values import replace_fields
+
+    local = tuple(one for one in intent.services if one.url is None)
+    if not local:
+        raise UsageError(
+            "all services of the intent are endpoints elsewhere, so there is nothing to plan",
+            hint="bedplate serve -f FILE",
+        )
+    return replace_fields(intent, services=local)
 
 
 def _check_for_services(intent: Intent, asked: list[str]) -> None:
@@ -164,10 +204,27 @@ def _check_for_services(intent: Intent, asked: list[str]) -> None:
             raise UsageError(f"{option} needs a single model, and {many}", hint=hints.get(option, one))
 
 
-def _decide(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Thousands of small records and no cycles: the garbage collector would find nothing in them."""
+    import gc
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _decide(
+    intent: Intent, engine: str | None, *, untuned: bool = False, with_alternatives: bool = False
+) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
+    from bedplate.decide.hints import add_intent_hints
     from bedplate.decide.intent import resolve_hardware
-    from bedplate.run.environments import read_registered_versions
+    from bedplate.run.environments import read_registered_engines
     from bedplate.run.models import find_intended_model
     from bedplate.store import compute_fingerprint, read_evidence
     from bedplate.values import replace_fields
@@ -175,18 +232,20 @@ def _decide(intent: Intent, engine: str | None, *, untuned: bool = False) -> tup
     machine = resolve_hardware(intent)
     facts = find_intended_model(intent.model)
     evidence = read_evidence(compute_fingerprint(machine))
-    decision = decide(
-        machine, facts, intent.workload, engine, operations=intent.operations, results=evidence.results,
-        agreements=evidence.agreements, verdicts=evidence.verdicts,
-        tunings=() if untuned else tuple(one for one in evidence.tunings if one.build != "native"),
-        versions=read_registered_versions() if intent.hardware is None else None,
-    )  # fmt: skip
+    with _pause_collection():
+        decision = decide(
+            machine, facts, intent.workload, engine, operations=intent.operations, results=evidence.results,
+            agreements=evidence.agreements, verdicts=evidence.verdicts,
+            tunings=() if untuned else tuple(one for one in evidence.tunings if one.build != "native"),
+            registered=read_registered_engines() if intent.hardware is None else None,
+            with_alternatives=with_alternatives,
+        )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)
         if intent.hardware is not None
         else (*intent.notes, *decision.notes)
     )
-    return machine, facts, replace_fields(decision, notes=notes)
+    return machine, facts, replace_fields(add_intent_hints(decision, intent, machine), notes=notes)
 
 
 def _show_decision(
@@ -203,7 +262,7 @@ def _show_decision(
 
     from bedplate.values import to_json
 
-    machine, facts, decision = _decide(intent, engine, untuned=untuned)
+    machine, facts, decision = _decide(intent, engine, untuned=untuned, with_alternatives=json)
     if emit == "command":
         _write_or_print(_emit_command(intent, facts, decision), output)
         sys.exit(0)
@@ -231,6 +290,16 @@ def _show_decision(
     sys.exit(0 if decision.engine is not None else 1)
 
 
+def _show_alternatives(intent: Intent, engine: str | None, *, untuned: bool) -> None:
+    import sys
+
+    from bedplate.show.alternatives import render_alternatives
+
+    _, _, decision = _decide(intent, engine, untuned=untuned, with_alternatives=True)
+    _print_page(render_alternatives(decision))
+    sys.exit(0 if decision.engine is not None else 1)
+
+
 def _check_target(emit: str | None) -> None:
     from bedplate.errors import UsageError
 
@@ -255,7 +324,7 @@ def _emit_files(platform: Platform, target: str, folder: Path | None, shown: Ren
     else:
         for name, text in files.items():
             _write_into_folder(folder / name, text)
-        _print_page(render_files(target, folder, files))
+        _print_page(render_files(target, folder, files, platform.deploy))
     sys.exit(0)
 
 
@@ -272,8 +341,9 @@ def _write_into_folder(path: Path, text: str) -> None:
 def _emit_command(intent: Intent, facts: Model, decision: Decision) -> str:
     from bedplate.decide import plan as planned
     from bedplate.deploy.shell import write_script
+    from bedplate.run.wheels import find_requirement
 
-    return write_script(planned(decision, facts, intent.workload), decision)
+    return write_script(planned(decision, facts, intent.workload), decision, find_requirement("bedplate"))
 
 
 def _show_what_if(
@@ -287,7 +357,8 @@ def _show_what_if(
     from bedplate.values import to_json
 
     _, _, before = _decide(intent, engine, untuned=untuned)
-    _, _, after = _decide(override(intent, **parse_fields([changed])), engine, untuned=untuned)
+    other = override(intent, **parse_fields([changed]))
+    _, _, after = _decide(other, engine, untuned=untuned)
     found = list_changes(before, after)
     if json:
         _write_or_print(to_json(WhatIf(what_if=changed, changes=found, before=before, after=after)), output)

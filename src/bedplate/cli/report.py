@@ -22,7 +22,8 @@ EXAMPLES = """Examples:
   bedplate report RUN1 RUN2 -o both.html   several runs on one page
   bedplate report run.json --md            a file from `bedplate bench --json`, as Markdown on standard output
   bedplate report --slo ttft_ms=500        recommend an engine that meets this target
-  bedplate report --incumbent vllm         compare with the engine in service today"""
+  bedplate report --incumbent vllm         compare with the engine in service today
+  bedplate report results/ -o all.html     every result file of a folder on one page that can be sorted"""
 DEFAULT_FILE = Path("bedplate-report.html")
 
 
@@ -31,7 +32,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[RUN]...",
-            help="Run ids, or files from `bench --json`. Default: the newest run.",
+            help="Run ids, files with a run, or one folder of result files. Default: the newest run.",
             show_default=False,
         ),
     ] = None,
@@ -62,6 +63,10 @@ def report(
 
     The HTML file is self-contained: it opens offline, in light or dark mode, on a phone and in print.
     """
+    if runs and any(Path(name).is_dir() for name in runs):
+        prices = {"--price-per-hour": price_per_hour, "--electricity-price": electricity_price}
+        _report_folder(runs, output, md, given={"--slo": slo, "--incumbent": incumbent, **prices})
+        return
     from bedplate.cli.judging import diagnose_cells
     from bedplate.facts.hardware import probe
     from bedplate.judge.argument import recommend_engine
@@ -89,12 +94,34 @@ def report(
         typer.echo(f"warning: {warning}", err=True)
 
 
+def _report_folder(runs: list[str], output: Path | None, md: bool, given: dict[str, object]) -> None:
+    from bedplate.errors import UsageError
+    from bedplate.show.results_page import make_results_page, read_folder, to_html, to_markdown
+
+    if len(runs) > 1:
+        raise UsageError("a folder cannot be combined with other runs", hint="put the files into the folder")
+    if used := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{' and '.join(used)} cannot be used with a folder", hint="name the runs instead")
+    folder = Path(runs[0])
+    page = make_results_page(read_folder(folder), folder.resolve().name)
+    if md and output is None:
+        print(to_markdown(page), end="")  # noqa: T201
+        return
+    path = output or DEFAULT_FILE
+    write_file(path, to_markdown(page) if md or path.suffix == ".md" else to_html(page))
+    from bedplate.cli.terminal import print_text
+
+    print_text(f" {page.headline}  {path}")
+    for warning in page.unreadable:
+        typer.echo(f"warning: {warning}", err=True)
+
+
 def _load_run(named: str | None) -> Run:
     from bedplate import store
-    from bedplate.measure.stored import read_run_file
+    from bedplate.measure.results import read_result
 
     if named is not None and (named.endswith(".json") or Path(named).is_file()):
-        return read_run_file(Path(named))
+        return read_result(Path(named), require_valid=True).run
     return store.find_run(named)
 
 

@@ -7,7 +7,7 @@ import typer
 from bedplate.cli.options import Json
 
 app = typer.Typer(
-    help="List or discard stored measurements, which change plans.",
+    help="List, discard, export and import stored measurements.",
     invoke_without_command=True,
     rich_markup_mode=None,
     epilog="""Examples:
@@ -16,7 +16,10 @@ app = typer.Typer(
   bedplate runs
   bedplate runs list --json
   bedplate runs show 20261115-151214-5ea8
-  bedplate runs discard 20261115-151214-5ea8 --yes""",
+  bedplate runs discard 20261115-151214-5ea8 --yes
+  bedplate runs export 20261115-151214-5ea8 --sign -o result.json
+  bedplate runs verify result.json
+  bedplate runs import result.json""",
 )
 
 

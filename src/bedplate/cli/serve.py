@@ -36,6 +36,8 @@ EXAMPLES = """Examples:
   BEDPLATE_API_KEY=secret bedplate serve --host 0.0.0.0
   bedplate serve model.gguf --replicas 2
   bedplate serve --on ray --replicas 2
+  bedplate serve --endpoint https://gpu-1.example.com/v1,key_env=GPU_1_KEY --routing order
+  BEDPLATE_USAGE_STORE=postgresql://bedplate:secret@db/bedplate bedplate serve -f gateway.yaml
   bedplate serve -f bedplate.yaml --memory-budget 8GiB
   bedplate serve -d --name chat        then: bedplate ps, status, logs, stop
   bedplate serve --bundle bedplate-bundle.tar
@@ -52,6 +54,19 @@ class BuildChoice(StrEnum):
 class OrchestratorChoice(StrEnum):
     dynamo = "dynamo"
     ray = "ray"
+
+
+class LogFormatChoice(StrEnum):
+    text = "text"
+    json = "json"
+
+
+class RoutingChoice(StrEnum):
+    share = "share"
+    order = "order"
+    latency = "latency"
+    price = "price"
+    load = "load"
 
 
 def serve(
@@ -133,6 +148,19 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL[,FIELD=VALUE]",
+            help="An endpoint elsewhere that answers requests too; fields: model, name, key_env, share, "
+            "price_per_million_tokens. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    routing: Annotated[
+        RoutingChoice | None,
+        typer.Option(help="With endpoints elsewhere: how requests are divided. Default: share.", show_default=False),
+    ] = None,
     ttl: Annotated[
         str | None,
         typer.Option(
@@ -161,6 +189,34 @@ def serve(
             metavar="HASH", help="With --bundle: the hash that `bundle` printed for its manifest.", show_default=False
         ),
     ] = None,
+    grace: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="How long running requests may continue after SIGTERM or Ctrl-C: 30s, 10m."),
+    ] = "5s",
+    usage_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="BEDPLATE_USAGE_STORE",
+            help="PostgreSQL database for keys, limits and usage that several gateways share. "
+            "Default: SQLite in BEDPLATE_HOME. Prefer the environment variable: other users can see options.",
+            show_default=False,
+            show_envvar=True,
+        ),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="BEDPLATE_OTLP_ENDPOINT",
+            help="Send a trace of each request to this OpenTelemetry collector (OTLP over HTTP).",
+            show_default=False,
+            show_envvar=True,
+        ),
+    ] = None,
+    log_format: Annotated[
+        LogFormatChoice, typer.Option(help="Format of events on stderr and in the service's log.")
+    ] = LogFormatChoice.text,
     systemd: Annotated[
         bool, typer.Option("--systemd", help="Print a systemd unit that runs this command; start nothing.")
     ] = False,
@@ -173,8 +229,10 @@ def serve(
     from bedplate.cli.options import build_intent
     from bedplate.hosting.ordering import make_order
     from bedplate.values import replace_fields
-    from bedplate.values.units import parse_size
+    from bedplate.values.units import parse_duration, parse_size
 
+    if usage_store:
+        _use_usage_store(usage_store)
     packed = None
     if bundle is not None:
         own = {
@@ -196,20 +254,32 @@ def serve(
     order = make_order(
         intent, engine=engine, replicas=replicas, ttl=ttl, name=name, host=host, port=port, api_key=api_key or None,
         allow_hosts=allow_host or (), allow_origins=allow_origin or (),
+        endpoints=endpoint or (), routing=routing.value if routing is not None else None,
         on=on.value if on is not None else None, max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
         log_content=str(log_content) if log_content is not None else None,
         memory_budget_bytes=parse_size(memory_budget, "--memory-budget") if memory_budget is not None else None,
         bundle=str(bundle.expanduser().absolute()) if bundle is not None else None, bundle_sha256=manifest_sha256,
+        otlp_endpoint=otlp_endpoint, log_format=log_format.value, grace_s=parse_duration(grace, "--grace"),
     )  # fmt: skip
     if untuned:
         order = replace_fields(order, services=tuple(replace_fields(one, untuned=True) for one in order.services))
-    fallback = file.stem if file is not None and len(order.services) > 1 else None
+    fallback = file.stem if file is not None and len(order.services) + len(order.endpoints) > 1 else None
     if systemd:
         _print_unit(order, context_, fallback)
     elif detach:
         _serve_in_background(order, fallback, json=json)
     else:
         _serve_in_foreground(order, fallback, json=json)
+
+
+def _use_usage_store(url: str) -> None:
+    """For this process and one in the background. Engines do not get the variable."""
+    import os
+
+    from bedplate.usage_store import VARIABLE, check_url
+
+    check_url(url, "--usage-store")
+    os.environ[VARIABLE] = url
 
 
 def _read_bundle(bundle: Path, refused: list[str], sha256: str | None) -> tuple[Intent, str]:
@@ -229,13 +299,14 @@ def _read_bundle(bundle: Path, refused: list[str], sha256: str | None) -> tuple[
 
 def _serve_in_foreground(order: Order, fallback: str | None, *, json: bool) -> None:
     from bedplate.cli.checks import check_answers, make_examiner
-    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.cli.terminal import JsonProgress, TerminalProgress
     from bedplate.serving.serve import ServeHooks, serve_order
 
     heads = _DecisionPrinter(json=json)
+    as_json = order.log_format == "json"
     hooks = ServeHooks(
-        progress=TerminalProgress(),
-        on_decision=heads.show,
+        progress=JsonProgress() if as_json else TerminalProgress(),
+        on_decision=(lambda *_: None) if as_json else heads.show,
         on_ready=lambda endpoint: _show_ready(endpoint, "Ctrl-C stops everything", json=json),
         check=check_answers if order.check else None,
         examiner=make_examiner(),
@@ -274,12 +345,15 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
             "--api-key cannot be combined with --systemd: other users can read a unit",
             hint="write BEDPLATE_API_KEY=… into the file that the unit names as its EnvironmentFile",
         )
-    first = order.services[0].model or "the built-in model"
+    if context.params.get("usage_store"):
+        typer.echo("write BEDPLATE_USAGE_STORE=… into the EnvironmentFile of the unit", err=True)
+    first = (order.services[0].model if order.services else order.endpoints[0].model) or "the built-in model"
     name = check_name(order.name) if order.name is not None else to_name(fallback or first)
-    words = rebuild_command_line(context, without=("systemd", "detach", "json", "api_key", "name"))
+    words = rebuild_command_line(context, without=("systemd", "detach", "json", "api_key", "name", "usage_store"))
     argv = [sys.executable, "-m", "bedplate", "serve", *words, "--name", name]
     given = {key: os.environ[key] for key in ("BEDPLATE_HOME", "HF_HOME") if key in os.environ}
-    models = ", ".join(one.model or first for one in order.services)
+    names = [*(one.model for one in order.services), *(one.model for one in order.endpoints)]
+    models = ", ".join(dict.fromkeys(one or first for one in names))
     print(render_unit(name, models, argv, str(Path.cwd()), given), end="")  # noqa: T201
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bedplate.cli.options import Json, parse_engine
+from bedplate.cli.options import Json, parse_engine_and_version
 from bedplate.cli.serve import BuildChoice
 from bedplate.cli.status import ServiceName
 
@@ -14,16 +14,18 @@ EXAMPLES = """Examples:
 
 \b
   bedplate shadow vllm
+  bedplate shadow llama.cpp@2026.9.11063
   bedplate shadow pytorch chat --share 25% --for 30m
   bedplate shadow vllm chat --url https://gpu-2.example.com/v1 --key-env CHALLENGER_KEY
 
-Exit codes: 0 stay; 10 migrate; 20 not proven; 1 not comparable; 3 external failure."""
+Exit codes: 0 stay; 10 migrate; 20 not proven; 30 the challenger is worse by more than 5 %; 1 not comparable;
+3 external failure."""
 
 
 def shadow(
     engine: Annotated[
         str,
-        typer.Argument(metavar="ENGINE", help="The engine to try.", parser=parse_engine),
+        typer.Argument(metavar="ENGINE[@VERSION]", help="The engine to try.", parser=parse_engine_and_version),
     ],
     name: ServiceName = None,
     model: Annotated[

@@ -17,11 +17,13 @@ from bedplate.cli.options import (
     ModelName,
     OutputTokens,
     PromptTokens,
+    ScenarioOption,
 )
 
 if TYPE_CHECKING:
     from bedplate.decide.simulate import Deployment, RequestStream
     from bedplate.values.intent import Intent
+    from bedplate.values.scenario import Scenario
     from bedplate.values.simulation import LayoutName
     from bedplate.values.workload import LatencyTarget, Workload
 
@@ -32,6 +34,8 @@ EXAMPLES = """Examples:
   bedplate simulate -f bedplate.yaml --requests 20000 --rate 40 --replicas 8 --router prefix
   bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --requests 5000 --rate 20 \\
                     --replicas 1..512 --slo ttft_ms=500,tpot_ms=50
+
+  bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --scenario agent --rate 2 --replicas 1..64 --slo ttft_ms=2000
 
 Exit code 1: no layout in the range meets the targets, or no engine runs the model there."""
 REQUESTS = 10_000
@@ -56,6 +60,7 @@ def simulate(
     file: IntentFile = None,
     hardware: HardwareName = None,
     engine: EngineId = None,
+    scenario: ScenarioOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -122,22 +127,33 @@ def simulate(
     Simulates routing, batching and prefix caches. A replica is one engine as `bedplate plan` chooses it. Runs nothing.
     """
     import sys
+    from dataclasses import replace
 
-    from bedplate.cli.options import build_intent
+    from bedplate.cli.options import add_scenario, build_intent
     from bedplate.cli.terminal import TerminalProgress, make_console
-    from bedplate.decide.simulate import FleetSearch, find_cheapest, simulate_one_layout
+    from bedplate.decide.simulate import FleetSearch, find_cheapest, make_session_stream, simulate_one_layout
     from bedplate.errors import UsageError
     from bedplate.show.simulate import render_simulation, show_progress
     from bedplate.values import to_json
 
+    options = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "requests_per_s": rate}
     intent = build_intent(
         file, fields, model=model, hardware=hardware, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )  # fmt: skip
     if intent.services:
         raise UsageError("simulate needs a single model, and the intent has services")
+    drawn: Scenario | None = None
+    if scenario is not None:
+        if trace is not None or spread or prefixes > 1:
+            raise UsageError("--scenario cannot be combined with --trace, --spread or --prefixes")
+        intent, drawn = add_scenario(intent, scenario, options, fields)
     low, high = _parse_range(replicas)
     target = _choose_target(slo, intent)
-    stream = _make_stream(intent, trace, requests, rate, seed, spread, prefixes)
+    if drawn is not None:
+        stream = make_session_stream(drawn, intent.workload, requests or REQUESTS, rate, seed=seed)
+        stream = replace(stream, notes=(*stream.notes, *intent.notes))
+    else:
+        stream = _make_stream(intent, trace, requests, rate, seed, spread, prefixes)
     if layout is LayoutChoice.aggregated and prefills is not None:
         raise UsageError("--prefills needs --layout disaggregated")
     one_fleet = low == high or prefills is not None
@@ -273,7 +289,7 @@ def _plan_replicas(
             machine, facts, each, engine, operations=operations, results=measured, agreements=evidence.agreements,
             verdicts=evidence.verdicts,
         )  # fmt: skip
-        if decision.in_flight <= MOST_AT_ONCE * decision.parallelism.data:
+        if decision.in_flight <= max(MOST_AT_ONCE * decision.parallelism.data, decision.max_concurrency):
             break
     return (make_deployment(machine, facts, decision, each, lengths, operations=operations, results=measured),), work
 

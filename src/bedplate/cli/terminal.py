@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -65,6 +65,22 @@ class _ProgressConsole(SafeConsole):
         self.quiet = True
         with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is left in the buffer is dropped at exit
             os.dup2(nothing.fileno(), self.file.fileno())
+
+
+class JsonProgress:
+    """Events as lines of JSON on stderr, for programs that collect logs."""
+
+    def note(self, text: str) -> None:
+        from bedplate.run.log_text import format_log_entry
+
+        with suppress(BrokenPipeError):
+            print(format_log_entry(text), file=sys.stderr, flush=True)  # noqa: T201
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        began = time.monotonic()
+        yield lambda done: None
+        self.note(f"{label}: {format_seconds(time.monotonic() - began)}")
 
 
 class TerminalProgress:

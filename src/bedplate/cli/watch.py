@@ -19,8 +19,10 @@ EXAMPLES = """Examples:
   bedplate watch chat --every 7d --budget 30m
   bedplate watch chat --webhook https://example.com/hooks/bedplate
   bedplate watch chat --auto
+  bedplate watch --once --upgrade
 
-Exit codes with --once: 0 stay; 10 migrate; 20 not proven; 3 external failure."""
+Exit codes with --once: 0 stay; 10 migrate or upgrade; 20 not proven; 30 stay, because the challenger is worse by more
+than 5 %; 3 external failure."""
 
 
 def watch(
@@ -47,6 +49,16 @@ def watch(
     auto: Annotated[bool, typer.Option("--auto", help="Migrate when a challenger is proven better.")] = False,
     once: Annotated[
         bool, typer.Option("--once", help="Evaluate once, now, and exit with the answer as exit code.")
+    ] = False,
+    upgrade: Annotated[
+        bool,
+        typer.Option(
+            "--upgrade",
+            help="Install a newer release of the engine in service side by side, and compare both. Downloads packages.",
+        ),
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --upgrade: keep a release that is worse, instead of removing it again.")
     ] = False,
     force: Annotated[
         bool,
@@ -75,6 +87,8 @@ def watch(
         webhook=check_url(webhook) if webhook is not None else None,
         auto=auto,
         force=force,
+        upgrade=upgrade,
+        keep=keep,
         tell=TerminalProgress().note,
     )
     record = choose_service(name)

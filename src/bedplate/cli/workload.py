@@ -30,6 +30,9 @@ class FormatChoice(StrEnum):
     mooncake = "mooncake"
     sharegpt = "sharegpt"
     bedplate = "bedplate"
+    burstgpt = "burstgpt"
+    bailian = "bailian"
+    copilot = "copilot"
 
     @property
     def trace_format(self) -> TraceFormat | None:

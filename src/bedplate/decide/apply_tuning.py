@@ -54,6 +54,7 @@ def apply_tuning(
     expected = compute_expectation(
         candidate.hardware, model, candidate.engine.id, candidate.layout, case.workload, slots=settings.slots,
         offload=need.offload, factor=evidence.get_factor(candidate.engine.id, candidate.target.device),
+        kv_bits=candidate.engine.get_stored_cache_bits(settings.kv_type),
     )  # fmt: skip
     return replace(
         candidate, weights=best.weights, model=model, settings=settings, fit=need, expected=expected, tuned=tuned

@@ -1,23 +1,26 @@
-"""The best candidate of one engine: weights, layout and settings that fit, and the expected performance."""
+"""The candidates of one engine: weights, layouts and settings, and the expected performance of each."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from bedplate.decide.case import MANY, DecisionCase, with_model_task
 from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import MachineEvidence
-from bedplate.decide.layouts import list_layouts
+from bedplate.decide.layouts import can_distribute, list_layouts
 from bedplate.decide.memory import MemoryDemand, fit, get_free_bytes, get_weight_bytes_on_device
+from bedplate.decide.targets import compute_shortfall, is_limited_by_cache
 from bedplate.decide.verify import PlanFault, find_first_fault
 from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
-from bedplate.engines import Engine
+from bedplate.engines import Engine, load_engines
 from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, ComputeTarget, find_cards
 from bedplate.facts.known_models import apply_label
+from bedplate.facts.published_weights import get_published_model, list_published
 from bedplate.values import (
     Fit,
     Hardware,
@@ -46,6 +49,13 @@ PRECISE_BITS = 8.0
 TWICE_BITS = 8.0
 """Weights that had fewer bits are not quantized below this again: for SmolLM2 in Q4_1, greedy-token agreement is
 588/1,000 with INT4 and 914/960 with INT8 (docs/fleet.md)."""
+LONG_CONVERSION_S = 300.0
+"""A conversion of this length is avoided if published weights can be fetched, by this or another suitable engine."""
+FETCHED_SHARE = 0.75
+"""Published weights with this share of the bits, or with 8, are fetched instead of converting: hardly any difference in
+quality, and neither the original's download nor the conversion."""
+SAME_BITS = 0.3
+"""Quantizations of this difference in bits per weight serve the same purpose."""
 ROUNDED_OFF = 0.1
 """Bits by which a quantization's average may be below its name, because some tensors have fewer bits."""
 READING_TOK_S = 20.0
@@ -53,8 +63,6 @@ READING_TOK_S = 20.0
 COMFORT_TPOT_S = 1 / READING_TOK_S
 ROUNDING = 1.005
 """Three digits are shown; this factor keeps the shown amount from being too small."""
-NEARLY = 0.8
-"""Weights with fewer bits are used only if they hold clearly more requests than this share."""
 SERVER_EFFORT = 3
 """Engines of at least this effort are servers that batch: one read of the weights serves many requests."""
 CARDS = (2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
@@ -63,8 +71,6 @@ SURELY = 2
 """Cache for this many times a request's tokens needs no further check: windows and states do not grow as fast."""
 SHOWN_PORT = 8080
 """The port in a Decision's launch command, which a person can copy; `serve` takes a free port."""
-SAME = 0.97
-"""An estimate cannot tell layouts within three percent apart; then the simpler one is preferred."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,16 @@ class EngineCandidate:
     fit: Fit
     """With these settings."""
     max_concurrency: int
+    """Concurrent requests of the longest length."""
     expected: Expectation | None
+    factor: float = 1.0
+    """Measured speed of the engine on this machine, as a multiple of the estimate."""
     unpacks: bool = False
     """Whether `model` is first dequantized from the requested GGUF."""
     tuned: TuningRun | None = None
     """The tuning result that its settings come from, if there is one."""
+    sixteen_bit: EngineCandidate | None = None
+    """The same plan with a 16-bit KV cache, if this one has 8 bits."""
     rejected: tuple[RejectedCandidate, ...] = ()
     """Candidates of the same engine that would have been preferred, but that the verifier rejected."""
 
@@ -105,6 +116,16 @@ class EngineCandidate:
         return self.layout.tensor * self.layout.pipeline * self.layout.data
 
     @property
+    def usual_concurrency(self) -> int:
+        """Concurrent requests of usual length."""
+        running = self.settings.slots * self.layout.data if self.engine.paged else 0
+        return max(self.max_concurrency, running)
+
+    @property
+    def kv_bits(self) -> float:
+        return self.engine.get_stored_cache_bits(self.settings.kv_type)
+
+    @property
     def bits(self) -> float:
         """Average bits per weight, including scales and wider tensors."""
         return self.model.bits_per_weight or 16.0
@@ -112,65 +133,61 @@ class EngineCandidate:
     @property
     def nominal_bits(self) -> float:
         """The bits in the name: Q3_K_M is a 3-bit quantization although it takes four."""
-        named, details = _parse_bits(self.weights.label), self.model.quantization_details
-        return named if named is not None else details.bits if details is not None else self.bits
+        return _get_nominal_bits(self.weights, self.model)
 
 
-def choose_candidate(
-    engine: Engine, case: DecisionCase, evidence: MachineEvidence, *, installable: bool = False, asked: bool = False
-) -> EngineCandidate | Refusal:
-    """The weights, layout and settings for this engine, or the refusal.
-
-    A combination that gave wrong answers on this machine is excluded, unless the engine was requested (`asked`) and has
-    no other.
-    """
-    if refusal := engine.refuse(case.hardware, case.model, case.workload):
+def list_candidates(
+    engine: Engine, case: DecisionCase, evidence: MachineEvidence, *, installable: bool = False
+) -> tuple[EngineCandidate, ...] | Refusal:
+    """All weights and layouts of this engine, whether they fit or not, each with its settings and its estimate."""
+    if refusal := refuse_model(engine, case):
         return refusal
     hardware, target = _choose_target(engine, case.hardware, installable)
     if target is None:
         return engine.make_refusal("impossible", "the build that bedplate installs does not support this hardware")
     case = replace(case, hardware=hardware)
-    forms = list(_list_weights(engine, target, case))
-    if not forms and not _has_memory_to_convert(engine, case):
+    found = [
+        candidate
+        for form in _list_weights(engine, target, case)
+        for candidate in _lay_out(engine, target, form, case, evidence)
+    ]
+    if found:
+        return tuple(found)
+    if not _has_memory_to_convert(engine, case):
         return engine.make_refusal("impossible", f"its conversion needs {_describe_source(engine, case)}")
-    if not forms:
-        return engine.make_refusal(
-            "impossible",
-            f"does not support {case.model.quantization or case.model.format} weights on this hardware",
-            "the same model in another format",
+    return engine.make_refusal(
+        "impossible",
+        f"does not support {case.model.quantization or case.model.format} weights on this hardware",
+        "the same model in another format",
+    )
+
+
+def refuse_unfitting(engine: Engine, candidates: Sequence[EngineCandidate], case: DecisionCase) -> Refusal:
+    """The refusal if none of an engine's candidates fits."""
+    least = min(one.model.weight_bytes for one in candidates)
+    smallest = [one for one in candidates if one.model.weight_bytes == least]
+    refusal = refuse_too_large(engine, find_nearest(smallest), case.workload)
+    if not can_distribute(engine) and find_cards(case.hardware, engine.vendors) and case.hardware.nodes > 1:
+        able = [one.id for one in load_engines().values() if can_distribute(one) and case.vendor in one.vendors]
+        refusal = replace_fields(
+            refusal,
+            cause="several-nodes",
+            why=f"has no launch for several nodes, and on one node it {refusal.why}",
+            hint=join_alternatives((*able, *((refusal.hint,) if refusal.hint is not None else ()))),
         )
-    found = [_lay_out(engine, target, form, case, evidence) for form in forms]
-    laid_out = [fitting for some in found if (fitting := [one for one in some if one.fit.fits])]
-    if not laid_out:
-        smallest = min(found, key=lambda some: some[0].model.weight_bytes)
-        refusal = refuse_too_large(engine, min(smallest, key=_compute_missing_bytes), case.workload)
-        if _has_memory_to_convert(engine, case):
-            return refusal
-        hints = (refusal.hint, f"a conversion to fewer bits, with {_describe_source(engine, case)}")
-        return replace_fields(refusal, hint=join_alternatives(hint for hint in hints if hint is not None))
-    return _choose_verified(engine, laid_out, case, evidence, asked)
+    if _has_memory_to_convert(engine, case):
+        return refusal
+    hints = (refusal.hint, f"a conversion to fewer bits, with {_describe_source(engine, case)}")
+    return replace_fields(refusal, hint=join_alternatives(hint for hint in hints if hint is not None))
 
 
-def _choose_verified(
-    engine: Engine, laid_out: list[list[EngineCandidate]], case: DecisionCase, evidence: MachineEvidence, asked: bool
-) -> EngineCandidate | Refusal:
-    """The best candidate that the verifier accepts; `laid_out` has the layouts that fit for each weight format."""
-    rejected: list[RejectedCandidate] = []
-    while laid_out:
-        fitting = [_choose_layout(some, case) for some in laid_out]
-        sound = [candidate for candidate in fitting if find_wrong_answers(candidate, evidence) is None]
-        if not sound and not asked and (wrong := find_wrong_answers(fitting[0], evidence)) is not None:
-            return engine.make_refusal(
-                "unsuitable", f"gave wrong answers on this machine: {wrong.why}", f"--engine {engine.id} uses it anyway"
-            )
-        chosen = _choose_weights(sound or fitting, case)
-        fault = verify_candidate(chosen, case)
-        if fault is None:
-            return replace(chosen, rejected=tuple(rejected))
-        rejected.append(RejectedCandidate(chosen.quantization or "", chosen.layout, fault))
-        laid_out = [kept for some in laid_out if (kept := [one for one in some if one is not chosen])]
-    first = rejected[0].fault
-    return engine.make_refusal("impossible", first.why, first.hint)
+def refuse_model(engine: Engine, case: DecisionCase) -> Refusal | None:
+    """Why the engine cannot run this model here, neither the original weights nor published ones."""
+    refusal = engine.refuse(case.hardware, case.model, case.workload)
+    if refusal is None:
+        return None
+    target = engine.find_target(case.hardware)
+    return None if target is not None and list_accepted_weights(engine, target, case) else refusal
 
 
 def describe_rejection(one: RejectedCandidate) -> str:
@@ -182,17 +199,31 @@ def describe_rejection(one: RejectedCandidate) -> str:
 
 def verify_candidate(candidate: EngineCandidate, case: DecisionCase) -> PlanFault | None:
     """The reason why the engine would not serve this candidate."""
+    plan = make_plan(candidate, case, candidate.weights)
+    return find_first_fault(plan, candidate.engine.launch(plan, SHOWN_PORT), candidate.hardware)
+
+
+def make_plan(candidate: EngineCandidate, case: DecisionCase, weights: Weights) -> Plan:
+    """The plan of a candidate, with its own weights or with others."""
     engine = candidate.engine
-    plan = Plan(
+    return Plan(
         engine=engine.id,
         engine_version=engine.version or "unpinned",
-        model=case.model,
+        model=get_planned_model(case.model, weights),
         workload=with_model_task(case.model, case.workload),
-        weights=candidate.weights,
+        weights=weights,
         parallelism=candidate.layout,
         settings=candidate.settings,
     )
-    return find_first_fault(plan, engine.launch(plan, SHOWN_PORT), candidate.hardware)
+
+
+def compute_conversion_s(candidate: EngineCandidate, case: DecisionCase, weights: Weights | None = None) -> float:
+    """The estimated time of the conversions before the first start, of its own weights or of others."""
+    weights = weights or candidate.weights
+    if weights.made != "converted":
+        return 0.0
+    steps = candidate.engine.launch(make_plan(candidate, case, weights), SHOWN_PORT).prepare
+    return sum(step.seconds.value for step in steps if step.kind == "convert" and step.seconds is not None)
 
 
 def find_wrong_answers(candidate: EngineCandidate, evidence: MachineEvidence) -> Agreement | None:
@@ -203,18 +234,7 @@ def find_wrong_answers(candidate: EngineCandidate, evidence: MachineEvidence) ->
 
 def refuse_too_large(engine: Engine, nearest: EngineCandidate, work: Workload) -> Refusal:
     """The refusal because not even the smallest weights fit, with the amounts of memory."""
-    fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
-    shortage = Shortage(
-        device=fullest.device,
-        count=fullest.count,
-        weights_label=nearest.model.quantization or nearest.weights.label,
-        needed_bytes=fullest.high_bytes,
-        weights_bytes=fullest.weights_bytes,
-        cache_bytes=fullest.kv_bytes,
-        overhead_bytes=fullest.overhead_bytes.high + fullest.activation_bytes.high,
-        usable_bytes=fullest.usable_bytes,
-    )
-    remedies = find_remedies(nearest, work)
+    shortage, remedies = make_shortage(nearest), find_remedies(nearest, work)
     return Refusal(
         engine=engine.id,
         kind="impossible",
@@ -225,14 +245,32 @@ def refuse_too_large(engine: Engine, nearest: EngineCandidate, work: Workload) -
     )
 
 
+def make_shortage(candidate: EngineCandidate) -> Shortage:
+    """The memory of the fullest device of a candidate that does not fit."""
+    fullest = max(candidate.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
+    return Shortage(
+        device=fullest.device,
+        count=fullest.count,
+        weights_label=candidate.model.quantization or candidate.weights.label,
+        needed_bytes=fullest.high_bytes,
+        weights_bytes=fullest.weights_bytes,
+        cache_bytes=fullest.kv_bytes,
+        overhead_bytes=fullest.overhead_bytes.high + fullest.activation_bytes.high + fullest.adapter_bytes,
+        usable_bytes=fullest.usable_bytes,
+    )
+
+
+def find_nearest(candidates: Sequence[EngineCandidate]) -> EngineCandidate:
+    """Of candidates that do not fit, the one that lacks the least memory."""
+    return min(candidates, key=_compute_missing_bytes)
+
+
 def find_remedies(nearest: EngineCandidate, work: Workload) -> tuple[Remedy, ...]:
     """Changes with which it would fit, the smallest first; amounts are rounded up."""
     remedies: list[Remedy] = []
     needs = nearest.fit.devices
     room = sum(
-        (need.usable_bytes or 0) - need.kv_bytes - need.overhead_bytes.high - need.activation_bytes.high
-        for need in needs
-        for _ in range(need.count)
+        (need.usable_bytes or 0) + need.weights_bytes - need.high_bytes for need in needs for _ in range(need.count)
     )
     model = nearest.model
     if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= LEAST_BITS:
@@ -292,21 +330,78 @@ def _remove_cards(hardware: Hardware) -> Hardware:
 
 
 def _list_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> Iterator[tuple[Weights, Model]]:
-    """The engine's weight formats in order of preference, each with the model in that format."""
-    offered = engine.list_weights(target, case.model, case.workload)
-    if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
-        # FP8 comes before 16 bits for many requests: half the bytes to read, hardly any loss, and the chip has units.
-        eights = [form for form in offered if form.label == "FP8"]
-        if engine.effort >= SERVER_EFFORT and eights and offered[0].label in SIXTEEN_BIT:
-            offered = (*eights, *(form for form in offered if form.label != "FP8"))
+    """The engine's weight formats, the most faithful first, each with the model in that format."""
+    known = [(form, convert_model(case.model, form)) for form in engine.list_weights(target, case.model, case.workload)]
+    offered = _use_published(known, list_accepted_weights(engine, target, case))
     least = PRECISE_BITS - ROUNDED_OFF if case.workload.precision_sensitive else LEAST_BITS
-    for form in offered:
-        model = convert_model(case.model, form)
-        if form.made != "as it is" and (model.bits_per_weight or 16.0) < least:
+    for form, model in offered:
+        if form.is_chosen and not _has_same_type(model, case.model) and (model.bits_per_weight or 16.0) < least:
             continue
         if form.made == "converted" and not _has_memory_to_convert(engine, case):
             continue
         yield form, model
+
+
+WeightForm = tuple[Weights, Model]
+"""Weights that an engine loads, and the model with them."""
+
+
+def list_accepted_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> list[WeightForm]:
+    """The published weights in the engine's first format that it loads as they are, one for each quantization."""
+    found: dict[tuple[str, str], WeightForm] = {}
+    for form in list_published(case.model):
+        if form.format not in engine.formats[:1] or (form.format, form.label) in found:
+            continue
+        loaded = engine.list_weights(target, form.model, case.workload)
+        if len(loaded) != 1 or loaded[0].made != "as it is":
+            continue
+        if engine.refuse(case.hardware, form.model, case.workload) is None:
+            weights = replace_fields(loaded[0], published=form.weights)
+            found[form.format, form.label] = weights, form.model
+    return list(found.values())
+
+
+def _use_published(offered: list[WeightForm], published: list[WeightForm]) -> list[WeightForm]:
+    """The offered weights, each from a repository if one has it, and published weights of other numbers of bits.
+
+    A conversion is replaced by published weights of the same bits; other weights only by the same type.
+    """
+    if not published:
+        return offered
+    found: list[WeightForm] = []
+    for one in offered:
+        form, model = one
+        same = [other for other in published if other[0].format == form.format and _has_same_type(other[1], model)] or [
+            other for other in published if form.made == "converted" and _has_same_bits(other, one)
+        ]
+        one = same[0] if same else one
+        if one not in found:
+            found.append(one)
+    for other in published:
+        if any(_has_same_bits(other, one) for one in found):
+            continue
+        bits = other[1].bits_per_weight or 16.0
+        place = next((at for at, one in enumerate(found) if (one[1].bits_per_weight or 16.0) < bits), len(found))
+        found.insert(place, other)
+    return found
+
+
+def _has_same_type(model: Model, other: Model) -> bool:
+    return (model.quantization or "").upper() == (other.quantization or "").upper()
+
+
+def _has_same_bits(one: WeightForm, other: WeightForm) -> bool:
+    return abs(_get_nominal_bits(*one) - _get_nominal_bits(*other)) < SAME_BITS
+
+
+def _get_nominal_bits(weights: Weights, model: Model) -> float:
+    named, details = _parse_bits(weights.label), model.quantization_details
+    return named if named is not None else details.bits if details is not None else model.bits_per_weight or 16.0
+
+
+def get_planned_model(model: Model, weights: Weights) -> Model:
+    """The model that the engine is given: the published one, if the plan fetches it."""
+    return get_published_model(model, weights.published) if weights.published is not None else model
 
 
 def _has_memory_to_convert(engine: Engine, case: DecisionCase) -> bool:
@@ -329,6 +424,9 @@ def _can_load(engine: Engine, weights: Weights, source: Model, layout: Paralleli
 
 
 def convert_model(model: Model, form: Weights) -> Model:
+    """The model with these weights."""
+    if form.published is not None:
+        return get_published_model(model, form.published)
     if form.made == "as it is" or (model.format == "facts" and not model.parameters):
         return model
     changed = apply_label(model, form.label)
@@ -338,12 +436,26 @@ def convert_model(model: Model, form: Weights) -> Model:
 def _lay_out(
     engine: Engine, target: ComputeTarget, form: tuple[Weights, Model], case: DecisionCase, evidence: MachineEvidence
 ) -> list[EngineCandidate]:
-    """A candidate for each layout of these weights."""
+    """A candidate for each layout of these weights; with an 8-bit KV cache as well, if that of 16 bits is the limit."""
     weights, model = form
-    return [
-        make_candidate(engine, target, weights, model, layout, case, evidence)
-        for layout in list_layouts(case.hardware, engine, model)
-    ]
+    wanted = engine.settle(case.hardware, model, case.workload)
+
+    def make(layout: Parallelism, wanted: Settings) -> EngineCandidate:
+        return make_candidate(engine, target, weights, model, layout, case, evidence, wanted)
+
+    found = [make(layout, wanted) for layout in list_layouts(case.hardware, engine, model)]
+    if case.workload.task != "generate" or engine.refuse_eight_bit_cache(target, model) is not None:
+        return found
+    if any(one.fit.fits and one.fit.offload is None and compute_shortfall(one, case) <= 1 for one in found):
+        return found
+    narrow = replace_fields(wanted, kv_type="fp8")
+    limited = [one for one in found if is_limited_by_cache(one, case)]
+    if case.peak_in_flight >= MANY:
+        # Fewer replicas hold fewer requests, so that of a layout only the most are tried.
+        most = {replace_fields(one.layout, data=1): one for one in sorted(limited, key=lambda one: one.layout.data)}
+        limited = list(most.values())
+    others = [replace(make(one.layout, narrow), sixteen_bit=one) for one in limited]
+    return [*found, *(one for one in others if one.fit.fits and one.fit.offload is None)]
 
 
 def _compute_missing_bytes(candidate: EngineCandidate) -> int:
@@ -358,29 +470,33 @@ def make_candidate(
     layout: Parallelism,
     case: DecisionCase,
     evidence: MachineEvidence,
+    wanted: Settings | None = None,
 ) -> EngineCandidate:
+    """`wanted` are the largest settings for this workload, which do not depend on the layout."""
     hardware, workload = case.hardware, case.workload
-    room = fit(hardware, model, workload, engine, parallelism=layout)
-    settings, need = fit_settings(engine, hardware, model, layout, case, room)
+    kv_type = wanted.kv_type if wanted is not None else "16-bit"
+    room = fit(hardware, model, workload, engine, parallelism=layout, kv_type=kv_type)
+    wanted = wanted or engine.settle(hardware, model, workload)
+    settings, need = fit_settings(engine, hardware, model, layout, case, room, wanted)
     if not _can_load(engine, weights, case.model, layout, case):
         need = replace_fields(need, fits=False)
-    expected = None
+    expected, factor = None, evidence.get_factor(engine.id, target.device)
     if need.fits:
-        factor = evidence.get_factor(engine.id, target.device)
         expected = compute_expectation(
-            hardware, model, engine.id, layout, workload, slots=settings.slots, offload=need.offload, factor=factor
-        )
+            hardware, model, engine.id, layout, workload, slots=settings.slots, offload=need.offload, factor=factor,
+            kv_bits=engine.get_stored_cache_bits(kv_type),
+        )  # fmt: skip
     most = room.max_concurrency
     if engine.max_slots:
         most = min(most, engine.max_slots * layout.data)
-    return EngineCandidate(engine, weights, model, hardware, target, layout, settings, need, most, expected)
+    return EngineCandidate(engine, weights, model, hardware, target, layout, settings, need, most, expected, factor)
 
 
 def fit_settings(
-    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: DecisionCase, room: Fit
-) -> tuple[Settings, Fit]:
+    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: DecisionCase, room: Fit,
+    wanted: Settings,
+) -> tuple[Settings, Fit]:  # fmt: skip
     """The largest settings that fit: first reduce slots beyond the workload, then context, then slots below it."""
-    wanted = engine.settle(hardware, model, case.workload)
     each = -(-wanted.slots // layout.data)
     wanted = replace_fields(wanted, slots=max(1, each))
     if engine.paged:
@@ -389,8 +505,8 @@ def fit_settings(
             # A paged cache grows with the request, so more requests of usual length fit than of the longest. On a CPU
             # the size of the cache is fixed at the start.
             usual = replace_fields(case.workload, context_tokens=None)
-            held = fit(hardware, model, usual, engine, parallelism=layout).max_concurrency
-        context = _find_context(engine, hardware, model, layout, case.workload, wanted.context_tokens, room)
+            held = fit(hardware, model, usual, engine, parallelism=layout, kv_type=wanted.kv_type).max_concurrency
+        context = _find_context(engine, hardware, model, layout, case.workload, wanted, room)
         slots = max(1, min(wanted.slots, held // layout.data or 1))
         return replace_fields(wanted, slots=slots, context_tokens=context), room
     asked = MemoryDemand.from_workload(engine, case.workload, None)
@@ -405,15 +521,16 @@ def fit_settings(
 
 
 def _find_context(
-    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, work: Workload, wanted: int, room: Fit
+    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, work: Workload, settings: Settings, room: Fit
 ) -> int:
     """The longest context that the cache can hold: an engine with a longer one does not start."""
+    wanted, kv_type = settings.context_tokens, settings.kv_type
     asked = min(work.request_tokens, wanted)
     if not room.fits or room.max_concurrency // layout.data * asked >= SURELY * wanted:
         return wanted
     while wanted > asked:
         alone = replace_fields(work, context_tokens=wanted, concurrency=1)
-        if fit(hardware, model, alone, engine, parallelism=layout).fits:
+        if fit(hardware, model, alone, engine, parallelism=layout, kv_type=kv_type).fits:
             break
         wanted = max(wanted // 2, asked)
     return wanted
@@ -443,87 +560,13 @@ def _shrink_settings(settings: Settings, asked_slots: int, asked_context: int) -
         yield replace_fields(settings, slots=slots, context_tokens=context)
 
 
-def _choose_layout(fitting: list[EngineCandidate], case: DecisionCase) -> EngineCandidate:
-    """For many requests, the highest throughput; for a few, the fewest GPUs that are faster than reading speed.
-
-    Latency targets come first: only layouts that meet them, or the one that misses them least.
-    """
-    in_flight = case.in_flight
-    # Weights are in host memory only if they do not fit on all cards together.
-    on_cards = [one for one in fitting if one.fit.offload is None]
-    fitting = on_cards or [one for one in fitting if one.cards == max(other.cards for other in fitting)]
-    useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
-    most = max(one.max_concurrency for one in useful)
-    holding = [one for one in useful if one.max_concurrency >= min(in_flight, most)]
-    pool = [one for one in holding if meets_targets(one, case)]
-    if not pool and case.workload.latency is not None:
-        nearest = min(_compute_overrun(one, case) for one in holding)
-        return min((one for one in holding if _compute_overrun(one, case) * SAME <= nearest), key=_rank_complexity)
-    pool = pool or holding
-    if case.peak_in_flight < MANY:
-        quick = [one for one in pool if _is_quick(one, case)]
-        return min(
-            quick or pool, key=lambda one: (one.cards if quick else 0, -_estimate_speed(one), *_rank_complexity(one))
-        )
-    fastest = max(_estimate_speed(one) for one in pool)
-    return min((one for one in pool if _estimate_speed(one) >= fastest * SAME), key=_rank_complexity)
-
-
-def meets_targets(candidate: EngineCandidate, case: DecisionCase) -> bool:
-    """Whether there are latency targets and the estimate meets them."""
-    return case.workload.latency is not None and _compute_overrun(candidate, case) <= 1
-
-
-def _compute_overrun(candidate: EngineCandidate, case: DecisionCase) -> float:
-    """The larger ratio of estimate to target, of TTFT and TPOT; infinite if the speed cannot be predicted."""
-    target, expected = case.workload.latency, candidate.expected
-    if target is None or expected is None:
-        return math.inf
-    return target.compute_overrun(expected.ttft_s * 1000, expected.tpot_s * 1000)
-
-
-def _is_quick(candidate: EngineCandidate, case: DecisionCase) -> bool:
-    """Whether it meets the targets, or without a TPOT target, is faster than reading speed."""
-    target, expected = case.workload.latency, candidate.expected
-    if target is not None and target.tpot_ms is not None:
-        return meets_targets(candidate, case)
-    return expected is not None and expected.tpot_s <= COMFORT_TPOT_S
-
-
-def _estimate_speed(candidate: EngineCandidate) -> float:
-    """Total tokens per second; if that cannot be predicted, the number of concurrent requests."""
-    return candidate.expected.output_tok_s if candidate.expected is not None else float(candidate.max_concurrency)
-
-
-def _rank_complexity(candidate: EngineCandidate) -> tuple[int, ...]:
-    layout = candidate.layout
-    return (layout.pipeline, layout.tensor, layout.expert, layout.attention_data, layout.data)
-
-
-def _get_least_bits(model: Model) -> float:
-    had = _parse_bits(model.source_quantization or "")
-    return TWICE_BITS if had is not None and had < TWICE_BITS else EVERYDAY_BITS
-
-
+@lru_cache(maxsize=256)
 def _parse_bits(label: str) -> float | None:
     named = re.match(r"I?Q(\d)", label)
     return float(named[1]) if named else None
 
 
-def _choose_weights(fitting: list[EngineCandidate], case: DecisionCase) -> EngineCandidate:
-    """Of the candidates that fit, the first that holds all requests and, for a few, is faster than reading speed."""
-    in_flight, least = case.in_flight, _get_least_bits(case.model)
-    # Requests that wait for a GPU that holds all weights finish sooner than with weights in RAM.
-    fitting = [one for one in fitting if one.fit.offload is None and one.nominal_bits >= least] or fitting
-    holding = [one for one in fitting if one.max_concurrency >= in_flight]
-    if not holding:
-        # Some requests wait in any case, so fewer bits would only make the answers worse.
-        everyday = [one for one in fitting if one.nominal_bits >= least] or fitting
-        most = max(one.max_concurrency for one in everyday)
-        return next(one for one in everyday if one.max_concurrency >= NEARLY * most)
-    if case.workload.precision_sensitive or fitting[0].engine.effort >= SERVER_EFFORT:
-        kept = [one for one in holding if one.nominal_bits >= least and meets_targets(one, case)]
-        return kept[0] if kept else holding[0]
-    everyday = [one for one in holding if one.nominal_bits >= least] or holding
-    quick = [one for one in everyday if _is_quick(one, case)]
-    return quick[0] if quick else min(everyday, key=lambda one: (one.expected.tpot_s if one.expected else 0, one.bits))
+def get_least_bits(model: Model) -> float:
+    """The fewest bits per weight that are used if anything else fits."""
+    had = _parse_bits(model.source_quantization or "")
+    return TWICE_BITS if had is not None and had < TWICE_BITS else EVERYDAY_BITS

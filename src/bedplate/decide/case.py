@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bedplate.facts.chips import Chip, find_accelerator_chip
-from bedplate.values import Hardware, Model, Workload, replace_fields
+from bedplate.values import Hardware, LatencyTarget, Model, Workload, replace_fields
 from bedplate.values.intent import Operations
 
 MANY = 10
@@ -27,6 +27,11 @@ STORED_BITS = 5.0
 """Weights with at most this many bits are not quantized again."""
 SMALL_PARAMETERS = 1_500_000_000
 """Embedding models below this size are encoders, not LLMs."""
+CHAT_TARGET = LatencyTarget(ttft_ms=2000, tpot_ms=100)
+"""The latency that text generation must meet if the workload states none."""
+CHAT_SLACK = 1.1
+"""Nobody asked for the targets of a chat: they count as met up to this factor, so that a few milliseconds cost no
+fidelity."""
 MACHINERY = ("none", "container", "kubernetes", "cluster")
 
 
@@ -119,7 +124,7 @@ class DecisionCase:
 
     @property
     def shares_prefix(self) -> bool:
-        shared = self.workload.shared_prefix_tokens
+        shared = self.workload.repeated_prefix_tokens
         return shared >= SHARED_TOKENS and shared >= SHARED_SHARE * self.workload.prompt_tokens
 
     @property

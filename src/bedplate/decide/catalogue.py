@@ -24,6 +24,7 @@ from bedplate.values import (
     Estimate,
     Figure,
     Hardware,
+    LatencyTarget,
     Model,
     Offload,
     Parallelism,
@@ -275,6 +276,8 @@ class _CatalogueBuilder:
         if why := self._explain_impossible(model):
             return replace_fields(plain, why=why)
         workload = with_model_task(model, self._adapt_workload(model))
+        if self.least_tok_s is not None and workload.latency is None:
+            workload = replace_fields(workload, latency=LatencyTarget(tpot_ms=1000 / self.least_tok_s))
         case = DecisionCase(self.hardware, model, workload, self.operations)
         found = _choose_engine(case, MachineEvidence(own, self._get_calibrations()))
         if isinstance(found, str):
@@ -422,7 +425,10 @@ def _make_fit_check(candidate: EngineCandidate, case: DecisionCase) -> Callable[
         longer = replace_fields(
             workload, context_tokens=tokens, prompt_tokens=prompt, output_tokens=max(1, tokens - prompt)
         )
-        room = fit(candidate.hardware, candidate.model, longer, candidate.engine, parallelism=candidate.layout)
+        room = fit(
+            candidate.hardware, candidate.model, longer, candidate.engine, parallelism=candidate.layout,
+            kv_type=candidate.settings.kv_type,
+        )  # fmt: skip
         # Offload that was not planned would make it slower than the estimate in the same entry.
         same_place = room.offload is None or candidate.fit.offload is not None
         return room.fits and room.max_concurrency >= everyone and same_place

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from bedplate.decide.alternatives import EngineAlternatives, NamedRule, list_alternatives, list_exceptions
 from bedplate.decide.apply_tuning import with_tuning
 from bedplate.decide.candidates import (
+    EVERYDAY_BITS,
+    FETCHED_SHARE,
+    LONG_CONVERSION_S,
+    PRECISE_BITS,
+    ROUNDED_OFF,
     SERVER_EFFORT,
     SHOWN_PORT,
     EngineCandidate,
-    choose_candidate,
+    compute_conversion_s,
     describe_rejection,
     find_wrong_answers,
+    list_candidates,
+    refuse_model,
+    refuse_unfitting,
     verify_candidate,
 )
-from bedplate.decide.case import STORED_BITS, DecisionCase, with_model_task
+from bedplate.decide.case import CHAT_TARGET, STORED_BITS, DecisionCase, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
 from bedplate.decide.explain import estimate_candidate, list_reasons
+from bedplate.decide.hints import add_hints
 from bedplate.decide.load import get_request_s, solve_candidate_load
+from bedplate.decide.nodes import count_host_cards, list_node_launches
+from bedplate.decide.order import (
+    MARGIN,
+    choose_verified,
+    classify_fidelity,
+    estimate_speed,
+    explain_loss,
+    get_standing,
+    is_comparable,
+)
 from bedplate.decide.planning import plan
-from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
-from bedplate.decide.wording import describe_remedy
-from bedplate.engines import Engine, load_engines
+from bedplate.decide.rules import (
+    ASKED,
+    CHALLENGES,
+    DOUBTS,
+    MEASURED,
+    ORCHESTRATION,
+    PICKS,
+    TIMELY,
+    DecisionRule,
+    Doubt,
+    Pick,
+)
+from bedplate.decide.unified import raise_limit
+from bedplate.engines import Engine, get_registered_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.engines.base import ComputeTarget, plan_helper_installation
+from bedplate.engines.base import ComputeTarget, RegisteredEngine, plan_helper_installation
 from bedplate.engines.roles import DEQUANTIZER
 from bedplate.facts.known_models import apply_label
 from bedplate.facts.unpack import make_dequantized
 from bedplate.values import (
+    Alternative,
     Challenger,
     Decision,
+    Estimate,
     Hardware,
+    Hint,
     Model,
+    Parallelism,
     Preparation,
     Reason,
     Refusal,
@@ -46,11 +80,9 @@ from bedplate.values.intent import Operations
 from bedplate.values.record import make_estimate
 from bedplate.values.result import Result
 from bedplate.values.tuning import TuningRun
-from bedplate.values.units import format_figure
+from bedplate.values.units import format_figure, format_seconds
 from bedplate.values.verdict import Verdict
 
-KEEPS_UP = 0.9
-"""Share of the arriving requests that must be answered; the rest allows for rounding over a few iterations."""
 ROUNDS = 4
 """How often the engine and its layout are chosen again because their latency changed the number in flight."""
 
@@ -60,6 +92,9 @@ LAST_RESORT = "anywhere"
 """The rule that applies when no other does."""
 INCUMBENT = "operations.incumbent"
 """The rule that keeps the engine in service."""
+IDLE_GPU = "build.cpu"
+"""The rule about builds that compute on the CPU beside an idle GPU."""
+KUBERNETES = "kubernetes"
 UNPACK_START_S = 15.0
 UNPACK_WEIGHTS_S = 15e6
 
@@ -76,26 +111,29 @@ def decide(
     verdicts: tuple[Verdict, ...] = (),
     tunings: tuple[TuningRun, ...] = (),
     installable: bool = False,
-    versions: Mapping[str, str] | None = None,
+    registered: Mapping[str, RegisteredEngine] | None = None,
+    with_alternatives: bool = False,
 ) -> Decision:
     """Choose the engine and estimate its performance. `wanted` requests one engine by its id, or by ID@VERSION.
 
     `results`, `agreements`, `verdicts` and `tunings` are measurements, checks of answers, comparisons and tuning
     results of this machine, newest first. `installable` restricts the choice to engines that this version of bedplate
-    installs and starts. `versions` are those of the engines that are registered here.
+    installs and starts. `registered` are the engines of the user's own environments here. `with_alternatives` adds the
+    plans that were not chosen, which takes about three times as long as the choice.
     """
-    engines = _apply_versions(versions or {}, wanted)
+    engines = adapt_engines(_find_engines(registered or {}, wanted), hardware, installable)
     asked = engines[wanted.partition("@")[0]] if wanted is not None else None
     workload = with_model_task(model, workload)
     folder = make_dequantized(model) if asked is not None and _needs_dequantization(asked) else None
     case = DecisionCase(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
-        return _refuse_too_long(case)
+        return add_hints(_refuse_too_long(case), case, engines)
     evidence = gather_evidence(hardware, case.model, results, agreements, verdicts, tunings)
-    decision = settle_load(EngineSearch(case, evidence, installable, engines), asked).make_decision(asked)
+    search = settle_load(EngineSearch(case, evidence, installable, engines), asked)
+    decision = search.make_decision(asked, with_alternatives=with_alternatives)
+    decision = add_hints(decision, case, engines)
     if workload.depends_on_latency:
-        note = explain_too_slow(decision, workload) or _explain_load(decision)
-        decision = replace_fields(decision, notes=(note, *decision.notes))
+        decision = replace_fields(decision, notes=(_explain_load(decision), *decision.notes))
     if disturbed := _describe_disturbed_rates(hardware):
         decision = replace_fields(decision, notes=(*decision.notes, disturbed))
     if asked is None and (better := _suggest_four_bits(decision, case, evidence, installable)):
@@ -114,14 +152,22 @@ def _describe_disturbed_rates(hardware: Hardware) -> str | None:
     return f"the memory bandwidth was measured on a busy machine ({why}); bedplate probe --measure repeats it"
 
 
-def _apply_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
-    """All engines, each in its registered version; the requested engine in the version that `wanted` names."""
+def _find_engines(registered: Mapping[str, RegisteredEngine], wanted: str | None) -> dict[str, Engine]:
+    """All engines, each as it is registered; the requested engine in the version that `wanted` names."""
     known = load_engines()
-    found = {**known, **{name: engine_by_id(f"{name}@{one}") for name, one in versions.items() if name in known}}
+    found = {**known, **{name: get_registered_engine(name, one) for name, one in registered.items() if name in known}}
     if wanted is not None and wanted not in found:
         asked = engine_by_id(wanted)
-        found[asked.id] = asked
+        if found[asked.id].version != asked.version:
+            found[asked.id] = asked
     return found
+
+
+def adapt_engines(engines: Mapping[str, Engine], hardware: Hardware, installable: bool) -> Mapping[str, Engine]:
+    """The engines with the plugins that they have for this machine; bedplate installs none of the plugins."""
+    if installable:
+        return engines
+    return {name: engine.adapt_to_hardware(hardware) for name, engine in engines.items()}
 
 
 def _suggest_four_bits(
@@ -133,7 +179,8 @@ def _suggest_four_bits(
     if not for_few or not case.has_many_requests or case.cards == 0 or details is None or details.bits <= STORED_BITS:
         return None
     small = apply_label(case.model, FOUR_BITS)
-    other = EngineSearch(replace(case, model=small), evidence, installable).make_decision(None)
+    search = EngineSearch(replace(case, model=small), evidence, installable)
+    other = search.make_decision(None)
     if other.engine is None or engine_by_id(other.engine).effort < SERVER_EFFORT or other.estimate.output_tok_s is None:
         return None
     speed = f"about {format_figure(other.estimate.output_tok_s.value)} tok/s"
@@ -184,11 +231,16 @@ def settle_load(search: EngineSearch, asked: Engine | None) -> EngineSearch:
         chosen = search.find_chosen(asked)
         if chosen is None:
             break
-        factor = search.evidence.get_factor(chosen.engine.id, chosen.target.device)
-        load = solve_candidate_load(chosen, search.case, factor)
+        load = solve_candidate_load(chosen, search.case)
         if load.in_flight == search.case.in_flight:
             break
     return search
+
+
+def _surely_misses(estimate: Estimate) -> bool:
+    """Whether the low end of a latency's band is above the target of a chat."""
+    pairs = ((estimate.ttft_ms, CHAT_TARGET.ttft_ms), (estimate.tpot_ms, CHAT_TARGET.tpot_ms))
+    return any(took is not None and limit is not None and took.low > limit for took, limit in pairs)
 
 
 def _explain_load(decision: Decision) -> str:
@@ -198,21 +250,8 @@ def _explain_load(decision: Decision) -> str:
     return f"{load.description} (Little's law, about {load.request_s:.1f} s per request)"
 
 
-def explain_too_slow(decision: Decision, workload: Workload) -> str | None:
-    """The message that requests arrive faster than they are answered, so that the queue grows; `None` if not."""
-    made, asked = decision.estimate.output_tok_s, workload.requests_per_s
-    answered = made.value / workload.output_tokens if made is not None else None
-    if answered is None or asked is None or answered >= asked * KEEPS_UP:
-        return None
-    return (
-        f"{asked:g} requests/s arrive, but only about {format_figure(answered, 2)} are answered, so the queue "
-        f"keeps growing; "
-        f"about {math.ceil(asked / answered):,} machines of this kind would be enough"
-    )
-
-
 class EngineSearch:
-    """The search for an engine for one case. The candidate of each engine is computed on demand and kept."""
+    """The search for an engine for one case. The candidates of each engine are computed on demand and kept."""
 
     def __init__(
         self,
@@ -222,24 +261,42 @@ class EngineSearch:
         engines: Mapping[str, Engine] | None = None,
     ) -> None:
         self.case, self.evidence, self.installable = case, evidence, installable
-        self.engines = engines or load_engines()
+        self.engines = adapt_engines(engines or load_engines(), case.hardware, installable)
+        self._listed: dict[str, tuple[EngineCandidate, ...] | Refusal] = {}
         self._found: dict[str, EngineCandidate | Refusal] = {}
         self._wanted: Engine | None = None
         self._overruled: tuple[str, BetterEngine] | None = None
         """The engine that a rule chose, and the engine that was measured to be better."""
 
     def get_candidate(self, engine: Engine) -> EngineCandidate | Refusal:
+        """The best candidate of this engine, or why it has none."""
+        engine = engine if self.installable else engine.adapt_to_hardware(self.case.hardware)
         if engine.id not in self._found:
+            self._found[engine.id] = self._choose_candidate(engine, self.get_candidates(engine), self.case)
+        return self._found[engine.id]
+
+    def get_candidates(self, engine: Engine) -> tuple[EngineCandidate, ...] | Refusal:
+        """All candidates of this engine, whether they fit or not."""
+        if engine.id not in self._listed:
             if self.installable and not _can_install(engine, self.case.hardware):
-                found: EngineCandidate | Refusal = engine.make_refusal(
+                self._listed[engine.id] = engine.make_refusal(
                     "outranked", "this version of bedplate plans it, but cannot install and start it", engine.strength
                 )
             else:
-                found = choose_candidate(
-                    engine, self.case, self.evidence, installable=self.installable, asked=engine is self._wanted
+                self._listed[engine.id] = list_candidates(
+                    engine, self.case, self.evidence, installable=self.installable
                 )
-            self._found[engine.id] = found
-        return self._found[engine.id]
+        return self._listed[engine.id]
+
+    def _choose_candidate(
+        self, engine: Engine, found: tuple[EngineCandidate, ...] | Refusal, case: DecisionCase
+    ) -> EngineCandidate | Refusal:
+        if isinstance(found, Refusal):
+            return found
+        fitting = [one for one in found if one.fit.fits]
+        if not fitting:
+            return refuse_unfitting(engine, found, case)
+        return choose_verified(engine, fitting, case, self.evidence, asked=engine is self._wanted)
 
     def with_load(self, load: RequestLoad) -> EngineSearch:
         """The same search for the workload with this load."""
@@ -251,21 +308,26 @@ class EngineSearch:
         self._wanted = asked
         return (self._choose_requested(asked) if asked is not None else self.pick_engine())[0]
 
-    def make_decision(self, asked: Engine | None) -> Decision:
+    def make_decision(self, asked: Engine | None, *, with_alternatives: bool = False) -> Decision:
         self._wanted = asked
         chosen, reason = self._choose_requested(asked) if asked is not None else self.pick_engine()
         refused, challengers = self._judge_others(chosen, asked)
+        compared = self.engines.values() if with_alternatives else (chosen.engine,) if chosen is not None else ()
+        alternatives = self.list_alternatives(compared, chosen, reason)
         source = self.case.model
         folder = make_dequantized(source) if chosen is not None and chosen.unpacks else None
         case = replace(self.case, model=folder) if folder is not None else self.case
         if chosen is None or reason is None:
             return Decision(
                 engine=None, model=case.model.name, quantization=case.model.quantization, fits=False,
-                max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._list_hints(asked),
+                max_concurrency=0, in_flight=case.in_flight, refused=refused, alternatives=alternatives,
+                hint_details=(*self._find_raised_limit(None), *self._list_remedies(asked)),
             )  # fmt: skip
+        # Rules against plans of the chosen engine are reasons, with or without the alternatives.
+        exceptions = list_exceptions(alternatives, chosen)
         tuned = with_tuning(chosen, case, self.evidence)
         chosen = tuned if tuned is chosen or verify_candidate(tuned, case) is None else chosen
-        orchestrator, above = self._choose_orchestrator(_count_nodes(chosen))
+        orchestrator, above = self._choose_orchestrator(_count_nodes(chosen), chosen.layout)
         estimate = estimate_candidate(chosen, case)
         decision = Decision(
             engine=chosen.engine.id,
@@ -287,15 +349,47 @@ class EngineSearch:
                 reason,
                 *self._explain_replacement(chosen, reason),
                 *list_reasons(chosen, case, self.evidence),
+                *exceptions,
                 *above,
             ),
             refused=refused,
             challengers=challengers,
+            alternatives=alternatives if with_alternatives else (),
+            hint_details=(*_warn_of_few_bits(chosen), *self._find_raised_limit(chosen)),
             notes=tuple(map(describe_rejection, chosen.rejected[:1])),
         )
-        launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
-        decision = replace_fields(decision, launch=launch)
+        planned = plan(decision, case.model, case.workload)
+        decision = replace_fields(
+            decision,
+            launch=chosen.engine.launch(planned, SHOWN_PORT),
+            node_launches=list_node_launches(planned, chosen.engine, chosen.hardware, SHOWN_PORT),
+        )
         return _add_dequantization(decision, source, folder) if folder is not None else decision
+
+    def list_alternatives(
+        self, engines: Iterable[Engine], chosen: EngineCandidate | None, reason: Reason | None
+    ) -> tuple[Alternative, ...]:
+        """The plans of these engines that were not chosen."""
+        listed = (
+            EngineAlternatives(candidates, self._find_rule_against(engine, chosen, reason))
+            for engine in engines
+            if not isinstance(candidates := self.get_candidates(engine), Refusal)
+        )
+        return list_alternatives(chosen, list(listed), self.case)
+
+    def _find_rule_against(
+        self, engine: Engine, chosen: EngineCandidate | None, reason: Reason | None
+    ) -> NamedRule | None:
+        """The rule because of which this engine is not chosen even if its estimate is better."""
+        if chosen is None or reason is None or engine is chosen.engine:
+            return None
+        if self._wanted is not None:
+            return NamedRule(ASKED[0], f"{self._wanted.name} was requested with --engine")
+        if (doubted := find_doubt_rule(engine, self.case)) is not None:
+            return NamedRule(doubted[0].id, doubted[1].why)
+        if self._leaves_gpu_idle(engine.find_target(self.case.hardware)):
+            return NamedRule(IDLE_GPU, "would run on the CPU here and leave the GPU idle")
+        return NamedRule(reason.rule, f"{chosen.engine.name} is preferred: {reason.text}")
 
     def _explain_replacement(self, chosen: EngineCandidate, why: Reason) -> tuple[Reason, ...]:
         """Why the engine in service is replaced; nothing if an option or a measurement chose, which has a reason."""
@@ -324,8 +418,57 @@ class EngineSearch:
             picked = rule.says(self.case)
             found = self._find_first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
-                return self._find_better(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
+                text = f"{picked.text}{self._describe_skipped(picked, found)}"
+                named = (found, Reason(rule=rule.id, text=text, source=rule.citation))
+                return self._find_better(found) or self._find_timely(found, rule.id) or named
         return None, None
+
+    def _find_timely(self, chosen: EngineCandidate, rule_id: str) -> tuple[EngineCandidate, Reason] | None:
+        """The best candidate of another engine that meets the latency targets, if the chosen one misses them clearly.
+
+        Other engines that the rules name for this case are considered and, if the workload states the targets or most
+        servers have no kernels for the cards, the challengers; without stated targets, the whole band of the estimate
+        must miss them. What the intent states about operations takes precedence. A less precise cache is no reason for
+        another engine than the rules name.
+        """
+        missed = get_standing(chosen, self.case).missed
+        if rule_id.startswith("operations.") or chosen.expected is None or missed <= 1:
+            return None
+        if self.case.workload.latency is None and not _surely_misses(estimate_candidate(chosen, self.case)):
+            return None
+        timely = [
+            found
+            for engine in self._list_suitable(chosen)
+            if isinstance(found := self.get_candidate(engine), EngineCandidate)
+            and found.expected is not None
+            and get_standing(found, self.case).missed == 0
+            and found.settings.kv_type in ("16-bit", chosen.settings.kv_type)
+        ]
+        if not timely:
+            return None
+        best = min(timely, key=lambda one: (get_standing(one, self.case).group, -estimate_speed(one)))
+        text = f"{best.engine.name} meets the latency targets; {chosen.engine.name}, the choice of {rule_id}, "
+        text += explain_loss(chosen, best, self.case)
+        return best, Reason(rule=TIMELY[0], text=text, source=TIMELY[1])
+
+    def _list_suitable(self, chosen: EngineCandidate) -> list[Engine]:
+        """Other engines without a doubt that a rule names for this case, or that are worth measuring if it is asked."""
+        case = self.case
+        named = [
+            name for rule in PICKS if rule.id != LAST_RESORT and (pick := rule.says(case)) for name in pick.engines
+        ]
+        if case.workload.latency is not None or case.has_pre_turing_cards:
+            named += [
+                name for rule in CHALLENGES if rule.says(case, chosen.engine.id) is not None for name in rule.engines
+            ]
+        engines = [self.engines[name] for name in dict.fromkeys(named) if name in self.engines]
+        return [
+            engine
+            for engine in engines
+            if engine is not chosen.engine
+            and find_doubt(engine, case) is None
+            and not self._leaves_gpu_idle(engine.find_target(case.hardware))
+        ]
 
     def _find_first_able(self, picked: Pick) -> EngineCandidate | None:
         for engine_id in picked.engines:
@@ -335,18 +478,62 @@ class EngineSearch:
                 continue
             holds = found.max_concurrency >= self.case.in_flight
             if holds or not picked.holding or engine_id == picked.engines[-1]:
+                return self._find_fetching(picked, found) or found
+        return None
+
+    def _find_fetching(self, picked: Pick, chosen: EngineCandidate) -> EngineCandidate | None:
+        """A later engine of the same rule that fetches published weights.
+
+        It is preferred if the chosen engine has a long conversion, or avoids one by weights with clearly fewer bits.
+        """
+        converts = compute_conversion_s(chosen, self.case) >= LONG_CONVERSION_S
+        if not converts and chosen.weights.published is None:
+            return None
+        own = get_standing(chosen, self.case)
+        for engine_id in picked.engines[picked.engines.index(chosen.engine.id) + 1 :]:
+            engine = self.engines.get(engine_id)
+            found = self.get_candidate(engine) if engine is not None else None
+            if not isinstance(found, EngineCandidate) or found.weights.published is None:
+                continue
+            # A conversion is worth its time only if the targets are missed clearly without it.
+            if get_standing(found, self.case).missed > own.missed + converts:
+                continue
+            if not converts and chosen.nominal_bits >= FETCHED_SHARE * min(found.nominal_bits, PRECISE_BITS):
+                continue
+            holds = found.max_concurrency >= min(self.case.in_flight, chosen.max_concurrency)
+            faithful = found.nominal_bits >= min(chosen.nominal_bits, EVERYDAY_BITS)
+            # With some layers in RAM it may still be fast enough, and more faithful than a conversion that fits.
+            quick = found.fit.offload is None or (converts and get_standing(found, self.case).missed <= own.missed)
+            if holds and faithful and quick and not self._leaves_gpu_idle(found.target):
                 return found
         return None
 
+    def _describe_skipped(self, picked: Pick, found: EngineCandidate) -> str:
+        """Why an earlier engine of the rule was not chosen: a long conversion, or published weights of fewer bits."""
+        if found.weights.published is None:
+            return ""
+        for engine_id in picked.engines[: picked.engines.index(found.engine.id)]:
+            other = self._found.get(engine_id)
+            if not isinstance(other, EngineCandidate):
+                continue
+            name = other.engine.name
+            if (took := compute_conversion_s(other, self.case)) >= LONG_CONVERSION_S:
+                return f"; {name} would first convert the weights for about {format_seconds(took)}"
+            if other.weights.published is not None:
+                return f"; the published weights for {name} have {other.nominal_bits:g} bits"
+        return ""
+
     def _leaves_gpu_idle(self, target: ComputeTarget | None) -> bool:
-        """Whether an engine on this target uses the CPU although another engine would use the GPU."""
+        """Whether an engine on this target uses the CPU of a machine with accelerators.
+
+        It is chosen only where it is requested, or where the engines that use the accelerators cannot be installed.
+        """
         on_cpu = target is not None and target.device == "cpu"
-        if self.installable or not on_cpu or not self.case.hardware.accelerators:
-            return False
-        return any(
-            (target := engine.find_target(self.case.hardware)) is not None and target.device != "cpu"
-            for engine in self.engines.values()
-        )
+        return on_cpu and not self.installable and bool(self.case.hardware.accelerators)
+
+    def _uses_accelerators(self, engine: str) -> bool:
+        target = self.engines[engine].find_target(self.case.hardware)
+        return target is not None and target.device != "cpu"
 
     def _find_better(self, chosen: EngineCandidate) -> tuple[EngineCandidate, Reason] | None:
         """The engine that a measurement on this machine shows to be better; it takes precedence over the rules."""
@@ -373,9 +560,9 @@ class EngineSearch:
         ):
             if self.installable and not _can_install(engine, self.case.hardware):
                 return None
-            found = choose_candidate(
-                engine, replace(self.case, model=folder), self.evidence, installable=self.installable
-            )
+            case = replace(self.case, model=folder)
+            listed = list_candidates(engine, case, self.evidence, installable=self.installable)
+            found = self._choose_candidate(engine, listed, case)
             found = replace(found, unpacks=True) if isinstance(found, EngineCandidate) else found
         same = isinstance(found, EngineCandidate) and found.quantization == better.made_into
         return found if isinstance(found, EngineCandidate) and same else None
@@ -394,6 +581,7 @@ class EngineSearch:
         refused.sort(
             key=lambda refusal: (
                 asked is None or refusal.engine != asked.id,
+                chosen is not None or not self._uses_accelerators(refusal.engine),
                 chosen is not None or refusal.shortage is None or not load_engines()[refusal.engine].offloads,
                 chosen is not None or refusal.shortage is None,
             )
@@ -412,7 +600,7 @@ class EngineSearch:
                 f"({better.source})",
                 f"a new comparison shows the opposite: {again}",
             )
-        if refusal := engine.refuse(case.hardware, case.model, case.workload):
+        if refusal := refuse_model(engine, case):
             return refusal
         doubt = find_doubt(engine, case)
         if doubt is not None and chosen is not None:
@@ -424,39 +612,78 @@ class EngineSearch:
             return engine.make_refusal(doubt.kind, doubt.why, doubt.hint)
         if isinstance(found, Refusal) or self._leaves_gpu_idle(found.target):
             return engine.make_refusal(
-                "unsuitable", "would run on the CPU here and leave the GPU idle", engine.strength
+                "unsuitable", "would run on the CPU here and leave the accelerators idle", engine.strength
             )
         if chosen is None:
             return engine.make_refusal("outranked", "another engine was requested", engine.strength)
         for rule in CHALLENGES:
             if engine.id in rule.engines and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
-        return engine.make_refusal(
-            "outranked", f"{chosen.engine.name} is better suited to this machine", engine.strength
-        )
+        why = f"{chosen.engine.name} is better suited to this machine"
+        own, best = get_standing(found, case), get_standing(chosen, case)
+        if is_comparable(found, chosen) and found.expected is not None and own.speed > MARGIN * best.speed:
+            rates = f"{format_figure(own.speed)} tok/s with {found.quantization} instead of {format_figure(best.speed)}"
+            why += f": {rates}, but {explain_loss(found, chosen, case)}"
+        return engine.make_refusal("outranked", why, engine.strength)
 
-    def _choose_orchestrator(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
+    def _choose_orchestrator(self, nodes: int, layout: Parallelism) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
+                if picked.engines == ("ray",) and layout.attention_data > 1:
+                    return KUBERNETES, (self._explain_ranks(nodes),)
                 return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
         return None, ()
 
-    def _list_hints(self, asked: Engine | None) -> tuple[str, ...]:
+    def _explain_ranks(self, nodes: int) -> Reason:
+        rule = next(rule for rule in ORCHESTRATION if rule.id == f"orchestrate.{KUBERNETES}")
+        text = f"{nodes} nodes: a LeaderWorkerSet starts the ranks of attention replicas, which files for Ray do not"
+        return Reason(rule=rule.id, text=text, source=rule.citation)
+
+    def _find_raised_limit(self, chosen: EngineCandidate | None) -> tuple[Hint, ...]:
+        """The limit on shared memory with which more faithful weights would be chosen, of the same engine or of any."""
+        machine = raise_limit(self.case.hardware)
+        if machine is None or (chosen is not None and chosen.nominal_bits >= PRECISE_BITS):
+            return ()
+        search = EngineSearch(replace(self.case, hardware=machine), self.evidence, self.installable, self.engines)
+        for engine in (chosen.engine,) if chosen is not None else self.engines.values():
+            found = search.get_candidate(engine)
+            if isinstance(found, Refusal) or not found.hardware.accelerators:
+                continue
+            if chosen is None or classify_fidelity(found, search.case) < classify_fidelity(chosen, self.case):
+                before, after = (one.accelerators[0].wired_limit_bytes for one in (self.case.hardware, machine))
+                return (
+                    Hint(
+                        kind="memory-limit",
+                        device=machine.accelerators[0].vendor,
+                        quantization=found.quantization,
+                        limit_bytes=round(before.value) if before is not None else None,
+                        raised_bytes=round(after.value) if after is not None else None,
+                    ),
+                )
+        return ()
+
+    def _list_remedies(self, asked: Engine | None) -> tuple[Hint, ...]:
         """What would make the model fit; engines that offload come first, because they need the least memory."""
         engines = [asked] if asked is not None else sorted(self.engines.values(), key=lambda one: not one.offloads)
+        if asked is None:
+            engines = [one for one in engines if not self._leaves_gpu_idle(one.find_target(self.case.hardware))]
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         remedies = next((refusal.remedies for refusal in tried if refusal.remedies), ())
-        return tuple(map(describe_remedy, remedies))
+        return tuple(Hint(kind="would-fit", remedy=remedy) for remedy in remedies)
+
+
+def _warn_of_few_bits(chosen: EngineCandidate) -> tuple[Hint, ...]:
+    """A warning if bedplate chose weights of fewer than 4 bits."""
+    if not chosen.weights.is_chosen or chosen.nominal_bits + ROUNDED_OFF >= EVERYDAY_BITS:
+        return ()
+    return (Hint(kind="few-bits", quantization=chosen.quantization),)
 
 
 def _count_nodes(chosen: EngineCandidate) -> int:
-    """The number of hosts that the layout uses. A rack whose GPUs share links still has many hosts."""
+    """The number of hosts that the layout uses."""
     if not chosen.hardware.accelerators:
         return 1
-    chip, each = chosen.target.chip, chosen.hardware.cards_per_node
-    if chip is not None and chip.per_host is not None:
-        each = min(each, chip.per_host)
-    return -(-chosen.cards // max(1, each))
+    return -(-chosen.cards // count_host_cards(chosen.hardware, chosen.engine))
 
 
 def _can_install(engine: Engine, hardware: Hardware) -> bool:
@@ -468,7 +695,13 @@ def _can_install(engine: Engine, hardware: Hardware) -> bool:
 
 
 def find_doubt(engine: Engine, case: DecisionCase) -> Doubt | None:
-    return next((doubt for rule in DOUBTS if engine.id in rule.engines and (doubt := rule.says(case))), None)
+    found = find_doubt_rule(engine, case)
+    return found[1] if found is not None else None
+
+
+def find_doubt_rule(engine: Engine, case: DecisionCase) -> tuple[DecisionRule[[DecisionCase], Doubt], Doubt] | None:
+    """The first rule that doubts this engine, and what it says."""
+    return next(((rule, doubt) for rule in DOUBTS if engine.id in rule.engines and (doubt := rule.says(case))), None)
 
 
 def _refuse_too_long(case: DecisionCase) -> Decision:
@@ -486,5 +719,5 @@ def _refuse_too_long(case: DecisionCase) -> Decision:
         max_concurrency=0,
         in_flight=case.in_flight,
         refused=tuple(engine.make_refusal("impossible", why) for engine in load_engines().values()),
-        hints=(f"a context of at most {model.max_context:,} tokens (--context)", "a model with a longer context"),
+        hint_details=(Hint(kind="would-fit", most_tokens=model.max_context),),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bedplate.engines import load_engines
-from bedplate.engines.base import DEVICES
+from bedplate.engines.base import DEVICES, get_card_family
 from bedplate.facts.known_models import apply_label, look_up_model
 from bedplate.values import Hardware, Model, Settings, Workload, replace_fields
 from bedplate.values.agreement import Agreement
@@ -114,12 +114,13 @@ def _judge_verdicts(
     verdicts: Sequence[Verdict], engine: str, quantization: str | None, work: Workload
 ) -> Iterator[tuple[str, BetterEngine | None]]:
     """The newest verdict on each challenger; `None`: there is no reason to migrate to it."""
-    seen = set()
+    seen: set[str] = set()
     for verdict in verdicts:
         a, b = verdict.a, verdict.b
         near = _find_nearest(verdict.effects, work)
         # If the faster engine depends on the load, the results for the requested load are better evidence.
-        if a.engine != engine or b.engine in seen or near is None or verdict.constraint == "load":
+        # A verdict on two versions of one engine is no reason to choose another engine.
+        if a.engine != engine or b.engine in (engine, *seen) or near is None or verdict.constraint == "load":
             continue
         if not _has_same_weights(verdict, quantization):
             continue
@@ -314,7 +315,7 @@ def calibrate(ratios: Sequence[SpeedRatio]) -> dict[Measured, Calibration]:
 
 
 def _guess_device(hardware: Hardware) -> Device:
-    return DEVICES.get(hardware.accelerators[0].vendor, "cpu") if hardware.accelerators else "cpu"
+    return DEVICES.get(get_card_family(hardware.accelerators[0]), "cpu") if hardware.accelerators else "cpu"
 
 
 def _get_model(result: Result, models: Sequence[Model]) -> Model | None:

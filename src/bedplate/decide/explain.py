@@ -6,21 +6,24 @@ from collections.abc import Callable, Sequence
 
 from bedplate.decide.apply_tuning import describe_tuning, use_measured_figures
 from bedplate.decide.candidates import (
-    COMFORT_TPOT_S,
     PRECISE_BITS,
     ROUNDED_OFF,
     SERVER_EFFORT,
     EngineCandidate,
-    meets_targets,
+    compute_conversion_s,
+    make_candidate,
 )
 from bedplate.decide.case import DecisionCase
 from bedplate.decide.estimate import to_estimate
 from bedplate.decide.evidence import MachineEvidence
+from bedplate.decide.layouts import LARGE_MIXTURE
+from bedplate.decide.order import explain_loss
 from bedplate.decide.rules import DecisionRule
+from bedplate.decide.targets import meets_targets
 from bedplate.engines.base import SIXTEEN_BIT
-from bedplate.values import Estimate, Figure, Reason, replace_fields
+from bedplate.values import Estimate, Figure, Parallelism, Reason, replace_fields
 from bedplate.values.cost import compute_cost_per_million
-from bedplate.values.units import format_figure
+from bedplate.values.units import format_figure, format_seconds, format_size
 from bedplate.values.units import format_memory as as_memory
 
 
@@ -56,7 +59,7 @@ def _make_figure(ends: Sequence[float | None], source: str) -> Figure | None:
 
 def _estimate_memory_gb(candidate: EngineCandidate) -> Figure:
     fullest = max(candidate.fit.devices, key=lambda need: need.total_bytes)
-    fixed = fullest.weights_bytes + fullest.kv_bytes
+    fixed = fullest.weights_bytes + fullest.kv_bytes + fullest.adapter_bytes
     parts = (fullest.activation_bytes, fullest.overhead_bytes)
     value, low, high = ((fixed + sum(getattr(part, end) for part in parts)) / 1e9 for end in ("value", "low", "high"))
     return Figure(value=value, low=low, high=high, basis="estimate", source=fullest.overhead_bytes.source)
@@ -109,7 +112,7 @@ def explain_split(candidate: EngineCandidate, case: DecisionCase, evidence: Mach
 @add_reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
 def explain_fp8(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """FP8 weights on a chip with FP8 units; on other chips, if 16-bit weights leave too little memory for requests."""
-    if candidate.weights.label != "FP8" or candidate.weights.made == "as it is":
+    if candidate.weights.label != "FP8" or not candidate.weights.is_chosen:
         return None
     units = "fp8" in candidate.target.features
     return "FP8 units on this chip: half the bytes to read" if units else "FP8 weights: half the bytes to read"
@@ -120,14 +123,14 @@ def explain_fp4(candidate: EngineCandidate, case: DecisionCase, evidence: Machin
     """FP4 weights on a chip with FP4 units, if 8-bit weights leave too little memory for the requests."""
     label = candidate.weights.label
     # Weights that are published in FP4 keep their type, also in another format and on chips without FP4 units.
-    if label not in ("NVFP4", "MXFP4") or candidate.weights.made == "as it is" or label == case.model.quantization:
+    if label not in ("NVFP4", "MXFP4") or not candidate.weights.is_chosen or label == case.model.quantization:
         return None
     return "FP4 units on this chip; 8-bit weights leave too little memory for all requests"
 
 
 @add_reason("quant.none", 'landscape "anything where precision matters at the decimal level"')
 def explain_unquantized(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
-    """16-bit weights, if they fit and the workload is precision-sensitive or fewer bits bring no gain."""
+    """16-bit weights, if they fit and meet the latency targets, or the workload is precision-sensitive."""
     weights = candidate.weights
     if weights.label not in SIXTEEN_BIT:
         return None
@@ -151,41 +154,130 @@ def explain_stored_bits(candidate: EngineCandidate, case: DecisionCase, evidence
 
 @add_reason("quant.fit", 'landscape "for text generation, 4-bit quantization is often acceptable"')
 def explain_quantization(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
-    """The weights with the most bits that fit and are faster than reading speed; below 4 bits if nothing else fits."""
+    """The weights with the most bits that fit and meet the latency targets; below 4 bits if nothing else fits."""
     label = candidate.weights.label
-    if candidate.weights.made == "as it is" or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4"):
+    if not candidate.weights.is_chosen or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4", case.model.quantization):
         return None
     return f"{label}, {candidate.bits:.1f} bits per weight: {_explain_bits(candidate, case)}"
 
 
 def _explain_bits(candidate: EngineCandidate, case: DecisionCase) -> str:
-    """The criterion that `candidates` preferred these weights by."""
-    expected = candidate.expected
+    """The criterion by which the order preferred these weights."""
     if candidate.max_concurrency < case.in_flight:
         return "the most bits that leave memory for about as many concurrent requests as any other"
-    if case.workload.precision_sensitive or candidate.engine.effort >= SERVER_EFFORT:
-        return "the most bits that fit"
-    if expected is None:
+    if candidate.expected is None:
+        if case.workload.precision_sensitive or candidate.engine.effort >= SERVER_EFFORT:
+            return "the most bits that fit"
         return "the fewest bits that suffice for text; the speed cannot be predicted"
-    if expected.tpot_s <= COMFORT_TPOT_S or meets_targets(candidate, case):
-        return "the most bits that fit and are faster than reading speed"
-    return "the fastest that fit; none are faster than reading speed"
+    if meets_targets(candidate, case):
+        return "the most bits that fit and meet the latency targets"
+    return "none meet the latency targets, and these come closest"
+
+
+@add_reason("quant.published", "docs/published-weights.md: the source of each entry")
+def explain_published(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """Weights that are published in the planned quantization are fetched: nothing is converted on this machine."""
+    published = candidate.weights.published
+    if published is None:
+        return None
+    what = (
+        f", file {published.file}" if published.file else f", branch {published.revision}" if published.revision else ""
+    )
+    about = "" if published.size_basis == "reported" else "about "
+    instead = _describe_conversion(candidate, case)
+    return f"fetch {published.repository}{what}, {about}{format_size(published.size_bytes)}{instead}"
+
+
+def _describe_conversion(candidate: EngineCandidate, case: DecisionCase) -> str:
+    """The effort that the published weights save; empty if the engine has no conversion to the same bits."""
+    engine, made = candidate.engine, candidate.weights
+    others = engine.list_weights(candidate.target, case.model, case.workload)
+    same = [one for one in others if one.made == "converted" and one.format == made.format]
+    if not same:
+        saved = case.model.weight_bytes - candidate.model.weight_bytes
+        return f" instead of the original's {format_size(case.model.weight_bytes)}" if saved > 0 else ""
+    nearest = min(same, key=lambda one: one.label.upper() != made.label.upper().replace(" ", ""))
+    seconds = compute_conversion_s(candidate, case, nearest)
+    return (
+        f" instead of a conversion: {format_size(case.model.weight_bytes)} to download, about "
+        f"{format_seconds(seconds)} to convert"
+    )
+
+
+@add_reason("cache.8bit", "physics: half the bytes of a 16-bit cache")
+def explain_cache_type(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """An 8-bit KV cache, only if a 16-bit one does not fit, holds too few requests, or misses the TPOT target."""
+    wide = candidate.sixteen_bit
+    if wide is None:
+        return None
+    if not wide.fit.fits or wide.fit.offload is not None:
+        instead = f"a 16-bit cache of {wide.settings.context_tokens:,} tokens does not fit in addition to the weights"
+    elif wide.usual_concurrency < case.in_flight:
+        instead = f"a 16-bit cache would hold {wide.usual_concurrency:,}"
+    else:
+        took = wide.expected.tpot_s * 1000 if wide.expected is not None else 0.0
+        instead = f"TPOT would be {format_figure(took)} ms with a 16-bit cache"
+    holds = min(candidate.usual_concurrency, case.in_flight)
+    return f"8-bit KV cache, for {holds:,} of {case.in_flight:,} concurrent requests: {instead}"
+
+
+@add_reason("adapters.resident", "physics: rank × widths of the linear layers × layers")
+def explain_adapters(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """How many LoRA adapters are in memory, for which rank, how large they are, and how a request names one."""
+    engine, count = candidate.engine, len(case.workload.adapters)
+    if not count or engine.adapters is None:
+        return None
+    resident, rank = engine.count_resident_adapters(case.workload), engine.choose_adapter_rank(case.workload)
+    listed = case.workload.lora_adapters
+    assumed = isinstance(listed, int) or all(one.rank is None for one in case.workload.adapters)
+    size = sum(need.adapter_bytes * need.count for need in candidate.fit.devices)
+    plural = "adapter" if count == 1 else "adapters"
+    held = (
+        f"{count} LoRA {plural}"
+        if resident >= count
+        else f"{resident} of {count} LoRA adapters, the others on the host"
+    )
+    apart = "" if engine.adapters.mixes or count == 1 else "; requests for different adapters do not share a batch"
+    return (
+        f"{held}, rank {rank}{' (assumed)' if assumed else ''}: {as_memory(size)} for all linear layers; "
+        f"{engine.adapters.use}{apart}"
+    )
+
+
+@add_reason("vision.images", "physics: the patches of an image, divided by those that become one token")
+def explain_images(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """The memory of a vision encoder in a file of its own, and how many images the context holds."""
+    projector = case.model.projector
+    if projector is None or not candidate.engine.reads_projectors:
+        return None
+    limit = "the tokens of an image depend on its size"
+    context = case.workload.context_tokens or case.model.max_context
+    if projector.image_tokens and context:
+        most = context // projector.image_tokens
+        limit = f"an image takes {projector.image_tokens:,} tokens, so {context:,} tokens hold at most {most:,}"
+    size = as_memory(projector.weight_bytes + projector.activation_bytes)
+    return f"images: the vision encoder takes {size} with the image that it computes; {limit}"
 
 
 @add_reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def explain_tensor(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Tensor parallelism only over fast links, or over a few GPUs of one machine."""
-    size = candidate.layout.tensor
+    size = candidate.layout.tensor // candidate.layout.attention_data
     return f"tensor parallelism over {size} GPUs with fast links or in one machine" if size > 1 else None
 
 
-@add_reason("layout.attention", "physics: a latent cache has no heads to divide")
+@add_reason("layout.attention", "physics: a rank stores whole KV heads, and a latent cache has no heads to divide")
 def explain_attention(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
-    """Attention data parallelism for a latent KV cache: tensor ranks would each store the whole cache."""
-    size = candidate.layout.attention_data
+    """Attention data parallelism for a mixture of experts: the groups have separate requests, and share the experts."""
+    size, model = candidate.layout.attention_data, candidate.model
     if size <= 1:
         return None
-    return f"attention data parallelism over {size} ranks: a latent KV cache cannot be divided among tensor ranks"
+    why = "each has its own requests, and all share the experts"
+    if model.kv_lora_rank is not None:
+        why = "a latent KV cache cannot be divided among tensor ranks"
+    elif model.num_kv_heads and model.num_kv_heads < candidate.layout.tensor:
+        why = f"{model.num_kv_heads} KV heads cannot be divided among {candidate.layout.tensor} ranks without copies"
+    return f"attention data parallelism over {size} ranks: {why}"
 
 
 @add_reason("layout.expert", 'cheat-sheet "expert parallel for MoE"')
@@ -193,6 +285,27 @@ def explain_expert(candidate: EngineCandidate, case: DecisionCase, evidence: Mac
     """Expert parallelism: each GPU holds whole experts, and a token is sent to the GPUs that hold its experts."""
     size = candidate.layout.expert
     return f"expert parallelism: whole experts, distributed over {size} GPUs" if size > 1 else None
+
+
+@add_reason("layout.mixture", "physics: ranks with whole experts read each of them once for the requests of all")
+def explain_mixture(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """A large mixture usually has data parallel attention with expert parallelism; why another layout is planned."""
+    engine, model, layout = candidate.engine, candidate.model, candidate.layout
+    is_large = model.parameters >= LARGE_MIXTURE and layout.tensor > 1
+    if not model.num_experts or not is_large or layout.attention_data > 1 or "attention_data" not in engine.ways:
+        return None
+    most = layout.tensor * layout.pipeline * layout.data
+    usual = Parallelism(tensor=most, expert=most, attention_data=most)
+    if model.num_experts % most or not engine.accepts_layout(model, usual, 1):
+        return None
+    other = make_candidate(engine, candidate.target, candidate.weights, model, usual, case, evidence)
+    if not other.fit.fits:
+        why = "it does not fit, because every GPU has all attention weights"
+    elif candidate.expected is None or other.expected is None:
+        return None
+    else:
+        why = explain_loss(other, candidate, case)
+    return f"no data parallel attention with expert parallelism over {most} GPUs: {why}"
 
 
 @add_reason("layout.pipeline", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')

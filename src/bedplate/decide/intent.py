@@ -18,7 +18,7 @@ from bedplate.values.hardware import Hardware
 from bedplate.values.intent import DeployTarget, Intent, NodePool, Operations, PlatformTenant, Service
 from bedplate.values.record import R, from_json
 from bedplate.values.units import parse_duration
-from bedplate.values.workload import LatencyTarget, Workload
+from bedplate.values.workload import LatencyTarget, LoraAdapter, Workload
 
 MAX_CHARACTERS = 256 * 1024
 MAX_NUMBER = 2**53
@@ -28,6 +28,14 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": DeployTarget,
 }  # fmt: skip
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": NodePool, "services": Service, "tenants": PlatformTenant}
+ITEMS: dict[str, type[msgspec.Struct]] = {"lora_adapters": LoraAdapter}
+"""Lists inside of a section."""
+_REMOTE_FIELDS = ("key_env", "share", "price_per_million_tokens")
+_LOCAL_FIELDS: dict[str, object] = {
+    "workload": {"origin": "default"}, "operations": None, "pool": None, "engine": None, "replicas": 1, "ttl": None,
+    "preload": False,
+}  # fmt: skip
+"""Fields of services that run here, with the values that mean nothing was given."""
 CHIPS = ("hardware", "accelerator", "cpu")
 """Fields that may hold the name of a chip."""
 ALIASES = {"context": "context_tokens"}
@@ -178,6 +186,16 @@ def resolve_hardware(intent: Intent) -> Hardware:
     return make_simulated_hardware(named)
 
 
+def names_hardware(text: str) -> bool:
+    """Whether the text names hypothetical hardware with an accelerator, such as 8 H100 SXM."""
+    from bedplate.facts.hypothetical import make_simulated_hardware
+
+    try:
+        return bool(make_simulated_hardware({"accelerator": text}).accelerators)
+    except UsageError:
+        return False
+
+
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -319,7 +337,7 @@ def _join_choices(words: Iterable[str]) -> str:
 def _find_record(path: str) -> type[msgspec.Struct]:
     """The record type of the fields under this path."""
     last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
-    return SECTIONS.get(last) or LISTS.get(last) or Intent
+    return SECTIONS.get(last) or LISTS.get(last) or ITEMS.get(last) or Intent
 
 
 def _list_choices(path: str) -> list[str]:
@@ -384,6 +402,7 @@ def _check_contradictions(intent: Intent, given: dict[str, Any], place: _FieldLo
     _check_work("workload", intent.workload, given.get("workload", {}), intent.model, place)
     for index, service in enumerate(intent.services):
         path, raw = f"services[{index}]", given["services"][index]
+        _check_endpoint(path, raw, place)
         _check_work(f"{path}.workload", service.workload, raw.get("workload", {}), service.model, place)
         _check_ttl(f"{path}.ttl", service.ttl, place)
         _check_reference(f"{path}.pool", service.pool, [pool.name for pool in intent.pools], place)
@@ -392,7 +411,8 @@ def _check_contradictions(intent: Intent, given: dict[str, Any], place: _FieldLo
     for index, pool in enumerate(intent.pools):
         _check_pool(f"pools[{index}]", pool, place)
     for field in LISTS:
-        _check_names(field, [item.name for item in getattr(intent, field)], place)
+        items = [one for one in getattr(intent, field) if getattr(one, "url", None) is None]
+        _check_names(field, [item.name for item in items], place)
     if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
         raise place.make_error("tenants", f"the shares add up to {shares:.0%}, which is more than 100%")
     if intent.pools and not intent.services:
@@ -407,6 +427,19 @@ def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, p
         raise place.make_error(f"{path}.shared_prefix_tokens", what)
     if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
         raise place.make_error(f"{path}.task", f"is {work.task}, but the model's own task is {model['task']}")
+    names = [adapter.served_name for adapter in work.adapters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        at = f"{path}.lora_adapters[{names.index(twice)}]"
+        raise place.make_error(at, f"two adapters are named {twice}", hint="give each a name: {path: …, name: …}")
+
+
+def _check_endpoint(path: str, raw: dict[str, Any], place: _FieldLocations) -> None:
+    """A service is a model for this machine, or an endpoint elsewhere with `url`."""
+    if "url" not in raw:
+        if field := next((one for one in _REMOTE_FIELDS if one in raw), None):
+            raise place.make_error(f"{path}.{field}", "needs url: it describes an endpoint elsewhere")
+    elif field := next((one for one in raw if one in _LOCAL_FIELDS and raw[one] != _LOCAL_FIELDS[one]), None):
+        raise place.make_error(f"{path}.{field}", "cannot be combined with url: the model runs elsewhere")
 
 
 def _check_ttl(path: str, ttl: str | float | None, place: _FieldLocations) -> None:

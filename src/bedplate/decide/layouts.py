@@ -10,9 +10,13 @@ from bedplate.values import Hardware, Model, Parallelism
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 72)
 FAST_LINKS = frozenset(["nvlink", "xgmi"])
+LEAST_GROUP = 4
+"""Cards from which on attention replicas share experts: two cards have two replicas, or tensor parallelism."""
 PCIE_TENSOR_CARDS = 4
 """Over PCIe, tensor parallelism on more cards costs more than it saves; pipelines exchange data once per stage."""
 MOST_PIPELINE = 32
+LARGE_MIXTURE = 100e9
+"""Parameters of mixtures for which recipes name data parallel attention; smaller ones have replicas instead."""
 
 
 def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
@@ -23,24 +27,38 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
         yield Parallelism()
         return
     node, fast = min(hardware.cards_per_node, cards), count_fast_cards(hardware)
+    if target.chip is not None and target.chip.kind == "accelerator" and target.chip.link is not None:
+        fast = max(fast, target.chip.link.domain)  # Gaudi's own network
     each_host = min(node, (target.chip.per_host if target.chip is not None else None) or node)
-    distributes = type(engine).launch_on_node is not Engine.launch_on_node
     for tensor in TENSOR_SIZES:
-        if tensor > node or (tensor > 1 and "tensor" not in engine.ways) or not can_divide(model, tensor):
+        if tensor > cards or (tensor > 1 and "tensor" not in engine.ways):
             continue
-        if tensor > max(PCIE_TENSOR_CARDS, fast):
+        if tensor > max(PCIE_TENSOR_CARDS, fast) and not (tensor > node and fast >= node and tensor % node == 0):
             continue
-        for pipeline in _list_stages(engine, model, tensor, node, cards, fast):
-            for expert, attention in _list_expert_ways(engine, model, tensor):
-                most = cards // (tensor * pipeline) if "data" in engine.ways else 1
+        ways = [
+            (expert, attention)
+            for expert, attention in _list_expert_ways(engine, model, tensor, node, cards)
+            # One attention replica is in one node; only the experts may be distributed over several.
+            if tensor // attention <= node and can_divide(model, tensor // attention)
+        ]
+        for pipeline in _list_stages(engine, model, tensor, node, cards, fast) if ways else ():
+            most = cards // (tensor * pipeline) if "data" in engine.ways else 1
+            for expert, attention in ways:
+                if pipeline > 1 and 1 < attention < tensor:
+                    continue
                 for data in _list_replicas(most):
                     layout = Parallelism(
                         tensor=tensor, pipeline=pipeline, data=data, expert=expert, attention_data=attention
                     )
                     # Replicas are started separately; one of them may need several hosts.
                     hosts = -(-tensor * pipeline // each_host)
-                    if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or distributes):
+                    if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or can_distribute(engine)):
                         yield layout
+
+
+def can_distribute(engine: Engine) -> bool:
+    """Whether it has a launch for a model on several nodes."""
+    return type(engine).launch_on_node is not Engine.launch_on_node
 
 
 def can_divide(model: Model, tensor: int) -> bool:
@@ -90,16 +108,24 @@ def _list_stages(engine: Engine, model: Model, tensor: int, node: int, cards: in
     return tuple(sorted(size for size in sizes if size <= max(1, most)))
 
 
-def _list_expert_ways(engine: Engine, model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
+def _list_expert_ways(engine: Engine, model: Model, tensor: int, node: int, cards: int) -> tuple[tuple[int, int], ...]:
     """(expert ranks, attention replicas) for this many tensor ranks."""
     found: list[tuple[int, int]] = []
     if not model.num_experts or tensor == 1 or can_divide_experts(model, tensor):
         found.append((1, 1))
     if model.num_experts and tensor > 1 and "expert" in engine.ways and model.num_experts % tensor == 0:
         found.append((tensor, 1))
-        if "attention_data" in engine.ways and model.kv_lora_rank is not None:
-            # Each tensor rank would store the whole latent cache; attention replicas store only their own requests'.
-            found.append((tensor, tensor))
+        if "attention_data" in engine.ways:
+            # A tensor rank stores the whole latent cache, or a copy of a KV head if there are fewer heads than ranks;
+            # attention replicas store only the cache of their own requests.
+            sizes: tuple[int, ...] = (tensor,) if model.kv_lora_rank is not None else ()
+            # In a fleet, groups are whole nodes: fewer layouts to search.
+            least = LEAST_GROUP if cards <= node else node
+            if model.parameters >= LARGE_MIXTURE and least <= tensor <= node:
+                sizes = _list_replicas(tensor)[1:]
+            elif model.parameters >= LARGE_MIXTURE and tensor > node:
+                sizes = sizes or tuple(dict.fromkeys((tensor // node, tensor)))
+            found += [(tensor, size) for size in sizes if tensor % size == 0]
     return tuple(found)
 
 

@@ -41,7 +41,7 @@ def solve_load(workload: Workload, estimate_request_s: RequestTime, most: int) -
         in_flight = follows if low < follows < high else (low + high) // 2
 
 
-def solve_candidate_load(candidate: EngineCandidate, case: DecisionCase, factor: float) -> RequestLoad:
+def solve_candidate_load(candidate: EngineCandidate, case: DecisionCase) -> RequestLoad:
     """The load of the case's workload on one engine, layout and weights."""
     layout, workload = candidate.layout, case.workload
     most = max(1, candidate.max_concurrency)
@@ -50,7 +50,7 @@ def solve_candidate_load(candidate: EngineCandidate, case: DecisionCase, factor:
         expected = compute_expectation(
             candidate.hardware, candidate.model, candidate.engine.id, layout,
             replace_fields(workload, concurrency=in_flight), slots=max(1, -(-min(in_flight, most) // layout.data)),
-            offload=candidate.fit.offload, factor=factor,
+            offload=candidate.fit.offload, factor=candidate.factor, kv_bits=candidate.kv_bits,
         )  # fmt: skip
         return sum_request_s(expected, workload)
 

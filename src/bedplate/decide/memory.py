@@ -9,8 +9,10 @@ from bedplate.engines import Engine
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import RESERVED_SHARE, find_cards
 from bedplate.errors import UsageError
+from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.facts.known_models import apply_label
 from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, make_estimate
+from bedplate.values.decision import CacheType
 from bedplate.values.fit import DeviceNeed, Fit, Offload
 
 MOST_SLOTS = 65536
@@ -26,16 +28,19 @@ def fit(
     quantization: str | None = None,
     parallelism: Parallelism | None = None,
     settings: Settings | None = None,
+    kv_type: CacheType | None = None,
 ) -> Fit:
     """The memory that this layout needs on each device. `quantization` replaces the model's quantization.
 
-    The cache is for the slots and context of `settings` or, without them, for the requests of the workload.
+    The cache is for the slots and context of `settings` or, without them, for the requests of the workload. It has the
+    type of `kv_type`, or else of `settings`.
     """
     chosen = engine_by_id(engine) if isinstance(engine, str) else engine
     layout = parallelism or Parallelism()
     weights = apply_label(model, quantization) if quantization is not None else model
     cards = select_cards(hardware, chosen, layout) if settings is None or settings.device != "cpu" else ()
-    asked = MemoryDemand.from_workload(chosen, workload, settings)
+    stored = kv_type or (settings.kv_type if settings is not None else "16-bit")
+    asked = MemoryDemand.from_workload(chosen, workload, settings, stored)
     if not cards:
         if layout != Parallelism():
             raise UsageError("the layout divides the model among accelerators, but the machine has none")
@@ -57,25 +62,40 @@ class MemoryDemand:
     ceiling: int
     shared_tokens: int = 0
     """Prompt tokens that are cached once for all requests: requests with the same prefix share cache blocks."""
+    adapters: int = 0
+    """LoRA adapters in the memory of the devices."""
+    adapter_rank: int = 0
+    kv_type: CacheType = "16-bit"
 
     @classmethod
-    def from_workload(cls, engine: Engine, workload: Workload, settings: Settings | None) -> MemoryDemand:
+    def from_workload(
+        cls, engine: Engine, workload: Workload, settings: Settings | None, kv_type: CacheType = "16-bit"
+    ) -> MemoryDemand:
         ceiling = engine.max_slots or MOST_SLOTS
         shared = min(workload.shared_prefix_tokens, workload.prompt_tokens) if engine.paged else 0
+        lora = (engine.count_resident_adapters(workload), engine.choose_adapter_rank(workload))
         if settings is None:
-            return cls(workload.request_tokens, workload.prompt_tokens, workload.compute_in_flight(), ceiling, shared)
+            in_flight = workload.compute_in_flight()
+            return cls(workload.request_tokens, workload.prompt_tokens, in_flight, ceiling, shared, *lora, kv_type)
         # A paged cache grows with the requests; other engines reserve the whole context for each slot.
         tokens = workload.request_tokens if engine.paged else settings.context_tokens
         slots = min(settings.slots, workload.compute_in_flight()) if engine.paged else settings.slots
-        return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling, shared)
+        return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling, shared, *lora, kv_type)
+
+    def compute_adapter_bytes(self, model: Model, layout: Parallelism | None = None) -> float:
+        """Bytes of the LoRA adapters on each tensor rank of the whole pipeline."""
+        if not self.adapters:
+            return 0.0
+        ranks = (layout or Parallelism()).tensor
+        expert = (layout or Parallelism()).expert
+        return self.adapters * compute_adapter_bytes(model, self.adapter_rank, tensor=ranks, expert=expert)
 
 
 def select_cards(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
     """The accelerators that a layout uses, of those that the engine supports."""
-    target = engine.find_target(hardware)
-    if target is None or target.device == "cpu":
+    cards = find_cards(hardware, engine.vendors)
+    if not _computes_on_cards(engine, hardware):
         return ()
-    cards = tuple(find_cards(hardware, engine.vendors))
     wanted = layout.tensor * layout.pipeline * layout.data
     if wanted > len(cards):
         raise UsageError(
@@ -85,12 +105,31 @@ def select_cards(hardware: Hardware, engine: Engine, layout: Parallelism) -> tup
     return cards[:wanted]
 
 
-def get_kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism, engine: Engine | None = None) -> float:
+_on_cards: dict[tuple[Engine, int], tuple[object, bool]] = {}
+"""By the engine and the identity of a machine's accelerators: a search asks once for each layout."""
+MOST_REMEMBERED = 256
+
+
+def _computes_on_cards(engine: Engine, hardware: Hardware) -> bool:
+    key, cards = (engine, id(hardware.accelerators)), hardware.accelerators
+    known = _on_cards.get(key)
+    if known is not None and known[0] is cards:
+        return known[1]
+    if len(_on_cards) >= MOST_REMEMBERED:
+        _on_cards.clear()
+    target = engine.find_target(hardware)
+    _on_cards[key] = (cards, found := target is not None and target.device != "cpu")
+    return found
+
+
+def get_kv_bytes_on_device(
+    model: Model, tokens: int, layout: Parallelism, engine: Engine | None = None, bits: float = 16.0
+) -> float:
     """The KV cache of one request on one device: tensor ranks divide the heads, but each stores a whole latent cache.
 
     With attention data parallelism, only one rank stores a request.
     """
-    return model.compute_kv_bytes(tokens) * _get_cache_share(model, layout, engine)
+    return model.compute_kv_bytes(tokens, bits) * _get_cache_share(model, layout, engine)
 
 
 def _get_cache_share(model: Model, layout: Parallelism, engine: Engine | None) -> float:
@@ -152,6 +191,29 @@ def find_largest(fits: Callable[[int], bool], ceiling: int) -> int:
     return low
 
 
+def find_most_requests(needs: Callable[[int], float], usable: float, ceiling: int) -> int:
+    """The largest count up to `ceiling` whose bytes are usable, or 0; `needs` grows with the count, nearly linearly."""
+    low, high = 1, ceiling
+    low_bytes, high_bytes = needs(low), needs(high)
+    if low_bytes > usable:
+        return 0
+    if high_bytes <= usable:
+        return ceiling
+    bisects = False
+    while high - low > 1:
+        # Interpolation finds it in a few steps; every second step bisects in case the growth is not linear.
+        share = 0.5 if bisects else (usable - low_bytes) / (high_bytes - low_bytes)
+        bisects = not bisects
+        middle = min(high - 1, max(low + 1, low + int(share * (high - low))))
+        if (found := needs(middle)) > usable:
+            high, high_bytes = middle, found
+        elif (found_next := needs(middle + 1)) > usable:
+            return middle
+        else:
+            low, low_bytes = middle + 1, found_next
+    return low
+
+
 def _fit_on_cards(
     cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: MemoryDemand
 ) -> Fit:
@@ -160,10 +222,12 @@ def _fit_on_cards(
     free, use = get_free_bytes(smallest), engine.uses
     usable = round(free * use.share) if free is not None else None
     weights = get_weight_bytes_on_device(model, layout, engine)
-    cache_each = get_kv_bytes_on_device(model, asked.tokens, layout, engine)
+    bits = engine.get_stored_cache_bits(asked.kv_type)
+    cache_each = get_kv_bytes_on_device(model, asked.tokens, layout, engine, bits)
     # Each request has its own windows and states; only the cache that grows with every token is shared.
-    shared = model.kv_bytes_per_token * asked.shared_tokens * _get_cache_share(model, layout, engine)
+    shared = model.kv_bytes_per_token * asked.shared_tokens * bits / 16 * _get_cache_share(model, layout, engine)
     groups = max(1, layout.attention_data)
+    adapters = round(asked.compute_adapter_bytes(model, layout) * _get_stage_share(model, layout, engine))
 
     def compute_cache(requests: int) -> float:
         here = -(-requests // groups)
@@ -173,9 +237,10 @@ def _fit_on_cards(
         return engine.compute_activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
 
     def compute_high(requests: int) -> float:
-        return weights + compute_cache(requests) + (compute_activations(requests) + use.device_bytes) * (1 + use.spread)
+        own = (compute_activations(requests) + use.device_bytes) * (1 + use.spread)
+        return weights + adapters + compute_cache(requests) + own
 
-    most = find_largest(lambda requests: usable is not None and compute_high(requests) <= usable, asked.ceiling)
+    most = find_most_requests(compute_high, usable, asked.ceiling) if usable is not None else 0
     counted = max(1, min(-(-asked.in_flight // layout.data), most))
     need = DeviceNeed(
         device=name_cards(cards),
@@ -185,6 +250,7 @@ def _fit_on_cards(
         activation_bytes=make_estimate(compute_activations(counted), use.spread, use.source),
         overhead_bytes=make_estimate(use.device_bytes, use.spread, use.source),
         usable_bytes=usable,
+        adapter_bytes=adapters,
     )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
 
@@ -196,22 +262,27 @@ def name_cards(cards: Sequence[Accelerator]) -> str:
 
 def _fit_on_host(hardware: Hardware, model: Model, engine: Engine, asked: MemoryDemand) -> Fit:
     usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.compute_kv_bytes(asked.tokens, engine.get_cache_bits(model))
-    use = engine.uses
+    cache_each = model.compute_kv_bytes(asked.tokens, engine.get_stored_cache_bits(asked.kv_type, model=model))
+    use, adapters = engine.uses, round(asked.compute_adapter_bytes(model))
 
     def compute_overhead(requests: int) -> float:
         return engine.compute_overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
 
     def fits(requests: int) -> bool:
-        return model.weight_bytes + cache_each * requests + compute_overhead(requests) * (1 + use.spread) <= usable
+        own = compute_overhead(requests) * (1 + use.spread)
+        return model.weight_bytes + adapters + cache_each * requests + own <= usable
 
     most = find_largest(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
-    need = _make_host_need(model.weight_bytes, cache_each * counted, compute_overhead(counted), engine, usable)
+    need = _make_host_need(
+        model.weight_bytes, cache_each * counted, compute_overhead(counted), engine, usable, adapters
+    )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted, max_concurrency=most)
 
 
-def _make_host_need(weights: int, cache: int, overhead: float, engine: Engine, usable: int) -> DeviceNeed:
+def _make_host_need(
+    weights: int, cache: int, overhead: float, engine: Engine, usable: int, adapters: int = 0
+) -> DeviceNeed:
     return DeviceNeed(
         device="host",
         weights_bytes=weights,
@@ -219,6 +290,7 @@ def _make_host_need(weights: int, cache: int, overhead: float, engine: Engine, u
         activation_bytes=make_estimate(0, 0),
         overhead_bytes=make_estimate(overhead, engine.uses.spread, engine.uses.source),
         usable_bytes=usable,
+        adapter_bytes=adapters,
     )
 
 
@@ -258,15 +330,17 @@ def _fit_offloaded(
     use, count, layers = engine.uses, len(cards), model.num_layers
     usable = round(min(room or 0 for room in rooms) * use.share)
     host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.compute_kv_bytes(asked.tokens)
+    cache_each = model.compute_kv_bytes(asked.tokens, engine.get_stored_cache_bits(asked.kv_type))
     experts = _sum_expert_bytes(model)
     dense, with_experts = model.weight_bytes - experts, model.num_moe_layers or layers
+    # An adapter is where its layer is; all of them are counted on the cards.
+    adapters = round(asked.compute_adapter_bytes(model) / count)
 
     def compute_overhead(requests: int) -> float:
         return use.device_bytes + engine.compute_activation_bytes(model, asked.prompt_tokens * requests)
 
     def split(requests: int) -> _Split:
-        each = usable - compute_overhead(requests) * (1 + use.spread)
+        each = usable - adapters - compute_overhead(requests) * (1 + use.spread)
         room, cache = count * each, cache_each * requests
         if experts and room >= dense + cache:
             kept = min(with_experts, int((room - dense - cache) // (experts / with_experts)))
@@ -289,7 +363,8 @@ def _fit_offloaded(
 
     def fits(requests: int) -> bool:
         # Even with all layers on the host, the card computes prompts and needs memory for that.
-        return compute_overhead(requests) * (1 + use.spread) <= usable and compute_host(requests, split(requests)).fits
+        own = adapters + compute_overhead(requests) * (1 + use.spread)
+        return own <= usable and compute_host(requests, split(requests)).fits
 
     most = find_largest(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
@@ -302,6 +377,7 @@ def _fit_offloaded(
         activation_bytes=make_estimate(0, 0),
         overhead_bytes=make_estimate(compute_overhead(counted), use.spread, use.source),
         usable_bytes=usable,
+        adapter_bytes=adapters,
     )
     on_host = compute_host(counted, part)
     return Fit(

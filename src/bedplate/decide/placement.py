@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bedplate.decide.memory import get_free_bytes
+from bedplate.decide.nodes import has_separate_replicas
 from bedplate.decide.wording import join_alternatives
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.engines.roles import FIRST
@@ -49,26 +50,39 @@ def divide_machine(
 ) -> tuple[MachinePart, ...]:
     """A part for each service; raises if they do not fit together.
 
-    If they do not fit with spare context and slots, the minimum is tried. Services that stay loaded must fit together;
-    each service on demand must fit in the remaining memory alone.
+    If they do not fit with spare context and slots, the minimum is tried, then fewer cards for each replica. Services
+    that stay loaded must fit together; each service on demand must fit in the remaining memory alone.
     """
-    try:
-        return _make_parts(hardware, asks, budget_bytes)
-    except NotPossible:
-        modest = [_reduce_to_minimum(ask) for ask in asks]
-        if modest == list(asks):
-            raise
-        return _make_parts(hardware, modest, budget_bytes)
+    modest = [_reduce_to_minimum(ask) for ask in asks]
+    tried = [asks] if modest == list(asks) else [asks, modest]
+    refusals: list[NotPossible] = []
+    for most_cards in _list_card_limits(hardware, asks):
+        for services in tried:
+            try:
+                return _make_parts(hardware, services, budget_bytes, most_cards)
+            except NotPossible as refusal:
+                refusals.append(refusal)
+    raise refusals[len(tried) - 1]  # with all cards
 
 
-def _make_parts(hardware: Hardware, asks: Sequence[ServiceAsk], budget_bytes: int | None) -> tuple[MachinePart, ...]:
+def _list_card_limits(hardware: Hardware, asks: Sequence[ServiceAsk]) -> list[int]:
+    """The most cards of one replica: all, then half of them, and so on."""
+    cards = len(hardware.accelerators)
+    if len(asks) == 1 or cards < 2:
+        return [max(1, cards)]
+    return [cards >> halved for halved in range(cards.bit_length())]
+
+
+def _make_parts(
+    hardware: Hardware, asks: Sequence[ServiceAsk], budget_bytes: int | None, most_cards: int
+) -> tuple[MachinePart, ...]:
     found: dict[int, MachinePart] = {}
     taken: list[Need] = []
     stay = [index for index, ask in enumerate(asks) if not ask.on_demand]
     for index in (*stay, *(index for index, ask in enumerate(asks) if ask.on_demand)):
         ask = asks[index]
         rest = subtract_needs(hardware, taken, budget_bytes)
-        part = _make_part(rest, ask, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
+        part = _make_part(rest, ask, most_cards, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
         if not part.decision.fits and (len(asks) > 1 or ask.replicas > 1 or budget_bytes is not None):
             others = [asks[other].name for other in stay if other in found]
             raise _explain_too_much(ask, part.decision, others, hardware, budget_bytes)
@@ -84,11 +98,14 @@ def _make_parts(hardware: Hardware, asks: Sequence[ServiceAsk], budget_bytes: in
     return tuple(found[index] for index in range(len(asks)))
 
 
-def _make_part(hardware: Hardware, ask: ServiceAsk, *, alone: bool, name_cards: bool) -> MachinePart:
+def _make_part(hardware: Hardware, ask: ServiceAsk, most_cards: int, *, alone: bool, name_cards: bool) -> MachinePart:
     if alone and ask.replicas == 1:
         decision = ask.decides(hardware, ask.workload)
-        return MachinePart(ask.workload, decision, (count_need(decision, hardware.accelerators),), ((),))
-    groups = _group_cards(hardware.accelerators, ask.replicas)
+        if not has_separate_replicas(decision):
+            return MachinePart(ask.workload, decision, (count_need(decision, hardware.accelerators),), ((),))
+        layout = decision.parallelism
+        ask, most_cards = replace(ask, replicas=layout.data), layout.tensor * layout.pipeline
+    groups = [group[:most_cards] for group in _group_cards(hardware.accelerators, ask.replicas)]
     machine, workload = take_portion(hardware, groups[-1], ask.replicas), _divide_workload(ask.workload, ask.replicas)
     decision = ask.decides(machine, workload)
     used = [group[: _count_used_cards(decision)] for group in groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bedplate.decide.case import with_model_task
 from bedplate.decide.wording import join_alternatives
 from bedplate.errors import NotPossible
+from bedplate.facts.published_weights import get_published_model
 from bedplate.facts.unpack import make_dequantized
 from bedplate.values import Decision, Model, Plan, Workload, replace_fields
 
@@ -18,6 +19,8 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
             hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None
+    if decision.weights.published is not None:
+        model = get_published_model(model, decision.weights.published)
     workload = replace_fields(with_model_task(model, workload), load=decision.load)
     return Plan(
         engine=decision.engine,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bedplate.decide.candidates import COMFORT_TPOT_S
+from bedplate.decide.case import CHAT_TARGET
 from bedplate.decide.choose import decide
 from bedplate.decide.placement import Decides, ServiceAsk, divide_machine
 from bedplate.decide.rules import STANDARD_ENGINE
@@ -30,7 +30,8 @@ class ServiceRequest:
 
     def decide_on(self, pool: NodePool, count: int) -> Decision:
         """The decision for this service on `count` devices of a pool."""
-        return decide(make_pool_machine(pool, count), self.model, self.service.workload, operations=self.operations)
+        machine, workload = make_pool_machine(pool, count), self.service.workload
+        return decide(machine, self.model, workload, self.service.engine, operations=self.operations)
 
 
 HERE = "this machine"
@@ -154,10 +155,11 @@ def _place_service(
     reason = alone.reasons[0] if alone.reasons and own != standard else None
     exception = f"{own}: {reason.text} ({reason.rule})" if reason is not None else None
     best: tuple[tuple[bool, float, str], int, NodePool, Decision] | None = None
+    replicas = asked.service.replicas
     for pool in pools:
         if asked.service.pool not in (None, pool.name):
             continue
-        for count in _list_counts(free[pool.name]):
+        for count in _list_counts(free[pool.name] // replicas):
             decision = asked.decide_on(pool, count)
             if _holds(decision):
                 found = (_rank(decision, pool, count), count, pool, decision)
@@ -169,12 +171,13 @@ def _place_service(
         lost = replace_fields(alone, engine=None, fits=False, launch=None, parallelism=nothing) if alone.fits else alone
         return Placement(service=asked.name, pool=None, accelerators=0, exception=exception, decision=lost)
     _, count, pool, decision = best
-    free[pool.name] -= count
+    free[pool.name] -= count * replicas
     if decision.engine == standard:
         exception = None
     elif exception is None and decision.reasons:
         exception = f"{decision.engine}: {decision.reasons[0].text} ({decision.reasons[0].rule})"
-    return Placement(service=asked.name, pool=pool.name, accelerators=count, exception=exception, decision=decision)
+    used = count * replicas
+    return Placement(service=asked.name, pool=pool.name, accelerators=used, exception=exception, decision=decision)
 
 
 def _add_bits(
@@ -182,16 +185,16 @@ def _add_bits(
 ) -> Placement:
     """Use free devices for weights with more bits, if they were quantized only so that all requests fit."""
     now = placed.decision
-    if placed.pool is None or now.weights is None or now.weights.made == "as it is" or not _has_few_bits(now):
+    if placed.pool is None or now.weights is None or not now.weights.is_chosen or not _has_few_bits(now):
         return placed
-    pool = pools[placed.pool]
-    for count in _list_counts(placed.accelerators + free[pool.name]):
-        if count <= placed.accelerators:
+    pool, replicas = pools[placed.pool], asked.service.replicas
+    for count in _list_counts((placed.accelerators + free[pool.name]) // replicas):
+        if count * replicas <= placed.accelerators:
             continue
         decision = asked.decide_on(pool, count)
         if _holds(decision) and decision.engine == now.engine and not _has_few_bits(decision):
-            free[pool.name] -= count - placed.accelerators
-            return replace_fields(placed, accelerators=count, decision=decision)
+            free[pool.name] -= count * replicas - placed.accelerators
+            return replace_fields(placed, accelerators=count * replicas, decision=decision)
     return placed
 
 
@@ -204,16 +207,16 @@ def _holds(decision: Decision) -> bool:
 
 
 def _rank(decision: Decision, pool: NodePool, count: int) -> tuple[bool, float, str]:
-    """Sort key: placements faster than reading speed first, the smallest of them on top; then by time per token."""
+    """Sort key: placements that meet the TPOT target of a chat first, the smallest on top; then by time per token."""
     if _is_readable(decision) or decision.estimate.tpot_ms is None:
         return False, _compute_worth(pool, count), pool.name
     return True, decision.estimate.tpot_ms.value, pool.name
 
 
 def _is_readable(decision: Decision) -> bool:
-    """Whether tokens arrive at twice the reading speed; always true for models that generate no text."""
+    """Whether tokens arrive as fast as a chat needs; always true for models that generate no text."""
     tpot = decision.estimate.tpot_ms
-    return tpot is None or tpot.value <= COMFORT_TPOT_S * 1000
+    return tpot is None or tpot.value <= (CHAT_TARGET.tpot_ms or 0)
 
 
 def _list_counts(free: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bedplate.decide.choose import decide, explain_too_slow
+from bedplate.decide.choose import decide
+from bedplate.decide.hints import find_growing_queue
 from bedplate.errors import UsageError
 from bedplate.facts.chips import Chip, load_chips
 from bedplate.facts.hypothetical import make_simulated_hardware
@@ -131,7 +132,7 @@ def _make_offer(chip: Chip, model: Model, workload: Workload, operations: Operat
 
 def serves(decision: Decision, workload: Workload) -> bool:
     """Whether it fits without offload, holds all requests, and by the estimate meets the rate and the targets."""
-    if not decision.fits or decision.max_concurrency < decision.in_flight or explain_too_slow(decision, workload):
+    if not decision.fits or decision.max_concurrency < decision.in_flight or find_growing_queue(decision, workload):
         return False
     if decision.memory is not None and decision.memory.offload is not None:
         return False

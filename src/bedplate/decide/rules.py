@@ -111,6 +111,7 @@ def add_orchestration(
 
 ASKED = ("operations.asked", "the --engine option")
 MEASURED = ("evidence.measured", "store: measured on this machine")
+TIMELY = ("latency.engine", "the latency targets, asked or default, and the estimates of both engines")
 
 
 # picks, in the order in which they apply
@@ -136,14 +137,17 @@ def pick_incumbent(case: DecisionCase) -> Pick | None:
 
 @add_pick(
     "task.not-llm",
-    ("onnxruntime", "pytorch"),
+    ("vllm", "onnxruntime", "pytorch"),
     'landscape "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
 )
 def pick_for_non_llm(case: DecisionCase) -> Pick | None:
-    """A model that generates no text runs on ONNX Runtime or PyTorch: LLM engines add nothing for it."""
+    """A model that generates no text runs on ONNX Runtime or PyTorch; on GPUs, vLLM batches embeddings in 16 bits."""
     if case.is_llm or case.model.format == "gguf":
         return None
     task = case.workload.task if case.workload.task != "generate" else case.model.task
+    if task in ("embed", "classify") and case.vendor in ("nvidia", "amd") and case.model.format == "safetensors":
+        text = f"the task is {task} on a GPU: vLLM computes batches of requests in 16 bits"
+        return Pick(("vllm", "onnxruntime", "pytorch"), text)
     return Pick(("onnxruntime", "pytorch"), f"the task is {task}: an engine for text generation would add nothing")
 
 
@@ -199,19 +203,44 @@ def pick_for_apple(case: DecisionCase) -> Pick | None:
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory")
 
 
+@add_pick(
+    "hardware.dedicated",
+    ("vllm",),
+    "vllm-project/vllm-gaudi: README of 0.26.0; tenstorrent/tt-inference-server: docs/model_support/llm",
+)
+def pick_for_dedicated(case: DecisionCase) -> Pick | None:
+    """Dedicated accelerators (Gaudi, Tenstorrent) run vLLM with the plugin of their vendor."""
+    if case.kind != "accelerator":
+        return None
+    return Pick(("vllm",), f"{case.hardware.accelerators[0].name}: vLLM has a plugin for it")
+
+
 @add_pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'cheat-sheet "laptop / edge / weird hardware → llama.cpp"')
 def pick_for_unusual(case: DecisionCase) -> Pick | None:
     """Edge devices, unified memory and GPUs that few engines support run llama.cpp."""
-    if case.vendor is None or (case.has_many_requests and case.vendor in ("nvidia", "amd")):
+    if case.vendor is None or case.kind == "accelerator":
+        return None
+    if case.has_many_requests and case.vendor in ("nvidia", "amd"):
+        return None
+    if _needs_several_nodes(case):
         return None
     if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.has_unified_memory:
-        name = case.hardware.accelerators[0].name
-        if case.kind == "accelerator":
-            return Pick(("llama.cpp", "mistral.rs"), f"no engine here supports {name}: the CPU of the host is used")
-        return Pick(("llama.cpp", "mistral.rs"), f"{name}: llama.cpp runs on it")
+        return Pick(("llama.cpp", "mistral.rs"), f"{case.hardware.accelerators[0].name}: llama.cpp runs on it")
     if case.vendor == "amd" and case.kind in ("consumer", "workstation"):
         return Pick(("llama.cpp", "mistral.rs"), "an AMD desktop GPU: llama.cpp supports it through ROCm or Vulkan")
     return None
+
+
+FOUR_BIT_BYTES = 0.6
+"""Bytes per weight of 4-bit files with their scales and wider tensors: Q4_K_M has 4.9 bits."""
+
+
+def _needs_several_nodes(case: DecisionCase) -> bool:
+    """Whether 4-bit weights fit on all nodes together, and not on one, for which llama.cpp would need fewer bits."""
+    cards, nodes = case.hardware.accelerators, case.hardware.nodes
+    all_bytes = sum(card.free_bytes or card.memory_bytes or 0 for card in cards)
+    four_bit_bytes = min(case.model.weight_bytes, case.model.parameters * FOUR_BIT_BYTES)
+    return case.vendor in ("nvidia", "amd") and nodes > 1 and all_bytes / nodes < four_bit_bytes < all_bytes
 
 
 @add_pick(
@@ -297,8 +326,11 @@ def pick_for_shared_prefix(case: DecisionCase) -> Pick | None:
     """Requests that share most of their prompt: SGLang, which caches prefixes in a radix tree."""
     if not _is_server_grade(case) or not case.shares_prefix or not case.allows("container"):
         return None
-    shared = f"{case.workload.shared_prefix_tokens:,} of {case.workload.prompt_tokens:,} prompt tokens are shared"
-    return Pick(("sglang", "vllm"), shared)
+    work = case.workload
+    if work.session_prefix_tokens:
+        repeated = f"{work.repeated_prefix_tokens:,} of {work.prompt_tokens:,} prompt tokens repeat earlier requests"
+        return Pick(("sglang", "vllm"), repeated)
+    return Pick(("sglang", "vllm"), f"{work.shared_prefix_tokens:,} of {work.prompt_tokens:,} prompt tokens are shared")
 
 
 @add_pick(
@@ -652,7 +684,7 @@ def orchestrate_with_dynamo(case: DecisionCase, nodes: int) -> Pick | None:
     "orchestrate.kubernetes", 'hardware-strategy "We pool GPUs on Kubernetes, manage queuing and scheduling with Kueue"'
 )
 def orchestrate_with_kubernetes(case: DecisionCase, nodes: int) -> Pick | None:
-    """Several nodes, and a team that runs Kubernetes: Kubernetes."""
+    """Several nodes, and a team that runs Kubernetes, or attention replicas, whose ranks it starts: Kubernetes."""
     if nodes < 2 or case.operations.machinery != "kubernetes":
         return None
     return Pick(("kubernetes",), f"{nodes} nodes, and the team runs Kubernetes")

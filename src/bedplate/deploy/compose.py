@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bedplate._version import __version__
+from bedplate.decide.nodes import has_separate_replicas
 from bedplate.deploy.kubernetes import Files, write_heading, write_image_contexts
 from bedplate.deploy.platform import PlacedService, Platform, choose_names
 from bedplate.deploy.pods import Tree, annotate_arguments
@@ -13,6 +14,7 @@ from bedplate.deploy.service_containers import GIB, PORT, SETTINGS, ServiceConta
 from bedplate.deploy.yaml_writer import CommentedValue, annotate, write_document
 from bedplate.engines.traits import MODELS
 from bedplate.errors import NotPossible
+from bedplate.values import replace_fields
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import escape_compose
 from bedplate.values.units import format_seconds
@@ -35,7 +37,11 @@ def write_compose(platform: Platform) -> Files:
 
 
 def _split_copies(placed: PlacedService) -> list[PlacedService]:
-    """Split a service with several copies into one entry per container."""
+    """Split a service with several copies, or a server for each replica, into one entry per container."""
+    if has_separate_replicas(placed.decision):
+        layout = placed.plan.parallelism
+        alone = replace_fields(placed.plan, parallelism=replace_fields(layout, data=1))
+        placed = replace(placed, plan=alone, copies=placed.copies * layout.data)
     if placed.copies == 1:
         return [placed]
     return [replace(placed, name=f"{placed.name}-{number}", copies=1) for number in range(1, placed.copies + 1)]

@@ -31,10 +31,19 @@ from bedplate.deploy.pods import (
     write_wait_container,
 )
 from bedplate.deploy.queues import choose_queue
-from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, compute_bounds, write_behavior, write_replica_bounds
+from bedplate.deploy.scaling import (
+    FULL,
+    PROMETHEUS,
+    QUIET_S,
+    compute_bounds,
+    write_behavior,
+    write_fallback,
+    write_replica_bounds,
+)
 from bedplate.deploy.service_containers import (
     DRAIN_S,
     GIB,
+    PORT,
     ServiceContainers,
     describe_containers,
     find_engines,
@@ -87,7 +96,8 @@ def write_dynamo(platform: Platform) -> Files:
         else:
             units[index] = _use_dynamo_image(unit)
             workloads[unit.name] = _write_graph(units[index], platform)
-    return write_manifests(platform, units, workloads, plain_reasons=reasons)
+    backends = {unit.name: (f"{unit.name}-frontend", PORT) for unit in units if unit.name not in reasons}
+    return write_manifests(platform, units, workloads, plain_reasons=reasons, backends=backends)
 
 
 def explain_refusal(unit: ServiceContainers) -> str | None:
@@ -271,8 +281,20 @@ def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | No
         "scalingAdapter": annotate({}, "the ScaledObject below sets the number of replicas") if scaled else None,
         "sharedMemorySize": annotate(f"{unit.shm_bytes // GIB}Gi", "shared memory between the ranks of one worker"),
         "multinode": annotate({"nodeCount": unit.nodes}, f"{unit.cards} GPUs on each") if unit.nodes > 1 else None,
-        "podTemplate": {"metadata": {"labels": _add_queue_label(make_labels(unit), queue)}, "spec": spec},
+        "podTemplate": {"metadata": _write_worker_metadata(unit, queue, role, count), "spec": spec},
     }
+
+
+def _write_worker_metadata(unit: ServiceContainers, queue: str | None, role: str, count: int) -> Tree:
+    """Write labels; with a queue, the ranks of workers on several nodes are admitted together or not at all."""
+    labels = _add_queue_label(make_labels(unit), queue)
+    if queue is None or unit.nodes == 1:
+        return {"labels": labels}
+    group = {
+        "kueue.x-k8s.io/pod-group-total-count": str(count * unit.nodes),
+        "kueue.x-k8s.io/pod-group-serving": "true",
+    }
+    return {"labels": labels | {"kueue.x-k8s.io/pod-group-name": f"{unit.name}-{role}"}, "annotations": group}
 
 
 def _add_queue_label(labels: Tree, queue: str | None) -> Tree:
@@ -380,6 +402,7 @@ def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTa
                 **write_replica_bounds(unit),
                 "pollingInterval": 15,
                 "cooldownPeriod": QUIET_S,
+                "fallback": write_fallback(unit),
                 "advanced": write_behavior(unit),
                 "triggers": [
                     {

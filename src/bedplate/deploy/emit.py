@@ -9,7 +9,7 @@ from bedplate.deploy.dynamo import write_dynamo
 from bedplate.deploy.kubernetes import Files, write_kubernetes
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.ray import write_ray
-from bedplate.errors import UsageError
+from bedplate.errors import NotPossible, UsageError
 from bedplate.values.quoting import write_comment
 
 TARGETS: dict[str, Callable[[Platform], Files]] = {
@@ -18,6 +18,8 @@ TARGETS: dict[str, Callable[[Platform], Files]] = {
     "dynamo": write_dynamo,
     "ray": write_ray,
 }
+WITHOUT_ADAPTERS = ("dynamo", "ray")
+"""Targets with a server of their own, which loads adapters in another way than the engine's server."""
 
 
 def emit_target(platform: Platform, target: str) -> Files:
@@ -26,6 +28,12 @@ def emit_target(platform: Platform, target: str) -> Files:
         raise UsageError(
             f"unknown target {target!r}",
             hint=f"choose command (a shell script), or {', '.join(TARGETS)} (a folder of files)",
+        )
+    with_adapters = next((one.name for one in platform.services if one.plan.workload.adapters), None)
+    if target in WITHOUT_ADAPTERS and with_adapters is not None:
+        raise NotPossible(
+            f"{with_adapters} has LoRA adapters, which the files for {target} do not load",
+            hint="--emit command, compose or kubernetes",
         )
     return TARGETS[target](platform)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from bedplate.deploy.images import ENDPOINT_PICKER
 from bedplate.deploy.pods import Tree, escape_word, make_selector, write_container_security, write_metadata
 from bedplate.deploy.service_containers import PORT, ServiceContainers, find_engines
@@ -14,14 +16,46 @@ PICKER_PORT, HEALTH_PORT, METRICS_PORT = 9002, 9003, 9090
 CONFIG = "picker.yaml"
 
 
-def write_inference_pool(unit: ServiceContainers, deploy: DeployTarget, services: int) -> list[Tree]:
-    """Write a service's InferencePool, its endpoint picker and the route to it."""
-    if unit.metrics is None or unit.metrics.picker is None:
+def write_gateway(
+    units: Sequence[ServiceContainers],
+    deploy: DeployTarget,
+    backends: Mapping[str, tuple[str, int]],
+    plain: Sequence[ServiceContainers],
+) -> Iterator[Tree]:
+    """Yield a route for each service: to an InferencePool if the picker can read it, or else to its Service."""
+    picked = [unit for unit in plain if unit.metrics is not None and unit.metrics.picker is not None]
+    if len(units) == 1 and plain and not picked:
+        unit = units[0]
         read = [one.id for one in find_engines(lambda one: one.metric_names and one.metric_names.picker)]
         raise NotPossible(
             f"{unit.name}: the endpoint picker cannot read the metrics of {unit.engine.name}",
             hint=f"deploy.gateway supports {', '.join(read)}; without it, a plain Service balances the load",
         )
+    for unit in units:
+        if unit in picked:
+            yield from write_inference_pool(unit, deploy, len(units))
+        else:
+            name, port = backends[unit.name]
+            yield _write_route(unit, deploy, len(units), {"kind": "Service", "name": name, "port": port})
+
+
+def select_data_planes(deploy: DeployTarget) -> list[Tree]:
+    """Select the pods that implement the Gateway: in its namespace, or elsewhere with the label of Gateway API.
+
+    gateway.networking.k8s.io/gateway-name: GEP-1762; Envoy Gateway runs the pods in its own namespace, with a label of
+    its own.
+    """
+    if deploy.gateway is None:
+        return []
+    namespace, _, name = deploy.gateway.rpartition("/")
+    found: list[Tree] = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}]
+    labels = ("gateway.networking.k8s.io/gateway-name", "gateway.envoyproxy.io/owning-gateway-name")
+    found += [{"namespaceSelector": {}, "podSelector": {"matchLabels": {label: name}}} for label in labels]
+    return found if namespace else found[1:]
+
+
+def write_inference_pool(unit: ServiceContainers, deploy: DeployTarget, services: int) -> list[Tree]:
+    """Write a service's InferencePool, its endpoint picker and the route to it."""
     picker = f"{unit.name}-picker"
     return [
         {
@@ -38,7 +72,10 @@ def write_inference_pool(unit: ServiceContainers, deploy: DeployTarget, services
                 },
             },
         },
-        _write_route(unit, deploy, services),
+        _write_route(
+            unit, deploy, services, {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": unit.name}
+        ),
+        *_write_provider_objects(unit, picker, deploy),
         *_write_role(picker, deploy),
         _write_config(unit, picker, deploy),
         _write_deployment(unit, picker, deploy),
@@ -55,10 +92,39 @@ def write_inference_pool(unit: ServiceContainers, deploy: DeployTarget, services
     ]
 
 
-def _write_route(unit: ServiceContainers, deploy: DeployTarget, services: int) -> Tree:
+def _write_provider_objects(unit: ServiceContainers, picker: str, deploy: DeployTarget) -> Iterator[Tree]:
+    """Yield what a Gateway's implementation needs: llm-d-router ebab6879, charts/llm-d-router-gateway/templates."""
+    if deploy.gateway_provider == "istio":
+        namespace = write_metadata(picker, deploy)["namespace"]
+        yield {
+            "apiVersion": "networking.istio.io/v1",
+            "kind": "DestinationRule",
+            "metadata": write_metadata(picker, deploy),
+            "spec": {
+                "host": f"{picker}.{namespace}.svc.cluster.local",
+                "trafficPolicy": annotate(
+                    {"tls": {"mode": "SIMPLE", "insecureSkipVerify": True}}, "the picker's certificate is self-signed"
+                ),
+            },
+        }
+    if deploy.gateway_provider == "gke":
+        target = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": unit.name}
+        check = {"type": "HTTP", "httpHealthCheck": {"requestPath": unit.launch.health_path, "port": PORT}}
+        for kind, default in (
+            ("HealthCheckPolicy", {"timeoutSec": 2, "checkIntervalSec": 2, "config": check}),
+            ("GCPBackendPolicy", {"timeoutSec": annotate(unit.grace_s, unit.grace_words)}),
+        ):
+            yield {
+                "apiVersion": "networking.gke.io/v1",
+                "kind": kind,
+                "metadata": write_metadata(unit.name, deploy),
+                "spec": {"targetRef": target, "default": default},
+            }
+
+
+def _write_route(unit: ServiceContainers, deploy: DeployTarget, services: int, backend: Tree) -> Tree:
     namespace, _, name = (deploy.gateway or "").rpartition("/")
     parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": name, "namespace": namespace or None}
-    pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": unit.name}
     rule: Tree = {"matches": [{"path": {"type": "PathPrefix", "value": "/"}}]}
     if services > 1:
         rewrite = {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}
@@ -66,7 +132,10 @@ def _write_route(unit: ServiceContainers, deploy: DeployTarget, services: int) -
             "matches": [{"path": {"type": "PathPrefix", "value": f"/{unit.name}"}}],
             "filters": [{"type": "URLRewrite", "urlRewrite": rewrite}],
         }
-    rule |= {"backendRefs": [pool], "timeouts": {"request": annotate(f"{unit.grace_s}s", unit.grace_words)}}
+    rule["backendRefs"] = [backend]
+    if deploy.gateway_provider != "gke":
+        # GKE does not support timeouts of routes: the backend policy has it.
+        rule["timeouts"] = {"request": annotate(f"{unit.grace_s}s", unit.grace_words)}
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "HTTPRoute",
@@ -133,6 +202,7 @@ def _write_deployment(unit: ServiceContainers, picker: str, deploy: DeployTarget
             "--pool-group=inference.networking.k8s.io", f"--config-file=/config/{CONFIG}",
             f"--grpc-health-port={HEALTH_PORT}", "--zap-encoder=json", "--tracing=false",
             "--metrics-endpoint-auth=false",
+            *(["--secure-serving=false"] if deploy.gateway_provider == "agentgateway" else []),
         ],
         "env": [
             {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
@@ -145,7 +215,8 @@ def _write_deployment(unit: ServiceContainers, picker: str, deploy: DeployTarget
         ],
         "livenessProbe": {**probe, "initialDelaySeconds": 5, "periodSeconds": 10},
         "readinessProbe": {**probe, "periodSeconds": 2},
-        "resources": {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        # The project's chart requests 8 cores and 8 GiB; the limit is that chart's.
+        "resources": {"requests": {"cpu": 2, "memory": "4Gi"}, "limits": {"memory": "16Gi"}},
         "securityContext": write_container_security(),
         "volumeMounts": [{"name": "config", "mountPath": "/config", "readOnly": True}],
     }  # fmt: skip

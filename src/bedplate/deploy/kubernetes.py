@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from bedplate._version import __version__
 from bedplate.decide.rules import STANDARD_ENGINE
-from bedplate.deploy.gateway import write_inference_pool
+from bedplate.deploy.endpoint import SELECTOR, explain_endpoint, name_image, write_endpoint
+from bedplate.deploy.gateway import select_data_planes, write_gateway
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
+    FIRST,
     NAMESPACE,
     Tree,
     format_count,
     make_labels,
     make_model_labels,
     make_selector,
+    name_model,
     name_model_claim,
     write_engine_container,
     write_metadata,
     write_model_job,
     write_pod_spec,
 )
-from bedplate.deploy.queues import choose_queue, write_queues
-from bedplate.deploy.scaling import write_pod_monitor, write_scaled_object
-from bedplate.deploy.service_containers import GIB, PORT, ServiceContainers, describe_containers
+from bedplate.deploy.queues import choose_queue, explain_configuration, find_least_version, write_queues
+from bedplate.deploy.scaling import find_metrics_namespace, write_pod_monitor, write_scaled_object
+from bedplate.deploy.service_containers import GIB, PATIENCE, PORT, ServiceContainers, describe_containers
+from bedplate.deploy.tenants import explain_tenants, write_tenants
 from bedplate.deploy.yaml_writer import annotate, write_document, write_documents
 from bedplate.errors import NotPossible
 from bedplate.values import Launch
 from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import quote_shell
+from bedplate.values.units import format_seconds
 
 Files = dict[str, str]
-MONITORING = "monitoring"
 LEADER, INDEX = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 
 
@@ -46,31 +52,43 @@ def write_manifests(
     *,
     plain_reasons: Mapping[str, str] | None = None,
     more_files: Files | None = None,
+    operator: Tree | None = None,
+    backends: Mapping[str, tuple[str, int]] | None = None,
 ) -> Files:
     """Write all files around the workloads, which differ between plain Kubernetes and its orchestrators.
 
-    `plain_reasons` gives, by service, why an orchestrator does not run it and it is a plain workload.
+    `plain_reasons` gives, by service, why an orchestrator does not run it and it is a plain workload; `operator`
+    selects the operator's pods, if they call the service; `backends` gives, by service, the operator's Service.
     """
     deploy = platform.deploy
-    files = {"namespace.yaml": write_documents(list(_write_namespace(deploy)))}
     plain = [unit for unit in units if _is_plain(workloads[unit.name])]
+    injected = any(unit.nodes > 1 and unit not in plain and unit.engine.dynamo is not None for unit in units)
+    files = {"namespace.yaml": write_documents(list(_write_namespace(deploy, injected and backends is not None)))}
     for unit in units:
         parts = [*_write_prerequisites(unit, platform, unit in plain), *workloads[unit.name]]
         heading = write_heading(unit)
         if plain_reasons and unit.name in plain_reasons:
             heading.append(f"{plain_reasons[unit.name]}: deployed as a plain workload.")
+        if unit not in plain or unit.engine.key_variable is None:
+            heading.append("No API key is checked, also if the Secret engine-key exists: keys need a gateway in front.")
         files[f"{unit.name}.yaml"] = write_documents(parts, heading)
-    files["network.yaml"] = write_documents([*_write_network_policies(units, deploy, plain)])
+    files["network.yaml"] = write_documents([*_write_network_policies(units, deploy, plain, operator)])
     if watched := [write_pod_monitor(unit, deploy, unit.metrics.path) for unit in plain if unit.metrics is not None]:
         files["monitoring.yaml"] = write_documents(watched)
     if scaled := [found for unit in plain if (found := write_scaled_object(unit, deploy)) is not None]:
         files["scaling.yaml"] = write_documents(scaled)
     if platform.tenants:
-        files["queues.yaml"] = write_documents(write_queues(platform, units))
-    if deploy.gateway is not None and plain:
-        files["gateway.yaml"] = write_documents(
-            [part for unit in plain for part in write_inference_pool(unit, deploy, len(plain))]
-        )
+        kinds = {"Job", *(str(part["kind"]) for parts in workloads.values() for part in parts)}
+        files["queues.yaml"] = write_documents(write_queues(platform, units), explain_configuration(kinds))
+        files["tenants.yaml"] = write_documents(write_tenants(platform), explain_tenants(platform))
+    if deploy.gateway is not None:
+        served = dict(backends or {}) | {unit.name: (unit.name, 80) for unit in plain}
+        files["gateway.yaml"] = write_documents(list(write_gateway(units, deploy, served, plain)))
+    if deploy.endpoint:
+        reached = {unit.name: (unit.name, 80) for unit in units} | dict(backends or {})
+        reached |= {unit.name: (unit.name, 80) for unit in plain}
+        parts = write_endpoint(platform, units, reached, plain)
+        files["endpoint.yaml"] = write_documents(parts, explain_endpoint(deploy))
     files |= more_files or {}
     files["kustomization.yaml"] = write_kustomization(platform, units, files)
     return files | write_image_contexts(units)
@@ -118,7 +136,11 @@ def write_deployment(unit: ServiceContainers, deploy: DeployTarget, queue: str |
         "spec": {
             **write_replicas(unit, deploy),
             "strategy": annotate({"type": "RollingUpdate", "rollingUpdate": surge}, reason),
-            "progressDeadlineSeconds": unit.start_failures * 10 + 300,
+            "progressDeadlineSeconds": annotate(
+                math.ceil(PATIENCE * unit.prepare_s) + unit.start_failures * 10 + 300,
+                f"{format_seconds(unit.prepare_s)} to put the model onto the volume, if it is not there yet; "
+                f"{unit.load_words}",
+            ),
             "selector": {"matchLabels": make_selector(unit)},
             "template": template,
         },
@@ -226,7 +248,7 @@ def _write_prerequisites(unit: ServiceContainers, platform: Platform, plain: boo
     """Yield what a workload refers to: service account, settings, volume and the job that fills it."""
     deploy = platform.deploy
     yield {
-        "apiVersion": "v1", "kind": "ServiceAccount", "metadata": write_metadata(unit.name, deploy),
+        "apiVersion": "v1", "kind": "ServiceAccount", "metadata": write_metadata(unit.name, deploy, FIRST),
         "automountServiceAccountToken": False,
     }  # fmt: skip
     if unit.files and plain:
@@ -239,15 +261,14 @@ def _write_prerequisites(unit: ServiceContainers, platform: Platform, plain: boo
 
 
 def write_volume_claim(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
-    shared = unit.most_replicas > 1 or unit.nodes > 1
-    reason = "pods on several nodes read it" if shared else "a single pod reads it"
+    reason = "a single pod reads it" if unit.access_mode == "ReadWriteOnce" else "pods on several nodes read it"
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": write_metadata(name_model_claim(unit), deploy),
+        "metadata": write_metadata(name_model_claim(unit), deploy, make_model_labels(unit) | FIRST),
         "spec": {
-            "accessModes": annotate(["ReadWriteMany" if shared else "ReadWriteOnce"], reason),
-            "storageClassName": deploy.storage_class,
+            "accessModes": annotate([unit.access_mode], reason),
+            "storageClassName": unit.storage_class,
             "resources": {
                 "requests": {
                     "storage": annotate(
@@ -260,21 +281,29 @@ def write_volume_claim(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
     }
 
 
-def _write_namespace(deploy: DeployTarget) -> Iterator[Tree]:
-    level = "privileged" if deploy.rdma is not None else "restricted"
-    reason = "RDMA needs IPC_LOCK, which only this level allows" if level == "privileged" else "no pod needs more"
+def _write_namespace(deploy: DeployTarget, injected: bool) -> Iterator[Tree]:
+    """Write the namespace; `injected`: an operator adds init containers without a security context."""
+    level, reason = "restricted", "no pod needs more"
+    if injected:
+        # deploy/operator/internal/dynamo/backend_vllm.go of Dynamo bb3100e6: UpdatePodSpec.
+        level, reason = "baseline", "Dynamo's operator adds init containers that restricted refuses"
+    if deploy.rdma is not None:
+        level, reason = "privileged", "RDMA needs IPC_LOCK, which only this level allows"
     yield {
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {
             "name": deploy.namespace or NAMESPACE,
-            "labels": {"pod-security.kubernetes.io/enforce": annotate(level, reason)},
+            "labels": {**FIRST, "pod-security.kubernetes.io/enforce": annotate(level, reason)},
         },
     }
 
 
 def _write_network_policies(
-    units: Sequence[ServiceContainers], deploy: DeployTarget, plain: Sequence[ServiceContainers]
+    units: Sequence[ServiceContainers],
+    deploy: DeployTarget,
+    plain: Sequence[ServiceContainers],
+    operator: Tree | None,
 ) -> Iterator[Tree]:
     """Yield network policies: deny by default, then allow clients, Prometheus, DNS and a replica's own ranks.
 
@@ -283,7 +312,7 @@ def _write_network_policies(
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     yield {
         **kind,
-        "metadata": write_metadata("default-deny", deploy),
+        "metadata": write_metadata("default-deny", deploy, FIRST),
         "spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]},
     }
     names = {"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}
@@ -291,12 +320,13 @@ def _write_network_policies(
     http = {"port": PORT, "protocol": "TCP"}
     for unit in units:
         if unit not in plain:
-            yield from _write_orchestrated_policy(unit, deploy, dns)
+            yield from _write_orchestrated_policy(unit, deploy, dns, operator)
             continue
         own = {"matchLabels": make_selector(unit)}
-        callers: list[Tree] = [{"podSelector": {}}, {"namespaceSelector": _match_namespace(MONITORING)}]
-        if deploy.gateway is not None and "/" in deploy.gateway:
-            callers.append({"namespaceSelector": _match_namespace(deploy.gateway.partition("/")[0])})
+        metrics = _match_namespace(find_metrics_namespace(deploy))
+        who = "the gateway" if deploy.endpoint else "clients in this namespace"
+        clients: Tree = {"podSelector": {"matchLabels": SELECTOR} if deploy.endpoint else {}}
+        callers: list[Tree] = [clients, {"namespaceSelector": metrics}, *select_data_planes(deploy)]
         inside: list[Tree] = [{"from": callers, "ports": [http]}]
         outside: list[Tree] = [dns]
         if unit.nodes > 1:
@@ -308,16 +338,21 @@ def _write_network_policies(
             "spec": {
                 "podSelector": own,
                 "policyTypes": ["Ingress", "Egress"],
-                "ingress": annotate(inside, "clients in this namespace, and Prometheus"),
+                "ingress": annotate(inside, f"{who}, and Prometheus"),
                 "egress": annotate(outside, "DNS only: the weights are on the volume"),
             },
         }
         yield _write_model_policy(unit, deploy, dns)
 
 
-def _write_orchestrated_policy(unit: ServiceContainers, deploy: DeployTarget, dns: Tree) -> Iterator[Tree]:
+def _write_orchestrated_policy(
+    unit: ServiceContainers, deploy: DeployTarget, dns: Tree, operator: Tree | None
+) -> Iterator[Tree]:
     own = {"app.kubernetes.io/name": unit.engine.id.replace(".", "-"), "app.kubernetes.io/instance": unit.name}
-    inside = [{"from": [{"podSelector": {}}, {"namespaceSelector": _match_namespace(MONITORING)}]}]
+    metrics = _match_namespace(find_metrics_namespace(deploy))
+    inside: list[Tree] = [{"from": [{"podSelector": {}}, {"namespaceSelector": metrics}, *select_data_planes(deploy)]}]
+    if operator is not None:
+        inside.append({"from": [{"namespaceSelector": {}, "podSelector": operator}]})
     api = [{"port": port, "protocol": "TCP"} for port in (443, 6443)]
     yield {
         "apiVersion": "networking.k8s.io/v1",
@@ -326,7 +361,7 @@ def _write_orchestrated_policy(unit: ServiceContainers, deploy: DeployTarget, dn
         "spec": {
             "podSelector": {"matchLabels": own},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": annotate(inside, "clients and workers in this namespace, and Prometheus"),
+            "ingress": annotate(inside, "clients and workers in this namespace, Prometheus, and the operator"),
             "egress": annotate(
                 [dns, {"to": [{"podSelector": {}}]}, {"ports": [*api, {"port": 4222, "protocol": "TCP"}]}],
                 "pods in this namespace, the API server (discovery), NATS, and the model hub",
@@ -339,7 +374,7 @@ def _write_model_policy(unit: ServiceContainers, deploy: DeployTarget, dns: Tree
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": write_metadata(name_model_claim(unit), deploy),
+        "metadata": write_metadata(name_model(unit), deploy, FIRST),
         "spec": {
             "podSelector": {"matchLabels": make_model_labels(unit)},
             "policyTypes": ["Ingress", "Egress"],
@@ -359,7 +394,8 @@ def _is_plain(parts: Sequence[Tree]) -> bool:
 
 def write_kustomization(platform: Platform, units: Sequence[ServiceContainers], files: Files) -> str:
     needs = find_requirements(files)
-    head = [f"Generated by bedplate {__version__}. Apply with: kubectl apply -k ."]
+    head = [f"Generated by bedplate {__version__}. Apply in three steps, so that no pod holds GPUs during a download:"]
+    head += [f"  {command}" for command in write_apply_commands(platform.deploy)]
     if needs:
         head.append(f"The cluster needs {', '.join(needs)}.")
     head.append(f"Secrets are not included. For gated models: {_write_secret_command('hf-token', 'token')}")
@@ -368,6 +404,9 @@ def write_kustomization(platform: Platform, units: Sequence[ServiceContainers], 
         for unit in units
         if unit.image.dockerfile is not None
     ]
+    if platform.deploy.endpoint:
+        name, _, tag = name_image(platform.deploy).rpartition(":")
+        images.append({"name": name, "newTag": tag})
     tree: Tree = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -376,8 +415,18 @@ def write_kustomization(platform: Platform, units: Sequence[ServiceContainers], 
     }
     if images:
         unique = list({image["name"]: image for image in images}.values())
-        tree["images"] = annotate(unique, "built from images/: set newName to the registry that you pushed them to")
+        tree["images"] = annotate(unique, "built from images/ or bedplate's Dockerfile: set newName to your registry")
     return write_document(tree, head)
+
+
+def write_apply_commands(deploy: DeployTarget, folder: str = ".") -> tuple[str, str, str]:
+    """Return the commands that fill the volumes, wait for that, and start the engines; again for every upgrade."""
+    (key, value), namespace = next(iter(FIRST.items())), quote_shell(deploy.namespace or NAMESPACE)
+    return (
+        f"kubectl apply --server-side -k {folder} -l {key}={value}",
+        f"kubectl wait -n {namespace} --for=condition=complete job -l {key}={value} --timeout=24h",
+        f"kubectl apply --server-side -k {folder}",
+    )
 
 
 def _write_secret_command(name: str, key: str) -> str:
@@ -385,15 +434,22 @@ def _write_secret_command(name: str, key: str) -> str:
 
 
 NEEDS = {
-    "keda.sh/": "KEDA", "monitoring.coreos.com/": "the Prometheus operator", "kueue.x-k8s.io/": "Kueue 0.15 or newer",
+    "keda.sh/": "KEDA", "monitoring.coreos.com/": "the Prometheus operator",
+    "kueue.x-k8s.io/": "Kueue {kueue} or newer",
     "leaderworkerset.x-k8s.io/": "LeaderWorkerSet", "inference.networking.k8s.io/": "Gateway API with its inference "
     "extension", "nvidia.com/v1beta1": "the Dynamo operator", "ray.io/": "KubeRay",
 }  # fmt: skip
 
 
+DYNAMO_NODES = "the Dynamo operator with Grove, or with LeaderWorkerSet and Volcano, for workers on several nodes"
+"""deploy/operator/internal/controller/dgd_component_program.go of Dynamo bb3100e6: reasonNoMultinodeOrchestrator."""
+
+
 def find_requirements(files: Files) -> list[str]:
     text = "\n".join(files.values())
-    return [what for group, what in NEEDS.items() if f"apiVersion: {group}" in text]
+    needs = NEEDS | ({"nvidia.com/v1beta1": DYNAMO_NODES} if "multinode:" in text else {})
+    kueue = find_least_version(["RayService"] if "kind: RayService" in text else [])
+    return [what.replace("{kueue}", kueue) for group, what in needs.items() if f"apiVersion: {group}" in text]
 
 
 def write_image_contexts(units: Sequence[ServiceContainers]) -> Files:

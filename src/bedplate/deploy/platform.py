@@ -80,7 +80,8 @@ def place_services(
             continue
         pool = pools[str(placement.pool)]
         node = make_pool_machine(pool, pool.count)
-        services.append(PlacedService(name, plan, placement.decision, pool, node, found.free[pool.name], asked.tenants))
+        spare, copies = found.free[pool.name], max(1, asked.replicas)
+        services.append(PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies))
     return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
 from bedplate.deploy.service_containers import DRAIN_S, GIB, PORT, SETTINGS, ServiceContainers, VolumeStep
-from bedplate.deploy.yaml_writer import CommentedValue, annotate
+from bedplate.deploy.yaml_writer import CommentedValue, annotate, strip_comments
 from bedplate.engines.traits import MODELS
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import escape_kubernetes, quote_posix_shell
@@ -18,9 +20,11 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TOKEN = "hf-token"  # noqa: S105 - the name of a Secret, not one
 KEY = "engine-key"
 NAMESPACE = "inference"
+FIRST = {"bedplate/apply": "first"}
+"""Label of what `kubectl apply -l` creates before the engines: volumes, the Jobs that fill them, and their queues."""
 
 
-def write_metadata(name: str, deploy: DeployTarget, labels: Mapping[str, str] | None = None) -> Tree:
+def write_metadata(name: str, deploy: DeployTarget, labels: Mapping[str, object] | None = None) -> Tree:
     return {"name": name, "namespace": deploy.namespace or NAMESPACE, "labels": dict(labels) if labels else None}
 
 
@@ -193,11 +197,12 @@ def select_nodes(unit: ServiceContainers) -> Tree:
     found: Tree = {}
     if len(chosen.values) == 1:
         found["nodeSelector"] = {chosen.label: chosen.values[0]}
-    else:
-        term = {"matchExpressions": [{"key": chosen.label, "operator": "In", "values": list(chosen.values)}]}
-        found["affinity"] = {
-            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-        }
+    wanted: list[Tree] = [{"key": label, "operator": "DoesNotExist"} for label in chosen.avoids]
+    if len(chosen.values) > 1:
+        wanted.append({"key": chosen.label, "operator": "In", "values": list(chosen.values)})
+    if wanted:
+        terms = {"nodeSelectorTerms": [{"matchExpressions": wanted}]}
+        found["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     if chosen.resource is not None:
         found["tolerations"] = [{"key": chosen.resource, "operator": "Exists", "effect": "NoSchedule"}]
     return found
@@ -251,11 +256,26 @@ def name_marker(unit: ServiceContainers) -> str:
 
 
 def name_model_claim(unit: ServiceContainers) -> str:
+    """Name the volume by what it is and contains: a claim cannot be changed, and old pods keep the old model."""
+    steps = [(step.name, step.command, step.env) for step in unit.steps]
+    what = [unit.access_mode, unit.storage_class, unit.volume_bytes, unit.model_path, steps]
+    return f"{name_model(unit)}-{_compute_digest(what)}"
+
+
+def name_model(unit: ServiceContainers) -> str:
     return f"{unit.name}-model"
 
 
+def _compute_digest(content: object) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
+
+
 def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
-    """Write the Job that downloads the model and converts it if planned; it does not run again once complete."""
+    """Write the Job that downloads the model and converts it if planned.
+
+    Its name changes with its content, because the template of a Job cannot be changed.
+    """
     labels = make_model_labels(unit)
     path, marker = quote_posix_shell(unit.model_path), quote_posix_shell(name_marker(unit))
     last = {
@@ -266,13 +286,12 @@ def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
         "securityContext": write_container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
     }
-    needs_cards = any(step.cards for step in unit.steps)
     spec: Tree = {
         "restartPolicy": "OnFailure",
         "serviceAccountName": unit.name,
         "automountServiceAccountToken": False,
         "securityContext": write_security_context(unit.image),
-        **(select_nodes(unit) if needs_cards else {}),
+        **_select_job_nodes(unit),
         "initContainers": [_write_step(unit, step) for step in unit.steps],
         "containers": [last],
         "volumes": [
@@ -280,11 +299,23 @@ def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
             {"name": "cache", "emptyDir": {}},
         ],
     }
-    own = write_metadata(name_model_claim(unit), deploy, labels | ({QUEUE_LABEL: queue} if queue else {}))
-    template = {"metadata": {"labels": labels}, "spec": spec}
+    template: Tree = {"metadata": {"labels": labels}, "spec": spec}
+    name = f"{name_model(unit)}-{_compute_digest(strip_comments(template))}"
+    own = write_metadata(name, deploy, labels | FIRST | ({QUEUE_LABEL: queue} if queue else {}))
     return {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": {"backoffLimit": 4, "template": template},
     }  # fmt: skip
+
+
+def _select_job_nodes(unit: ServiceContainers) -> Tree:
+    """Select the nodes of the engine: a volume is often created where the first pod uses it, and stays there."""
+    found = select_nodes(unit)
+    if unit.access_mode == "ReadWriteOnce":
+        # Such a volume is attached to one node: a pod that waits for the model there must not keep the Job out.
+        term = {"labelSelector": {"matchLabels": make_selector(unit)}, "topologyKey": "kubernetes.io/hostname"}
+        near = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+        found["affinity"] = {**found.get("affinity", {}), "podAffinity": near}
+    return found
 
 
 def _write_step(unit: ServiceContainers, step: VolumeStep) -> CommentedValue:

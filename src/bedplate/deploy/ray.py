@@ -25,18 +25,21 @@ from bedplate.deploy.pods import (
     write_wait_container,
 )
 from bedplate.deploy.queues import choose_queue
-from bedplate.deploy.scaling import FULL, QUIET_S, compute_bounds, explain_maximum
+from bedplate.deploy.scaling import FULL, QUIET_S, compute_bounds, explain_maximum, make_monitor_labels
 from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers, describe_containers, find_engines
 from bedplate.deploy.yaml_writer import annotate, strip_comments, write_document
 from bedplate.errors import NotPossible
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values.intent import DeployTarget
-from bedplate.values.units import format_seconds
 
 ACCELERATORS = {
     "H100": "H100", "H200": "H200", "GH200": "GH200", "B200": "B200", "GB200": "GB200", "B300": "B300",
     "L4": "L4", "L40S": "L40S", "A10G": "A10G", "A10": "A10", "T4": "T4", "V100": "V100", "RTX 4090": "RTX-4090",
 }  # fmt: skip
+OPERATOR = {"matchExpressions": [{"key": "app.kubernetes.io/name", "operator": "In",
+                                  "values": ["kuberay-operator", "kuberay"]}]}  # fmt: skip
+"""The operator calls the dashboard of the head pod. Its labels: helm-chart/kuberay-operator/templates/_helpers.tpl and
+ray-operator/config/manager/kustomization.yaml of feeaf72f."""
 PORTS = {"serve": PORT, "metrics": 8080, "gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
@@ -54,7 +57,7 @@ def write_ray(platform: Platform) -> Files:
         if unit.name in reasons or worker is None:
             workloads[unit.name] = write_workload(unit, platform)
             continue
-        build = f"Ray {RAY_VERSION} includes its own build of {unit.engine.name}"
+        build = f"Ray {RAY_VERSION} requires {unit.engine.name} {worker.version or 'in its own build'}"
         note = f"{build}; the plan was made for {unit.plan.engine_version}; {RAY_TAG_NOTE}"
         units[index] = replace(unit, image=Image(f"{worker.image}:{RAY_TAG}", note, user=1000, group=100, python=True))
         config = write_serve_config(units[index])
@@ -62,7 +65,15 @@ def write_ray(platform: Platform) -> Files:
         configs[f"serve/{unit.name}.yaml"] = write_document(config, write_heading(unit))
         service = _write_ray_service(units[index], platform.deploy, choose_queue(unit, platform), config)
         workloads[unit.name] = [service, _write_pod_monitor(units[index], platform.deploy)]
-    return write_manifests(platform, units, workloads, plain_reasons=reasons, more_files=configs)
+    return write_manifests(
+        platform,
+        units,
+        workloads,
+        plain_reasons=reasons,
+        more_files=configs,
+        operator=OPERATOR,
+        backends={unit.name: (f"{unit.name}-serve-svc", PORT) for unit in units if unit.name not in reasons},
+    )
 
 
 def explain_refusal(unit: ServiceContainers) -> str | None:
@@ -83,7 +94,7 @@ def write_serve_config(unit: ServiceContainers) -> Tree:
         "min_replicas": annotate(
             least,
             f"{unit.placed.decision.in_flight:,} concurrent requests need {unit.replicas} replicas; half of them stay "
-            f"when idle, because a new replica takes up to {format_seconds(unit.load_s)} to start",
+            f"when idle; {unit.load_words}",
         ),
         "max_replicas": annotate(most, explain_maximum(unit)),
         "target_ongoing_requests": annotate(
@@ -129,6 +140,11 @@ def name_accelerator(unit: ServiceContainers) -> str | None:
 
 def collect_engine_kwargs(unit: ServiceContainers) -> Tree:
     """Return the options of the launch command as `engine_kwargs`, without those of the engine's server."""
+    if (groups := unit.plan.parallelism.attention_data) > 1:
+        raise NotPossible(
+            f"{unit.name} has {groups} attention replicas, which the files for ray do not start",
+            hint="--emit command, kubernetes or dynamo",
+        )
     dropped = unit.engine.ray.server_options if unit.engine.ray is not None else frozenset()
     words = unit.launch.argv
     start = next(index for index, word in enumerate(words) if word.startswith("--"))
@@ -172,7 +188,11 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
     cluster: Tree = {
         "rayVersion": RAY_VERSION,
         "enableInTreeAutoscaling": annotate(True, "Serve scales replicas; the cluster adds the pods that they need"),
-        "autoscalerOptions": {"idleTimeoutSeconds": QUIET_S, "upscalingMode": "Default"},
+        "autoscalerOptions": {
+            "idleTimeoutSeconds": QUIET_S,
+            "upscalingMode": "Default",
+            "securityContext": annotate(write_container_security(), "of the container that the operator adds"),
+        },
         "headGroupSpec": {
             "rayStartParams": annotate({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
             "template": {
@@ -182,12 +202,13 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
         },
         "workerGroupSpecs": [worker],
     }
+    # Kueue's webhook refuses autoscaling of a RayService that it manages, unless it is an elastic job.
+    elastic: Tree = {"annotations": {"kueue.x-k8s.io/elastic-job": "true"}} if queue is not None else {}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": write_metadata(unit.name, deploy, make_labels(unit, queue)),
+        "metadata": write_metadata(unit.name, deploy, make_labels(unit, queue)) | elastic,
         "spec": {
-            "serviceUnhealthySecondThreshold": annotate(unit.start_failures * 10, unit.load_words),
             "serveConfigV2": annotate(
                 write_document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"
             ),
@@ -202,7 +223,7 @@ def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": write_metadata(unit.name, deploy),
+        "metadata": write_metadata(unit.name, deploy, make_monitor_labels(deploy)),
         "spec": {
             "selector": {
                 "matchLabels": own,

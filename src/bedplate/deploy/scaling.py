@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from bedplate.deploy.pods import Tree, make_selector, write_metadata
 from bedplate.deploy.service_containers import MOST_TIMES, ServiceContainers
-from bedplate.deploy.yaml_writer import annotate
+from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import quote_promql
 from bedplate.values.units import format_seconds
 
-PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
+MONITORING = "monitoring"
+PROMETHEUS = f"http://prometheus-operated.{MONITORING}.svc:9090"
 """The Service that the Prometheus operator creates, in its usual namespace."""
 FULL = 0.8
 """Target load as a share of a replica's capacity; the rest absorbs requests while the next replica starts."""
 QUIET_S = 600
+
+
+RELEASE = "kube-prometheus-stack"
+
+
+def find_metrics_namespace(deploy: DeployTarget) -> str:
+    """Return the namespace of Prometheus by its address, NAME.NAMESPACE[.svc…]; it scrapes the pods from there."""
+    parts = (urlsplit(deploy.prometheus or PROMETHEUS).hostname or "").split(".")
+    return parts[1] if len(parts) == 2 or (len(parts) > 2 and parts[2] == "svc") else MONITORING
+
+
+def make_monitor_labels(deploy: DeployTarget) -> dict[str, object]:
+    label = annotate(deploy.prometheus_release or RELEASE, "kube-prometheus-stack reads only monitors of its release")
+    return {"release": label}
 
 
 def write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget, path: str) -> Tree:
@@ -23,7 +39,7 @@ def write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget, path: str) 
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": write_metadata(unit.name, deploy, make_selector(unit)),
+        "metadata": write_metadata(unit.name, deploy, make_selector(unit) | make_monitor_labels(deploy)),
         "spec": {
             "selector": {"matchLabels": make_selector(unit, leader=True)},
             "podTargetLabels": ["app.kubernetes.io/instance"],
@@ -48,6 +64,7 @@ def write_scaled_object(unit: ServiceContainers, deploy: DeployTarget) -> Tree |
             **write_replica_bounds(unit),
             "pollingInterval": 15,
             "cooldownPeriod": QUIET_S,
+            "fallback": write_fallback(unit),
             "advanced": write_behavior(unit),
             "triggers": triggers,
         },
@@ -72,6 +89,12 @@ def explain_maximum(unit: ServiceContainers) -> str:
     if unit.most_replicas == MOST_TIMES * unit.replicas:
         return f"{MOST_TIMES} times the planned replicas; pool {unit.placed.pool.name} has capacity for more"
     return f"the free capacity of pool {unit.placed.pool.name}"
+
+
+def write_fallback(unit: ServiceContainers) -> CommentedValue:
+    """Keep the planned replicas while Prometheus does not answer, or more if more are running."""
+    fallback = {"failureThreshold": 4, "replicas": unit.replicas, "behavior": "currentReplicasIfHigher"}
+    return annotate(fallback, "the planned replicas, if Prometheus fails four times in a row")
 
 
 def write_behavior(unit: ServiceContainers) -> Tree:

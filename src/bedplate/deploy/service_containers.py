@@ -16,9 +16,10 @@ from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import get_converted_path
 from bedplate.engines.shared import COMPRESSOR
 from bedplate.engines.traits import MODELS, MetricNames
-from bedplate.errors import NotPossible
+from bedplate.errors import NotPossible, UsageError
 from bedplate.facts.chips import Chip, find_accelerator_chip
-from bedplate.values import Hardware, Launch, Plan, Preparation, replace_fields
+from bedplate.values import Hardware, Launch, Plan, Preparation, Workload, replace_fields
+from bedplate.values.decision import list_part_names
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import join_posix_shell, quote_posix_shell
@@ -31,6 +32,8 @@ SLOW_VOLUME_BYTES_S = 0.4e9
 """Read bandwidth that is assumed for a slow network volume: about 3 Gbit/s."""
 NODE_SHARE = 0.9
 """Share of a node's cores and memory that pods can use."""
+SLOW_HUB_BYTES_S = 0.1e9
+"""Bandwidth that is assumed for the download from the model hub: about 1 Gbit/s."""
 PATIENCE = 1.5
 """A start may take this many times as long as estimated."""
 MOST_TIMES = 4
@@ -56,11 +59,13 @@ class VolumeStep:
 
 @dataclass(frozen=True)
 class NodeSelector:
-    """Node label and values to select, and the extended resource to request."""
+    """Node label and values to select, labels that a node must not have, and the extended resource to request."""
 
     resource: str | None
     label: str
     values: tuple[str, ...]
+    """The usual value first: a Kueue flavor has only one."""
+    avoids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,15 @@ class ServiceContainers:
     """Configuration files, mounted under SETTINGS."""
     steps: tuple[VolumeStep, ...]
     selector: NodeSelector
+    storage_class: str | None = None
 
     @property
     def name(self) -> str:
         return self.placed.name
+
+    @property
+    def access_mode(self) -> str:
+        return "ReadWriteMany" if self.most_replicas > 1 or self.nodes > 1 else "ReadWriteOnce"
 
     @property
     def model_path(self) -> str:
@@ -123,6 +133,14 @@ class ServiceContainers:
             f"{format_size(SLOW_VOLUME_BYTES_S)}/s, plus about {format_seconds(self.engine.container.start_s)} "
             f"for {self.engine.name}"
         )
+
+    @property
+    def prepare_s(self) -> float:
+        """Time until the model is on the volume: download, and conversion at the speed of a slow volume."""
+        download = self.placed.plan.model.weight_bytes / SLOW_HUB_BYTES_S
+        converts = self.plan.weights.made == "converted"
+        moved = self.placed.plan.model.weight_bytes + self.weight_bytes if converts else 0
+        return download + moved / SLOW_VOLUME_BYTES_S
 
     @property
     def longest_s(self) -> float:
@@ -214,6 +232,7 @@ def describe_containers(
     device = placed.plan.settings.device
     if placed.node.os != "linux":
         raise _make_refusal(placed, f"containers need Linux, but {placed.pool.name} runs {placed.node.os}")
+    _refuse_adapters(placed)
     layout = placed.plan.parallelism
     each = layout.tensor * layout.pipeline if device != "cpu" else 0
     if reason := explain_missing_network(placed, each):
@@ -237,7 +256,8 @@ def describe_containers(
         placed=placed, engine=engine, plan=plan, launch=launch, image=image, replicas=replicas,
         most_replicas=min(replicas + spare, MOST_TIMES * replicas), nodes=nodes, cards=-(-cards // nodes),
         files=engine.list_container_files(plan), steps=(),
-        selector=make_node_selector(placed.node, chip, device == "cpu"),
+        storage_class=deploy.storage_class,
+        selector=make_node_selector(placed.node, chip, placed.pool.node_label, on_cpu=device == "cpu"),
     )  # fmt: skip
     return _add_steps(result)
 
@@ -248,18 +268,45 @@ def find_engines(supports: Callable[[Engine], object]) -> list[Engine]:
     return sorted(found, key=lambda one: (one.id != STANDARD_ENGINE, one.effort, one.id))
 
 
-def make_node_selector(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> NodeSelector:
-    """Select nodes by the labels of the vendors' GPU feature discovery."""
+def make_node_selector(
+    node: Hardware, chip: Chip | None, label: str | None = None, *, on_cpu: bool = False
+) -> NodeSelector:
+    """Select nodes by the labels of the vendors' GPU feature discovery, or by the label that the pool states."""
     first = node.accelerators[0] if node.accelerators and not on_cpu else None
+    vendor = first.vendor if first is not None else None
+    resource = {None: None, "amd": "amd.com/gpu", "intel": "gpu.intel.com/xe"}.get(vendor, "nvidia.com/gpu")
+    if label is not None:
+        name, value = _split_label(label)
+        return NodeSelector(resource, name, (value,))
     if first is None:
         arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
-        return NodeSelector(None, "kubernetes.io/arch", (arch,))
+        # A service that needs no GPU would take the cores of nodes that have them.
+        avoids = (*PRODUCT_LABELS.values(), AMD_LABEL) if not node.accelerators else ()
+        return NodeSelector(None, "kubernetes.io/arch", (arch,), avoids)
+    if vendor == "intel":
+        return NodeSelector(resource, "intel.feature.node.kubernetes.io/gpu", ("true",))
     names = chip.driver_names if chip is not None and chip.driver_names else (first.name,)
-    if first.vendor == "amd":
-        return NodeSelector("amd.com/gpu", "amd.com/gpu.product-name", tuple(_make_label(name, "_") for name in names))
-    if first.vendor == "intel":
-        return NodeSelector("gpu.intel.com/xe", "intel.feature.node.kubernetes.io/gpu", ("true",))
-    return NodeSelector("nvidia.com/gpu", "nvidia.com/gpu.product", tuple(_make_label(name, "-") for name in names))
+    # AMD's labeller writes the name of a module with its form: AMD_Instinct_MI300X_OAM.
+    names = tuple(sorted(names, key=lambda name: not name.endswith(" OAM"))) if vendor == "amd" else names
+    values = tuple(_make_label(name, "_" if vendor == "amd" else "-") for name in names)
+    valid = tuple(value for value in values if _LABEL_VALUE.fullmatch(value))
+    return NodeSelector(resource, PRODUCT_LABELS["amd" if vendor == "amd" else "nvidia"], valid)
+
+
+PRODUCT_LABELS = {"nvidia": "nvidia.com/gpu.product", "amd": "amd.com/gpu.product-name"}
+AMD_LABEL = "feature.node.kubernetes.io/amd-gpu"
+"""Set by AMD's GPU operator, also on nodes with different cards, which have no label of one product."""
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_LABEL_NAME = re.compile(rf"([a-z0-9.-]{{1,253}}/)?{_LABEL_VALUE.pattern}")
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    name, _, value = label.partition("=")
+    if not _LABEL_NAME.fullmatch(name) or not _LABEL_VALUE.fullmatch(value):
+        raise UsageError(
+            f"{label!r} is not a node label", hint="write node_label: NAME=VALUE, as kubectl get nodes -L NAME shows it"
+        )
+    return name, value
 
 
 def _make_label(name: str, space: str) -> str:
@@ -275,8 +322,10 @@ def _make_refusal(placed: PlacedService, reason: str) -> NotPossible:
 
 def _put_model_on_volume(plan: Plan, data: int) -> Plan:
     """Return the plan with the model's path on the volume."""
-    model = plan.model
-    if model.files:
+    model, published = plan.model, plan.weights.published
+    if published is not None and not model.files:
+        kept = f"{make_volume_path(published.folder)}/{published.file or 'config.json'}"
+    elif model.files:
         first = PurePath(model.files[0])
         kept = (
             make_volume_path(first.name)
@@ -289,9 +338,30 @@ def _put_model_on_volume(plan: Plan, data: int) -> Plan:
         kept = f"{make_volume_path(model.short_name)}/config.json"
     return replace_fields(
         plan,
-        model=replace_fields(model, files=(kept,)),
+        model=replace_fields(model, files=(kept,), projector=None),  # it is not on the volume
+        workload=_put_adapters_on_volume(plan.workload),
         parallelism=replace_fields(plan.parallelism, data=data),
     )
+
+
+def _put_adapters_on_volume(workload: Workload) -> Workload:
+    if not workload.names_adapters:
+        return workload
+    moved = tuple(
+        replace_fields(one, path=make_volume_path(one.served_name), name=one.served_name) for one in workload.adapters
+    )
+    return replace_fields(workload, lora_adapters=moved)
+
+
+def _refuse_adapters(placed: PlacedService) -> None:
+    """LoRA adapters are downloaded together with the model, so both must be on a model hub."""
+    work, model = placed.plan.workload, placed.plan.model
+    if not work.names_adapters:
+        return
+    if any(not one.is_on_hub for one in work.adapters) or model.files or "/" not in model.name:
+        raise _make_refusal(placed, "its LoRA adapters or its model are not on a model hub")
+    if placed.plan.weights.format == "gguf":
+        raise _make_refusal(placed, "its LoRA adapters must first be converted to GGUF")
 
 
 def with_slots(unit: ServiceContainers, slots: int) -> ServiceContainers:
@@ -339,7 +409,8 @@ def _list_steps(unit: ServiceContainers) -> Iterator[VolumeStep]:
 def _write_fetch_step(unit: ServiceContainers) -> Iterator[VolumeStep]:
     origin, target = unit.placed.plan.model, unit.plan.model_path
     folder = target if not target.endswith(".gguf") else MODELS
-    if origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name:
+    published = unit.plan.weights.published if not origin.files else None
+    if published is None and (origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name):
         where = origin.files[0] if origin.files else origin.name
         yield VolumeStep(
             "wait",
@@ -349,11 +420,20 @@ def _write_fetch_step(unit: ServiceContainers) -> Iterator[VolumeStep]:
             f"then create the file {target}.copied",
         )
         return
-    code = f"from huggingface_hub import snapshot_download as get; get({origin.name!r}, local_dir={folder!r})"
+    name, size = origin.name, origin.weight_bytes
+    wanted = f"local_dir={folder!r}"
+    if published is not None:
+        name, size = published.repository, published.size_bytes
+        wanted = f"local_dir={make_volume_path(published.folder)!r}"
+        wanted += f", revision={published.revision!r}" if published.revision is not None else ""
+        wanted += f", allow_patterns={list(list_part_names(published.file))!r}" if published.file is not None else ""
+    code = f"from huggingface_hub import snapshot_download as get; get({name!r}, {wanted})"
+    for one, moved in zip(unit.placed.plan.workload.adapters, unit.plan.workload.adapters, strict=True):
+        code += f"; get({one.path!r}, local_dir={moved.path!r})" if one.is_on_hub else ""
     command: tuple[str, ...] = ("python3", "-c", code)
     if not unit.image.python:
         command = ("uvx", "--from", HUB_PACKAGE, "python", "-c", code)
-    note = f"downloads {format_size(origin.weight_bytes)}; skipped if the files are already on the volume"
+    note = f"downloads {format_size(size)}; skipped if the files are already on the volume"
     # The engine's image has the hub client; using it here also pulls the image onto the node.
     yield VolumeStep(
         "fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"}
@@ -398,8 +478,9 @@ def _write_command(step: Preparation, plan: Plan, made: str) -> str:
 def _join_options(words: tuple[str, ...]) -> Iterator[str]:
     index = 0
     while index < len(words):
-        value = words[index + 1] if index + 1 < len(words) else "--"
-        if words[index].startswith("--") and not value.startswith("--"):
+        value, after = (*words[index + 1 : index + 3], "--", "--")[:2]
+        # An option with several values is not joined with its first one.
+        if words[index].startswith("--") and not value.startswith("--") and after.startswith("--"):
             yield f"{words[index]}={value}"
             index += 2
         else:

@@ -18,6 +18,7 @@ from bedplate.engines.base import (
     KnownFailure,
     MemoryUse,
     OverlayRecipe,
+    RegisteredEngine,
     SourceBuild,
 )
 from bedplate.engines.traits import (
@@ -63,18 +64,23 @@ __all__ = [
     "OverlayRecipe",
     "PrivatePort",
     "RayWorker",
+    "RegisteredEngine",
     "ServerFeatures",
     "SourceBuild",
     "StoreStep",
     "TableNames",
     "get_engine",
     "get_plan_engine",
+    "get_registered_engine",
     "load_engines",
 ]  # fmt: skip
 
 
-SHARED_MODULES = ("base", "checks", "knobs", "mistakes", "names", "parsers", "shared", "roles", "shipped", "traits")
-"""Shared modules; every other module of this folder is an engine."""
+SHARED_MODULES = (
+    "base", "checks", "knobs", "mistakes", "names", "parsers", "quantizations", "roles", "shared", "shipped", "traits",
+    "vllm_accelerators",
+)  # fmt: skip
+"""Modules that are not an engine of their own; every other module of this folder is one."""
 
 
 @functools.cache
@@ -113,8 +119,14 @@ def get_engine(name: str) -> Engine:
     raise UsageError(f"no engine is called {name!r}", hint=f"{hint}known: {', '.join(known)}")
 
 
+@functools.lru_cache(maxsize=32)
+def get_registered_engine(engine_id: str, environment: RegisteredEngine) -> Engine:
+    """An engine as it is in the user's environment."""
+    return load_engines()[engine_id].in_environment(environment)
+
+
 def get_plan_engine(plan: Plan) -> Engine:
     """The engine of a plan, in the version that the plan was made for."""
     one = get_engine(plan.engine)
     version = one.get_version(plan)
-    return one if version == one.version else get_engine(f"{plan.engine}@{version}")
+    return (one if version == one.version else get_engine(f"{plan.engine}@{version}")).adapt_to_plan(plan)

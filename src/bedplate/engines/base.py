@@ -6,12 +6,15 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from functools import lru_cache
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, find_quantization
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ClonedProgram,
     ContainerConversion,
@@ -46,7 +49,7 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.capabilities import Capabilities, ToolSupport
-from bedplate.values.decision import Device
+from bedplate.values.decision import CacheType, Device
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import TunableSetting
 
@@ -54,9 +57,21 @@ SHARE_MARGIN = 0.01
 """Of a device's memory: what stays free beside the share that an engine asks for when it starts."""
 RESERVED_SHARE = 0.05
 """Share of the free memory that stays unused: a machine that swaps is slow with any setting."""
+LEAST_RESIDENT_ADAPTERS = 8
+"""LoRA adapters that stay in the memory of the devices even if fewer requests are computed at once."""
 ParallelismKind = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
-DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
-VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
+GAUDI = "gaudi"
+"""The family of Intel's dedicated accelerators, which share nothing with its GPUs but the vendor."""
+DEDICATED = (GAUDI, "tenstorrent")
+"""Families of accelerators that are not GPUs."""
+DEVICES: dict[str, Device] = {
+    "nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu", GAUDI: "hpu", "tenstorrent": "tt",
+}  # fmt: skip
+"""By the family of a card."""
+VENDOR_NAMES = {
+    "nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", GAUDI: "Intel Gaudi",
+    "tenstorrent": "Tenstorrent",
+}  # fmt: skip
 SIXTEEN_BIT = ("BF16", "F16", "F32")
 HIGHEST_PORT = 65535
 WRAPPER_KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
@@ -64,6 +79,11 @@ WRAPPER_KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 OWN_ENVIRONMENT = "a dedicated environment"
 NO_VERSION = ("", "unpinned", "unknown")
 """Values that mean "version unknown"."""
+NATIVE = "native"
+"""The name of the native build in ID@native."""
+_PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?P<extras>\[[^\]]*\])?==(?P<version>[^;\s]+)(?P<marker>\s*;.*)?")
+RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)+(?:\.?(?:post|rc|a|b|dev)[0-9]+)*")
+"""A version on a package index; versions of native builds and of adopted programs look different."""
 DEFAULT_CONTEXT_TOKENS = 8192
 """Context length of a chat if none is requested: most conversations are shorter."""
 
@@ -93,6 +113,35 @@ class EnvironmentRecipe(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     check: str
     """Python code that must succeed in the finished environment; otherwise the installation fails."""
+    chosen_by_release: tuple[str, ...] = ()
+    """Packages whose version each release of the engine requires itself: pinned only for the pinned version."""
+
+    @property
+    def engine_pin(self) -> tuple[str, str] | None:
+        """The name and version of the package that is the engine itself; `None` if it is not pinned."""
+        for requirement in (*self.bare, *self.packages)[:1]:
+            if found := _PIN.fullmatch(requirement):
+                return found["name"], found["version"]
+        return None
+
+    def at_version(self, version: str) -> EnvironmentRecipe:
+        """The same recipe for another version of the engine."""
+        pin = self.engine_pin
+        if pin is None or pin[1] == version:
+            return self
+
+        def replace_pin(requirement: str) -> str:
+            found = _PIN.fullmatch(requirement)
+            if found is None:
+                return requirement
+            extras, marker = found["extras"] or "", found["marker"] or ""
+            if found["name"] == pin[0]:
+                return f"{found['name']}{extras}=={version}{marker}"
+            return f"{found['name']}{extras}{marker}" if found["name"] in self.chosen_by_release else requirement
+
+        return msgspec.structs.replace(
+            self, packages=tuple(map(replace_pin, self.packages)), bare=tuple(map(replace_pin, self.bare))
+        )
 
 
 class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +285,13 @@ class ComputeTarget(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA compute capability."""
 
 
+class RegisteredEngine(NamedTuple):
+    """The user's environment with an engine, as `bedplate engines use` found it."""
+
+    version: str
+    packages: frozenset[str]
+
+
 class Engine:
     """The engine interface. To add an engine, write one file with a subclass (docs/add-an-engine.md)."""
 
@@ -251,6 +307,8 @@ class Engine:
     """Older versions whose options were checked as well, the newest first."""
     is_version_named: bool = False
     """Whether the user requested this version."""
+    packages: frozenset[str] | None = None
+    """The packages of the user's environment that was registered for it; `None`: bedplate installs it."""
     recipe: ClassVar[EnvironmentRecipe | None] = None
     """`None`: bedplate plans the engine but does not install it."""
     overlays: ClassVar[tuple[OverlayRecipe, ...]] = ()
@@ -262,7 +320,9 @@ class Engine:
     converts: ClassVar[tuple[str, ...]] = ()
     """Formats that it, or one of its tools, converts to one of `formats`."""
     vendors: ClassVar[tuple[str, ...]] = ()
-    """Vendors of the accelerators that it supports."""
+    """Vendors of the GPUs, and families of dedicated accelerators, that it supports."""
+    unplanned: ClassVar[Mapping[str, str]] = {}
+    """Family of accelerators → the project that runs this engine on them, which bedplate does not plan."""
     cpu: ClassVar[bool] = False
     """Whether it runs on a CPU without an accelerator."""
     systems: ClassVar[tuple[str, ...]] = ("linux",)
@@ -275,6 +335,10 @@ class Engine:
     """Whether KV cache is allocated as requests grow, so that unused slots need no memory."""
     offloads: ClassVar[bool] = False
     """Whether it can keep a part of the weights in host memory."""
+    spans_sockets: ClassVar[bool] = True
+    """Whether the threads of one process run on all CPU sockets."""
+    reuses_prefixes: ClassVar[bool] = True
+    """Whether it has a prefix cache."""
     built_for: ClassVar[tuple[Device, ...]] = ("cpu",)
     """Devices that the packages of its recipe support; other devices need a separate build."""
     effort: ClassVar[int] = 1
@@ -324,12 +388,27 @@ class Engine:
     """`None`: not known, so the gateway refuses no feature."""
     mistakes: ClassVar[tuple[tuple[str, KnownMistake], ...]] = ()
     """(pattern of its error message, the client's mistake): whatever status it answers with, the engine works."""
+    option_check: ClassVar[str | None] = None
+    """Python code that parses the options in `sys.argv[1:]` with the engine's own parser, in its environment, and
+    fails for an option that this version does not have. `None`: the names in the output of `--help` are compared."""
     launch_rules: ClassVar[tuple[LaunchRule, ...]] = ()
     """What this version refuses, each with the file that has the check."""
     rule_sources: ClassVar[Mapping[str, str]] = {}
     """Rule that several engines share → the file and version in which this engine makes the same check."""
     launch_options: ClassVar[LaunchOptions] = LaunchOptions()
     loading: ClassVar[LoadingTraits] = LoadingTraits()
+    quantizations: ClassVar[tuple[SupportedQuantization, ...]] = ()
+    """The kinds of quantized weights that it has kernels for, by device; empty: not known."""
+    eight_bit_cache: ClassVar[EightBitCache | None] = None
+    """`None`: it has no 8-bit KV cache, or bedplate plans none for it."""
+    adapters: ClassVar[AdapterTraits | None] = None
+    """`None`: it, or the server that bedplate starts for it, serves no LoRA adapters."""
+    reads_projectors: ClassVar[bool] = False
+    """Whether it loads the vision encoder that is a file beside a GGUF model."""
+    no_adapters: ClassVar[str] = "serves no LoRA adapters"
+    """Why there are none, if `adapters` is `None`."""
+    shares_experts: ClassVar[bool] = False
+    """Whether the replicas that one command starts would share the experts of a model; each then gets a command."""
     node_starter: ClassVar[str | None] = None
     """The launcher that starts its ranks on several nodes, if its own command does not."""
 
@@ -338,6 +417,16 @@ class Engine:
         one = copy.copy(self)
         one.version, one.is_version_named = version, True
         return one
+
+    def in_environment(self, environment: RegisteredEngine) -> Engine:
+        """Return the same engine as it is in the user's environment: plans need nothing that is missing there."""
+        one = self.at_version(environment.version)
+        one.packages = environment.packages
+        return one
+
+    def has_package(self, name: str) -> bool:
+        """Whether an optional package is in the engine's environment; bedplate's own have all that the recipe names."""
+        return self.packages is None or name in self.packages
 
     @property
     def pinned_version(self) -> str | None:
@@ -352,8 +441,16 @@ class Engine:
         known = [one for one in (self.pinned_version, *self.checked_versions) if one is not None]
         if version is None or not known or version in known:
             return version if version in known else self.pinned_version
-        before = [one for one in known if _parse_version(one) <= _parse_version(version)]
-        return max(before, key=_parse_version) if before else min(known, key=_parse_version)
+        before = [one for one in known if parse_version(one) <= parse_version(version)]
+        return max(before, key=parse_version) if before else min(known, key=parse_version)
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        """The same engine as its plugin for this machine has it: another version, fewer layouts, other limits."""
+        return self
+
+    def adapt_to_plan(self, plan: Plan) -> Engine:
+        """The same for the machine that the plan was made for."""
+        return self
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         """Why it cannot run this model or task here; `None`: it can. The rules decide whether it should."""
@@ -372,7 +469,34 @@ class Engine:
             return self.make_refusal(
                 "impossible", f"loads {loads}, not {model.format}", "the same model in a supported format"
             )
+        return self.refuse_adapters(hardware, model, workload) if workload.adapters else None
+
+    def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        """Why it cannot serve the LoRA adapters of the workload; `None`: it can, if its weights allow it."""
+        traits, count, rank = self.adapters, len(workload.adapters), workload.adapter_rank
+        if traits is None:
+            return self.make_refusal("impossible", self.no_adapters, "weights that the adapter is merged into")
+        if traits.most is not None and count > traits.most:
+            one = "one LoRA adapter" if traits.most == 1 else f"{traits.most} LoRA adapters"
+            return self.make_refusal("impossible", f"one server has at most {one}, not {count}", "a server for each")
+        if traits.ranks and rank > traits.ranks[-1]:
+            why = f"the rank of a LoRA adapter is at most {traits.ranks[-1]}, not {rank}"
+            return self.make_refusal("impossible", why, "an adapter of a lower rank")
         return None
+
+    def count_resident_adapters(self, workload: Workload) -> int:
+        """The LoRA adapters in the memory of the devices: those of all concurrent requests, if that many may be."""
+        count, most = len(workload.adapters), self.adapters.most_resident if self.adapters is not None else 0
+        if most is None:
+            return count
+        rate = workload.requests_per_s or 0.0
+        at_once = workload.concurrency or max(workload.users, math.ceil(rate * workload.assumed_request_s))
+        return min(count, most, max(LEAST_RESIDENT_ADAPTERS, at_once))
+
+    def choose_adapter_rank(self, workload: Workload) -> int:
+        """The rank that memory is allocated for: the highest of the workload, rounded up to one that it offers."""
+        ranks = self.adapters.ranks if self.adapters is not None else ()
+        return next((rank for rank in ranks if rank >= workload.adapter_rank), workload.adapter_rank)
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The accelerators or else the CPU of this machine that it would use; `None`: it supports neither."""
@@ -384,7 +508,7 @@ class Engine:
         )
         if first is not None and (capability is None or capability >= self.capability):
             return ComputeTarget(
-                device=DEVICES.get(first.vendor, "cpu"),
+                device=DEVICES.get(get_card_family(first), "cpu"),
                 count=len(cards),
                 chip=chip,
                 features=chip.features if chip is not None else frozenset(),
@@ -433,6 +557,30 @@ class Engine:
         """Bits of each key and value in host memory, unless fewer are requested."""
         return 16
 
+    def find_quantization(self, method: str, target: ComputeTarget) -> SupportedQuantization | None:
+        """The row of its table for these weights on this target."""
+        rows = (row for row in self.quantizations if row.method == method)
+        return find_quantization(rows, target.device, target.capability, target.features)
+
+    def get_stored_cache_bits(self, kv_type: CacheType, *, model: Model | None = None) -> float:
+        """Bits of each key and value, with scales; with `model`, in host memory."""
+        if kv_type == "fp8":
+            return self.eight_bit_cache.bits if self.eight_bit_cache is not None else 8.0
+        return self.get_cache_bits(model) if model is not None else 16.0
+
+    def refuse_eight_bit_cache(self, target: ComputeTarget, model: Model) -> str | None:
+        """Why it has no 8-bit KV cache for this model on this target; `None`: it has one."""
+        cache = self.eight_bit_cache
+        if cache is None:
+            return "it has none"
+        if cache.find_row(target.device, target.capability, target.features) is None:
+            return f"it has none for this {'GPU' if target.device != 'cpu' else 'device'}"
+        if model.kv_lora_rank is not None and not cache.latent:
+            return "its kernels for a latent cache have 16 bits"
+        if model.head_dim is not None and model.head_dim % cache.head_step:
+            return f"heads of {model.head_dim} values are not a multiple of {cache.head_step}"
+        return None
+
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         """Host memory in addition to weights and KV cache."""
         return self.uses.process_bytes + self.compute_activation_bytes(model, settings.context_tokens)
@@ -479,9 +627,45 @@ class Engine:
         layers, stages = launch.model.num_layers, launch.plan.parallelism.pipeline
         return tuple(layers // stages + (number < layers % stages) for number in range(stages))
 
+    @property
+    def is_native(self) -> bool:
+        """Whether this is the version that bedplate builds from source."""
+        return self.build is not None and self.version == self.build.version
+
+    def is_checked(self, version: str) -> bool:
+        """Whether the options of this version were checked when bedplate was released."""
+        return version in (self.pinned_version, *self.checked_versions)
+
     def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
-        """The recipe for this device, if packages differ by device."""
+        """The recipe for this device and version."""
+        recipe, version = self.find_pinned_recipe(device), self.version
+        if recipe is None or version is None or version == self.pinned_version or not RELEASE.fullmatch(version):
+            return recipe
+        return recipe.at_version(version)
+
+    def find_pinned_recipe(self, device: Device) -> EnvironmentRecipe | None:
+        """The recipe of the pinned version for this device, if packages differ by device."""
         return self.recipe
+
+    def find_package_device(self, hardware: Hardware) -> Device:
+        """The device that its packages are installed for on this machine."""
+        target = self.find_target(hardware)
+        return target.device if target is not None and target.device in self.built_for else self.built_for[0]
+
+    def find_version(self, text: str, installed: Iterable[str] = ()) -> str:
+        """The full version that a user means: `native`, a version, or the beginning of a known one.
+
+        Otherwise zeros are added, as package indexes do when they compare versions.
+        """
+        if text == NATIVE and self.build is not None:
+            return self.build.version
+        known = [one for one in (self.pinned_version, *self.checked_versions, *installed) if one is not None]
+        if text in known or not text.replace(".", "").isdigit():
+            return text
+        if begun := [one for one in known if f"{one}.".startswith(f"{text}.")]:
+            return max(begun, key=parse_version)
+        missing = (self.pinned_version or "").count(".") - text.count(".")
+        return text + ".0" * max(0, missing)
 
     def list_requirements(self, settings: Settings) -> tuple[str, ...]:
         """Arguments of `uv pip install` for the plan's device: its recipe's packages, unless they differ by GPU."""
@@ -567,11 +751,15 @@ class Engine:
         """The files of `container_files` for a Dynamo worker of this role."""
         return self.list_container_files(plan)
 
-    def plan_installation(self) -> tuple[Preparation, ...]:
+    def plan_installation(self, plan: Plan | None = None) -> tuple[Preparation, ...]:
+        """The installation of the pinned version, or of the version of the plan."""
         if self.recipe is None:
             return ()
-        what, where = " ".join(self.recipe.packages), OWN_ENVIRONMENT
-        download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
+        recipe = self.recipe
+        if plan is not None and (version := self.get_version(plan)) and RELEASE.fullmatch(version):
+            recipe = recipe.at_version(version)
+        what, where = " ".join(recipe.packages), OWN_ENVIRONMENT
+        download, disk = recipe.download_bytes, recipe.disk_bytes
         return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
 
     def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
@@ -625,7 +813,8 @@ class Engine:
             json_schema=features.json_schema,
             json_object=features.json_object,
             logprobs=features.logprobs,
-            vision=features.vision and plan.model.vision_parameters > 0,
+            vision=(features.vision and plan.model.vision_parameters > 0)
+            or (self.reads_projectors and plan.model.projector is not None),
             n=most,
             stop=features.stop,
             seed=features.seed,
@@ -647,14 +836,31 @@ class Engine:
         return self.make_refusal("impossible", f"needs {gpu}", gpu)
 
 
-def find_cards(hardware: Hardware, vendors: Iterable[str]) -> list[Accelerator]:
-    """The GPUs of these vendors; dedicated neural-network accelerators run none of these engines."""
-    return [card for card in hardware.accelerators if card.vendor in vendors and not _is_dedicated_accelerator(card)]
+_found_cards: dict[tuple[int, tuple[str, ...]], tuple[tuple[Accelerator, ...], tuple[Accelerator, ...]]] = {}
+"""By the identity of a machine's accelerators: a search asks for the same cards for each layout, and hashing 128 cards
+takes longer than looking at them."""
+MOST_FOUND_CARDS = 64
 
 
-def _is_dedicated_accelerator(card: Accelerator) -> bool:
+def find_cards(hardware: Hardware, vendors: Iterable[str]) -> tuple[Accelerator, ...]:
+    """The GPUs of these vendors, and the dedicated accelerators of these families."""
+    cards, vendors = hardware.accelerators, tuple(vendors)
+    known = _found_cards.get((id(cards), vendors))
+    if known is not None and known[0] is cards:
+        return known[1]
+    if len(_found_cards) >= MOST_FOUND_CARDS:
+        _found_cards.clear()
+    found = tuple(card for card in cards if get_card_family(card) in vendors)
+    _found_cards[id(cards), vendors] = (cards, found)
+    return found
+
+
+def get_card_family(card: Accelerator) -> str:
+    """The vendor; for a dedicated accelerator of a vendor that also makes GPUs, the name of its product line."""
+    if card.vendor != "intel":
+        return card.vendor
     chip = find_accelerator_chip(card)
-    return chip is not None and chip.kind == "accelerator"
+    return GAUDI if chip is not None and chip.kind == "accelerator" else card.vendor
 
 
 def choose_context(model: Model, workload: Workload) -> int:
@@ -699,15 +905,41 @@ def plan_download(plan: Plan) -> tuple[Preparation, ...]:
     )
 
 
+def plan_published_download(plan: Plan) -> tuple[Preparation, ...]:
+    """The download of published weights, for engines that need a file or folder instead of a hub id."""
+    published = plan.weights.published
+    if published is None or plan.model.files:
+        return ()
+    argv = ["hf", "download", published.repository]
+    if published.file is not None and published.parts > 1:
+        argv += ["--include", re.sub(r"-00001-of-", "-*-of-", published.file)]
+    elif published.file is not None:
+        argv.append(published.file)
+    if published.revision is not None:
+        argv += ["--revision", published.revision]
+    what = (
+        f"{published.repository}, {f'file {published.file}' if published.file else published.revision or 'all files'}"
+    )
+    size = published.size_bytes
+    return (
+        Preparation(
+            kind="download", what=what, where=published.folder, download_bytes=size, disk_bytes=size,
+            argv=(*argv, "--local-dir", published.folder),
+        ),
+    )  # fmt: skip
+
+
 def plan_helper_installation(helper: Engine) -> tuple[Preparation, ...]:
     """The installation of another engine, in whose environment a step of this plan runs."""
     return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.plan_installation())
 
 
-def _parse_version(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
+    """The first four numbers of a version, to order versions by."""
     return tuple(int(one) for one in re.findall(r"\d+", version)[:4])
 
 
+@lru_cache(maxsize=64)
 def parse_capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +50,14 @@ class PlannedLaunch:
             found[name] = value
         return found
 
+    def get_values(self, name: str) -> tuple[str, ...]:
+        """All words after an option, up to the next option."""
+        words = self.launch.argv
+        if name not in words:
+            return ()
+        after = words[words.index(name) + 1 :]
+        return tuple(itertools.takewhile(lambda word: not word.startswith("--"), after))
+
     def get_count(self, name: str | None, default: int = 1) -> int:
         """The value of an option that is a count; `default` if the option is not given."""
         text = self.options.get(name, "") if name is not None else ""
@@ -86,3 +95,19 @@ def explain_old_method(launch: PlannedLaunch, method: str, least: tuple[int, int
         return None
     needed = ".".join(map(str, least))
     return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
+
+
+def explain_packing(
+    launch: PlannedLaunch, method: str, bits: Mapping[str, frozenset[int]], groups: frozenset[int] | None = None
+) -> str | None:
+    """Why a checkpoint of this method has bits or groups without kernels; `None`: it has kernels, or is not listed."""
+    details = launch.loaded.quantization_details
+    if details is None or method not in bits:
+        return None
+    if details.bits not in bits[method]:
+        supported = " or ".join(map(str, sorted(bits[method])))
+        return f"{method} weights need {supported} bits; these have {details.bits:g}"
+    if groups is None or details.group_size is None or details.group_size in groups:
+        return None
+    sizes = ", ".join(str(size) for size in sorted(groups) if size > 0)
+    return f"{method} weights need groups of {sizes}; these have groups of {details.group_size}"

@@ -14,9 +14,11 @@ from bedplate.engines.base import (
     get_converted_path,
     get_source_folder,
     plan_download,
+    plan_published_download,
 )
 from bedplate.engines.exllamav3 import count_compile_jobs, get_kernel_env, make_module_argv, plan_compilation
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_cache_knob
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
@@ -81,6 +83,9 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+QUANTIZATIONS = make_rows("ext.py of 0.3.2: make_q_matrix", "cuda", ["exl2", "gptq"])
+
+
 class ExLlamaV2(BedplateServedEngine):
     id = "exllamav2"
     name = "ExLlamaV2"
@@ -106,6 +111,9 @@ class ExLlamaV2(BedplateServedEngine):
     capability = (7, 5)
     ways = ("pipeline",)
     effort = 2
+    reuses_prefixes = False
+    # exllamav2 0.3.2: ExLlamaV2Lora; shipped/exllamav2_server.py does not use it.
+    no_adapters = "bedplate's server for it loads no LoRA adapters"
     features = Features(
         batching="none without flash-attn, which has no wheel",
         kv_cache="one sequence; 4, 6 or 8 bits",
@@ -118,7 +126,7 @@ class ExLlamaV2(BedplateServedEngine):
         source="exllamav2 0.3.2 (July 2025): architecture.py, generator/dynamic.py, conversion/convert_exl2.py",
     )
     server_features = ServerFeatures(
-        tools="none", json_schema=False, json_object=False, logprobs=False, choices="one",
+        tools="auto", json_schema=False, json_object=False, logprobs=False, choices="one",
         source="engines/shipped/exllamav2_server.py",
     )  # fmt: skip
     uses = MemoryUse(
@@ -129,6 +137,7 @@ class ExLlamaV2(BedplateServedEngine):
         source="ExLlamaV2: default of max_input_len; driver context and kernels assumed as for PyTorch",
     )
     max_slots = 1
+    quantizations = QUANTIZATIONS
     strength = "one to four RTX cards, one user"
     table_names = TableNames(words=("exllama", "exl2", "tabbyapi"), rank=7)
     estimate = EstimateTraits(kernels="exllama", one_stream=True, plain_products=True)
@@ -160,6 +169,8 @@ class ExLlamaV2(BedplateServedEngine):
 
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
+        # Known models spell it GPTQ-Int4.
+        label = label.upper() if label.upper() == "GPTQ-INT4" else label
         if model.format == "exl2":
             return (Weights(label=label, made="as it is", format="exl2"),)
         if label == "GPTQ-INT4" or (label == "INT4" and _get_quantization_method(model) == "gptq"):
@@ -181,15 +192,17 @@ class ExLlamaV2(BedplateServedEngine):
         argv = self.make_server_argv("exllamav2-server", plan, port)
         if converted:
             argv[argv.index("--model") + 1] = get_converted_path(plan)
+        elif plan.weights.published is not None and not plan.model.files:
+            argv[argv.index("--model") + 1] = plan.weights.published.folder
         if plan.settings.kv_type == "fp8":
             argv += ["--cache-bits", "8"]
         env = get_kernel_env("exllamav2")
         if cards > 1:
             # It fills one visible card after the other.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.plan_installation(), plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
-        if converted:
-            steps += [*plan_download(plan), _plan_conversion(plan)]
+        compilation = plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)
+        steps = [*self.plan_installation(plan), compilation]
+        steps += [*plan_download(plan), _plan_conversion(plan)] if converted else plan_published_download(plan)
         return apply_tuned_options(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
 
     def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:

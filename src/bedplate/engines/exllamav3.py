@@ -17,6 +17,7 @@ from bedplate.engines.base import (
     get_converted_path,
     get_source_folder,
     plan_download,
+    plan_published_download,
 )
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
@@ -27,6 +28,7 @@ from bedplate.engines.knobs import (
     make_slots_knob,
     uses_engine_defaults,
 )
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import (
     AdviceFlags,
@@ -129,6 +131,15 @@ NO_TENSOR = frozenset(["afmoe", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", 
 """Architectures with `supports_tp: False` in architecture/ of 1.6.5."""
 
 
+EIGHT_BIT_CACHE = EightBitCache(
+    bits=8.5,
+    rows=(
+        SupportedQuantization(method="8 bits", part="cache", device="cuda", source="cache/quant.py of 1.6.5: k_bits"),
+    ),
+    head_step=32,
+)
+
+
 def check_tensor(launch: PlannedLaunch) -> str | None:
     """Tensor parallelism is only for architectures that implement it."""
     if "--tensor-parallel" not in launch.options or launch.model.architecture not in NO_TENSOR:
@@ -166,6 +177,9 @@ LAUNCH_RULES = (
 )
 
 
+QUANTIZATIONS = make_rows("modules/quant/exl3.py of 1.6.5", "cuda", ["exl3"])
+
+
 class ExLlamaV3(BedplateServedEngine):
     id = "exllamav3"
     name = "ExLlamaV3"
@@ -191,6 +205,8 @@ class ExLlamaV3(BedplateServedEngine):
     capability = (7, 5)
     ways = ("pipeline", "tensor")
     effort = 2
+    # README of exllamav3 (2026): LoRA support; shipped/exllamav3_server.py does not use it.
+    no_adapters = "bedplate's server for it loads no LoRA adapters"
     features = Features(
         batching="continuous",
         kv_cache="paged, prefix cache; 2 to 8 bits",
@@ -203,7 +219,7 @@ class ExLlamaV3(BedplateServedEngine):
         source="exllamav3 1.6.5 (October 2026): README, model_init.py, generator/, architecture/architectures.py",
     )
     server_features = ServerFeatures(
-        tools="none", json_schema=True, json_object=False, logprobs=False, choices="one",
+        tools="forced", json_schema=True, json_object=False, logprobs=False, choices="one",
         source="engines/shipped/exllamav3_server.py",
     )  # fmt: skip
     uses = MemoryUse(
@@ -217,6 +233,8 @@ class ExLlamaV3(BedplateServedEngine):
     loading = LoadingTraits(embeds_on_host=True, source="modules/embedding.py of 1.6.5: embeddings are on the CPU")
     launch_options = LaunchOptions(context="--context", slots="--slots", cards=("--cards",))
     max_slots = 256
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "one to four RTX cards, one user"
     table_names = TableNames(words=("exllamav3", "exl3"), rank=6)
     estimate = EstimateTraits(kernels="exllama", one_stream=True, plain_products=True)
@@ -290,9 +308,8 @@ class ExLlamaV3(BedplateServedEngine):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.plan_installation(), plan_compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
-        if converted:
-            steps += [*plan_download(plan), _plan_conversion(plan)]
+        steps = [*self.plan_installation(plan), plan_compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
+        steps += [*plan_download(plan), _plan_conversion(plan)] if converted else plan_published_download(plan)
         env = get_kernel_env("exllamav3")
         if not uses_engine_defaults(settings):
             # Token embeddings are computed on the host. For larger batches PyTorch uses all cores, which then spin:

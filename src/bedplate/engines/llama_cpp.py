@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKENS
@@ -27,6 +26,7 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
     plan_helper_installation,
+    plan_published_download,
 )
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
@@ -48,8 +48,11 @@ from bedplate.engines.mistakes import (
     TOO_LONG,
 )
 from bedplate.engines.pytorch import ENGINE as CONVERTER
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import make_curl_command, split_layers, sum_counters, sum_samples
+from bedplate.engines.shipped.openai_server.tools import with_tools
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerConversion,
     ContainerImage,
@@ -65,14 +68,29 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
+from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.facts.known_models import GGUF_BITS
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replace_fields
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    replace_fields,
+)
 from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.quoting import join_posix_shell
 from bedplate.values.record import make_estimate
 from bedplate.values.tuning import SettingChoice, TunableSetting
+from bedplate.values.workload import DEFAULT_LORA_RANK, LoraAdapter
 
+BENCH = "llama-bench"
+"""Its benchmark, whose results `bedplate runs import` reads."""
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
 """The server uses one thread per connection: with too few, health checks of a busy engine fail."""
@@ -242,6 +260,21 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+EIGHT_BIT_CACHE = EightBitCache(
+    # 32 values share a scale of 16 bits.
+    bits=8.5,
+    rows=(
+        SupportedQuantization(method="q8_0", part="cache", device="cuda",
+                              source="ggml/src/ggml-cuda/fattn.cu of b10586: ggml_cuda_fattn_kv_type_supported"),
+        SupportedQuantization(method="q8_0", part="cache", device="rocm",
+                              source="ggml/src/ggml-cuda/fattn.cu of b10586, which HIP compiles as well"),
+        SupportedQuantization(method="q8_0", part="cache", device="metal",
+                              source="ggml/src/ggml-metal/ggml-metal-device.m of b10586: FLASH_ATTN_EXT"),
+    ),
+    head_step=32,
+)  # fmt: skip
+
+
 def check_context_size(launch: PlannedLaunch) -> str | None:
     """The context, which the server divides among its slots, holds the longest request in each of them."""
     size, slots = launch.get_count("--ctx-size", 0), launch.get_count("--parallel")
@@ -252,11 +285,15 @@ def check_context_size(launch: PlannedLaunch) -> str | None:
 
 
 def check_cache_type(launch: PlannedLaunch) -> str | None:
-    """A quantized cache of values needs flash attention."""
-    kind = launch.options.get("--cache-type-v", "f16")
-    if kind in ("f16", "bf16", "f32") or launch.options.get("--flash-attn", "auto") != "off":
+    """A quantized cache of values needs flash attention, and heads that consist of whole blocks."""
+    kind, size = launch.options.get("--cache-type-v", "f16"), launch.model.head_dim
+    if kind in ("f16", "bf16", "f32"):
         return None
-    return f"a KV cache of type {kind} needs flash attention, which is off"
+    if launch.options.get("--flash-attn", "auto") == "off":
+        return f"a KV cache of type {kind} needs flash attention, which is off"
+    if size is not None and size % EIGHT_BIT_CACHE.head_step:
+        return f"a KV cache of type {kind} has blocks of {EIGHT_BIT_CACHE.head_step} values, the heads have {size}"
+    return None
 
 
 def check_split(launch: PlannedLaunch) -> str | None:
@@ -268,10 +305,20 @@ def check_split(launch: PlannedLaunch) -> str | None:
     return "the layers with experts on the host all come first, so that the last card gets most of the experts"
 
 
+def check_embedding_batch(launch: PlannedLaunch) -> str | None:
+    """A micro-batch holds the longest input whose embedding is computed."""
+    size, asked = launch.get_count("--ubatch-size", MICRO_BATCH), launch.plan.workload.request_tokens
+    if "--embeddings" not in launch.options or size >= asked:
+        return None
+    return f"an embedding of {asked:,} tokens needs --ubatch-size of as many, not {size:,}"
+
+
 LAUNCH_RULES = (
+    LaunchRule("llama.cpp.embedding-batch", "tools/server/server-context.cpp of August 2026: n_ubatch",
+               check_embedding_batch, "a shorter --context"),
     LaunchRule("llama.cpp.context", "src/llama-context.cpp of b10586: n_ctx_seq", check_context_size,
                "a shorter --context"),
-    LaunchRule("llama.cpp.cache-type", "src/llama-context.cpp of b10586: type_v", check_cache_type),
+    LaunchRule("llama.cpp.cache-type", "src/llama-context.cpp of b10586: type_v, n_embd_head_v", check_cache_type),
     LaunchRule("llama.cpp.split", "src/llama-model.cpp of b10586: load_tensors, splits; common/arg.cpp: --n-cpu-moe",
                check_split),
 )  # fmt: skip
@@ -283,10 +330,34 @@ RULE_SOURCES = {
     "layout.cards": "common/arg.cpp of b10586: --device",
     "layout.hosts": "tools/rpc/README.md of b10586: experimental",
     "layout.idle-cards": "common/arg.cpp of b10586: --device",
+    "adapters.loaded": "common/arg.cpp of b10586: --lora-scaled",
     "memory.load": "src/llama-model.cpp of b10586: load_tensors",
     "memory.serve": "src/llama-kv-cache.cpp of b10586: the whole cache is allocated at start-up",
     "memory.host": "common/arg.cpp of b10586: --n-gpu-layers, --n-cpu-moe",
 }
+
+
+# The launcher parses the options, and the wheel's parameters must have each of them.
+OPTION_CHECK = f"""
+import os, sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+loader = SourceFileLoader("server", os.path.join(os.path.dirname(sys.executable), {SERVER!r}))
+server = module_from_spec(spec_from_loader("server", loader))
+loader.exec_module(server)
+server.make_params(server.make_parser().parse_args(sys.argv[1:]))
+"""
+
+
+_TYPES = ("gguf", "gguf mxfp4", "gguf nvfp4")
+QUANTIZATIONS = (
+    *make_rows("ggml/src/ggml-cuda/ggml-cuda.cu of b10586: MUL_MAT in supports_op", "cuda", _TYPES),
+    *make_rows("ggml/src/ggml-cuda/ggml-cuda.cu of b10586, which HIP compiles as well", "rocm", _TYPES),
+    # Metal has no products with NVFP4.
+    *make_rows("ggml/src/ggml-metal/ggml-metal-device.m of b10586: MUL_MAT in supports_op", "metal", _TYPES[:2]),
+    *make_rows("ggml/src/ggml-sycl/ggml-sycl.cpp of b10586: MUL_MAT in supports_op", "xpu", _TYPES),
+    *make_rows("ggml/src/ggml-cpu/ggml-cpu.c of b10586: type_traits_cpu", "cpu", _TYPES),
+)
 
 
 class LlamaCpp(Engine):
@@ -299,11 +370,12 @@ class LlamaCpp(Engine):
     formats = ("gguf",)
     converts = ("safetensors",)
     vendors = ("nvidia", "amd", "apple", "intel")
+    unplanned: ClassVar[Mapping[str, str]] = {"huawei": "llama.cpp with its CANN backend (docs/backend/CANN.md)"}
     cpu = True
     systems = ("linux", "macos", "windows")
     # Maxwell, "lowest CUDA 12 standard": ggml/src/ggml-cuda/CMakeLists.txt.
     capability = (5, 0)
-    tasks = ("generate", "embed")
+    tasks = ("generate", "embed", "classify")
     # Whole layers, one card after the other. Its modes `row` (all KV cache on one card) and `tensor` ("EXPERIMENTAL" in
     # its help) do not divide the memory as a tensor-parallel fit assumes.
     ways = ("pipeline",)
@@ -322,6 +394,7 @@ class LlamaCpp(Engine):
         disk_bytes=127_000_000,
         check="import xllamacpp; xllamacpp.CommonParams()",
     )
+    option_check = OPTION_CHECK
     build = SourceBuild(
         package=SOURCE_PACKAGE,
         archive=f"{SOURCE}.tar.gz",
@@ -379,6 +452,14 @@ class LlamaCpp(Engine):
     rule_sources = RULE_SOURCES
     launch_options = LaunchOptions(slots="--parallel")
     loading = LoadingTraits(embeds_on_host=True, source="src/llama-model.cpp of b10586: dev_input is the CPU")
+    reads_projectors = True
+    adapters = AdapterTraits(
+        names="--lora-scaled", separator=",", mixes=False, selects="number",
+        use="requests choose one by its number in `lora`, or POST /lora-adapters",
+        source="common/arg.cpp and tools/server/README.md of August 2026: all adapters are loaded at start-up; "
+        "tools/server/server-context.cpp: can_batch_with needs equal adapters; src/llama-adapter.cpp: each is in the "
+        "memory of its layer, also with quantized weights",
+    )  # fmt: skip
     max_slots = MAX_SLOTS
     default_slots = DEFAULT_SLOTS
     variable_prefixes = ("LLAMA_",)
@@ -389,6 +470,8 @@ class LlamaCpp(Engine):
         open_paths=("/", "/health", "/v1/health"),
         source="tools/server/server-http.cpp of August 2026: get_public_endpoints; common/arg.cpp: LLAMA_API_KEY",
     )
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
     table_names = TableNames(
         words=("llama.cpp", "llamacpp", "llama-cpp", "ggml", "lm studio", "koboldcpp", "llamafile", "llama-bench"),
@@ -414,6 +497,8 @@ class LlamaCpp(Engine):
         # The web UI sends it to continue an answer later; the server then finishes it without a client.
         dropped_headers=frozenset([b"x-conversation-id"]),
         usage_per_sequence=True,
+        # Its events of /v1/responses have no output_index, on which the stream helper of the openai client fails.
+        apis=frozenset(["messages"]),
         # By its metrics after aborts, mostly 2: the event of the token in progress finds the connection closed when
         # the next token has been started. 1 if a token takes longer than the second after which it looks by itself.
         unsent_tokens=2,
@@ -437,6 +522,8 @@ class LlamaCpp(Engine):
             return (Weights(label=label, made="as it is", format="gguf"),)
         # The converter keeps these types: gpt-oss was trained in MXFP4, and NVFP4 has its own kernels.
         if label in ("MXFP4", "NVFP4"):
+            if self.find_quantization(f"gguf {label.lower()}", target) is None:
+                return ()
             return (Weights(label=label, made="converted", format="gguf"),)
         if label in SIXTEEN_BIT:
             plain = "BF16" if "bf16" in target.features and label != "F16" else "F16"
@@ -451,6 +538,18 @@ class LlamaCpp(Engine):
         kept = [one for one in labels if not workload.precision_sensitive or one in ("BF16", "F16", "Q8_0")]
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
+    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        if workload.task == "classify" and (model.format, model.task) != ("gguf", "classify"):
+            why = "classifies only with rerankers that are GGUF files"
+            return self.make_refusal("impossible", why, "a GGUF reranker; onnxruntime runs classifiers")
+        return super().refuse(hardware, model, workload)
+
+    def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        if any(mark in _get_adapter_path(one) for one in workload.adapters for mark in ",:"):
+            why = "separates LoRA adapters and their scales with commas and colons, and a path has one"
+            return self.make_refusal("impossible", why, "a path without a comma or a colon")
+        return super().refuse_adapters(hardware, model, workload)
+
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         in_flight = workload.compute_most_in_flight()
         target = self.find_target(hardware)
@@ -460,6 +559,7 @@ class LlamaCpp(Engine):
             slots=slots,
             context_tokens=choose_context(model, workload),
             threads=hardware.cpu.allowed_physical_cores,
+            sockets=hardware.cpu.sockets if (hardware.cpu.sockets or 1) > 1 else None,
             device=device,
             # The output layer counts as one more layer.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
@@ -468,7 +568,12 @@ class LlamaCpp(Engine):
 
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
-        return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0)
+        images = _count_projector_bytes(model)
+        return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0) + images
+
+    def compute_activation_bytes(self, model: Model, prompt_tokens: int) -> float:
+        # The vision encoder is on the first card; the others have as much left.
+        return super().compute_activation_bytes(model, prompt_tokens) + _count_projector_bytes(model)
 
     def count_largest_stage(self, layers: int, stages: int) -> int:
         # It divides the layers and the output, which comes last.
@@ -507,6 +612,9 @@ class LlamaCpp(Engine):
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
         if settings.threads is not None:
             argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
+        if settings.sockets is not None and (settings.device == "cpu" or _has_host_layers(plan)):
+            # tools/server/README.md of b11549: spreads threads and memory evenly over the NUMA nodes.
+            argv += ["--numa", "distribute"]
         argv += _place_layers(plan)
         # By default its prompt cache may use 8 GiB of RAM, which the plan does not include.
         argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
@@ -515,8 +623,20 @@ class LlamaCpp(Engine):
         if settings.kv_type == "fp8":
             # Its KV cache supports 8-bit integers, not 8-bit floats; for values it requires flash attention.
             argv += ["--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0"]
-        if "embed" in (plan.model.task, plan.workload.task):
-            argv += ["--embeddings"]
+        if _reads_only(plan.model, plan.workload):
+            # An input is computed in one micro-batch, and several inputs share one.
+            tokens = str(max(ENGINE_DEFAULT_BATCH, settings.context_tokens))
+            argv += ["--embeddings", "--batch-size", tokens, "--ubatch-size", tokens]
+            if "classify" in (plan.model.task, plan.workload.task):
+                # tools/server/README.md of b11549: /v1/rerank needs the pooling of rerankers.
+                argv += ["--pooling", "rank"]
+        if plan.workload.adapters:
+            # One adapter applies to every request. Of several, each request chooses one: with --lora, all of them apply
+            # to a request that chooses none, also with --lora-init-without-apply.
+            scale = 1 if len(plan.workload.adapters) == 1 else 0
+            argv += ["--lora-scaled", ",".join(f"{_get_adapter_path(one)}:{scale}" for one in plan.workload.adapters)]
+        if plan.model.projector is not None:
+            argv += ["--mmproj", plan.model.projector.file]
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
         return apply_tuned_options(Launch(argv=tuple(argv), prepare=self._plan_steps(plan, built)), settings)
@@ -549,7 +669,7 @@ class LlamaCpp(Engine):
     def _plan_steps(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
         quantized = converted and plan.weights.label in (*K_QUANTS, *SMALL_BLOCKS)
-        steps = [] if built else list(self.plan_installation())
+        steps = [] if built else list(self.plan_installation(plan))
         if converted and plan.model.format == "gguf":
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
             return (
@@ -558,13 +678,17 @@ class LlamaCpp(Engine):
                 *self._plan_build(plan, built),
                 _plan_requantization(plan, quantizer),
             )
-        if built or converted:
+        adapters = _list_unconverted_adapters(plan)
+        if built or converted or adapters:
             steps += _plan_source()
         steps += self._plan_build(plan, built, quantizes=quantized)
+        if converted or adapters:
+            steps += [*(plan_download(plan) if converted else ()), *plan_helper_installation(CONVERTER)]
+        steps += [_plan_adapter_conversion(plan, one) for one in adapters]
         if converted:
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
-            steps += [*plan_download(plan), *_plan_conversion(plan, quantizer if quantized else None)]
-        return tuple(steps)
+            steps += _plan_conversion(plan, quantizer if quantized else None)
+        return (*steps, *plan_published_download(plan))
 
     def _plan_build(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
         return _plan_cmake(plan.settings, [SERVER, *([QUANTIZER] if quantizes else [])]) if built else []
@@ -667,8 +791,16 @@ class LlamaCpp(Engine):
 def _get_gguf_path(plan: Plan) -> str:
     if plan.weights.made == "converted":
         return get_converted_path(plan)
+    if plan.model.files or plan.weights.published is not None:
+        return plan.model_path
     # A model without files, known only by its facts, has no path yet.
-    return plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
+    return f"{plan.model.name}.gguf"
+
+
+def _has_host_layers(plan: Plan) -> bool:
+    settings = plan.settings
+    placed = settings.gpu_layers if settings.gpu_layers is not None else plan.model.num_layers
+    return bool(settings.host_expert_layers) or placed < plan.model.num_layers
 
 
 def _place_layers(plan: Plan) -> list[str]:
@@ -785,7 +917,6 @@ def _plan_conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     first_bytes = round(weights * (16 if quantizer else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)
     convert = ("python3", f"{TREE}/convert_hf_to_gguf.py", folder, "--outfile", first, "--outtype", outtype)
     steps = [
-        *plan_helper_installation(CONVERTER),
         Preparation(
             kind="convert", what=f"{plan.model.name} to GGUF", where=first, disk_bytes=first_bytes,
             seconds=make_estimate(
@@ -810,6 +941,29 @@ def _plan_conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
             )
         )  # fmt: skip
     return steps
+
+
+def _get_adapter_path(adapter: LoraAdapter) -> str:
+    return adapter.path if adapter.path.endswith(".gguf") else f"{adapter.served_name}.gguf"
+
+
+def _list_unconverted_adapters(plan: Plan) -> list[LoraAdapter]:
+    """The LoRA adapters that are not GGUF files yet."""
+    named = plan.workload.adapters if plan.workload.names_adapters else ()
+    return [one for one in named if not one.path.endswith(".gguf")]
+
+
+def _plan_adapter_conversion(plan: Plan, adapter: LoraAdapter) -> Preparation:
+    result = _get_adapter_path(adapter)
+    folder = adapter.served_name if adapter.is_on_hub else adapter.path
+    convert = ["python3", f"{TREE}/convert_lora_to_gguf.py", folder, "--outfile", result, "--outtype", "f16"]
+    if adapter.is_on_hub:
+        fetch = join_posix_shell(["hf", "download", adapter.path, "--local-dir", folder])
+        convert = ["sh", "-c", f"{fetch} && {join_posix_shell(convert)}"]
+    return Preparation(
+        kind="convert", what=f"adapter {adapter.served_name} to GGUF", where=result, argv=tuple(convert),
+        disk_bytes=round(compute_adapter_bytes(plan.model, adapter.rank or DEFAULT_LORA_RANK)), within=CONVERTER.id,
+    )  # fmt: skip
 
 
 def _plan_requantization(plan: Plan, quantizer: str) -> Preparation:
@@ -918,13 +1072,18 @@ def _list_values_around(now: int, most: int) -> list[int]:
     return sorted({max(0, min(most, now + step)) for step in (-4, -2, -1, 0, 1, 2, 4)})
 
 
+def _reads_only(model: Model, workload: Workload) -> bool:
+    """Whether it embeds or reranks texts and generates none."""
+    return not {"embed", "classify"}.isdisjoint((model.task, workload.task))
+
+
 def _choose_batch_tokens(model: Model, workload: Workload, slots: int, least: int) -> int | None:
     """A batch size that holds one whole prompt and one token of each other request.
 
     Prompts that arrive together are then computed one after the other, so that only the last one waits for all.
     """
     # Images and embedding inputs are computed in one step regardless of their length.
-    whole = model.vision_parameters or "embed" in (model.task, workload.task)
+    whole = model.vision_parameters or model.projector is not None or _reads_only(model, workload)
     tokens = workload.prompt_tokens + slots
     return tokens if workload.compute_in_flight() > 1 and not whole and least <= tokens < ENGINE_DEFAULT_BATCH else None
 
@@ -1009,20 +1168,14 @@ def _is_since(number: int, first_year: int, build: int | None, year: int | None)
     return build >= number if build is not None else year is None or year >= first_year
 
 
+def _count_projector_bytes(model: Model) -> int:
+    projector = model.projector
+    return projector.weight_bytes + projector.activation_bytes if projector is not None else 0
+
+
 def _count_http_threads(settings: Settings) -> int:
     # The engine queues as many requests as it computes, so that the next one starts as soon as a slot is free.
     return max(MIN_HTTP_THREADS, 2 * settings.slots + SPARE_HTTP_THREADS)
-
-
-def with_tools(template: str | None) -> str | None:
-    """A ChatML template without tool support, extended by tools; unchanged for requests without tools.
-
-    Without it the server silently ignores the tools of a request.
-    """
-    if template is None or "<|im_start|>" not in template or "tools" in template:
-        return None
-    offering = (importlib.resources.files("bedplate.engines") / "shipped" / "chatml-tools.jinja").read_text()
-    return f"{{% if tools %}}{offering.rstrip()}{{% else %}}{template}{{% endif %}}"
 
 
 ENGINE = LlamaCpp()

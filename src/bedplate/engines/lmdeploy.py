@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
@@ -18,6 +19,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.parsers import Parsers, find_parsers
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
@@ -29,6 +31,7 @@ from bedplate.engines.shared import (
     get_hub_variables,
     identify_quantization,
     join_options,
+    list_named_adapters,
     refuse_architecture,
     refuse_stored,
     set_default_context,
@@ -36,6 +39,7 @@ from bedplate.engines.shared import (
     sum_samples,
 )
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerImage,
     ContainerTraits,
@@ -141,13 +145,34 @@ _KNOWN_FAILURES: FailurePatterns = (
 )
 
 
+EIGHT_BIT_CACHE = EightBitCache(
+    # A scale and a zero point of 16 bits for each head of each token, with the usual 128 values.
+    bits=8.25,
+    rows=(
+        SupportedQuantization(method="int8", part="cache", device="cuda", least=(7, 0),
+                              source="docs/en/quantization/kv_quant.md of 0bf868e; quant_policy of 0.18.0"),
+    ),
+)  # fmt: skip
+
+
 def check_method(launch: PlannedLaunch) -> str | None:
     """Its backends load this quantization of this architecture on this GPU."""
     label, method = identify_quantization(launch.model)
     if method == "16-bit":
         return None
     target = ComputeTarget(device=launch.device, count=1, features=launch.chip.features if launch.chip else frozenset())
-    return None if _runs(launch.model, label, method, target) else f"it does not load {label} weights of this model"
+    runs = _runs(launch.model, label, method, target, adapters=bool(launch.plan.workload.adapters))
+    return None if runs else f"it does not load {label} weights of this model"
+
+
+def check_adapters(launch: PlannedLaunch) -> str | None:
+    """LoRA adapters need the PyTorch engine."""
+    backend = launch.options.get("--backend", "")
+    return (
+        f"the backend {backend} has no LoRA adapters"
+        if launch.plan.workload.adapters and backend != "pytorch"
+        else None
+    )
 
 
 def check_cache_share(launch: PlannedLaunch) -> str | None:
@@ -164,17 +189,29 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
 
 
 RULE_SOURCES = {
+    "cache.type": "docs/en/quantization/kv_quant.md of 0bf868e; quant_policy of 0.18.0",
+    "adapters.loaded": "cli/utils.py of 0.16.0: get_lora_adapters",
     "memory.convert": "lite/apis/calibrate.py of 0.16.0: load_hf_from_pretrained",
     "memory.capture": "messages.py of 0.16.0: cache_max_entry_count",
 }
 LAUNCH_RULES = (
     LaunchRule("lmdeploy.quantization", "turbomind/converter.py and pytorch/config.py of 0.16.0", check_method),
+    LaunchRule("lmdeploy.adapters", "cli/serve.py of 0.16.0: adapters of the PyTorch engine", check_adapters),
     LaunchRule("lmdeploy.cache-share", "messages.py of 0.16.0: cache_max_entry_count", check_cache_share),
     LaunchRule(
         "lmdeploy.architecture", "turbomind/supported_models.py and pytorch/models/module_map.py of 0.16.0",
         check_architecture,
     ),
 )  # fmt: skip
+
+
+QUANTIZATIONS = (
+    *make_rows(
+        "turbomind/converter.py of 0.18.0: model_format", "cuda", ["awq", "gptq", "compressed-tensors", "mxfp4"]
+    ),
+    # Its PyTorch engine needs FP8 units, TurboMind does not.
+    *make_rows("turbomind/converter.py and pytorch/config.py of 0.18.0: model_format", "cuda", ["fp8"]),
+)
 
 
 class LmDeploy(Engine):
@@ -184,6 +221,7 @@ class LmDeploy(Engine):
     version = "0.18.0"
     formats = ("safetensors",)
     vendors = ("nvidia",)
+    unplanned: ClassVar[Mapping[str, str]] = {"huawei": "LMDeploy with DeepLink-org/dlinfer"}
     # CMakeLists.txt of 0.16.0 for CUDA 12, which the package depends on.
     capability = (7, 0)
     # Data parallelism needs a separate proxy, and expert parallelism a library that the package does not include.
@@ -227,6 +265,12 @@ class LmDeploy(Engine):
         share_covers="cache", conversion_copies=1.0,
         source="messages.py of 0.16.0: cache_max_entry_count; lite/apis/calibrate.py: load_hf_from_pretrained",
     )  # fmt: skip
+    adapters = AdapterTraits(
+        names="--adapters",
+        use="requests name one as their model",
+        source="docs/en/llm/api_server_lora.md and cli/utils.py: only the PyTorch engine has them; "
+        "pytorch/nn/linear/lora.py of August 2026: also with AWQ and FP8 weights",
+    )
     default_slots = 128
     private_port = PrivatePort(
         key_checked_by="wrapper",
@@ -234,6 +278,8 @@ class LmDeploy(Engine):
         source="cli/utils.py of 0.18.0: --api-keys would be readable in the list of processes; "
         "serve/openai/api_server.py runs uvicorn",
     )
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "4-bit weights for many users on NVIDIA, if a measurement shows that it is faster"
     table_names = TableNames(words=("lmdeploy", "turbomind"), rank=4)
     estimate = EstimateTraits(kernels="serving", reserves_answer=True, memory_known=False)
@@ -265,12 +311,17 @@ class LmDeploy(Engine):
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if method != "16-bit":
-            runs = _runs(model, label, method, target)
+            runs = _runs(model, label, method, target, adapters=bool(workload.adapters))
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
         found = [choose_plain_weights(label, target)]
         if model.architecture in MAKES_AWQ and not workload.precision_sensitive:
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
+
+    def refuse_eight_bit_cache(self, target: ComputeTarget, model: Model) -> str | None:
+        if model.architecture in PYTORCH:
+            return "its PyTorch engine has another 8-bit cache, which bedplate does not plan"
+        return super().refuse_eight_bit_cache(target, model)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
@@ -284,7 +335,7 @@ class LmDeploy(Engine):
         settings, tensor = plan.settings, plan.parallelism.tensor
         converted = plan.weights.made == "converted"
         path = get_converted_path(plan) if converted else plan.model_path
-        backend = _choose_backend(plan.model)
+        backend = _choose_backend(plan)
         argv = ["lmdeploy", "serve", "api_server", path, "--model-name", plan.model.served_name]
         argv += ["--server-name", "127.0.0.1", "--server-port", str(port), "--backend", backend]
         argv += ["--session-len", str(settings.context_tokens), "--max-batch-size", str(settings.slots)]
@@ -302,6 +353,8 @@ class LmDeploy(Engine):
             argv += ["--quant-policy", "int8" if backend == "turbomind" else "fp8"]
         if plan.workload.shared_prefix_tokens:
             argv += ["--enable-prefix-caching"]
+        if plan.workload.adapters:
+            argv += ["--adapters", *list_named_adapters(plan)]
         parsers = find_parsers(plan.model, PARSERS)
         argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         return Launch(argv=tuple(argv), env=get_hub_variables(plan), prepare=self._prepare(plan))
@@ -339,14 +392,14 @@ class LmDeploy(Engine):
         return tuple(steps)
 
 
-def _runs(model: Model, label: str, method: str, target: ComputeTarget) -> bool:
+def _runs(model: Model, label: str, method: str, target: ComputeTarget, *, adapters: bool = False) -> bool:
     details = model.quantization_details
     shared = details.block[-1] if details is not None and details.block else details.group_size if details else None
     if method not in GROUPS or (shared is not None and shared not in GROUPS[method]):
         return False
     if method == "compressed-tensors" and label != "INT4":
         return False
-    if model.architecture not in PYTORCH:
+    if model.architecture not in PYTORCH and not adapters:
         # FP8 with a scale per channel or tensor has other tensor names.
         return method != "fp8" or shared == 128
     # The PyTorch engine does not support GPTQ and MXFP4, and needs FP8 units for FP8 (pytorch/config.py).
@@ -354,8 +407,8 @@ def _runs(model: Model, label: str, method: str, target: ComputeTarget) -> bool:
     return method == "awq" or (shared == in_groups is not None and (method != "fp8" or "fp8" in target.features))
 
 
-def _choose_backend(model: Model) -> str:
-    return "pytorch" if model.architecture in PYTORCH else "turbomind"
+def _choose_backend(plan: Plan) -> str:
+    return "pytorch" if plan.model.architecture in PYTORCH or plan.workload.adapters else "turbomind"
 
 
 def _plan_quantization(plan: Plan) -> Preparation:

@@ -11,8 +11,10 @@ from bedplate.engines.base import (
     KnownFailure,
     MemoryUse,
     find_known_failure,
+    plan_published_download,
 )
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_threads_knob, uses_engine_defaults
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
@@ -84,6 +86,15 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+QUANTIZATIONS = tuple(
+    row
+    for device in ("cpu", "cuda", "metal")
+    for row in make_rows(
+        "mistralrs-quant/src/gguf/mod.rs of 0.9.5", device, ["gguf", *(f"{one} while loading" for one in ISQ)]
+    )
+)
+
+
 class MistralRs(BedplateServedEngine):
     id = "mistral.rs"
     name = "mistral.rs"
@@ -106,6 +117,8 @@ class MistralRs(BedplateServedEngine):
     effort = 1
     # The runner of its package rejects concurrent requests, and on CPUs batched prompts fail.
     max_slots = 1
+    # mistralrs 0.9.5: Which.Lora and Which.GGUF have adapters; shipped/mistralrs_server.py uses neither.
+    no_adapters = "bedplate's server for it loads no LoRA adapters"
     features = Features(
         batching="none in its Python package; continuous in its own server",
         kv_cache="prefix cache; paged on CUDA and Metal",
@@ -118,7 +131,7 @@ class MistralRs(BedplateServedEngine):
         source="mistralrs 0.9.5 (November 2026): the stubs of the wheel, README; tested on a CPU",
     )
     server_features = ServerFeatures(
-        tools="none", json_schema=True, json_object=True, logprobs=True, choices="one",
+        tools="forced", json_schema=True, json_object=True, logprobs=True, choices="one",
         source="engines/shipped/mistralrs_server.py",
     )  # fmt: skip
     uses = MemoryUse(
@@ -127,9 +140,10 @@ class MistralRs(BedplateServedEngine):
         spread=0.8,
         source="measured with SmolLM2 on a CPU, without weights; device memory is assumed",
     )
+    quantizations = QUANTIZATIONS
     strength = "a small portable program for one user"
     table_names = TableNames(words=("mistral.rs", "mistralrs"), rank=5)
-    estimate = EstimateTraits(kernels="gguf", one_stream=True, plain_products=True)
+    estimate = EstimateTraits(kernels="gguf", one_stream=True, plain_products=True, skips_borrowing_layers=True)
     flags = AdviceFlags(
         slots="--slots",
         threads="--threads",
@@ -155,7 +169,11 @@ class MistralRs(BedplateServedEngine):
         label = model.quantization or "BF16"
         if model.format == "gguf":
             # It has kernels for the plain and the K types, not for the I types.
-            return () if label.startswith("IQ") else (Weights(label=label, made="as it is", format="gguf"),)
+            return (
+                ()
+                if label.startswith(("IQ", "MXFP4", "NVFP4"))
+                else (Weights(label=label, made="as it is", format="gguf"),)
+            )
         if label not in SIXTEEN_BIT:
             return ()
         labels = ("Q8_0",) if workload.precision_sensitive else tuple(ISQ)
@@ -163,6 +181,12 @@ class MistralRs(BedplateServedEngine):
             Weights(label=label, made="as it is", format="safetensors"),
             *(Weights(label=one, made="while loading", format="safetensors") for one in labels),
         )
+
+    def get_library_tokens(
+        self, backend: str, family: str, half: bool, build: int | None = None, year: int | None = None
+    ) -> int | None:
+        # cuBLAS multiplies weights that are not quantized; mistral.rs has its own kernels for the others.
+        return 2 if half and backend == "cuda" else None
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
@@ -181,7 +205,12 @@ class MistralRs(BedplateServedEngine):
             argv += ["--threads", str(plan.settings.threads)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
         return apply_tuned_options(
-            Launch(argv=tuple(argv), env=env, prepare=self._plan_installation(plan.settings)), plan.settings
+            Launch(
+                argv=tuple(argv),
+                env=env,
+                prepare=(*self._plan_installation(plan), *plan_published_download(plan)),
+            ),
+            plan.settings,
         )
 
     def list_requirements(self, settings: Settings) -> tuple[str, ...]:
@@ -192,10 +221,10 @@ class MistralRs(BedplateServedEngine):
         engine = f"mistralrs=={_choose_wheel(settings.compute_capability)}"
         return ("--find-links", RELEASE.format(self.version), engine, *rest)
 
-    def _plan_installation(self, settings: Settings) -> tuple[Preparation, ...]:
-        if settings.device != "cuda":
-            return self.plan_installation()
-        words = self.list_requirements(settings)
+    def _plan_installation(self, plan: Plan) -> tuple[Preparation, ...]:
+        if plan.settings.device != "cuda":
+            return self.plan_installation(plan)
+        words = self.list_requirements(plan.settings)
         what = f"{' '.join(words[2:])}, from its release for CUDA"
         argv = ("uv", "pip", "install", *words)
         return (Preparation(kind="install", what=what, where=OWN_ENVIRONMENT, argv=argv),)

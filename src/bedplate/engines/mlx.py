@@ -23,7 +23,9 @@ from bedplate.engines.knobs import (
     make_slots_knob,
     uses_engine_defaults,
 )
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerTraits,
     EstimateTraits,
@@ -47,6 +49,7 @@ from bedplate.values import (
 from bedplate.values.decision import Device
 from bedplate.values.record import make_estimate
 from bedplate.values.tuning import SettingChoice, TunableSetting
+from bedplate.values.workload import LoraAdapter
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
 ON_CPU = ("F32", "8-BIT")
@@ -133,7 +136,17 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     return f"MLX does not have the architecture {launch.model.architecture}"
 
 
+RULE_SOURCES = {"adapters.loaded": "mlx_lm/server.py of 0.32.2: --adapter-path"}
 LAUNCH_RULES = (LaunchRule("mlx.architecture", "mlx_lm/models of 0.32.2", check_architecture),)
+
+
+_PACKED = ("awq", "compressed-tensors", "gptq", "mxfp4", "mxfp4 experts, fp8", "nvfp4")
+QUANTIZATIONS = (
+    *make_rows("mlx/backend/metal/kernels/quantized.metal of 0.32.2; mlx_lm/convert.py", "metal", ["mlx"]),
+    *make_rows("mlx_lm/utils.py of 0.32.2: load_model", "metal", _PACKED),
+    *make_rows("mlx/backend/cpu/quantized.cpp of 0.32.2; mlx_lm/convert.py", "cpu", ["mlx"]),
+    *make_rows("mlx_lm/utils.py of 0.32.2: load_model", "cpu", _PACKED),
+)
 
 
 class Mlx(Engine):
@@ -148,6 +161,7 @@ class Mlx(Engine):
         download_bytes=80_000_000,
         disk_bytes=220_000_000,
         check="import mlx.core as mx, mlx_lm.server; assert mx.sum(mx.ones(3)).item() == 3",
+        chosen_by_release=("mlx",),
     )
     formats = ("mlx", "safetensors")
     vendors = ("apple",)
@@ -181,12 +195,21 @@ class Mlx(Engine):
         source="published memory peaks of mlx-lm on M4 Max: mainly the logits of one prefill step",
     )
     launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
     launch_options = LaunchOptions(slots="--decode-concurrency")
+    adapters = AdapterTraits(
+        most=1,
+        names="--adapter-path",
+        use="it applies to every request",
+        source="mlx_lm/server.py of 0.32.2: --adapter-path; a request for another adapter loads the whole model again; "
+        "mlx_lm/tuner/utils.py: load_adapters reads a folder in the format of mlx_lm.lora",
+    )
     default_slots = 4
     private_port = PrivatePort(
         key_checked_by="wrapper",
         source="mlx_lm/server.py of 0.32.2 has no option for a key; it is a server of http.server",
     )
+    quantizations = QUANTIZATIONS
     strength = "a Mac"
     table_names = TableNames(words=("mlx",), rank=8)
     estimate = EstimateTraits(kernels="mlx", one_stream=True, fp4_products=False, fp8_products=False, grouped_bits=True)
@@ -235,8 +258,13 @@ class Mlx(Engine):
         settings, converted = plan.settings, plan.weights.made == "converted"
         argv = ["mlx-server", "--model", get_converted_path(plan) if converted else plan.model_path]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
+        adapter = next(iter(plan.workload.adapters), None)
+        if adapter is not None:
+            argv += ["--adapter-path", adapter.served_name if adapter.is_on_hub else adapter.path]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
-        steps = (*self.plan_installation(), *([_plan_conversion(plan)] if converted else []))
+        steps = (*self.plan_installation(plan), *([_plan_conversion(plan)] if converted else []))
+        if adapter is not None and adapter.is_on_hub:
+            steps = (*steps, _plan_adapter_download(adapter))
         if uses_engine_defaults(settings):
             return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
@@ -303,6 +331,13 @@ def _make_weights_knob(plan: Plan) -> TunableSetting:
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
         source="mlx_lm.convert --help of 0.32.2",
     )  # fmt: skip
+
+
+def _plan_adapter_download(adapter: LoraAdapter) -> Preparation:
+    # It reads adapters from folders only.
+    folder = adapter.served_name
+    argv = ("hf", "download", adapter.path, "--local-dir", folder)
+    return Preparation(kind="download", what=f"adapter {adapter.path}", where=folder, argv=argv)
 
 
 def _plan_conversion(plan: Plan) -> Preparation:

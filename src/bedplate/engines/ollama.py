@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
+import msgspec
+
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     ComputeTarget,
@@ -15,12 +17,14 @@ from bedplate.engines.base import (
     find_known_failure,
     get_source_folder,
     plan_download,
+    plan_published_download,
 )
 from bedplate.engines.checks import PlannedLaunch
 from bedplate.engines.llama_cpp import LlamaCpp
 from bedplate.engines.shared import split_layers
 from bedplate.engines.traits import (
     MODELS,
+    AdapterTraits,
     AdviceFlags,
     ContainerImage,
     ContainerTraits,
@@ -44,9 +48,10 @@ from bedplate.values import (
     Workload,
     replace_fields,
 )
-from bedplate.values.decision import Device
+from bedplate.values.decision import Device, list_part_names
 from bedplate.values.quoting import escape_controls, is_safe, join_posix_shell, quote_posix_shell
 from bedplate.values.record import make_estimate
+from bedplate.values.workload import LoraAdapter
 
 # From the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
 LLAMA_CPP = LlamaCpp()
@@ -93,6 +98,14 @@ _KNOWN_FAILURES = (
 )
 
 
+OLLAMA_ROWS = tuple(
+    msgspec.structs.replace(row, source=f"llama.cpp in ml/backend/ggml of 0.32.15: {row.source}")
+    for row in LLAMA_CPP.quantizations
+    if row.method != "gguf nvfp4"
+)
+"""Its runner is llama.cpp."""
+
+
 class Ollama(Engine):
     id = "ollama"
     name = "Ollama"
@@ -134,6 +147,11 @@ class Ollama(Engine):
         spread=0.6,
         source="llama.cpp, which it starts, plus 100 MB for itself; not measured",
     )
+    adapters = AdapterTraits(
+        most=1,
+        use="it applies to every request",
+        source="server/create.go of August 2026: only one adapter is supported; docs/modelfile.mdx: ADAPTER",
+    )
     max_slots = LLAMA_CPP.max_slots
     default_slots = LLAMA_CPP.default_slots
     variable_prefixes = ("OLLAMA_",)
@@ -141,6 +159,7 @@ class Ollama(Engine):
         key_checked_by="nobody",
         source="it has no recipe: bedplate does not start it; v0.32.15 has no key",
     )
+    quantizations = OLLAMA_ROWS
     strength = "existing deployments, or users of its model library"
     table_names = TableNames(words=("ollama",), rank=13)
     runs_engine = LLAMA_CPP.id
@@ -250,6 +269,7 @@ def make_model_name(model: Model) -> str:
 def write_modelfile(plan: Plan) -> str:
     """The Modelfile: the weights, and settings that have no environment variable."""
     lines = [f"FROM {_format_source_path(path)}" for path in _list_sources(plan)]
+    lines += [f"ADAPTER {_format_source_path(_get_adapter_folder(one))}" for one in plan.workload.adapters]
     settings = plan.settings
     if settings.device == "cpu" and settings.threads is not None:
         lines.append(f"PARAMETER num_thread {settings.threads}")
@@ -299,7 +319,8 @@ def _plan_import(plan: Plan, port: int) -> tuple[Preparation, ...]:
     disk = stored + (2 * plan.model.parameters if converted and QUANTIZE_VALUES.get(plan.weights.label) else 0)
     took = make_estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at disk speed")
     return (
-        *(plan_download(plan) if converted else ()),
+        *(plan_download(plan) if converted else plan_published_download(plan)),
+        *(_plan_adapter_download(one) for one in plan.workload.adapters if one.is_on_hub),
         Preparation(
             kind="convert" if converted else "build",
             what=f"{plan.model.name} as {make_model_name(plan.model)}, from a Modelfile", where="Ollama's model store",
@@ -331,6 +352,16 @@ finally:
 """
 
 
+def _get_adapter_folder(adapter: LoraAdapter) -> str:
+    return adapter.served_name if adapter.is_on_hub else adapter.path
+
+
+def _plan_adapter_download(adapter: LoraAdapter) -> Preparation:
+    folder = _get_adapter_folder(adapter)
+    argv = ("hf", "download", adapter.path, "--local-dir", folder)
+    return Preparation(kind="download", what=f"adapter {adapter.path}", where=folder, argv=argv)
+
+
 def _get_modelfile_path(plan: Plan) -> str:
     return f"{plan.model.short_name}-{plan.weights.label}.Modelfile"
 
@@ -339,6 +370,8 @@ def _list_sources(plan: Plan) -> tuple[str, ...]:
     """The folder with the original weights, or all parts of a GGUF file."""
     if plan.weights.made == "converted":
         return (get_source_folder(plan),)
+    if not plan.model.files and plan.weights.published is not None:
+        return list_part_names(plan.weights.published.path)
     return plan.model.files or (f"{plan.model.short_name}.gguf",)
 
 

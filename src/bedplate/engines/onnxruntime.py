@@ -25,6 +25,7 @@ from bedplate.engines.knobs import (
     make_threads_knob,
     uses_engine_defaults,
 )
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, ServerFeatures, TableNames
 from bedplate.values import (
@@ -48,6 +49,8 @@ PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT
 BYTES_PER_WEIGHT = {"F32": 4.0, "BF16": 2.0, "F16": 2.0, "INT8": 1.13, "INT4": 0.64}
 """Integer weights have a 32-bit scale per block of 32; from the file sizes of SmolLM2."""
 CPU_TYPES, GPU_TYPES = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
+ENCODER_SLOTS = 32
+"""Concurrent requests to an encoder on a GPU if no load is specified."""
 BUILD_WEIGHTS_S = 30e6
 BUILD_START_S = 20.0
 # `model_type` values of the architectures that the builder supports (models/builder.py of 0.18.0).
@@ -126,6 +129,11 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
+QUANTIZATIONS = tuple(
+    row for device in ("cpu", "cuda") for row in make_rows("models/builder.py of 0.18.0: precision", device, ["onnx"])
+)
+
+
 class OnnxRuntime(BedplateServedEngine):
     id = "onnxruntime"
     name = "ONNX Runtime"
@@ -141,6 +149,9 @@ class OnnxRuntime(BedplateServedEngine):
     capability = (7, 5)
     tasks = ("generate", "embed", "classify", "other")
     effort = 2
+    reuses_prefixes = False
+    # onnxruntime-genai 0.18.0: Adapters; shipped/onnxruntime_server.py does not use it.
+    no_adapters = "bedplate's server for it loads no LoRA adapters"
     features = Features(
         batching="continuous with a paged cache (CUDA, WebGPU); interleaved requests on CPUs",
         kv_cache="fixed size per request; paged on CUDA",
@@ -153,7 +164,7 @@ class OnnxRuntime(BedplateServedEngine):
         source="onnxruntime-genai 0.18.0 (November 2026): its Python API, models/builder.py; tested on a CPU",
     )
     server_features = ServerFeatures(
-        tools="none", json_schema=True, json_object=True, logprobs=True, choices="one",
+        tools="forced", json_schema=True, json_object=True, logprobs=True, choices="one",
         source="engines/shipped/onnxruntime_server.py",
     )  # fmt: skip
     uses = MemoryUse(
@@ -164,6 +175,7 @@ class OnnxRuntime(BedplateServedEngine):
         source="measured with SmolLM2 in INT4 and F32 on a CPU, without weights; device memory is assumed",
     )
     default_slots = 4
+    quantizations = QUANTIZATIONS
     strength = "hardware of several vendors, or models other than LLMs"
     table_names = TableNames(words=("onnx",), rank=10)
     estimate = EstimateTraits(kernels="eager", one_stream=True)
@@ -195,7 +207,10 @@ class OnnxRuntime(BedplateServedEngine):
         if model.quantization is not None and label not in SIXTEEN_BIT:
             return ()
         if _is_encoder(model, workload):
-            return (Weights(label="F32", made="converted", format="onnx"),)
+            # On a GPU in half precision; CPUs compute only in 32 bits.
+            half = target.device == "cuda" and not workload.precision_sensitive
+            kinds = ("F16", "F32") if half else ("F32",)
+            return tuple(Weights(label=one, made="converted", format="onnx") for one in kinds)
         # On CPUs it only computes in 32 bits: 16-bit weights would be converted.
         widest = ("F32",) if target.device == "cpu" else (label if label in ("BF16", "F16") else "BF16",)
         labels = (*widest, "INT8") if workload.precision_sensitive else (*widest, "INT8", "INT4")
@@ -204,8 +219,9 @@ class OnnxRuntime(BedplateServedEngine):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
         if _is_encoder(model, workload):
-            # It computes one batch after the other.
-            chosen = replace_fields(chosen, slots=1)
+            # It computes one batch after the other; on a GPU, a batch has the texts of all waiting requests.
+            asked = chosen.slots if workload.states_load else ENCODER_SLOTS
+            chosen = replace_fields(chosen, slots=1 if chosen.device == "cpu" else asked)
         return replace_fields(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -242,12 +258,14 @@ class OnnxRuntime(BedplateServedEngine):
             )  # fmt: skip
         return keep_tunable(found)
 
-    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
+    def find_pinned_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return CUDA_RECIPE if device == "cuda" else self.recipe
 
     def _plan_installation(self, plan: Plan) -> Preparation:
-        (step,) = self.plan_installation()
-        recipe = self.find_recipe(plan.settings.device) or RECIPE
+        (step,) = self.plan_installation(plan)
+        if plan.settings.device != "cuda":
+            return step
+        recipe = CUDA_RECIPE.at_version(self.get_version(plan) or self.version)
         return replace_fields(
             step, what=" ".join(recipe.packages), download_bytes=recipe.download_bytes, disk_bytes=recipe.disk_bytes
         )
@@ -293,6 +311,7 @@ def _plan_build(plan: Plan) -> Preparation:
 def _plan_export(plan: Plan) -> Preparation:
     result = get_converted_path(plan)
     argv = ["onnx-export", "--model", get_source_folder(plan), "--output", result]
+    argv += ["--precision", "fp16"] if plan.weights.label == "F16" else []
     return _plan_conversion(plan, f"{plan.model.name} to ONNX", result, argv)
 
 

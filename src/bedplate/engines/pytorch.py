@@ -24,6 +24,7 @@ from bedplate.engines.knobs import (
     make_variable_choices,
     uses_engine_defaults,
 )
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shared import FLOAT32_ONLY, get_compute_bits, widen_on_older_arm
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
@@ -60,6 +61,13 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
         ),
     ),
     (
+        r"quantization requires bitsandbytes: `pip install",
+        KnownFailure(
+            message="quantization while loading needs bitsandbytes, which is not in the engine's environment",
+            hint="install bitsandbytes there, then run `bedplate engines use` again",
+        ),
+    ),
+    (
         r"requires the latest version of bitsandbytes|bitsandbytes.*(?:not installed|is required)",
         KnownFailure(
             message="quantization while loading needs bitsandbytes, which does not support this device",
@@ -75,6 +83,16 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
         ),
     ),
 )
+
+
+QUANTIZATION_ROWS = (
+    *make_rows("transformers 5.22.2: integrations/bitsandbytes.py", "cuda",
+               ["INT8 while loading", "NF4 while loading"]),
+    *make_rows("transformers 5.22.2: quantizers/quantizer_bnb_8bit.py, quantizer_bnb_4bit.py", "cuda",
+               ["bitsandbytes", "compressed-tensors"]),
+    *make_rows("transformers 5.22.2: quantizers/quantizer_finegrained_fp8.py", "cuda", ["fp8"], units="fp8"),
+    *make_rows("transformers 5.22.2: quantizers/quantizer_finegrained_fp8.py", "rocm", ["fp8"], units="fp8"),
+)  # fmt: skip
 
 
 class PyTorch(Engine):
@@ -107,6 +125,9 @@ class PyTorch(Engine):
     # Whole layers, one card after the other, with one card active at a time (accelerate's device_map).
     ways = ("pipeline",)
     effort = 1
+    reuses_prefixes = False
+    # transformers 5.22.2: cli/serve.py and cli/serving/ do not mention adapters.
+    no_adapters = "its server, transformers serve, has no option for LoRA adapters"
     features = Features(
         batching="none; continuous as an option",
         kv_cache="grows with a request; paged with batching",
@@ -133,6 +154,7 @@ class PyTorch(Engine):
         key_checked_by="wrapper",
         source="transformers 5.22.2: cli/serve.py has no option for a key",
     )
+    quantizations = QUANTIZATION_ROWS
     strength = "prototypes, and jobs that process one item at a time"
     table_names = TableNames(words=("transformers", "pytorch", "torch", "hugging"), rank=11)
     estimate = EstimateTraits(kernels="eager", one_stream=True, fp4_products=False, expands_cache=True)
@@ -162,7 +184,7 @@ class PyTorch(Engine):
             if target.features == FLOAT32_ONLY and label != "F32":
                 return (Weights(label="F32", made="while loading", format="safetensors"),)
             sizes = ("INT8",) if workload.precision_sensitive else ("INT8", "NF4")
-            smaller = sizes if target.device == "cuda" else ()
+            smaller = sizes if target.device == "cuda" and self.has_package("bitsandbytes") else ()
             return (
                 Weights(label=label, made="as it is", format="safetensors"),
                 *(Weights(label=one, made="while loading", format="safetensors") for one in smaller),
@@ -191,7 +213,7 @@ class PyTorch(Engine):
         argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
         if uses_engine_defaults(settings):
             env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-            return Launch(argv=tuple(argv), env=env, prepare=self.plan_installation())
+            return Launch(argv=tuple(argv), env=env, prepare=self.plan_installation(plan))
         argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto")]
         argv += ["--dtype", _choose_dtype(plan)]
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
@@ -203,7 +225,7 @@ class PyTorch(Engine):
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
         return apply_tuned_options(
-            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.plan_installation()), settings
+            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.plan_installation(plan)), settings
         )
 
     def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from bedplate.engines.base import (
     OWN_ENVIRONMENT,
@@ -19,7 +20,13 @@ from bedplate.engines.base import (
     get_converted_path,
     plan_download,
 )
-from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_old_method
+from bedplate.engines.checks import (
+    LaunchRule,
+    PlannedLaunch,
+    explain_old_method,
+    explain_packing,
+    format_capability,
+)
 from bedplate.engines.knobs import (
     apply_tuned_options,
     keep_tunable,
@@ -30,6 +37,7 @@ from bedplate.engines.knobs import (
 )
 from bedplate.engines.mistakes import BAD_TOKENS, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
     HUB,
@@ -46,6 +54,7 @@ from bedplate.engines.shared import (
     get_hub_variables,
     identify_quantization,
     join_options,
+    list_named_adapters,
     parse_shard_progress,
     plan_compression,
     refuse_gfx,
@@ -55,6 +64,7 @@ from bedplate.engines.shared import (
     sum_samples,
 )
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerImage,
     ContainerTraits,
@@ -89,6 +99,8 @@ from bedplate.values.tuning import SettingChoice, TunableSetting
 
 # From the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
+MOST_RESIDENT_ADAPTERS = 32
+"""Every adapter of a batch takes the memory of one of the highest rank, whether or not it is used."""
 ALONE_SHARE = 0.9
 """Of a GPU's memory: with more free, SGLang has it to itself."""
 CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
@@ -213,6 +225,26 @@ OVERLAY_0_5_15 = OverlayRecipe(
 
 CUDA_LEAST: Mapping[str, tuple[int, int]] = {"mxfp8": (10, 0)}
 """Methods that need more than the kernels of the wheel (get_min_capability in srt/layers/quantization of 0.5.23)."""
+_METHODS = "srt/layers/quantization of 0.5.23"
+QUANTIZATIONS = (
+    *make_rows(f"{_METHODS}: BASE_QUANTIZATION_METHODS", "cuda", SUPPORTED_METHODS - CUDA_LEAST.keys()),
+    *(row for method, least in CUDA_LEAST.items()
+      for row in make_rows(f"{_METHODS}: get_min_capability", "cuda", [method], least=least)),
+    # Without FP8 units, Marlin kernels dequantize it.
+    *make_rows(f"{_METHODS}: fp8.py, use_marlin", "cuda", ["FP8 while loading"], least=(8, 0)),
+    *make_rows(f"{_METHODS}: BASE_QUANTIZATION_METHODS", "rocm", ROCM_METHODS),
+    *make_rows(f"{_METHODS}: fp8.py", "rocm", ["FP8 while loading"], units="fp8"),
+)  # fmt: skip
+# The backends for a latent cache that it chooses by default, FlashAttention 3 and Triton, have no FP8.
+_FP8_CACHE = "srt/mem_cache/kv_cache_dtype.py of 0.5.23; docs/advanced_features/attention_backend.mdx of cce0a12"
+EIGHT_BIT_CACHE = EightBitCache(
+    rows=(
+        SupportedQuantization(method="fp8_e4m3", part="cache", device="cuda", least=(8, 9),
+                              source=f"{_FP8_CACHE} (August 2026): FP8 KV Cache; Triton has E4M3 from 8.9 on"),
+        SupportedQuantization(method="fp8_e4m3", part="cache", device="rocm", units="fp8",
+                              source=f"{_FP8_CACHE} (August 2026): AITER"),
+    ),
+)  # fmt: skip
 NO_ARCHITECTURES = frozenset(["jamba", "falcon", "internlm", "minimax_text_01", "minimax_m1", "mpnet"])
 """Without a class in srt/models of 0.5.23, and not among those that its Transformers backend implements."""
 
@@ -227,10 +259,29 @@ def check_method(launch: PlannedLaunch) -> str | None:
     return explain_old_method(launch, method, CUDA_LEAST.get(method) if launch.device == "cuda" else None)
 
 
+PACKED_BITS: Mapping[str, frozenset[int]] = {"awq": frozenset([4]), "gptq": frozenset([2, 3, 4, 8])}
+
+
+def check_packing(launch: PlannedLaunch) -> str | None:
+    """AWQ and GPTQ checkpoints have a number of bits that has kernels."""
+    return explain_packing(launch, identify_quantization(launch.loaded)[1], PACKED_BITS)
+
+
 def check_architecture(launch: PlannedLaunch) -> str | None:
     """This version has the model's architecture."""
     architecture = launch.model.architecture
     return f"SGLang does not have the architecture {architecture}" if architecture in NO_ARCHITECTURES else None
+
+
+def check_cache_type(launch: PlannedLaunch) -> str | None:
+    """An FP8 cache needs compute capability 8.9, and no latent attention."""
+    if not launch.options.get("--kv-cache-dtype", "auto").startswith("fp8"):
+        return None
+    if launch.model.kv_lora_rank is not None:
+        return "its backends for a latent cache have no FP8"
+    if launch.device != "cuda" or launch.capability is None or launch.capability >= (8, 9):
+        return None
+    return f"an FP8 KV cache needs compute capability 8.9; this one is {format_capability(launch)}"
 
 
 def check_online_fp8(launch: PlannedLaunch) -> str | None:
@@ -271,20 +322,40 @@ def check_name(launch: PlannedLaunch) -> str | None:
     return f"the served name {name!r} contains a colon" if ":" in name else None
 
 
+def check_adapters(launch: PlannedLaunch) -> str | None:
+    """LoRA adapters are not combined with attention data parallelism, nor with quantized experts."""
+    if "--enable-lora" not in launch.options:
+        return None
+    if launch.get_count("--attn-dp-size") > 1 or "--enable-dp-attention" in launch.options:
+        return "LoRA adapters with attention data parallelism must all be pinned"
+    if launch.model.num_experts and not _can_adapt_experts(launch.loaded):
+        return f"LoRA adapters of experts in {launch.loaded.quantization} depend on kernels that it may not choose"
+    slots, kept = launch.get_count("--max-loras-per-batch", 8), launch.get_count("--max-loaded-loras", 0)
+    return f"--max-loaded-loras {kept} is less than --max-loras-per-batch {slots}" if 0 < kept < slots else None
+
+
 LAUNCH_RULES = (
     LaunchRule("sglang.quantization", "srt/model_loader/loader.py of 0.5.23: get_min_capability", check_method,
                "the same model in another quantization"),
+    LaunchRule("sglang.packing", "srt/layers/quantization/awq/awq.py and gptq/gptq.py of cce0a12 (August 2026): "
+               "weight_bits", check_packing, "the same model in another quantization"),
     LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
     LaunchRule("sglang.fp8", "srt/layers/quantization/fp8.py of 0.5.23: use_marlin", check_online_fp8,
                "weights that are published in FP8"),
+    LaunchRule("sglang.cache-type", _FP8_CACHE, check_cache_type, "a 16-bit KV cache"),
     LaunchRule("sglang.replicas", "srt/arg_groups/validation_hook.py of 0.5.23: dp_size and nnodes; "
                "parallel_hook.py: handle_data_parallelism", check_replicas, "attention data parallelism"),
     LaunchRule("sglang.groups", "srt/arg_groups/parallel_hook.py of 0.5.23: attn_dp_size, ep_size; "
                "validation_hook.py: nnodes", check_groups),
+    LaunchRule("sglang.adapters", "srt/arg_groups/lora_hook.py of 0.5.23: check_lora_server_args; "
+               "srt/lora/lora_manager.py: attn_dp_enabled; srt/lora/layers.py: FusedMoEWithLoRA", check_adapters,
+               "tensor or data parallelism, and experts in 16 bits"),
     LaunchRule("sglang.name", "srt/arg_groups/validation_hook.py of 0.5.23: served_model_name", check_name),
 )  # fmt: skip
 RULE_SOURCES = {
     "plan.device": "python/sglang/kernels/aot/CMakeLists.txt of v0.5.18",
+    "weights.kernels": f"{_METHODS}: BASE_QUANTIZATION_METHODS, get_min_capability",
+    "cache.type": _FP8_CACHE,
     "context.length": "srt/configs/model_config.py of 0.5.23: _derive_context_length",
     "layout.kinds": "srt/server_args.py of 0.5.23",
     "layout.cards": "srt/server_args.py of 0.5.23: tp_size, pp_size, dp_size",
@@ -292,6 +363,7 @@ RULE_SOURCES = {
     "layout.heads": "srt/layers/linear.py of 0.5.23: QKVParallelLinear",
     "layout.width": "srt/layers/quantization/fp8.py of 0.5.23: validate_block_quant_shapes",
     "layout.experts": "srt/model_executor/model_runner_components/moe_ep_setup.py of 0.5.23",
+    "adapters.loaded": "srt/arg_groups/fields/lora.py of 0.5.23: lora_paths, max_loras_per_batch, max_lora_rank",
     "memory.load": "srt/model_loader/loader.py of 0.5.23: load_weights_and_postprocess; "
     "srt/layers/quantization/fp8.py: weights are created in the model's type",
     "memory.capture": "srt/model_executor/pool_configurator.py of 0.5.23: mem_fraction_static",
@@ -308,6 +380,10 @@ class Sglang(Engine):
     checked_versions = ("0.5.15",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
+    unplanned: ClassVar[Mapping[str, str]] = {
+        "huawei": "SGLang with its Ascend backend",
+        "google": "sgl-project/sglang-jax",
+    }
     cpu = True
     # Its wheels contain kernels from sm_80 on: python/sglang/kernels/aot/CMakeLists.txt of v0.5.18.
     capability = (8, 0)
@@ -358,6 +434,12 @@ class Sglang(Engine):
         source="srt/model_loader/loader.py of 0.5.23: all weights are loaded in the model's type, then each layer is "
         "quantized; srt/arg_groups/memory_hook.py: mem_fraction_static; llmcompressor 0.14.0.1: entrypoints/utils.py",
     )  # fmt: skip
+    adapters = AdapterTraits(
+        most_resident=MOST_RESIDENT_ADAPTERS, slots="--max-loras-per-batch", rank="--max-lora-rank",
+        names="--lora-paths", use="requests name one as MODEL:NAME",
+        source="srt/lora/mem_pool.py of 0.5.23: get_lora_A_shape and get_lora_B_shape allocate max_loras_per_batch "
+        "adapters of the highest rank; srt/arg_groups/fields/lora.py: a batch counts the model without an adapter too",
+    )  # fmt: skip
     default_slots = 256
     # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
     # Logs of 0.5.15. Triton kernels are compiled while the first graph is captured, which the log does not show.
@@ -372,6 +454,8 @@ class Sglang(Engine):
         "FLASHINFER_WORKSPACE_BASE",
     )  # fmt: skip
     variable_prefixes = ("SGLANG_",)
+    highest_port = 55535
+    """It refuses to start where PORT + 10000, its port for gRPC, is none (sglang 0.5.15, srt/server_args.py)."""
     private_port = PrivatePort(
         # Its --api-key would be readable in the list of processes, and leaves /health_generate and /metrics open.
         key_checked_by="wrapper",
@@ -379,6 +463,8 @@ class Sglang(Engine):
         "with attention data parallelism ZeroMQ ports on loopback, without a key",
         source="srt/utils/auth.py and PortArgs in srt/server_args.py of 0.5.23",
     )
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "shared prefixes, structured output, long context or MoE at scale"
     table_names = TableNames(words=("sglang",), rank=2)
     estimate = EstimateTraits(kernels="serving", prompts_first=True, chip_pass_tokens={"blackwell-dc": 16384.0})
@@ -394,6 +480,8 @@ class Sglang(Engine):
         fields=frozenset(["min_tokens", "ignore_eos"]),
         limits={"stop": 64},
         counter=TokenCounter(prompts={"chat": "/tokenize"}),
+        # http_server.py of 0.5.10: /v1/messages with count_tokens (pull request 18630), /v1/responses.
+        apis=frozenset(["messages", "responses"]),
     )
     metric_names = MetricNames(
         running="sglang:num_running_reqs",
@@ -422,6 +510,16 @@ class Sglang(Engine):
         why = f"{self.version} does not have the architecture {model.architecture}"
         return self.make_refusal("impossible", why, "an engine that supports it")
 
+    def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        if model.num_experts and not _can_adapt_experts(model):
+            why = f"its LoRA adapters of experts in {model.quantization} depend on kernels that it may not choose"
+            return self.make_refusal("impossible", why, "the same model in BF16")
+        return super().refuse_adapters(hardware, model, workload)
+
+    def count_resident_adapters(self, workload: Workload) -> int:
+        # A batch counts requests without an adapter as one more.
+        return super().count_resident_adapters(workload) + 1 if workload.adapters else 0
+
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The CPU only if it is x86 and there is no GPU of a supported vendor."""
         found = super().find_target(hardware)
@@ -434,11 +532,11 @@ class Sglang(Engine):
         if target.device == "cpu":
             return (choose_plain_weights(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
-            runs = SUPPORTED_METHODS if target.device == "cuda" else ROCM_METHODS
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
-            old = target.device == "cuda" and (target.capability or (99, 0)) < CUDA_LEAST.get(method, (0, 0))
-            return (as_it_is,) if method in runs and not old else ()
+            return (as_it_is,) if self.find_quantization(method, target) is not None else ()
         found = [choose_plain_weights(label, target)]
+        if workload.adapters and model.num_experts:
+            return tuple(found)
         if workload.task == "generate" and ("fp8" in target.features or _dequantizes_fp8(target, model)):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive:
@@ -474,13 +572,26 @@ class Sglang(Engine):
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return layout.tensor * layout.pipeline % hosts == 0
 
+    def _get_adapter_options(self, plan: Plan) -> list[str]:
+        work = plan.workload
+        if not work.adapters:
+            return []
+        argv = ["--enable-lora", "--max-loras-per-batch", str(self.count_resident_adapters(work))]
+        argv += ["--max-lora-rank", str(self.choose_adapter_rank(work))]
+        if plan.settings.device == "cpu":
+            argv += ["--lora-backend", "torch_native"]
+        if work.names_adapters:
+            return [*argv, "--lora-paths", *list_named_adapters(plan)]
+        # Adapters without names are loaded later, with POST /load_lora_adapter.
+        return [*argv, "--lora-target-modules", "all"]
+
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         # With --enable-dp-attention, --dp-size divides the tensor ranks instead of multiplying them.
         found = super().count_launch_cards(launch)
         merged = "--enable-dp-attention" in launch.options
         return found // launch.get_count("--dp-size") if found is not None and merged else found
 
-    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
+    def find_pinned_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return self.recipe if device == "cpu" else None
 
     def _find_parsers(self, plan: Plan) -> Parsers:
@@ -512,6 +623,7 @@ class Sglang(Engine):
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
         argv += _get_layout_options(layout, self.find_options_version(plan.engine_version))
+        argv += self._get_adapter_options(plan)
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
@@ -749,6 +861,11 @@ def _plan_cpu_installation(where: str) -> tuple[Preparation, ...]:
             argv=("uv", "pip", "install", "--no-deps", *recipe.bare),
         ),
     )
+
+
+def _can_adapt_experts(model: Model) -> bool:
+    """Whether it always chooses kernels with LoRA adapters for the experts: Triton's, for 16-bit weights."""
+    return identify_quantization(model)[1] == "16-bit"
 
 
 def _dequantizes_fp8(target: ComputeTarget, model: Model) -> bool:

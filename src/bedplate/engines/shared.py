@@ -219,6 +219,18 @@ def identify_quantization(model: Model) -> tuple[str, str]:
     return label, _SAME_METHODS.get(method, method)
 
 
+def name_quantization(weights: Weights, loaded: Model) -> str | None:
+    """The name of these weights in the table of quantizations; `None` for 16 and 32 bits."""
+    label = weights.label.upper()
+    if label in SIXTEEN_BIT:
+        return None
+    if weights.made == "while loading":
+        return f"{label} while loading"
+    if weights.format == "gguf":
+        return f"gguf {label.lower()}" if label in ("MXFP4", "NVFP4") else "gguf"
+    return weights.format if weights.format != "safetensors" else identify_quantization(loaded)[1]
+
+
 def choose_plain_weights(label: str, target: ComputeTarget) -> Weights:
     """Weights without quantization: BF16 or F16, as the chip supports; loaders convert from 32 bits."""
     has_bf16 = target.capability is None or target.capability >= (8, 0)
@@ -345,8 +357,14 @@ _NOT_QUANTIZED = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:
 
 
 def get_hub_variables(plan: Plan) -> dict[str, str]:
-    """Environment variables that disable hub access if the weights are local."""
-    return {"HF_HUB_OFFLINE": "1"} if plan.model.files or plan.weights.made == "converted" else {}
+    """Environment variables that disable hub access if the weights and adapters are local."""
+    local = plan.model.files or plan.weights.made == "converted"
+    return {"HF_HUB_OFFLINE": "1"} if local and not any(one.is_on_hub for one in plan.workload.adapters) else {}
+
+
+def list_named_adapters(plan: Plan) -> list[str]:
+    """NAME=PATH of each LoRA adapter."""
+    return [f"{one.served_name}={one.path}" for one in plan.workload.adapters]
 
 
 def join_options(options: Iterable[tuple[str, object | None]]) -> list[str]:

@@ -17,8 +17,9 @@ from bedplate.engines.base import (
     get_source_folder,
     plan_download,
 )
-from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_packing
 from bedplate.engines.parsers import Parsers, find_parsers
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
@@ -35,6 +36,7 @@ from bedplate.engines.shared import (
     set_default_context,
 )
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ClonedProgram,
     ContainerConversion,
@@ -55,6 +57,7 @@ from bedplate.values import (
     Hardware,
     Launch,
     Model,
+    Parallelism,
     Plan,
     Preparation,
     Refusal,
@@ -92,6 +95,10 @@ ARCHITECTURES = frozenset([
 ])  # fmt: skip
 # "Hardware Support Matrix" of docs/source/features/quantization.md (2026): methods by generation.
 _AMPERE, _ADA, _HOPPER, _BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
+MOST_RESIDENT_ADAPTERS = 32
+ATTENTION_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_dense")
+MLP_TARGETS = ("mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h")
+"""Its names of the linear layers (lora_helper.py: get_default_trtllm_modules_to_hf_modules)."""
 CONVERSIONS = {"FP8": "fp8", "NVFP4": "nvfp4", "AWQ-INT4": "int4_awq"}
 """ModelOpt's names of the output formats."""
 PARSERS: Mapping[str, Parsers] = {
@@ -148,6 +155,26 @@ _KNOWN_FAILURES: FailurePatterns = (
 )
 
 
+_MATRIX = "docs/source/features/quantization.md (2026), for 1.2.1: Hardware Support Matrix"
+QUANTIZATIONS = (
+    # Scales of blocks: only Hopper and data-centre Blackwell (sm_100, sm_103).
+    *make_rows(_MATRIX, "cuda", ["fp8"], least=_ADA),
+    *make_rows(_MATRIX, "cuda", ["fp8 in blocks"], least=_HOPPER, below=(12, 0)),
+    *make_rows(_MATRIX, "cuda", ["nvfp4", "mixed"], least=_BLACKWELL),
+    # The matrix lists only Blackwell.
+    *make_rows("docs/source/deployment-guide/deployment-guide-for-gpt-oss-on-trtllm.md (2026): Triton kernels", "cuda",
+               ["mxfp4"], least=_HOPPER),
+    *make_rows(_MATRIX, "cuda", ["awq", "gptq"], least=_AMPERE, below=_BLACKWELL),
+)  # fmt: skip
+EIGHT_BIT_CACHE = EightBitCache(
+    rows=(
+        SupportedQuantization(method="fp8", part="cache", device="cuda", least=(8, 0),
+                              source="docs/source/features/quantization.md (2026), for 1.2.1: FP8 KV Cache"),
+    ),
+)  # fmt: skip
+PACKED_BITS = {"awq": frozenset([4]), "gptq": frozenset([4])}
+
+
 def check_method(launch: PlannedLaunch) -> str | None:
     """The quantization has kernels for this compute capability."""
     _, method = identify_quantization(launch.loaded)
@@ -157,7 +184,31 @@ def check_method(launch: PlannedLaunch) -> str | None:
     return f"{launch.loaded.quantization} weights have no kernels for compute capability {capability}"
 
 
+def check_packing(launch: PlannedLaunch) -> str | None:
+    """AWQ and GPTQ checkpoints have four bits."""
+    return explain_packing(launch, identify_quantization(launch.loaded)[1], PACKED_BITS)
+
+
+def check_attention(launch: PlannedLaunch) -> str | None:
+    """Attention data parallelism has no size: every tensor rank is an attention replica, or none is."""
+    layout = launch.plan.parallelism
+    if layout.attention_data in (1, layout.tensor):
+        return None
+    return f"enable_attention_dp makes {layout.tensor} attention replicas, not {layout.attention_data}"
+
+
 LAUNCH_RULES = (
+    LaunchRule(
+        "tensorrt-llm.attention",
+        "docs/source/features/parallel-strategy.md (2026), for 1.2.1: enable_attention_dp",
+        check_attention,
+    ),
+    LaunchRule(
+        "tensorrt-llm.packing",
+        "docs/source/features/quantization.md (2026), for 1.2.1: W4A16 AWQ and W4A16 GPTQ",
+        check_packing,
+        "the same model in another quantization",
+    ),
     LaunchRule(
         "tensorrt-llm.quantization",
         "docs/source/features/quantization.md (2026), for 1.2.1: Hardware Support Matrix",
@@ -209,22 +260,33 @@ class TensorRtLlm(Engine):
         context="--max_seq_len", share="--kv_cache_free_gpu_memory_fraction", cards=("--tp_size", "--pp_size")
     )
     loading = LoadingTraits(share_covers="cache", source="kv_cache_free_gpu_memory_fraction of its serve command")
+    adapters = AdapterTraits(
+        most_resident=MOST_RESIDENT_ADAPTERS,
+        use="requests have a lora_request with the name and path of one",
+        source="docs/source/features/lora.md and tensorrt_llm/lora_helper.py of 2026: LoraConfig, also with quantized "
+        "models",
+    )
     default_slots = 256
     private_port = PrivatePort(
         key_checked_by="wrapper",
         other_ports="with several GPUs MPI's and NCCL's ports, without a key; not checked",
         source="trtllm-serve's reference of spring 2026 has no option for a key; serve/openai_server.py runs uvicorn",
     )
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "very high volume on NVIDIA, a model that rarely changes"
     table_names = TableNames(words=("tensorrt", "trtllm", "trt-llm", "trt"), rank=1)
-    estimate = EstimateTraits(kernels="serving", reserves_answer=True)
+    estimate = EstimateTraits(kernels="serving", reserves_answer=True, balances_groups=True)
     flags = AdviceFlags(
         slots="--max_batch_size",
         cache_memory="--kv_cache_free_gpu_memory_fraction",
         batch_tokens="--max_num_tokens",
     )
     noted = NotedOptions(slots="--max_batch_size", context="--max_seq_len", tensor="--tp_size")
-    requests = RequestTraits(fields=frozenset(["best_of", "min_tokens", "ignore_eos"]))
+    requests = RequestTraits(
+        fields=frozenset(["best_of", "min_tokens", "ignore_eos"]),
+        apis=frozenset(["responses"]),  # "Responses API" in the documentation of trtllm-serve
+    )
     metric_names = MetricNames(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization", picker="trtllm-serve")
     container = ContainerTraits(start_s=240.0, joins_values=True)
     dynamo = DynamoWorker(
@@ -278,6 +340,10 @@ class TensorRtLlm(Engine):
         if found is None or plan.workload.structured_output:
             return found
         return replace_fields(found, json_schema=False, json_object=False)
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        # enable_attention_dp has no size: every rank is an attention replica.
+        return layout.attention_data in (1, layout.tensor)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism
@@ -385,20 +451,22 @@ def write_options(plan: Plan) -> str:
         lines += ["kv_cache_config:", "  dtype: fp8"]
     if plan.workload.structured_output:
         lines.append("guided_decoding_backend: xgrammar")
+    if count := len(plan.workload.adapters):
+        # An adapter of experts would need the names of the experts' layers, which differ by model.
+        targets = ATTENTION_TARGETS if plan.model.num_experts else (*ATTENTION_TARGETS, *MLP_TARGETS)
+        lines += ["lora_config:", f"  lora_target_modules: [{', '.join(targets)}]"]
+        lines += [f"  max_lora_rank: {ENGINE.choose_adapter_rank(plan.workload)}"]
+        lines += [f"  max_loras: {ENGINE.count_resident_adapters(plan.workload)}", f"  max_cpu_loras: {count}"]
     return "\n".join([*lines, ""])
 
 
 def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:
-    if method == "fp8":
-        blocks = model.quantization_details is not None and model.quantization_details.block is not None
-        # Block scales: only Hopper and data-centre Blackwell (sm_100, sm_103).
-        return _HOPPER <= capability < (12, 0) if blocks else capability >= _ADA
-    if method in ("nvfp4", "mixed"):
-        return capability >= _BLACKWELL
-    if method == "mxfp4":
-        # The matrix lists only Blackwell; GPT-OSS runs on Hopper with Triton kernels (its deployment guide).
-        return capability >= _HOPPER
-    return method in ("awq", "gptq") and _AMPERE <= capability < _BLACKWELL
+    details = model.quantization_details
+    blocks = method == "fp8" and details is not None and details.block is not None
+    if method in PACKED_BITS and details is not None and details.bits not in PACKED_BITS[method]:
+        return False
+    target = ComputeTarget(device="cuda", count=1, capability=capability)
+    return ENGINE.find_quantization("fp8 in blocks" if blocks else method, target) is not None
 
 
 def _plan_conversion(plan: Plan) -> Preparation:

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from bedplate.engines.base import SIXTEEN_BIT, ComputeTarget, Engine, EngineState, Features, KnownFailure, MemoryUse
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
@@ -24,6 +25,7 @@ from bedplate.engines.shared import (
     sum_samples,
 )
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerImage,
     ContainerTraits,
@@ -113,10 +115,24 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     return f"TGI does not have the architecture {launch.model.architecture}"
 
 
+RULE_SOURCES = {"adapters.loaded": "launcher/src/main.rs of v3.3.7: lora_adapters"}
 LAUNCH_RULES = (
     LaunchRule("tgi.input-tokens", "launcher/src/main.rs of v3.3.7: max_input_tokens", check_input_tokens),
     LaunchRule("tgi.architecture", "server/text_generation_server/models/__init__.py of v3.3.7", check_architecture),
 )
+
+
+QUANTIZATIONS = (
+    *make_rows("launcher/src/main.rs of v3.3.7: Quantization", "cuda", ["awq", "gptq", "compressed-tensors"]),
+    # Without FP8 units, Marlin kernels dequantize it.
+    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["fp8"], least=(8, 0)),
+    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["FP8 while loading"], units="fp8"),
+    *make_rows("server/text_generation_server/layers/eetq.py, bnb.py of v3.3.7", "cuda",
+               ["INT8 while loading", "NF4 while loading"]),
+    *make_rows("launcher/src/main.rs of v3.3.7: Quantization", "rocm", ["awq", "gptq", "compressed-tensors"]),
+    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "rocm", ["fp8", "FP8 while loading"],
+               units="fp8"),
+)  # fmt: skip
 
 
 class Tgi(Engine):
@@ -158,10 +174,19 @@ class Tgi(Engine):
         source="TGI: its warm-up leaves 5 % of the memory free (flash_causal_lm.py)",
     )
     launch_rules = LAUNCH_RULES
+    rule_sources = RULE_SOURCES
     launch_options = LaunchOptions(context="--max-total-tokens", share="--cuda-memory-fraction", cards=("--num-shard",))
+    adapters = AdapterTraits(
+        names="--lora-adapters",
+        separator=",",
+        use="requests name one as adapter_id, or as their model",
+        source="launcher/src/main.rs and docs/source/conceptual/lora.md of v3.3.7: all are loaded at start-up; without "
+        "a prefix cache",
+    )
     default_slots = 128
     key_variable = "API_KEY"
     private_port = PrivatePort(key_checked_by="nobody", source="it has no recipe: bedplate does not start it")
+    quantizations = QUANTIZATIONS
     strength = "existing deployments"
     table_names = TableNames(words=("text-generation-inference", "text generation inference", "tgi"), rank=9)
     estimate = EstimateTraits(kernels="serving")
@@ -225,6 +250,8 @@ class Tgi(Engine):
         if plan.model.files:
             argv += ["--volume", f"{path}:{MOUNT}/{PurePath(path).name}:ro"]
             path = f"{MOUNT}/{PurePath(path).name}"
+        adapters, mounts = _mount_adapters(plan)
+        argv += mounts
         argv += [image, "--model-id", path, "--hostname", "127.0.0.1", "--port", str(port)]
         most = settings.context_tokens
         answer = min(plan.workload.output_tokens, most - 1)
@@ -241,6 +268,7 @@ class Tgi(Engine):
             argv += ["--kv-cache-dtype", "fp8_e4m3fn"]
         if plan.parallelism.tensor > 1:
             argv += ["--sharded", "true", "--num-shard", str(plan.parallelism.tensor)]
+        argv += join_options([("--lora-adapters", ",".join(adapters) or None)])
         argv += ["--usage-stats", "off"]
         pull = Preparation(kind="download", what=image, where="the container store", argv=("docker", "pull", image))
         return Launch(argv=tuple(argv), prepare=(pull,))
@@ -271,6 +299,18 @@ def _get_device_options(device: str) -> list[str]:
     if device == "rocm":
         return ["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video", "--ipc", "host"]
     return ["--gpus", "all"]
+
+
+def _mount_adapters(plan: Plan) -> tuple[list[str], list[str]]:
+    """The LoRA adapters as the launcher names them, and the options that mount those on this machine."""
+    names, mounts = [], []
+    for one in plan.workload.adapters:
+        if one.is_on_hub:
+            names.append(one.path)
+            continue
+        names.append(f"{one.served_name}={MOUNT}/{one.served_name}")
+        mounts += ["--volume", f"{one.path}:{MOUNT}/{one.served_name}:ro"]
+    return names, mounts
 
 
 def _get_quantize_value(plan: Plan) -> str | None:

@@ -81,12 +81,16 @@ class EstimateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill chunk size; `None`: the whole prompt."""
     overlaps_chunks: bool = False
     """Whether the chunks of a prompt are pipelined over the devices."""
+    skips_borrowing_layers: bool = False
+    """Whether a prompt passes through layers that read an earlier layer's cache with its last token only."""
     graphics_backend: str | None = None
     """The fitted backend on AMD graphics cards, if it is not ROCm."""
     reserves_answer: bool = False
     """Whether it admits a request only if there is KV cache for its complete answer."""
     prompts_first: bool = False
     """Whether prefill has priority over decode; otherwise one pass contains both."""
+    balances_groups: bool = False
+    """Whether new requests go to the attention groups with the fewest; otherwise to each in turn."""
     pass_tokens: int | None = None
     """Maximum tokens in one pass if a plan does not set it; `None`: 8192."""
     chip_pass_tokens: Mapping[str, float] = {}
@@ -134,6 +138,35 @@ class LoadingTraits(msgspec.Struct, frozen=True, kw_only=True):
     conversion_copies: float = 0.0
     """Copies of the unconverted weights in host memory, while the tool in its preparation steps converts them."""
     source: str = "not known for this engine"
+
+
+class AdapterTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine serves LoRA adapters."""
+
+    most: int | None = None
+    """The most adapters that one server loads; `None`: no limit."""
+    most_resident: int | None = None
+    """The most adapters in the memory of the devices at once, if others wait in host memory; `None`: all of them."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that memory is allocated for, in ascending order; empty: any rank."""
+    slots: str | None = None
+    """The option for the number of adapters in a batch; `None`: it loads as many as the launch names."""
+    rank: str | None = None
+    """The option for the highest rank."""
+    names: str | None = None
+    """The option that lists the adapters."""
+    separator: str | None = None
+    """What separates adapters in the value of `names`; `None`: each is a value of its own."""
+    mixes: bool = True
+    """Whether requests for different adapters are computed in one batch."""
+    selects: Literal["model", "number"] | None = None
+    """How the gateway names an adapter in a request: as the model, or by its number in `lora`; `None`: it cannot."""
+    load_path: str | None = None
+    unload_path: str | None = None
+    """Where a running engine is asked to load or unload an adapter; `None`: it loads them only at its start."""
+    use: str
+    """How a request names an adapter."""
+    source: str
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +279,8 @@ class RayWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = "rayproject/ray-llm"
     """Without its tag, which is Ray's version."""
+    version: str | None = None
+    """The engine's version in the image; `None`: not known."""
     server_options: frozenset[str]
     """Options of the engine's server, which are dropped because Ray Serve is the server."""
 
@@ -278,3 +313,6 @@ class RequestTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of an aborted sequence that it generated and did not send: at least the one that it was computing."""
     counter: TokenCounter | None = None
     """`None`: it counts no tokens on request; those of aborted answers are estimated."""
+    apis: frozenset[Literal["messages", "responses"]] = frozenset()
+    """The APIs that its server has in addition to chat completions: Anthropic's Messages (with count_tokens) and
+    OpenAI's Responses. The gateway translates the others to chat completions."""

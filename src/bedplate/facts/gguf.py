@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from bedplate.errors import UsageError
-from bedplate.values.model import LayerGroup, LayerKind, Model, Task, TensorGroup
+from bedplate.facts.projector import list_candidates, read_projector
+from bedplate.values.model import LayerGroup, LayerKind, Model, Projector, Task, TensorGroup
 from bedplate.values.units import format_size as human_size
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -550,21 +551,21 @@ def _make_model(
     cache = _compute_cache(facts, num_layers, heads, kv_heads, max_context)
     if max(parameters, weight_bytes, *cache[:3]) > _MAX_FIGURE:
         raise _DamagedHeader("its sizes exceed any computer's memory")
-    header = facts.header
+    header, task, hidden_size = facts.header, _find_task(facts), facts.get_count("embedding_length") or None
     return Model(
         name=name or _choose_name(facts, path),
         format="gguf",
         files=tuple(str(part) for part, _ in parts),
         origin=origin,
         architecture=facts.architecture,
-        task=_find_task(facts),
+        task=task,
         parameters=parameters,
         active_parameters=active,
         weight_bytes=weight_bytes,
         quantization=recipe or groups[0].type,
         tensor_groups=groups,
         num_layers=num_layers,
-        hidden_size=facts.get_count("embedding_length") or None,
+        hidden_size=hidden_size,
         num_heads=max(heads) or None,
         num_kv_heads=max(kv_heads) or None,
         num_experts=experts,
@@ -575,9 +576,26 @@ def _make_model(
         kv_bytes_window=cache.window,
         state_bytes=cache.state,
         layers=cache.layers,
+        projector=_find_projector(path, hidden_size) if task == "generate" else None,
         chat_template=facts.get_whole_text("tokenizer.chat_template"),
         has_chat_template=any(v for key, v in facts.fields.items() if key.startswith("tokenizer.chat_template")),
     )
+
+
+def _find_projector(model: Path, hidden_size: int | None) -> Projector | None:
+    """The vision encoder beside a model's file; `None`: there is none, or it is not certain which one it is."""
+    found = []
+    for path in list_candidates(model, strip_file_name):
+        try:
+            header = read_header(path)
+        except (UsageError, OSError):
+            continue  # the language model works without it
+        tensors = [(tensor.elements, tensor.bytes) for tensor in header.tensors]
+        one = read_projector(path, header.fields, tensors, hidden_size)
+        if one is not None and header.promised_bytes <= header.file_bytes:
+            found.append(one)
+    # Half precision rather than single: it is as good, and takes half the memory.
+    return min(found, key=lambda one: (one.weight_bytes, one.file), default=None)
 
 
 def _refuse_companions(facts: _HeaderFacts, path: Path, tensors: list[GgufTensor]) -> None:

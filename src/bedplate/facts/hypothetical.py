@@ -35,6 +35,7 @@ DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
 AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
 CORES_PER_CARD = 8
 LEAST_RAM_BYTES = 16 * GIB
+MOST_SOCKETS = 8
 SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace")
 NETWORK_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 NETWORK_PORTS = re.compile(r"\s*([0-9]{1,3})\s*[x×]\s*")
@@ -416,7 +417,8 @@ def _make_cpu(
         raise UsageError(f"hardware.arch: {chip.name} is {chip.arch}, not {arch}")
     own = chip.cores or cores or 1
     threads_each = max(1, (chip.threads or own) // own)
-    sockets, physical, logical = _count_cores(chip, cores, own, threads_each)
+    named_sockets = named.count if named is not None and named.counted else None
+    sockets, physical, logical = _count_cores(chip, cores, own, threads_each, named_sockets)
     return Cpu(
         name=chip.name,
         vendor=chip.vendor,
@@ -440,15 +442,25 @@ def _find_own_cpu(card: Chip | None) -> Chip | None:
     return card if card.unified and card.cores else None
 
 
-def _count_cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[int, int, int]:
+def _count_cores(
+    chip: Chip, cores: int | None, own: int, threads_each: int, sockets: int | None = None
+) -> tuple[int, int, int]:
     """Sockets, physical and logical cores. Fewer cores than the chip has are a part of it, as in a virtual machine."""
+    if sockets is not None and sockets > 1:
+        if not any(word in chip.name for word in SOCKETED) or sockets > MOST_SOCKETS:
+            most = MOST_SOCKETS if any(word in chip.name for word in SOCKETED) else 1
+            raise UsageError(f"hardware.cpu: a machine has at most {most} {chip.name}, not {sockets}")
+        physical = cores or own * sockets
+        if physical > own * sockets:
+            raise UsageError(f"hardware.cores: {sockets} x {chip.name} have {own * sockets} cores, not {cores}")
+        return sockets, physical, physical * threads_each
     if cores is None or cores == own:
         return 1, own, chip.threads or own
     if cores < own:
         return 1, cores, cores * threads_each
     if any(word in chip.name for word in SOCKETED):
         sockets = math.ceil(cores / own)
-        if sockets > 8:
+        if sockets > MOST_SOCKETS:
             raise UsageError(
                 f"hardware.cores: {cores} would be {sockets} sockets of {chip.name}, which has {own} cores"
             )

@@ -274,7 +274,7 @@ def _build_plain_model(name: str, variant: ModelVariant) -> Model:
         model,
         basis="spec",
         task=_find_task(name, model),
-        has_chat_template=_is_chat_model(name),
+        has_chat_template=is_chat_model(name),
         sources=(f"config.json of {variant.base}",),
     )
 
@@ -285,7 +285,7 @@ def _find_task(name: str, model: Model) -> Task:
     return "embed" if re.search(r"embed|[-/]e5-", name, re.IGNORECASE) else model.task
 
 
-def _is_chat_model(name: str) -> bool:
+def is_chat_model(name: str) -> bool:
     """Whether the name says that the model is a chat model."""
     return bool(re.search(r"instruct|chat|[-_]it\b|r1|gpt-oss|thinking|kimi-k|glm-[45]|minimax-m", name, re.IGNORECASE))
 

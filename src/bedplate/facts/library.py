@@ -291,6 +291,9 @@ def _list_hub_models() -> Iterator[LocatedModel]:
             yield _locate_file(
                 path, name=f"{repo}:{label}" if alone else f"{repo}/{name}", origin="the Hugging Face cache"
             )
+        whole = None if files else next((one for one in _list_hub_snapshots(folder) if _has_weights(one)), None)
+        if whole is not None:
+            yield _locate_folder(whole, "the Hugging Face cache", repo)
 
 
 def _find_in_hub_cache(text: str) -> LocatedModel | None:

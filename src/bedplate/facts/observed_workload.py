@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from bedplate import store
 from bedplate.errors import NotPossible
 from bedplate.facts.traces import BYTES_PER_TOKEN, BadRows
 from bedplate.facts.workload import TraceMeter
+from bedplate.usage_store import open_usage_store
 from bedplate.values.record import replace_fields
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
 from bedplate.values.units import format_seconds
@@ -22,7 +22,7 @@ def summarize_observed(span_s: float, *, model: str | None = None) -> TraceSumma
     """Summarise the requests of the last `span_s` seconds like any other trace."""
     since_s = time.time() - span_s
     counts = _RowCounts()
-    rows = store.read_requests(since_s, model=model)
+    rows = open_usage_store().read_requests(since_s, model=model)
     for row in rows:
         counts.add(row)
     if not counts.requests:
@@ -32,7 +32,7 @@ def summarize_observed(span_s: float, *, model: str | None = None) -> TraceSumma
             hint="specify a longer span or another model; bedplate usage --since all lists all use",
         )
     meter = TraceMeter()
-    rows = store.read_requests(since_s, model=model)
+    rows = open_usage_store().read_requests(since_s, model=model)
     meter.add_all(_make_shapes(rows, counts.block_tokens))
     summary = meter.make_summary(f"the endpoint, last {_format_span(span_s)}", "bedplate", BadRows("the store"))
     if counts.turned_away:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -26,15 +26,20 @@ MAX_LINE_BYTES = 4 * 2**20
 MAX_CONVERSATION_CHARACTERS = 64 * 2**20
 HEAD_BYTES = 64 * 1024
 MOONCAKE_BLOCK_TOKENS = 512
+BAILIAN_BLOCK_TOKENS = 16
+T = TypeVar("T")
 BYTES_PER_TOKEN = 4
 TOKEN_RULE = f"one token for every {BYTES_PER_TOKEN} bytes of UTF-8"
 TOKEN_ERROR = 0.25
 EXAMPLES_KEPT = 5
 ROWS_BEFORE_GIVING_UP = 1000
-ANSWERERS = {"gpt", "assistant", "chatgpt", "bing", "bard", "model", "claude"}
+ANSWERERS = {"gpt", "assistant", "chatgpt", "bing", "bard", "model", "claude", "ai"}
+TOOL_SPEAKERS = {"tool", "function", "observation"}
+CONVERSATION_KEYS = ("conversations", "conversation", "messages", "messages_json", "trajectory")
+SESSION_KEYS = ("session_id", "id", "conversation_id", "instance_id", "traj_id", "trajectory_id")
 FORMATS_HINT = (
-    "known: Azure's LLM inference trace (CSV), Mooncake's trace (JSONL), ShareGPT (JSON), "
-    "bedplate's request log (JSONL)"
+    "known: Azure's LLM inference trace and BurstGPT (CSV), Mooncake's, Qwen-Bailian's and GitHub Copilot's traces "
+    "(JSONL), ShareGPT and trajectories of agents (JSON), bedplate's request log (JSONL)"
 )
 
 
@@ -125,6 +130,8 @@ def detect_format(stream: io.BufferedReader, source: str) -> TraceFormat:
         first = text.splitlines()[0].lower()
         if "contexttokens" in first and "generatedtokens" in first:
             return "azure"
+        if "request tokens" in first and "response tokens" in first:
+            return "burstgpt"
         if first.count(",") >= 2 and _parse_timestamp(first.partition(",")[0].encode()) is not None:
             return "azure"
     raise UsageError(
@@ -135,11 +142,15 @@ def detect_format(stream: io.BufferedReader, source: str) -> TraceFormat:
 _JSON_MARKS: tuple[tuple[str, TraceFormat], ...] = (
     ("request/1", "bedplate"),
     ("started_s", "bedplate"),
+    ("llm_calls", "copilot"),
+    ("parent_chat_id", "bailian"),
     ("hash_ids", "mooncake"),
     ("input_length", "mooncake"),
     ("conversations", "sharegpt"),
     ("conversation", "sharegpt"),
     ("messages", "sharegpt"),
+    ("messages_json", "sharegpt"),
+    ("trajectory", "sharegpt"),
 )
 
 
@@ -157,6 +168,9 @@ def parse_trace(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> I
         "mooncake": read_mooncake,
         "sharegpt": read_sharegpt,
         "bedplate": read_requests,
+        "burstgpt": read_burstgpt,
+        "bailian": read_bailian,
+        "copilot": read_copilot,
     }
     try:
         for shape in readers[kind](stream, bad):
@@ -255,29 +269,64 @@ def _parse_timestamp(text: bytes) -> float | None:
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
+# BurstGPT
+
+
+def read_burstgpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """BurstGPT: seconds and lengths; since version 2 also the session of a conversation and the request time.
+
+    A request without response tokens failed and is left out.
+    """
+    columns: dict[str, int] = {}
+    for number, line in read_lines(stream, bad):
+        fields = [field.strip().strip('"') for field in line.decode("utf-8-sig", "replace").strip().split(",")]
+        if not columns:
+            columns = {name.lower().replace(" ", ""): place for place, name in enumerate(fields)}
+            continue
+        try:
+            started_s = float(fields[columns["timestamp"]])
+            prompt, output = int(fields[columns["requesttokens"]]), int(fields[columns["responsetokens"]])
+            elapsed = fields[columns["elapsedtime"]] if "elapsedtime" in columns else ""
+            duration_ms = float(elapsed) * 1000 if elapsed else None
+            session = fields[columns["sessionid"]] if "sessionid" in columns else ""
+        except (ValueError, IndexError, KeyError):
+            if line.strip():
+                bad.add(number, _escape_line(line))
+            continue
+        if not (0 <= prompt <= MAX_TOKENS and 0 <= output <= MAX_TOKENS and abs(started_s) <= MAX_SECONDS):
+            bad.add(number, f"out of range: {_escape_line(line)}")
+            continue
+        if output:
+            yield RequestShape(
+                started_s=started_s, prompt_tokens=prompt, output_tokens=output, duration_ms=duration_ms,
+                session=session or None,
+            )  # fmt: skip
+
+
 # JSON lines
 
 
 class _MooncakeRow(msgspec.Struct):
-    timestamp: float
     input_length: int
     output_length: int
+    timestamp: float | None = None
     hash_ids: tuple[int | str, ...] = ()
+    session_id: str | int | None = None
+    delay: float | None = None
 
 
 def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
-    """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks. Equal ids mean equal prefixes."""
-    decode = msgspec.json.Decoder(_MooncakeRow).decode
-    for number, line in read_lines(stream, bad):
-        try:
-            row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if line.strip():
-                bad.add(number, f"{error}: {_escape_line(line)}")
+    """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks. Equal ids mean equal prefixes.
+
+    AIPerf's variant adds `session_id`, and `delay`, the milliseconds after the session's previous answer.
+    """
+    for number, line, row in _decode_lines(stream, bad, _MooncakeRow):
+        started_s = None if row.timestamp is None else row.timestamp / 1000
+        if started_s is None and row.session_id is None:
+            bad.add(number, f"neither a timestamp nor a session: {_escape_line(line)}")
             continue
-        started_s = row.timestamp / 1000
         counts = (row.input_length, row.output_length)
-        if min(counts) < 0 or max(counts) > MAX_TOKENS or abs(started_s) > MAX_SECONDS:
+        if min(counts) < 0 or max(counts) > MAX_TOKENS or abs(started_s or 0.0) > MAX_SECONDS:
             bad.add(number, f"out of range: {_escape_line(line)}")
             continue
         yield RequestShape(
@@ -286,19 +335,84 @@ def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
             output_tokens=row.output_length,
             prefix_hashes=row.hash_ids,
             prefix_block_tokens=MOONCAKE_BLOCK_TOKENS if row.hash_ids else None,
+            session=None if row.session_id is None else str(row.session_id),
+            wait_s=None if row.delay is None else max(0.0, row.delay / 1000),
         )
+
+
+class _BailianRow(msgspec.Struct):
+    chat_id: int
+    parent_chat_id: int
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int | str, ...] = ()
+
+
+def read_bailian(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """Qwen-Bailian's traces: seconds, lengths, ids of 16-token blocks, and the request that each one continues."""
+    roots: dict[int, int] = {}
+    for number, line, row in _decode_lines(stream, bad, _BailianRow):
+        counts = (row.input_length, row.output_length)
+        if min(counts) < 0 or max(counts) > MAX_TOKENS or abs(row.timestamp) > MAX_SECONDS:
+            bad.add(number, f"out of range: {_escape_line(line)}")
+            continue
+        root = roots[row.chat_id] = roots.get(row.parent_chat_id, row.chat_id)
+        yield RequestShape(
+            started_s=row.timestamp,
+            prompt_tokens=row.input_length,
+            output_tokens=row.output_length,
+            prefix_hashes=row.hash_ids,
+            prefix_block_tokens=BAILIAN_BLOCK_TOKENS if row.hash_ids else None,
+            session=str(root),
+        )
+
+
+class _CopilotTokens(msgspec.Struct):
+    prompt: int
+    completion: int
+    cached: int | None = None
+
+
+class _CopilotCall(msgspec.Struct):
+    timestamp: str
+    tokens: _CopilotTokens
+    duration_ms: float | None = None
+    initiator_type: str = "user"
+
+
+class _CopilotTurn(msgspec.Struct):
+    llm_calls: tuple[_CopilotCall, ...] = ()
+
+
+class _CopilotSession(msgspec.Struct):
+    session_id: str
+    turns: tuple[_CopilotTurn, ...] = ()
+
+
+def read_copilot(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """GitHub Copilot's coding agent traces: one session with its turns and LLM calls in each line."""
+    for number, _, session in _decode_lines(stream, bad, _CopilotSession, unit="session"):
+        for call in (call for turn in session.turns for call in turn.llm_calls):
+            started_s, counts = _parse_timestamp(call.timestamp.encode()), (call.tokens.prompt, call.tokens.completion)
+            if started_s is None or min(counts) < 0 or max(counts) > MAX_TOKENS:
+                bad.add(number, f"a call without a time or with impossible counts in {session.session_id[:20]!r}")
+                continue
+            if call.tokens.completion:
+                yield RequestShape(
+                    started_s=started_s,
+                    prompt_tokens=call.tokens.prompt,
+                    output_tokens=call.tokens.completion,
+                    cached_tokens=call.tokens.cached if call.tokens.cached and call.tokens.cached >= 0 else None,
+                    duration_ms=call.duration_ms if call.duration_ms and call.duration_ms >= 0 else None,
+                    session=session.session_id,
+                    after_tool=call.initiator_type == "agent",
+                )
 
 
 def read_requests(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
     """bedplate's own request log."""
-    decode = msgspec.json.Decoder(RequestShape).decode
-    for number, line in read_lines(stream, bad):
-        try:
-            shape = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if line.strip():
-                bad.add(number, f"{error}: {_escape_line(line)}")
-            continue
+    for number, line, shape in _decode_lines(stream, bad, RequestShape):
         most_tokens = max(shape.prompt_tokens or 0, shape.output_tokens or 0, shape.prefix_block_tokens or 0)
         most_s = max(abs(shape.started_s or 0), (shape.duration_ms or 0) / 1000)
         if most_tokens > MAX_TOKENS or most_s > MAX_SECONDS:
@@ -321,21 +435,46 @@ def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
         if turns is None:
             bad.add(number, "no conversations or messages with a speaker and text", unit="conversation")
             continue
+        session = _find_session_name(conversation, number)
         before = held = 0
-        for answers, tokens in turns:
-            if answers and before:
-                yield RequestShape(prompt_tokens=before, output_tokens=tokens, cached_tokens=held)
-                held = before + tokens
-            before += tokens
+        speaker = ""
+        for turn in turns:
+            if turn.answers and before:
+                yield RequestShape(
+                    prompt_tokens=before, output_tokens=turn.tokens, cached_tokens=held, session=session,
+                    after_tool=speaker in TOOL_SPEAKERS,
+                )  # fmt: skip
+                held = before + turn.tokens
+            before += turn.tokens
+            speaker = turn.speaker
 
 
-def _count_turns(conversation: object) -> list[tuple[bool, int]] | None:
-    """Per turn: whether the model speaks, and the estimated tokens."""
+class _CountedTurn(NamedTuple):
+    speaker: str
+    tokens: int
+
+    @property
+    def answers(self) -> bool:
+        return self.speaker in ANSWERERS
+
+
+def _find_session_name(conversation: dict[str, object], number: int) -> str:
+    for key in SESSION_KEYS:
+        if isinstance(conversation.get(key), str | int):
+            return str(conversation[key])
+    return str(number)
+
+
+def _count_turns(conversation: object) -> list[_CountedTurn] | None:
+    """The turns with their estimated tokens; tool calls count as part of the answer that has them."""
     if not isinstance(conversation, dict):
         return None
-    turns = next(
-        (conversation[key] for key in ("conversations", "conversation", "messages") if key in conversation), None
-    )
+    turns = next((conversation[key] for key in CONVERSATION_KEYS if key in conversation), None)
+    if isinstance(turns, str):  # some data sets store the messages as JSON in a text
+        try:
+            turns = json.loads(turns)
+        except (ValueError, RecursionError):
+            return None
     if not isinstance(turns, list):
         return None
     found = []
@@ -343,11 +482,22 @@ def _count_turns(conversation: object) -> list[tuple[bool, int]] | None:
         if not isinstance(turn, dict):
             return None
         speaker = turn.get("from", turn.get("role", turn.get("user")))
-        text = turn.get("value", turn.get("content", turn.get("text")))
-        if not isinstance(speaker, str) or not isinstance(text, str):
+        text = next((turn[key] for key in ("value", "content", "text") if turn.get(key) is not None), None)
+        called = turn.get("tool_calls") or turn.get("tool_calls_json")
+        if not isinstance(speaker, str) or (text is None and not called):
             return None
-        found.append((speaker.lower() in ANSWERERS, estimate_tokens(text)))
+        tokens = sum(_estimate_part(part) for part in (text, called) if part is not None)
+        found.append(_CountedTurn(speaker.lower(), tokens))
     return found
+
+
+def _estimate_part(part: object) -> int:
+    """Text, or parts of a message as objects, of which the text counts."""
+    if isinstance(part, str):
+        return estimate_tokens(part)
+    if isinstance(part, list):
+        return sum(_estimate_part(one.get("text", one) if isinstance(one, dict) else one) for one in part)
+    return estimate_tokens(json.dumps(part, ensure_ascii=False))
 
 
 def estimate_tokens(text: str) -> int:
@@ -387,6 +537,21 @@ def _skip_separators(buffer: str, at: int, *, first: bool) -> int:
     while at < len(buffer) and buffer[at] in skipped:
         at += 1
     return at
+
+
+def _decode_lines(
+    stream: io.BufferedReader, bad: BadRows, kind: type[T], unit: str = "line"
+) -> Iterator[tuple[int, bytes, T]]:
+    """The JSON value of each line with its number and text; lines that are not one are added to `bad`."""
+    decode = msgspec.json.Decoder(kind).decode
+    for number, line in read_lines(stream, bad):
+        try:
+            value = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if line.strip():
+                bad.add(number, f"{error}: {_escape_line(line)}", unit)
+            continue
+        yield number, line, value
 
 
 def _escape_line(line: bytes) -> str:

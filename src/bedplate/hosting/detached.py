@@ -36,6 +36,8 @@ class DetachedInput(Record, frozen=True, kw_only=True):
     order: Order
     fallback: str | None = None
     report_fd: int
+    lifeline_fd: int | None = None
+    """The service stops when the other end of this pipe is closed; `None`: it outlives the starting process."""
 
 
 class ChoiceReport(Record, frozen=True, kw_only=True):
@@ -75,10 +77,12 @@ def start_detached(
     progress: Progress,
     on_choice: Callable[[ChoiceReport], None] = lambda choice: None,
     fallback: str | None = None,
+    lifeline_fd: int | None = None,
 ) -> Endpoint:
     """Run the module `program` and return when the service is ready.
 
-    Raises the error that prevented it. Ctrl-C stops the background process.
+    Raises the error that prevented it. Ctrl-C stops the background process. `lifeline_fd` is the reading end of a pipe:
+    the service stops once the other end is closed, so also when its holder is killed.
     """
     early = ensure_writable(get_logs_dir()) / EARLY_LOG
     if early.exists() and early.stat().st_size > MOST_EARLY_BYTES:
@@ -91,11 +95,11 @@ def start_detached(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            pass_fds=[writing],
+            pass_fds=[writing, *([lifeline_fd] if lifeline_fd is not None else [])],
             start_new_session=True,
         )
     os.close(writing)
-    errand = DetachedInput(order=order, fallback=fallback, report_fd=writing)
+    errand = DetachedInput(order=order, fallback=fallback, report_fd=writing, lifeline_fd=lifeline_fd)
     with os.fdopen(reading, "rb") as reports:
         try:
             if child.stdin is not None:

@@ -39,7 +39,9 @@ def describe_drift(service: HostedService) -> str | None:
     if not differences:
         return None
     decided = service.readied.decided
-    now = decide(decided.hardware, decided.facts, seen, operations=service.wanted.operations, installable=True)
+    now = decide(
+        decided.hardware, decided.facts, seen, operations=service.wanted.operations, installable=True,
+    )  # fmt: skip
     drifted = f"{summary.requests:,} requests in the last day had {', '.join(differences)}"
     return f"{drifted}; {describe_new_plan(decided.decision, now)}"
 

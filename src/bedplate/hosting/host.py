@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,12 +19,15 @@ from bedplate.decide.placement import HOST, Need
 from bedplate.engines import KnownFailure
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
+from bedplate.hosting.endpoints import EndpointWatch
 from bedplate.hosting.memory import LoadedModel, MemoryLimits, choose_unloads, sum_needs
 from bedplate.hosting.orchestration import ProcessRole
 from bedplate.run.gateway import BackendState, Gateway, GatewayBackend
+from bedplate.run.gateway.backend import AdapterBackend
 from bedplate.run.gateway.origins import OriginPolicy
 from bedplate.run.gateway.recorder import RequestRecorder
-from bedplate.run.starting import EngineStart, PlanBackend, create_supervisor
+from bedplate.run.log_text import format_log_entry
+from bedplate.run.starting import EngineStart, PlanBackend, create_supervisor, list_adapter_fields
 from bedplate.run.supervisor import EngineLog, Supervisor
 from bedplate.run.trials import PATIENT
 from bedplate.values.units import format_memory, format_seconds
@@ -31,11 +35,13 @@ from bedplate.values.units import format_memory, format_seconds
 if TYPE_CHECKING:
     from bedplate.hosting.orchestration import OrchestratedProcess, Orchestration
     from bedplate.progress import Progress
+    from bedplate.run.gateway.elsewhere import RemoteBackend
     from bedplate.run.listening import ListenOptions
     from bedplate.run.ready import PreparedModel
     from bedplate.values import Hardware, Plan
     from bedplate.values.endpoint import EndpointOrchestrator
     from bedplate.values.service import ModelOrder
+    from bedplate.values.workload import LoraAdapter
 
 ALONE = ProcessRole()
 DRAIN_S = 30.0
@@ -63,8 +69,8 @@ class OrchestratedBackend(GatewayBackend):
         super().__init__(model, above.orchestrator, above.version, aliases, share=share)
         self.slots = plan.settings.slots * above.replicas
         self.context_tokens = plan.settings.context_tokens
-        # The orchestrator forwards the engine's fields, but not its path for counting tokens.
-        self.requests = msgspec.structs.replace(engine_by_id(plan.engine).requests, counter=None)
+        # The orchestrator forwards the engine's fields, but neither its path for counting tokens nor its other APIs.
+        self.requests = msgspec.structs.replace(engine_by_id(plan.engine).requests, counter=None, apis=frozenset())
         self.attempts = ON_ATTEMPTS if above.replicas > 1 else 1
         self.wants_name = True
 
@@ -149,10 +155,22 @@ class HostedService:
         self.busy: ExclusiveOperation | None = None
         self.reserved = False
         """Whether its memory is counted as taken before its engines run."""
+        self.loaded_adapters: dict[str, LoraAdapter] = {}
+        """LoRA adapters that were loaded into its running engines, by name."""
+        self.withdrawn: set[str] = set()
+        """LoRA adapters of its plan that are unloaded."""
 
     @property
     def on_demand(self) -> bool:
         return self.wanted.is_on_demand
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that have names of their own."""
+        if self.on is not None:
+            return ()
+        planned = (name for name, _ in list_adapter_fields(self.readied.plan) if name not in self.withdrawn)
+        return (*planned, *self.loaded_adapters)
 
     @contextlib.contextmanager
     def engage(self, doing: str, cancel: Callable[[], None] | None = None) -> Iterator[None]:
@@ -243,9 +261,12 @@ class Host:
         )
         self.services: dict[str, HostedService] = {}
         """By served model name."""
+        self.endpoints: tuple[RemoteBackend, ...] = ()
+        """Endpoints elsewhere."""
         self.on_request: Callable[[], None] | None = None
         """Called when a request is sent to an engine. A shadow pauses then."""
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self.log_format: Literal["text", "json"] = "text"
         self.log = EngineLog(logs / f"{name}.log")
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.began = time.monotonic()
@@ -291,7 +312,10 @@ class Host:
         if aloud:
             with contextlib.suppress(OSError):  # such as a full disk
                 self._progress.note(text)
-        self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+        if self.log_format == "json":
+            self.log.write(format_log_entry(text, self.name))
+        else:
+            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def _say_from_thread(self, text: str) -> None:
         """The same from any thread."""
@@ -332,6 +356,18 @@ class Host:
 
     # services
 
+    def add_endpoints(self, backends: Sequence[RemoteBackend], tenants: Sequence[Sequence[str]]) -> EndpointWatch:
+        """Add endpoints elsewhere. They get requests as soon as they were checked."""
+        self.endpoints = tuple(backends)
+        for backend, allowed in zip(backends, tenants, strict=True):
+            if backend.model not in self.services:
+                self.gateway.allow(backend.model, allowed)
+            backend.begun = self._report_request
+            self.gateway.add(backend)
+        watch = EndpointWatch(self.endpoints, self.say)
+        self._run_later(watch.run())
+        return watch
+
     async def add_service(
         self, wanted: ModelOrder, readied: PreparedModel, on: Orchestration | None = None
     ) -> HostedService:
@@ -343,6 +379,7 @@ class Host:
         self.gateway.allow(name, wanted.tenants)
         if wanted.is_on_demand:
             self.gateway.register_models(name, aliases=self._list_aliases(readied.plan))
+            self.gateway.register_models(*service.adapters)
         if not wanted.is_on_demand or wanted.preload:
             await self.load(service)
         return service
@@ -361,6 +398,10 @@ class Host:
             service.at_rest.set()
             service.reserved = False
 
+    def allow_reload(self, service: HostedService) -> None:
+        """Let the next request load the service after an unload, also if it is not loaded on demand."""
+        self.gateway.register_models(service.name, aliases=self._list_aliases(service.readied.plan))
+
     async def _load(self, service: HostedService) -> None:
         began = time.monotonic()
         try:
@@ -377,6 +418,8 @@ class Host:
                 raise
             if service.on is not None:
                 self._run_later(service.on.keep(service.engines))
+            if not service.on_demand:  # after `allow_reload`
+                self.gateway.unregister_model(service.name)
             if self.state == "ready":
                 self.say(f"{service.name} is loaded, after {format_seconds(time.monotonic() - began)}")
         except BedplateError as error:
@@ -406,7 +449,7 @@ class Host:
 
     def _handle_waiting_request(self, model: str) -> None:
         """Called by the gateway when a request waits for a model without a ready engine."""
-        service = self.services.get(model)
+        service = self.services.get(model) or next((s for s in self.services.values() if model in s.adapters), None)
         if service is None or self.state == "stopping" or service.busy is not None:
             return
         if not service.engines or service.is_unloading:  # else the supervisor restarts an engine
@@ -421,7 +464,8 @@ class Host:
                 self.say(text)
             # Without the cause, which may name models that the client may not use.
             message = f"{service.name} cannot be loaded now: {error.message}"
-            self.gateway.give_up(service.name, message, retry_after_s=RETRY_S)
+            for name in (service.name, *service.adapters):
+                self.gateway.give_up(name, message, retry_after_s=RETRY_S)
 
     async def _free_memory(self, service: HostedService) -> None:
         """Reserve its memory. Models that were used longest ago are unloaded first."""
@@ -466,7 +510,8 @@ class Host:
         )
 
     def _is_in_use(self, service: HostedService) -> bool:
-        return service.in_flight > 0 or self.gateway.count_waiting(service.name) > 0
+        names = [service.name, *(service.adapters if service.engines else ())]
+        return service.in_flight > 0 or any(self.gateway.count_waiting(name) > 0 for name in names)
 
     # engines
 
@@ -497,6 +542,8 @@ class Host:
         owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
         if part.routed:
             self.gateway.add(made.backend)
+            for adapter in made.backend.followers:
+                self.gateway.add(adapter)
         made.supervisor.start()
         try:
             await made.supervisor.wait_for_start()
@@ -512,10 +559,11 @@ class Host:
         engine.leaving = True
         done = not engine.part.routed
         try:
+            routed = [engine.backend, *engine.backend.followers]
             if not done:
-                done = await self.gateway.remove(engine.backend, within_s=drain_s)
+                done = all(await asyncio.gather(*(self.gateway.remove(one, within_s=drain_s) for one in routed)))
             if not done:
-                await self.gateway.remove(engine.backend, within_s=0, cut=True)
+                await asyncio.gather(*(self.gateway.remove(one, within_s=0, cut=True) for one in routed))
         finally:
             # Also when the removal is cancelled: the engine gets no requests any more and must not stay.
             await asyncio.shield(self._stop_engine(engine))
@@ -558,13 +606,75 @@ class Host:
         else:
             backend = PlanBackend(owner.name, plan, self._list_aliases(plan), share)
         backend.begun = self._report_request
+        if owner.on is None:
+            self._add_adapters(owner, backend, plan)
+        backend.rank = owner.wanted.rank
         taken = {engine.id for engine in self.engines}
         number = next(n for n in range(1, len(taken) + 2) if f"{launched.id}-{n}" not in taken)
         id = f"{launched.id}-{number}"
         if self._has_too_many_threads(plan):
             start = replace(start, env={**PATIENT, **start.env})
         supervisor = create_supervisor(start, backend, self._logs / f"{self.name}@{id}.log", self.say)
-        return HostedEngine(id, owner.name, start, need, backend, supervisor, part)
+        made = HostedEngine(id, owner.name, start, need, backend, supervisor, part)
+        supervisor.before_ready = functools.partial(self._reload_adapters, owner, made)
+        return made
+
+    def _add_adapters(self, owner: HostedService, backend: GatewayBackend, plan: Plan) -> None:
+        """Give the LoRA adapters of a plan names of their own, if the engine lets requests choose one."""
+        planned = list_adapter_fields(plan)
+        fields_of = self._map_adapter_fields(owner, plan)
+        # A challenger with another plan may not have all of them.
+        backend.followers += [
+            AdapterBackend(backend, name, fields_of[name]) for name in owner.adapters if name in fields_of
+        ]
+        for one in plan.workload.adapters:
+            if one.served_name in fields_of:
+                self.gateway.allow(one.served_name, one.tenants or owner.wanted.tenants)
+        if planned and planned[0][1]:
+            # The launch applies a single adapter to every request, and a slot keeps the adapters of its last request.
+            backend.wants_name, backend.sent_name = True, ""
+            numbers = range(len(planned))
+            backend.body_fields = {"lora": [{"id": number, "scale": 0.0} for number in numbers]}
+
+    def offer_adapters(self, owner: HostedService, backend: GatewayBackend, plan: Plan, names: list[str]) -> None:
+        """Add models for adapters that an engine has loaded."""
+        fields_of = self._map_adapter_fields(owner, plan)
+        for name in names:
+            adapter = AdapterBackend(backend, name, fields_of[name])
+            backend.followers.append(adapter)
+            self.gateway.add(adapter)
+
+    @staticmethod
+    def _map_adapter_fields(owner: HostedService, plan: Plan) -> dict[str, dict[str, Any]]:
+        """The fields of requests for each adapter that an engine of this plan can have."""
+        traits = engine_by_id(plan.engine).adapters
+        loads = traits is not None and traits.load_path is not None
+        return {**dict(list_adapter_fields(plan)), **({name: {} for name in owner.loaded_adapters} if loads else {})}
+
+    async def _reload_adapters(self, owner: HostedService, engine: HostedEngine) -> None:
+        """Load the adapters again that a new process of the engine does not have."""
+        from bedplate.hosting.adapters import post_adapter
+
+        traits = engine.supervisor.engine.adapters
+        if traits is None or traits.load_path is None:
+            return
+        for name, adapter in list(owner.loaded_adapters.items()):
+            try:
+                await post_adapter(engine, traits.load_path, adapter)
+            except NotPossible as error:
+                self.say(
+                    f"the adapter {name} of {owner.name} is lost: {error.message}: {error.cause or 'unknown cause'}"
+                )
+                del owner.loaded_adapters[name]
+                for one in owner.engines:
+                    for backend in [follower for follower in one.backend.followers if follower.model == name]:
+                        one.backend.followers.remove(backend)
+                        self._run_later(self._remove_adapter(backend))
+            except ExternalFailure:
+                return  # the process has ended, and the next one is asked again
+
+    async def _remove_adapter(self, backend: AdapterBackend) -> None:
+        await self.gateway.remove(backend, within_s=0, cut=True)
 
     def _has_too_many_threads(self, plan: Plan) -> bool:
         """Whether the engines together have more threads than there are cores. Spinning threads then block others."""
@@ -598,6 +708,8 @@ class Host:
         owner.failure = failure.message
         if owner.on_demand:
             self._run_later(self.unload(owner, 0))
+        if self.endpoints:
+            return  # they may still answer
         if all(one.failure is not None and not one.on_demand for one in self.services.values()):
             name = engine.supervisor.engine.name
             error = ExternalFailure(

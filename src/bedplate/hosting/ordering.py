@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from bedplate.errors import UsageError
 from bedplate.hosting.orchestration import REPLICAS
 from bedplate.run.gateway.origins import parse_host, parse_origin
 from bedplate.values.endpoint import Orchestrator
-from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Service
-from bedplate.values.service import ModelOrder, Order
+from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Routing, Service
+from bedplate.values.record import replace_fields
+from bedplate.values.service import EndpointOrder, ModelOrder, Order
 from bedplate.values.tenant import DeclaredTenant, is_tenant_name
 from bedplate.values.units import parse_duration
 
+_ENDPOINT_FIELDS = ("model", "name", "key_env", "share", "price_per_million_tokens")
 LEAST_SHARE = 0.01
 """The share that tenants without a share get together if the others claim everything, so that none waits forever."""
 
@@ -27,6 +31,8 @@ def make_order(
     on: Orchestrator | None = None,
     allow_hosts: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
+    endpoints: Sequence[str] = (),
+    routing: Routing | None = None,
     **listening: Any,
 ) -> Order:
     """The order for the intent's services, or for its one model. `listening` are further fields of the order.
@@ -37,7 +43,14 @@ def make_order(
     origins = [parse_origin(one, "allow_origins") for one in intent.allow_origins]
     listening["allow_hosts"] = (*hosts, *map(parse_host, allow_hosts))
     listening["allow_origins"] = (*origins, *map(parse_origin, allow_origins))
+    routing = routing or intent.routing
+    more = tuple(_parse_endpoint(text) for text in endpoints)
     if not intent.services:
+        if routing is not None and not more:
+            raise UsageError(
+                "routing: there is one model without endpoints elsewhere, so there is nothing to choose from",
+                hint="--endpoint URL adds one, or services: [{url: …}] in the file",
+            )
         wanted = ModelOrder(
             model=_get_model_name(intent.model, "model"),
             workload=intent.workload,
@@ -46,7 +59,10 @@ def make_order(
             replicas=replicas or (REPLICAS if on is not None else 1),
             ttl_s=parse_ttl(ttl, "--ttl"),
         )
-        return Order(services=(wanted,), tenants=to_declared_tenants(intent.tenants), on=on, **listening)
+        return Order(
+            services=(wanted,), endpoints=_rank(more, 1), routing=routing,
+            tenants=to_declared_tenants(intent.tenants), on=on, **listening,
+        )  # fmt: skip
     if intent.pools:
         raise UsageError(
             "pools: pools are hypothetical hardware, and serve runs on this machine",
@@ -58,8 +74,45 @@ def make_order(
                 f"{option}: the intent has {len(intent.services)} services, and each has its own setting",
                 hint=f"set it in the file: {option.strip('-')}: {value}",
             )
-    services = tuple(_to_wanted(one, index, intent) for index, one in enumerate(intent.services))
-    return Order(services=services, tenants=to_declared_tenants(intent.tenants), on=on, **listening)
+    services = tuple(_to_wanted(one, index, intent) for index, one in enumerate(intent.services) if one.url is None)
+    remote = tuple(_to_endpoint(one, index) for index, one in enumerate(intent.services) if one.url is not None)
+    return Order(
+        services=services, endpoints=(*remote, *_rank(more, len(intent.services))), routing=routing,
+        tenants=to_declared_tenants(intent.tenants), on=on, **listening,
+    )  # fmt: skip
+
+
+def _to_endpoint(service: Service, index: int) -> EndpointOrder:
+    return EndpointOrder(
+        url=service.url or "",
+        model=_get_model_name(service.model, f"services[{index}].model"),
+        name=service.name,
+        key_env=service.key_env,
+        share=service.share or 1.0,
+        price_per_million_tokens=service.price_per_million_tokens or 0.0,
+        rank=index,
+        tenants=service.tenants,
+    )
+
+
+def _rank(endpoints: Sequence[EndpointOrder], first: int) -> tuple[EndpointOrder, ...]:
+    return tuple(replace_fields(one, rank=first + index) for index, one in enumerate(endpoints))
+
+
+def _parse_endpoint(text: str) -> EndpointOrder:
+    """`URL,FIELD=VALUE,…` of an option."""
+    url, *fields = (piece.strip() for piece in text.split(","))
+    found: dict[str, str | float] = {"url": url}
+    for piece in fields:
+        name, _, value = piece.partition("=")
+        if name not in _ENDPOINT_FIELDS or not value:
+            hint = f"URL,FIELD=VALUE with the fields {', '.join(_ENDPOINT_FIELDS)}"
+            raise UsageError(f"--endpoint: {piece!r} is not a field of an endpoint", hint=hint)
+        found[name] = value
+    try:
+        return msgspec.convert(found, EndpointOrder, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--endpoint: {str(error).replace('`', '').replace('$.', '')}") from error
 
 
 def to_declared_tenants(tenants: Sequence[PlatformTenant]) -> tuple[DeclaredTenant, ...]:
@@ -96,6 +149,7 @@ def _to_wanted(service: Service, index: int, intent: Intent) -> ModelOrder:
         ttl_s=parse_ttl(service.ttl, f"services[{index}].ttl"),
         preload=service.preload,
         tenants=service.tenants,
+        rank=index,
     )
 
 

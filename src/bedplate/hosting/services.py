@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from bedplate.errors import ExternalFailure
 from bedplate.hosting import records
-from bedplate.hosting.control import ask
+from bedplate.hosting.control import ANSWER_LIMIT_S, ask
 from bedplate.hosting.operations import DRAIN_S, StopAccepted, StopRequest
 from bedplate.values.record import Record
 from bedplate.values.service import HostStatus, ServiceRecord
@@ -43,13 +43,13 @@ def list_services() -> tuple[list[RunningService], list[ServiceRecord]]:
     return [RunningService(record=record, status=_try_status(record)) for record in alive], stale
 
 
-def read_status(record: ServiceRecord) -> HostStatus:
-    return ask(record, "status", answer=HostStatus)
+def read_status(record: ServiceRecord, limit_s: float = ANSWER_LIMIT_S) -> HostStatus:
+    return ask(record, "status", answer=HostStatus, limit_s=limit_s)
 
 
 def _try_status(record: ServiceRecord) -> HostStatus | None:
     try:
-        return ask(record, "status", answer=HostStatus, limit_s=GLANCE_S)
+        return read_status(record, GLANCE_S)
     except ExternalFailure:  # it is still installing, or hangs; it is listed as running without a status
         return None
 

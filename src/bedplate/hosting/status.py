@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from bedplate._version import __version__
 from bedplate.hosting.drift import describe_drift
+from bedplate.hosting.endpoints import describe_endpoints
 from bedplate.measure.watch import list_process_tree, measure_memory_bytes
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
 
@@ -34,12 +35,13 @@ async def collect_status(host: Host, record: ServiceRecord) -> HostStatus:
         detached=record.detached,
         started_at=record.started_at,
         uptime_s=time.monotonic() - host.began,
-        in_flight=sum(service.in_flight for service in host.services.values()),
+        in_flight=sum(backend.in_flight for backend in host.gateway.backends),
         memory_bytes=sum(known) if known or not sizes else None,
         budget_bytes=host.room.budget_bytes,
         room_bytes=host.room.devices,
         log=str(host.log.path),
         models=models,
+        endpoints=describe_endpoints(host.gateway, host.endpoints),
         notes=tuple(host.notes),
     )
 

@@ -13,6 +13,7 @@ import msgspec
 
 from bedplate import store
 from bedplate.errors import UsageError
+from bedplate.usage_store import UsageStore, open_usage_store, read_tenants
 from bedplate.values.record import replace_fields
 from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, TenantKey, digest_key, is_tenant_name
 from bedplate.values.traffic import UsageBy, UsageReport, UsageRow
@@ -34,7 +35,8 @@ def add_key(
         raise UsageError(
             f"{name!r} is not a valid tenant name", hint="use letters, digits and . _ @ -, at most 64 characters"
         )
-    before = next((one for one in store.read_tenants(path) if one.name == name), None)
+    usage = open_usage_store(path)
+    before = next((one for one in read_tenants(usage) if one.name == name), None)
     tenant = _apply_changes(before or Tenant(name=name), changes)
     key = KEY_MARK + secrets.token_urlsafe(KEY_BYTES)
     now = dt.datetime.now(dt.UTC)
@@ -44,20 +46,21 @@ def add_key(
         expires_at=_compute_expiry(now, expires_s),
     )
     if tenant != before:
-        store.put_tenant(tenant, path)
-    store.add_key(name, kept, digest_key(key.encode(), store.get_salt(path)), path)
+        usage.put_tenant(tenant)
+    usage.add_key(name, kept, digest_key(key.encode(), usage.get_salt()))
     return replace_fields(tenant, keys=(*tenant.keys, kept)), key
 
 
 def change_tenant(name: str, changes: dict[str, Any], path: Path | None = None) -> Tenant:
     """Change limits or the weight of a tenant. Requests without a stored key belong to the tenant `default`."""
-    found = next((one for one in store.read_tenants(path) if one.name == name), None)
+    usage = open_usage_store(path)
+    found = next((one for one in read_tenants(usage) if one.name == name), None)
     if found is None and name != DEFAULT_TENANT:
-        raise _make_unknown_error(name, path)
+        raise _make_unknown_error(name, usage)
     if not changes:
         raise UsageError("no change given", hint="use --weight, --requests-per-minute, --in-flight …")
     tenant = _apply_changes(found or Tenant(name=name), changes)
-    store.put_tenant(tenant, path)
+    usage.put_tenant(tenant)
     return tenant
 
 
@@ -91,37 +94,40 @@ def list_warnings(declared: Sequence[DeclaredTenant], stored: Sequence[Tenant]) 
 
 def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:
     """Revoke a key by its id, or a tenant and all of its keys by its name. Returns the ids of the revoked keys."""
-    known = store.read_tenants(path)
+    usage = open_usage_store(path)
+    known = read_tenants(usage)
     for tenant in known:
         if tenant.name == which:
-            store.remove_tenant(which, path)
+            usage.remove_tenant(which)
             return tuple(key.id for key in tenant.keys)
     for tenant in known:
         for key in tenant.keys:
             if key.id == which:
                 if len(tenant.keys) == 1:
-                    store.remove_tenant(tenant.name, path)
+                    usage.remove_tenant(tenant.name)
                 else:
-                    store.remove_key(which, path)
+                    usage.remove_key(which)
                 return (which,)
-    raise _make_unknown_error(which, path)
+    raise _make_unknown_error(which, usage)
 
 
 def open_endpoints(path: Path | None = None) -> bool:
     """Let endpoints that start from now on require no key again. Returns False if they require none anyway."""
-    if tenants := [one for one in store.read_tenants(path) if one.keys]:
+    usage = open_usage_store(path)
+    if tenants := [one for one in read_tenants(usage) if one.keys]:
         names = ", ".join(one.name for one in tenants)
         commands = " && ".join(f"bedplate keys revoke {one.name}" for one in tenants)
         have = "has" if len(tenants) == 1 else "have"
         raise UsageError(f"{names} {have} keys, so endpoints require one", hint=f"revoke them first: {commands}")
-    required = store.have_keys_existed(path)
-    store.forget_keys(path)
+    required = usage.have_keys_existed()
+    usage.forget_keys()
     return required
 
 
 def explain_closed(path: Path | None = None) -> str | None:
     """Why endpoints reject every request although there is no key, and what to do; `None`: they do not."""
-    if not store.have_keys_existed(path) or any(one.keys for one in store.read_tenants(path)):
+    usage = open_usage_store(path)
+    if not usage.have_keys_existed() or any(one.keys for one in read_tenants(usage)):
         return None
     return CLOSED
 
@@ -132,7 +138,7 @@ def report_usage(
     """Usage in the last `since_s` seconds, or in total."""
     now = time.time()
     began = now - since_s if since_s is not None else None
-    rows = store.read_usage(by, began or 0.0, tenant=tenant, path=path)
+    rows = open_usage_store(path).read_usage(by, began or 0.0, tenant=tenant)
     fields = ("requests", "failed", "turned_away", "prompt_tokens", "cached_tokens", "completion_tokens")
     return UsageReport(
         since=_format_time(began) if began is not None else None,
@@ -163,8 +169,8 @@ def _apply_changes(tenant: Tenant, changes: dict[str, Any]) -> Tenant:
         raise UsageError("invalid limit for a tenant", cause=str(error)) from error
 
 
-def _make_unknown_error(which: str, path: Path | None) -> UsageError:
-    names = ", ".join(one.name for one in store.read_tenants(path)[:10])
+def _make_unknown_error(which: str, usage: UsageStore) -> UsageError:
+    names = ", ".join(one.name for one in read_tenants(usage)[:10])
     hint = f"tenants: {names}" if names else "bedplate keys add NAME creates a tenant"
     return UsageError(f"no tenant and no key {which!r}", hint=hint)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import load_engines
 from bedplate.engines.roles import REFERENCE
-from bedplate.judge.weighing import explain_worse_quality
+from bedplate.judge.answers import explain_worse_answers
+from bedplate.judge.words import describe_load_briefly
 from bedplate.measure.knee import MET
 from bedplate.measure.summary import is_valid, list_samples, meets, summarize_cell
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
@@ -108,7 +109,7 @@ def _exclude_worse_answers(sound: Sequence[MeasuredEngine]) -> tuple[list[Measur
         return list(sound), []
     best, best_quality = max(checked, key=lambda pair: (pair[1].agreement or 0.0, pair[1].asked))
     reasons = {
-        one.name: why for one, quality in checked if (why := explain_worse_quality(best_quality, quality)) is not None
+        one.name: why for one, quality in checked if (why := explain_worse_answers(best_quality, quality)) is not None
     }
     excluded = [f"{name} is excluded, whatever its speed: {why} ({best.name})" for name, why in reasons.items()]
     return [one for one in sound if one.name not in reasons], excluded
@@ -235,4 +236,6 @@ def is_sound(cell: Cell) -> bool:
 def _describe_load(load: Load) -> str:
     if load.concurrency is not None:
         return f"at {load.concurrency} in flight"
+    if load.sessions is not None:
+        return f"with {describe_load_briefly(load)}"
     return f"at {load.requests_per_s:g} requests per second" if load.requests_per_s else f"({load.arrivals})"

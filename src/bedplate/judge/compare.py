@@ -8,17 +8,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import load_engines
-from bedplate.judge.effect import compare_target_shares, estimate_effect
+from bedplate.judge.answers import compare_answers
+from bedplate.judge.effect import compare_target_shares, estimate_effect, estimate_share_effect
 from bedplate.judge.matching import CellPair, match_cells
-from bedplate.judge.weighing import ComparisonFacts, ErrorCounts, decide_verdict
+from bedplate.judge.weighing import METRICS, SHARES, ComparisonFacts, ErrorCounts, decide_verdict, explain_loss
 from bedplate.measure.summary import compute_spent, list_samples, summarize_cell
 from bedplate.values.cost import CostPerMillion, Price
+from bedplate.values.record import replace_fields
 from bedplate.values.run import Cell, Quality
-from bedplate.values.verdict import ComparedEngine, CostComparison, Effect, Metric, OperatingCost, Verdict
+from bedplate.values.structured import StructuredOutput
+from bedplate.values.verdict import (
+    TOLERANCE,
+    ComparedEngine,
+    CostComparison,
+    Effect,
+    Metric,
+    MetricName,
+    OperatingCost,
+    Verdict,
+    name_sides,
+)
 from bedplate.values.workload import LatencyTarget
 
 CHANCE = 0.05
@@ -35,15 +49,18 @@ def compare(
     prices: tuple[Price | None, Price | None] = (None, None),
     chance: float = CHANCE,
     same_work: bool = False,
+    metrics: Sequence[MetricName] = (),
+    tolerance: float = TOLERANCE,
 ) -> Verdict:
     """Compares b, the challenger, with a, the engine in service. Raises UsageError if no cells are comparable.
 
     `prices` are those of the machines that each side was measured on. `chance` is the error probability of the
     verdict; a caller that compares repeatedly passes a smaller one.
     `same_work`: both sides got the same requests in each round.
+    `metrics` decide instead of speed; wrong answers and errors count in any case. `tolerance`: a larger loss is worse.
     """
     found = match_cells(a, b, allow)
-    pairs, confidence = found.pairs, 1 - chance / len(found.pairs)
+    pairs, confidence = found.pairs, 1 - chance / (len(found.pairs) * max(1, len(metrics)))
     estimate = functools.partial(estimate_effect, confidence=confidence, same_work=same_work)
     main = _drop_missing(_estimate_main_effect(pair, estimate) for pair in pairs)
     ttft = _drop_missing(estimate(pair.a, pair.b, "ttft_ms") for pair in pairs)
@@ -52,8 +69,17 @@ def compare(
         tuple(compare_target_shares(pair.a, pair.b, target, confidence) for pair in pairs) if target is not None else ()
     )
     one, other = (_make_side([pair[number] for pair in pairs], pairs[-1][1 - number]) for number in (0, 1))
-    case = ComparisonFacts(one, other, main, ttft, targets, _count_errors(pairs), least_gain, confidence)
+    asked = {
+        name: _estimate_metric(name, pairs, (one.quality, other.quality), estimate, confidence) for name in metrics
+    }
+    names = name_sides(one, other)
+    case = ComparisonFacts(
+        replace_fields(one, engine=names[0]), replace_fields(other, engine=names[1]), main, ttft, targets,
+        _count_errors(pairs), least_gain, confidence, tolerance, asked,
+        compare_answers(one.quality, other.quality),
+    )  # fmt: skip
     opinion = decide_verdict(case)
+    worse = explain_loss(case, opinion)
     return Verdict(
         answer=opinion.answer,
         constraint=opinion.constraint,
@@ -63,10 +89,14 @@ def compare(
         machine=pairs[0].a.machine,
         a=one,
         b=other,
-        effects=(*main, *ttft, *tpot),
+        effects=tuple(dict.fromkeys((*main, *ttft, *tpot, *itertools.chain.from_iterable(asked.values())))),
+        answers=case.answers,
         on_target=targets,
         spent=_compute_costs(pairs, prices),
         least_gain=least_gain,
+        metrics=tuple(metrics),
+        tolerance=tolerance,
+        worse=worse,
         differences=found.differences,
         left_out=found.left_out,
     )
@@ -93,6 +123,20 @@ def _estimate_main_effect(pair: CellPair, estimate: Callable[[Cell, Cell, Metric
     return speed or estimate(pair.a, pair.b, "e2e_ms")
 
 
+def _estimate_metric(
+    name: MetricName,
+    pairs: Sequence[CellPair],
+    qualities: tuple[Quality | None, Quality | None],
+    estimate: Callable[[Cell, Cell, Metric], Effect | None],
+    confidence: float,
+) -> tuple[Effect, ...]:
+    """The effects of a metric, one for each load that has it. The answers do not depend on the load."""
+    metric = METRICS[name]
+    if metric in SHARES:
+        return _drop_missing([estimate_share_effect(*qualities, pairs[0].a.load, metric, confidence)])
+    return _drop_missing(estimate(pair.a, pair.b, metric) for pair in pairs)
+
+
 def _count_errors(pairs: Sequence[CellPair]) -> ErrorCounts:
     counted: list[int] = []
     for number in (0, 1):
@@ -114,7 +158,7 @@ def _make_side(cells: Sequence[Cell], opposite: Cell) -> ComparedEngine:
     )
 
 
-def _find_worst_quality(cells: Iterable[Cell]) -> Quality | None:
+def _find_worst_quality(cells: Sequence[Cell]) -> Quality | None:
     """The worst quality of the cells; unchecked cells count last."""
     known = [cell.quality for cell in cells if cell.quality is not None]
     order = {"broken": 0, "ok": 1, "unchecked": 2}
@@ -122,7 +166,16 @@ def _find_worst_quality(cells: Iterable[Cell]) -> Quality | None:
     def rank_quality(one: Quality) -> tuple[int, float]:
         return order[one.verdict], one.agreement if one.agreement is not None else 2.0
 
-    return min(known, key=rank_quality, default=None)
+    worst = min(known, key=rank_quality, default=None)
+    if worst is None:
+        return None
+    # Structured output is measured only on request, so cells of other runs may lack it.
+    measured = [one for cell in sorted(cells, key=lambda cell: cell.at) if (one := _get_structured(cell)) is not None]
+    return replace_fields(worst, structured=measured[-1] if measured else None)
+
+
+def _get_structured(cell: Cell) -> StructuredOutput | None:
+    return cell.quality.structured if cell.quality is not None else None
 
 
 def _compute_operating_cost(cells: Sequence[Cell], opposite: Cell) -> OperatingCost:

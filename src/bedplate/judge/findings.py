@@ -22,6 +22,7 @@ from bedplate.judge.spending import (
     find_excess_threads,
 )
 from bedplate.judge.words import describe_load
+from bedplate.measure.session_summary import summarize_sessions
 from bedplate.values.diagnosis import Limit, LoadDiagnosis, Observation
 from bedplate.values.record import Figure
 from bedplate.values.run import Cell
@@ -31,6 +32,8 @@ FAR_MORE = 3.0
 """A stream that adds more than this multiple of a prompt token's time to a step adds runtime overhead, not compute."""
 BUSY_CORES = 0.9
 """Host cores kept busy by an engine on an accelerator. From this on, the host delays the accelerator."""
+LOST_PREFIXES = 0.1
+"""Share of the prompt tokens that could have been in the prefix cache and were not."""
 WAITING = 0.1
 """Mean number of waiting requests from which on there is a queue."""
 
@@ -61,6 +64,7 @@ def collect_evidence(
     yield from _describe_prompt(breakdown, roofline)
     yield from _describe_queue(cell, breakdown, breakdowns)
     yield from _describe_cache(cell)
+    yield from _describe_prefix_cache(cell, breakdown)
     yield from _describe_links(cell, breakdown, roofline)
     yield from _describe_host(cell, attribution, roofline)
     if (threads := find_excess_threads(cell, roofline)) is not None:
@@ -186,6 +190,24 @@ def _describe_cache(cell: Cell) -> Iterator[Observation]:
     if preempted is not None:
         total = sum(repeat.engine.preemptions or 0.0 for repeat in cell.repeats)
         yield Observation(kind="cache", text=f"{total:.0f} preemptions", limit="KV cache" if total > 0 else None)
+
+
+def _describe_prefix_cache(cell: Cell, breakdown: RequestBreakdown) -> Iterator[Observation]:
+    """Whether the engine reused the repeated prefixes of sessions, which the rules choose some engines for."""
+    found = summarize_sessions(cell)
+    if found is None or found.repeated_share is None:
+        return
+    cached = found.metrics_share if found.metrics_share is not None else found.cached_share
+    text = f"{found.repeated_share:.0%} of the prompt tokens repeat earlier requests"
+    if cached is None:
+        yield Observation(kind="cache", text=f"{text}; the engine does not report how many it found in its cache")
+        return
+    lost = found.repeated_share - cached > LOST_PREFIXES
+    yield Observation(
+        kind="cache",
+        text=f"{text}, and {cached:.0%} were found in the prefix cache" + ("; the others were computed again" * lost),
+        limit="compute" if lost and breakdown.prefill_ms > 0.35 * breakdown.request_ms else None,
+    )
 
 
 def _describe_links(cell: Cell, breakdown: RequestBreakdown, roofline: Roofline) -> Iterator[Observation]:

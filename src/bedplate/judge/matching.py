@@ -123,12 +123,12 @@ def _find_partner(cell: Cell, others: Sequence[Cell]) -> Cell | None:
 def _make_load_key(load: Load) -> LoadKey:
     return (
         load.arrivals, load.concurrency, load.requests_per_s, load.burst, load.trace, load.prompt_tokens,
-        load.output_tokens, load.shared_prefix_tokens,
+        load.output_tokens, load.shared_prefix_tokens, load.sessions, load.scenario,
     )  # fmt: skip
 
 
 def _rank_load(load: Load) -> tuple[float, float, int, int]:
-    return (load.concurrency or 0, load.requests_per_s or 0.0, load.prompt_tokens, load.output_tokens)
+    return (load.concurrency or load.sessions or 0, load.requests_per_s or 0.0, load.prompt_tokens, load.output_tokens)
 
 
 def _make_no_cells_error(side: str, left_out: Sequence[str]) -> UsageError:

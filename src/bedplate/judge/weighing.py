@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bedplate.judge.effect import MOST_REPEATS, compute_repeats_needed, compute_wilson_interval
-from bedplate.judge.words import describe_gain, describe_load_briefly, format_count
+from bedplate.judge.answers import describe_interval, describe_values
+from bedplate.judge.effect import MOST_REPEATS, compute_repeats_needed
+from bedplate.judge.structured import list_lost_kinds
+from bedplate.judge.words import (
+    METRIC_WORDS,
+    describe_change,
+    describe_gain,
+    describe_load_briefly,
+    format_count,
+)
 from bedplate.measure.knee import MET
+from bedplate.measure.statistics import compute_wilson_interval
 from bedplate.values.record import Figure
-from bedplate.values.run import Quality
-from bedplate.values.verdict import Answer, ComparedEngine, Constraint, Effect, TargetShare
+from bedplate.values.structured import KIND_NAMES, StructuredSupport
+from bedplate.values.verdict import (
+    Answer,
+    ComparedEngine,
+    Constraint,
+    Effect,
+    Metric,
+    MetricName,
+    QualityEffect,
+    TargetShare,
+)
 
 LEAST_REPEATS = 3
 """Repeats of each side that prove a gain: "A repeatable harness matters more than a single impressive run"."""
 TOLERANCE = 0.1
 """The lower end of the confidence interval may fall this far below the required share."""
-WORSE_AGREEMENT = 0.05
-WORSE_PERPLEXITY = 1.05
-"""Differences in quality larger than another order of floating-point additions explains."""
 MORE_ERRORS = 0.01
 WHICH_LOAD = "choose the load that counts: --concurrency N"
+METRICS: dict[MetricName, Metric] = {
+    "ttft_p95": "ttft_p95_ms", "tpot_p95": "tpot_p95_ms", "tok_s": "output_tok_s", "peak_memory": "peak_memory_bytes",
+    "quality": "agreement", "schema": "schema_match",
+}  # fmt: skip
+SHARES: tuple[Metric, ...] = ("agreement", "schema_match")
+CONSTRAINTS: dict[MetricName, Constraint] = {
+    "ttft_p95": "latency", "tpot_p95": "latency", "tok_s": "throughput", "peak_memory": "memory", "quality": "quality",
+    "schema": "quality",
+}  # fmt: skip
+MISSING: dict[MetricName, tuple[str, str]] = {
+    "ttft_p95": ("fewer than 20 requests of one side have a TTFT", "more requests under the same load"),
+    "tpot_p95": ("fewer than 20 requests of one side have a TPOT", "more requests under the same load"),
+    "tok_s": ("one side reports no token counts", "a run that counts tokens"),
+    "peak_memory": ("the memory of one side was not measured", "a run on the machine of the engine"),
+    "quality": ("the answers of one side were not checked against a reference", "a run that checks the answers"),
+    "schema": (
+        "one side has no result for structured output with the same prompts",
+        "a run that measures it: bedplate bench --structured",
+    ),
+}
+"""Why a metric is missing, and what would provide it."""
 
 
 class ComparisonVerdict(NamedTuple):
@@ -50,6 +86,10 @@ class ComparisonFacts(NamedTuple):
     errors: ErrorCounts
     least_gain: float
     confidence: float
+    tolerance: float
+    metrics: Mapping[MetricName, tuple[Effect, ...]]
+    """The effects of the metrics that were asked for; empty: speed decides."""
+    answers: tuple[QualityEffect, ...] = ()
 
     @property
     def move(self) -> str:
@@ -60,19 +100,60 @@ def decide_verdict(case: ComparisonFacts) -> ComparisonVerdict:
     found = (
         _decide_by_quality(case)
         or _decide_by_errors(case)
-        or _decide_by_target(case)
+        or _decide_by_support(case)
+        or (_decide_by_metrics(case) if case.metrics else _decide_by_target(case))
         or _decide_by_speed(case, case.main)
     )
-    return _require_checked_answers(case, found)
+    return _require_checked_answers(case, _refuse_mixed_result(case, found))
+
+
+def explain_loss(case: ComparisonFacts, opinion: ComparisonVerdict) -> str | None:
+    """Why the challenger is worse than the baseline by more than the tolerance; `None` if it is not."""
+    decided = _decide_by_quality(case) or _decide_by_errors(case) or _decide_by_support(case)
+    if decided is None and opinion.answer == "stay" and opinion.constraint == "latency" and not case.metrics:
+        decided = opinion  # only the baseline meets the latency target
+    if decided is not None:
+        # The speed of a baseline that gives wrong answers does not count.
+        return decided.text if decided.answer == "stay" else None
+    losses = _list_losses(case)
+    if opinion.answer == "migrate" or not losses:
+        return None
+    return f"{case.b.engine}: {describe_change(min(losses, key=_get_gain))}."
+
+
+def _list_losses(case: ComparisonFacts) -> list[Effect]:
+    effects = [one for found in case.metrics.values() for one in found] if case.metrics else case.main
+    return [one for one in effects if is_loss(one, case.tolerance)]
+
+
+def is_loss(one: Effect, tolerance: float) -> bool:
+    """Whether a loss is significant, and its best estimate exceeds the tolerance."""
+    return one.sure_high < 1.0 and one.gain.value < 1 - tolerance and min(one.repeats) >= LEAST_REPEATS
+
+
+def _refuse_mixed_result(case: ComparisonFacts, opinion: ComparisonVerdict) -> ComparisonVerdict:
+    """Does not recommend an engine that is worse under another load, unless quality or a target decided."""
+    losses = _list_losses(case)
+    if opinion.answer != "migrate" or opinion.constraint in ("quality", "latency") or not losses:
+        return opinion
+    text = f"{opinion.text} But under another load: {describe_change(min(losses, key=_get_gain))}."
+    return ComparisonVerdict("not proven", "load", text, WHICH_LOAD)
 
 
 def _require_checked_answers(case: ComparisonFacts, opinion: ComparisonVerdict) -> ComparisonVerdict:
-    """Does not recommend an engine whose answers were not checked."""
+    """Does not recommend an engine whose answers were not checked, or may be worse by more than the margin."""
     checked = case.b.quality is not None and case.b.quality.verdict != "unchecked"
-    if opinion.answer != "migrate" or checked:
+    if opinion.answer != "migrate":
         return opinion
-    text = f"{opinion.text} But its answers were not checked against a reference."
-    return ComparisonVerdict("not proven", "quality", text, "a run that checks its answers")
+    if not checked:
+        text = f"{opinion.text} But its answers were not checked against a reference."
+        return ComparisonVerdict("not proven", "quality", text, "a run that checks its answers: bedplate reference")
+    unproven = [one for one in case.answers if one.outcome == "not proven"]
+    if not unproven or opinion.constraint == "quality":
+        return opinion
+    words = f"{describe_values(unproven[0])}: {describe_interval(unproven[0])}"
+    text = f"{opinion.text} But its answers may be worse: {words}."
+    return ComparisonVerdict("not proven", "quality", text, "a run that compares more answers with the reference")
 
 
 # answers
@@ -91,33 +172,11 @@ def _decide_by_quality(case: ComparisonFacts) -> ComparisonVerdict | None:
     if mine.verdict == "broken":
         text = f"{case.a.engine} gives wrong answers on this machine, and {case.b.engine} gives correct ones."
         return ComparisonVerdict("migrate", "quality", text)
-    if (why := explain_worse_quality(mine, theirs)) is not None:
-        text = f"The answers of {case.b.engine} are worse: {why}. Its speed does not count."
+    worse = [one for one in case.answers if one.outcome == "worse"]
+    if worse:
+        text = f"The answers of {case.b.engine} are worse: {describe_values(worse[0])}. Its speed does not count."
         return ComparisonVerdict("stay", "quality", text, "weights or settings that make its answers as good")
     return None
-
-
-def explain_worse_quality(mine: Quality, theirs: Quality) -> str | None:
-    """Why the second quality is significantly worse; `None` if it is not."""
-    if mine.agreement is not None and theirs.agreement is not None and mine.asked and theirs.asked:
-        low = compute_wilson_interval(mine.agreement, mine.asked, 0.95)[0]
-        high = compute_wilson_interval(theirs.agreement, theirs.asked, 0.95)[1]
-        if theirs.agreement < mine.agreement - WORSE_AGREEMENT and high < low:
-            return f"greedy-token agreement {theirs.agreement:.0%} instead of {mine.agreement:.0%}"
-    own, other = _compute_relative_perplexity(mine), _compute_relative_perplexity(theirs)
-    if own is not None and other is not None and other > own * WORSE_PERPLEXITY:
-        return f"perplexity {other:.2f} times that of the reference instead of {own:.2f} times"
-    return None
-
-
-def _compute_relative_perplexity(quality: Quality) -> float | None:
-    """Perplexity relative to the reference's on the same part of the text.
-
-    Endpoints report likelihoods for different parts of a text, so the perplexity alone is not comparable.
-    """
-    if quality.perplexity is None or quality.reference_perplexity is None:
-        return None
-    return quality.perplexity / quality.reference_perplexity
 
 
 def _decide_by_errors(case: ComparisonFacts) -> ComparisonVerdict | None:
@@ -133,6 +192,60 @@ def _decide_by_errors(case: ComparisonFacts) -> ComparisonVerdict | None:
     failed = f"{found.b} of {format_count(found.b_of, 'request')} to {case.b.engine} failed"
     text = f"{failed}, and {found.a} of {found.a_of} to {case.a.engine}."
     return ComparisonVerdict("stay", "errors", text, "a run in which it answers all requests")
+
+
+# structured output
+
+
+def _decide_by_support(case: ComparisonFacts) -> ComparisonVerdict | None:
+    """By the kinds of structured output that only one side supports, if that is what counts."""
+    if "schema" not in case.metrics:
+        return None
+    mine, theirs = (None if side.quality is None else side.quality.structured for side in (case.a, case.b))
+    if lost := list_lost_kinds(mine, theirs):
+        reason = f": {lost[0].reason}" if lost[0].reason else ""
+        text = f"{case.b.engine} does not support {_list_kinds(lost)}, and {case.a.engine} does{reason}."
+        return ComparisonVerdict("stay", "quality", text, f"a version or settings of {case.b.engine} that support it")
+    gained = list_lost_kinds(theirs, mine)
+    if gained and not _list_losses(case):
+        text = f"{case.b.engine} supports {_list_kinds(gained)}, and {case.a.engine} does not."
+        return ComparisonVerdict("migrate", "quality", text)
+    return None
+
+
+def _list_kinds(kinds: Sequence[StructuredSupport]) -> str:
+    names = [KIND_NAMES[one.kind] for one in kinds]
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+# single metrics
+
+
+def _decide_by_metrics(case: ComparisonFacts) -> ComparisonVerdict:
+    """By the metrics that were asked for: a loss first, then what is missing, then a gain."""
+    order = [(name, one) for name, found in case.metrics.items() for one in found]
+    losses = _list_losses(case)
+    if losses:
+        name, worst = min(((name, one) for name, one in order if one in losses), key=lambda pair: _get_gain(pair[1]))
+        text = f"{case.b.engine}: {describe_change(worst)}."
+        return ComparisonVerdict("stay", CONSTRAINTS[name], text, "another version of it, or other settings")
+    for name, found in case.metrics.items():
+        if not found:
+            why, would_prove = MISSING[name]
+            text = f"{METRIC_WORDS[METRICS[name]]} cannot be compared: {why}."
+            return ComparisonVerdict("not proven", CONSTRAINTS[name], text, would_prove)
+    gains = [(name, one) for name, one in order if _is_faster(one, case.least_gain)]
+    if gains:
+        name, best = max(gains, key=lambda pair: pair[1].sure_low)
+        text = f"{case.b.engine}: {describe_change(best)}. That is more than the cost of moving ({case.move})."
+        return ComparisonVerdict("migrate", CONSTRAINTS[name], text)
+    name, reach = max(order, key=lambda pair: pair[1].gain.high)
+    text = f"{case.b.engine}: {describe_change(reach)}."
+    if reach.gain.high < case.least_gain:
+        return ComparisonVerdict(
+            "stay", "moving costs", text, f"a gain of at least {case.move} in {', '.join(case.metrics)}"
+        )
+    return ComparisonVerdict("not proven", "noise", text, "more interleaved repeats")
 
 
 # latency target

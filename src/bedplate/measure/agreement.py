@@ -62,7 +62,7 @@ Pairs = Sequence[tuple[str, ReferenceAnswer]]
 
 
 def choose_quick_prefixes(pairs: Pairs, count: int = QUICK) -> Pairs:
-    """Chooses prefixes with a clear answer, in the order of the text: half position-sensitive, half short.
+    """Chooses prefixes with a clear answer, in the order of the text: up to half position-sensitive, the others short.
 
     Position-sensitive prefixes reveal a wrong rotary base, which short texts do not.
     """
@@ -70,7 +70,7 @@ def choose_quick_prefixes(pairs: Pairs, count: int = QUICK) -> Pairs:
     sensitive = sorted(
         (one for one in clear if is_position_sensitive(pairs[one][1])), key=lambda one: _get_turned_gap(pairs[one][1])
     )
-    chosen = set(sensitive[: count // 2])
+    chosen = set(sensitive[: min(count, QUICK) // 2])  # they are long
     short = [number for number in clear if number not in chosen and pairs[number][1].tokens <= QUICK_TOKENS]
     chosen |= set(choose_spread(short, count - len(chosen)))
     return tuple(pairs[number] for number in sorted(chosen))
@@ -302,6 +302,7 @@ def record_agreement(plan: Plan, reference: Reference, found: TokenComparison, *
         weights=plan.weights.label,
         settings=plan.settings,
         reference=reference.id,
+        made_with=reference.made_with,
         asked=found.asked,
         answered=found.answered,
         agreed=found.agreed,

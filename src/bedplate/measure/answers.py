@@ -110,7 +110,7 @@ async def collect_basis(
     until = time.monotonic() + IN_SERVICE_S
     while len(answers) < len(prefixes) and (len(answers) < LEAST_ASKED or time.monotonic() < until):
         some = prefixes[len(answers) : len(answers) + AT_ONCE]
-        answers += await _request_answers(where, some, with_gaps=not gaps)
+        answers += await request_answers(where, some, with_gaps=not gaps)
     prefixes = prefixes[: len(answers)]
     texts = [one.text for one, _ in answers if isinstance(one, CompletionAnswer)]
     strips = len(texts) >= LEAST_SPACES and not any(text.startswith(" ") for text in texts)
@@ -135,7 +135,7 @@ def as_known(answer: CompletionAnswer, gap: float | None, strips: bool) -> Refer
     return ReferenceAnswer(text, kind, answer.prompt_tokens or 0, CLEAR_GAP if gap is None else gap)  # type: ignore[arg-type]
 
 
-async def _request_answers(
+async def request_answers(
     where: EngineAddress, prefixes: Sequence[str], *, with_gaps: bool
 ) -> list[tuple[Reply, float | None]]:
     """The answer to each prefix, and its gap to the second best token if the engine reports log-probabilities."""

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.roles import FIRST
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
+from bedplate.facts.scenarios import compute_means, fit_context
 from bedplate.measure import quality as quality_of
+from bedplate.measure import structured as structured_output
 from bedplate.measure.bench_budget import LEAST_WINDOW_S, WARMUP_S, RepeatTimes, WallBudget, estimate_need
 from bedplate.measure.flags import flag_cell
 from bedplate.measure.gpu_reservation import (
@@ -47,8 +49,11 @@ from bedplate.measure.load import (
     prepare,
 )
 from bedplate.measure.load import run as run_loop
+from bedplate.measure.load.preparing import find_context
 from bedplate.measure.load.repeating import find_halt_reason
+from bedplate.measure.load.trace_sessions import has_sessions
 from bedplate.measure.moments import format_now, make_run_id
+from bedplate.measure.references import provide_affordable_reference
 from bedplate.measure.summary import list_durations, list_samples, make_result
 from bedplate.measure.watch import EngineMeters, Watcher, find_listening_pid, make_meters, measure_idle_share
 from bedplate.progress import Progress, SilentProgress
@@ -65,9 +70,22 @@ from bedplate.run.ready import (
 from bedplate.run.starting import RunningEngine, run_engine
 from bedplate.store import compute_fingerprint
 from bedplate.values import Hardware, Model, Refusal, Workload, replace_fields
+from bedplate.values.capabilities import Capabilities
 from bedplate.values.cost import Price
-from bedplate.values.run import BenchMatrix, Cell, Load, Quality, Repeat, Run, RunEnvironment, Subject
+from bedplate.values.run import (
+    BenchMatrix,
+    Cell,
+    GateSide,
+    Load,
+    Quality,
+    Repeat,
+    Role,
+    Run,
+    RunEnvironment,
+    Subject,
+)
 from bedplate.values.service import Build, ModelOrder
+from bedplate.values.structured import StructuredOutput
 from bedplate.values.units import format_memory, format_seconds
 from bedplate.values.workload import LatencyTarget, RequestShape
 
@@ -100,6 +118,8 @@ class BenchListener:
 
     def report_quality(self, subject: Subject, quality: Quality) -> None: ...
 
+    def report_structured(self, subject: Subject, found: StructuredOutput) -> None: ...
+
     def report_phase(self, cell: Cell, moment: str) -> None: ...
 
     def report_cell(self, cell: Cell) -> None: ...
@@ -120,6 +140,7 @@ class BenchRun:
     quantizations: list[tuple[str, str | None]] = field(default_factory=list)
     cells: dict[str, Cell] = field(default_factory=dict)
     qualities: dict[str, Quality] = field(default_factory=dict)
+    structured: dict[str, StructuredOutput] = field(default_factory=dict)
     own: dict[int, ClientErrorFigures] = field(default_factory=dict)
     spent_s: float = 0.0
     wall: WallBudget = field(default_factory=lambda: WallBudget(None))
@@ -169,7 +190,9 @@ def bench(
     trace: Path | None = None,
     through_gateway: bool = False,
     check_quality: bool = True,
+    check_structured: bool = False,
     native: bool = False,
+    sides: Sequence[GateSide] = (),
     resume: str | None = None,
     wait_for_gpu_s: float = WAIT_S,
     allow_busy_gpu: bool = False,
@@ -181,7 +204,9 @@ def bench(
     """Measures each engine under each load, stores the cells, and returns the run.
 
     `engines`: ids, or "installed", or "all" for all installable engines. With `url` an endpoint is measured instead.
+    `sides`: those of a gate, instead of `engines`.
     `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
+    `check_structured`: also ask for structured output, which takes minutes on a CPU.
     `budget_s` limits the whole run, with starts and checks; the default limits only the measurements of each engine.
     Ctrl-C stops the run and keeps the measured cells; `resume` continues a stopped run.
     `wait_for_gpu_s`: how long to wait for a GPU that another process uses; then an error is raised. With
@@ -203,6 +228,8 @@ def bench(
             "engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url"
         )
     requested = tuple(loads) if loads is not None else make_closed_loads()
+    if sides:
+        engines = tuple(side.engine for side in sides)
     if url is None and isinstance(engines, str):
         engines = _resolve_engines(engines, hardware)
     for engine_id in engines if url is None else ():
@@ -222,7 +249,9 @@ def bench(
         target=target,
         through_gateway=through_gateway,
         check_quality=check_quality,
+        check_structured=check_structured,
         native=native,
+        sides=tuple(sides),
     )
     environment = replace_fields(
         describe_environment(hardware, command), price=price if price is not None and price.is_given else None
@@ -275,9 +304,14 @@ def _resume_run(run: Run, hardware: Hardware, progress: Progress, teller: BenchL
     one = BenchRun(replace_fields(run, cells=()), hardware, progress, teller, path)
     one.cells = {cell.id: cell for cell in run.cells}
     one.qualities = {
-        label_engine(run.matrix, cell.subject.engine, cell.subject.engine_version): cell.quality
+        label_subject(run.matrix, cell.subject): cell.quality
         for cell in run.cells
         if cell.quality is not None and cell.quality.verdict != "unchecked"
+    }
+    one.structured = {
+        label_subject(run.matrix, cell.subject): cell.quality.structured
+        for cell in run.cells
+        if cell.quality is not None and cell.quality.structured is not None
     }
     one.shapes = _read_trace_shapes(run.matrix)
     return one
@@ -288,7 +322,8 @@ def _read_trace_shapes(matrix: BenchMatrix) -> tuple[RequestShape, ...]:
         return ()
     from bedplate.measure.replays import read_shapes
 
-    return read_shapes(Path(matrix.trace_path), matrix.seconds)
+    replayed = any(load.arrivals == "replay" for load in matrix.loads)
+    return read_shapes(Path(matrix.trace_path), matrix.seconds if replayed else None)
 
 
 # the run
@@ -337,10 +372,31 @@ def handle_sigterm() -> Iterator[None]:
 def _measure_engines(one: BenchRun) -> None:
     """Measures engines that it starts, once no other process uses their GPU."""
     one.facts = fetch_facts(one.matrix.model, one.hardware, one.progress)
+    _fit_scenarios(one, one.facts.max_context)
     with reserve_gpus(_list_wanted_gpus(one), one.gpu_policy, one.progress) as one.reservation:
         if one.reservation is not None and one.reservation.waited:
             one.hardware = probe()  # memory on the GPU has been freed
         _measure_planned_engines(one, one.facts)
+
+
+def _fit_scenarios(one: BenchRun, max_context: int | None) -> None:
+    """Limits the sessions of scenarios to the model's context."""
+    fitted = []
+    for load in one.matrix.loads:
+        if load.scenario is None or max_context is None or load.scenario.context_tokens <= max_context:
+            fitted.append(load)
+            continue
+        scenario = fit_context(load.scenario, max_context)
+        means = compute_means(scenario)
+        if means.turns < compute_means(load.scenario).turns:
+            one.progress.note(
+                f"the model's context of {max_context:,} tokens shortens the sessions of the scenario {scenario.name} "
+                f"to {means.turns:.1f} turns on average, with prompts of {means.prompt_tokens:,.0f} tokens"
+            )
+        lengths = {"prompt_tokens": round(means.prompt_tokens), "output_tokens": max(1, round(means.output_tokens))}
+        fitted.append(replace_fields(load, scenario=scenario, **lengths))
+    if tuple(fitted) != one.matrix.loads:
+        one.keep_run(matrix=replace_fields(one.matrix, loads=tuple(fitted)))
 
 
 def _list_wanted_gpus(one: BenchRun) -> tuple[str, ...]:
@@ -357,10 +413,13 @@ def _list_wanted_gpus(one: BenchRun) -> tuple[str, ...]:
 def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
     matrix = one.matrix
     refused: list[Refusal] = []
-    for engine_id in matrix.engines:
+    sides = matrix.sides or (None,) * len(matrix.engines)
+    for engine_id, side in zip(matrix.engines, sides, strict=True):
         try:
-            one.subjects.append(_plan_subject(one, engine_id))
+            one.subjects.append(_assign_side(_plan_subject(one, engine_id), side))
         except NotPossible as error:
+            if side is not None:
+                raise  # one side alone is worth nothing
             refused.append(Refusal(engine=engine_id, kind="impossible", why=error.summary, hint=error.hint))
     if not one.subjects:
         first = refused[0]
@@ -377,11 +436,12 @@ def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
     )
     for refusal in refused:
         one.teller.report_refusal(refusal)
+    _provide_reference(one, facts)
     failed: set[str] = set()
     for turn in range(matrix.turns):
         # Reverse the order in every second round, so that drift affects all engines equally.
         for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
-            label = label_engine(matrix, subject.engine.id, subject.decision.engine_version)
+            label = label_decision(matrix, subject)
             if label in failed or not _needs_measuring(one, subject, turn):
                 continue
             if not one.wall.has_time_for(_estimate_start_s(one, subject)):
@@ -390,6 +450,8 @@ def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
             try:
                 _measure_engine(one, subject, turn)
             except (ExternalFailure, NotPossible) as error:
+                if matrix.sides:
+                    raise
                 failed.add(label)
                 one.leave_out(label, error.summary, error.hint)
     _end_cells(one)
@@ -409,6 +471,7 @@ def _compare_need_with_budget(one: BenchRun) -> None:
         starts_s=sum(_estimate_start_s(one, subject) for subject in one.subjects),
         installs_s=sum(step.seconds.value for step in steps if step.seconds is not None),
         checks=max(1, len(one.subjects)) if matrix.check_quality else 0,
+        structured=max(1, len(one.subjects)) if matrix.check_structured else 0,
     )
     if one.wall.limit_s is not None and need.total_s > one.wall.limit_s:
         total, given = format_seconds(need.total_s), format_seconds(one.wall.limit_s)
@@ -416,6 +479,13 @@ def _compare_need_with_budget(one: BenchRun) -> None:
             f"all of it needs about {total} ({need.describe()}), and the budget is {given}: windows are shortened, and "
             "cells without time are left out"
         )
+
+
+def _provide_reference(one: BenchRun, facts: Model) -> None:
+    """Compute a missing reference before the first engine starts, so that it takes no CPU time from a measurement."""
+    if one.matrix.check_quality:
+        left_s = one.wall.left_s
+        provide_affordable_reference(facts, one.hardware, one.progress, left_s=left_s, name=one.matrix.model)
 
 
 def _estimate_start_s(one: BenchRun, subject: ModelDecision) -> float:
@@ -450,9 +520,11 @@ def _plan_subject(one: BenchRun, engine_id: str, hardware: Hardware | None = Non
     loads = one.matrix.loads
     if one.facts is None:
         raise RuntimeError("no model")
-    longest = max(load.prompt_tokens + load.output_tokens for load in loads)
+    longest = max(_find_longest(load) for load in loads)
     if one.shapes:
         longest = max((shape.prompt_tokens or 0) + (shape.output_tokens or 0) for shape in one.shapes)
+        if has_sessions(one.shapes) and one.facts.max_context is not None:
+            longest = min(longest, one.facts.max_context)  # a session ends before it exceeds the context
     context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
     most = one.facts.max_context
     workload = Workload(
@@ -468,16 +540,29 @@ def _plan_subject(one: BenchRun, engine_id: str, hardware: Hardware | None = Non
     return plan_engine(wanted, one.facts, hardware or one.hardware, progress, build=build, path=one.path)
 
 
+def _find_longest(load: Load) -> int:
+    return load.scenario.context_tokens if load.scenario is not None else load.prompt_tokens + load.output_tokens
+
+
+def _assign_side(decided: ModelDecision, side: GateSide | None) -> ModelDecision:
+    """The decision as one side of a gate, with the settings of the stored baseline if there are any."""
+    if side is None:
+        return decided
+    plan = decided.plan if side.settings is None else replace_fields(decided.plan, settings=side.settings)
+    return replace(decided, plan=plan, role=side.role)
+
+
 def _estimate_in_flight(load: Load) -> int:
     """Expected requests in flight. For an open loop they are unknown: the requests of a few seconds."""
-    if load.concurrency is not None:
-        return load.concurrency
-    return min(64, max(load.burst or 1, round(8 * (load.requests_per_s or 1))))
+    if load.concurrency is not None or load.sessions is not None:
+        return load.concurrency or load.sessions or 1
+    turns = 1.0 if load.scenario is None else compute_means(load.scenario).turns
+    return min(64, max(load.burst or 1, round(8 * turns * (load.requests_per_s or 1))))
 
 
 def _needs_measuring(one: BenchRun, subject: ModelDecision, turn: int) -> bool:
     """Whether a cell of this engine has to be measured in this round."""
-    label = label_engine(one.matrix, subject.engine.id, subject.decision.engine_version)
+    label = label_decision(one.matrix, subject)
     made = [one.cells.get(_make_cell_id(one, label, load)) for load in one.matrix.loads]
     return any(cell is None or not _has_enough_repeats(one, cell, turn) for cell in made)
 
@@ -499,7 +584,7 @@ def _measure_engine(one: BenchRun, subject: ModelDecision, turn: int) -> None:
     ready = prepare_model(subject, one.progress, examiner=BuildExaminer(), to_measure=True)
     one.teller.report_engine_start(subject.engine.id)
     with run_engine(ready.build_start(), one.progress, through_gateway=one.matrix.through_gateway) as started:
-        quality = _check_answers(one, ready, started)
+        quality = _add_structured(one, ready, started, _check_answers(one, ready, started))
         name = ready.plan.model.served_name
         place = "through the gateway" if one.matrix.through_gateway else "directly at the engine's port"
         measuring = SubjectMeasurement(
@@ -517,7 +602,7 @@ def _measure_engine(one: BenchRun, subject: ModelDecision, turn: int) -> None:
 
 def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) -> Quality:
     """Checks the answers of each engine once per run, since they do not depend on the load."""
-    engine = label_engine(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
+    engine = label_decision(one.matrix, ready.decided)
     if engine not in one.qualities:
         unchecked = len(one.subjects) - len(one.qualities)
         limit_s = one.wall.get_answers_limit_s(unchecked)
@@ -534,6 +619,33 @@ def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) 
     return one.qualities[engine]
 
 
+def _add_structured(one: BenchRun, ready: PreparedModel, started: RunningEngine, quality: Quality) -> Quality:
+    """Adds the result for structured output, which is measured once per engine and run."""
+    label, name = label_decision(one.matrix, ready.decided), ready.plan.model.served_name
+    subject, known = _make_subject(one, ready.decided), started.backend.capabilities
+    return _check_structured(one, label, subject, (started.url, name, started.key), known, quality)
+
+
+def _check_structured(
+    one: BenchRun,
+    label: str,
+    subject: Subject,
+    endpoint: tuple[str, str, str | None],
+    capabilities: Capabilities | None,
+    quality: Quality,
+) -> Quality:
+    limit_s = one.wall.get_answers_limit_s(max(1, len(one.subjects)) - len(one.structured), structured_output.LIMIT_S)
+    if one.matrix.check_structured and label not in one.structured:
+        if limit_s is None:
+            one.progress.note(f"structured output of {label} is not measured: the budget has no time for it")
+            return quality
+        one.progress.note(f"asking {label} for structured output")
+        found = run_loop(structured_output.check(*endpoint, capabilities=capabilities, limit_s=limit_s))
+        one.structured[label] = found
+        one.teller.report_structured(subject, found)
+    return replace_fields(quality, structured=one.structured.get(label))
+
+
 def _measure_endpoint(one: BenchRun) -> None:
     """Measures an endpoint that is known only by its URL, once no other process uses its GPU, if it is a local one."""
     matrix = one.matrix
@@ -548,6 +660,7 @@ def _measure_endpoint(one: BenchRun) -> None:
 
 
 def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> None:
+    _fit_scenarios(one, run_loop(find_context(target)))
     matrix, key = one.matrix, target.key
     prepared = run_loop(prepare_in_time(target, matrix.loads[0], None, one.shapes, one.wall.hard_left_s))
     if prepared is None:
@@ -568,8 +681,11 @@ def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> 
     if matrix.check_quality and limit_s is None:
         quality = Quality(note="not checked: the budget has no time for it")
     elif matrix.check_quality and limit_s is not None:
+        if one.facts is not None:
+            _provide_reference(one, one.facts)
         quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts, limit_s=limit_s))
         one.teller.report_quality(subject, quality)
+    quality = _check_structured(one, engine, subject, (target.url, prepared.model, key), None, quality)
     for turn in range(matrix.turns):
         SubjectMeasurement(one, subject, target, meters, quality, turn, prepared=prepared).measure_all()
     _end_cells(one)
@@ -606,10 +722,10 @@ class SubjectMeasurement:
 
     @property
     def label(self) -> str:
-        return label_engine(self.one.matrix, self.subject.engine, self.subject.engine_version)
+        return label_subject(self.one.matrix, self.subject)
 
     def is_mine(self, cell: Cell) -> bool:
-        return label_engine(self.one.matrix, cell.subject.engine, cell.subject.engine_version) == self.label
+        return label_subject(self.one.matrix, cell.subject) == self.label
 
     def measure_all(self) -> None:
         for number, load in enumerate(self.one.matrix.loads):
@@ -713,8 +829,10 @@ class SubjectMeasurement:
 
     def _choose_times(self, cell: Cell, allowed_s: float) -> RepeatTimes | None:
         """`None`: the time that is left is too short for another repeat."""
-        streams, seconds = cell.load.concurrency or 0, self.one.matrix.seconds
+        streams, seconds = cell.load.concurrency or cell.load.sessions or 0, self.one.matrix.seconds
         alone_s = (self.prepared.request_s if self.prepared is not None else None) or 0.0
+        # A session takes long, and no single repeat may spend the time of all.
+        allowed_s = allowed_s / min(LEAST_REPEATS, self.one.matrix.repeats) if cell.load.has_sessions else allowed_s
         most_s = compute_longest_s(seconds, allowed_s, alone_s, streams)
         times = RepeatTimes(seconds, most_s, REQUEST_LIMIT_S)
         return self.one.wall.fit_repeat(times, self._estimate_request_s(cell, alone_s), self._count_cells_to_come())
@@ -732,7 +850,7 @@ class SubjectMeasurement:
 
     def _measure_repeat(self, cell: Cell, round_number: int, times: RepeatTimes) -> Repeat:
         one, load = self.one, cell.load
-        streams = load.concurrency or 0
+        streams = load.concurrency or load.sessions or 0
         moments: dict[str, str] = {}
         with Watcher(self.meters) as watcher:
 
@@ -780,6 +898,8 @@ async def prepare_in_time(
 
 
 def describe_load_text(load: Load) -> str:
+    if load.sessions is not None:
+        return f"with {load.sessions} sessions"
     return "under this load" if load.concurrency is None else f"with {load.concurrency} in flight"
 
 
@@ -802,6 +922,7 @@ def _make_subject(one: BenchRun, subject: ModelDecision) -> Subject:
         device=subject.plan.settings.device,
         parallelism=subject.plan.parallelism,
         settings=subject.plan.settings,
+        role=subject.role,
     )
 
 
@@ -826,15 +947,29 @@ def _get_weights_id(model: Model | None) -> str | None:
     return hash_model_content(model)[:12] if model is not None and model.files else None
 
 
-def label_engine(matrix: BenchMatrix, engine: str, version: str | None) -> str:
-    """The name of an engine in its run: its id, with the version if several versions are measured."""
+def label_subject(matrix: BenchMatrix, subject: Subject) -> str:
+    return label_engine(matrix, subject.engine, subject.engine_version, subject.role)
+
+
+def label_decision(matrix: BenchMatrix, decided: ModelDecision) -> str:
+    return label_engine(matrix, decided.engine.id, decided.decision.engine_version, decided.role)
+
+
+def label_engine(matrix: BenchMatrix, engine: str, version: str | None, role: Role | None = None) -> str:
+    """The name of an engine in its run: its id, with the version if several are measured; in a gate, its role."""
+    if role is not None:
+        return role
     named = [name.partition("@")[0] for name in matrix.engines]
     return f"{engine}@{version}" if named.count(engine) > 1 else engine
 
 
 def _make_cell_id(one: BenchRun, engine: str, load: Load) -> str:
     """A stable id, so that a resumed run finds its cells."""
-    what = f"{one.run.id}\n{engine}\n".encode() + msgspec.json.encode(load)
+    fields = msgspec.to_builtins(load)
+    for name in ("sessions", "scenario"):  # runs of versions without sessions keep their ids
+        if fields[name] is None:
+            del fields[name]
+    what = f"{one.run.id}\n{engine}\n".encode() + msgspec.json.encode(fields)
     return hashlib.sha256(what).hexdigest()[:12]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bedplate.measure.quality import LIMIT_S as ANSWERS_S
+from bedplate.measure.structured import USUAL_S as STRUCTURED_S
 from bedplate.values.units import format_seconds
 
 WARMUP_S = 2.0
@@ -39,11 +40,23 @@ class TimeNeed(NamedTuple):
 
 
 def estimate_need(
-    cells: int, turns: int, seconds: float, *, starts_s: float = 0.0, installs_s: float = 0.0, checks: int = 0
+    cells: int,
+    turns: int,
+    seconds: float,
+    *,
+    starts_s: float = 0.0,
+    installs_s: float = 0.0,
+    checks: int = 0,
+    structured: int = 0,
 ) -> TimeNeed:
-    """One repeat of every cell in every round. `starts_s`: all starts of one round."""
+    """One repeat of every cell in every round. `starts_s`: all starts of one round.
+
+    `checks`, `structured`: engines whose answers, and whose structured output, are checked.
+    """
     each_s = PREPARE_S + WARMUP_S + seconds
-    return TimeNeed(installs_s, turns * starts_s, checks * ANSWERS_S / 2, cells * turns * each_s)
+    return TimeNeed(
+        installs_s, turns * starts_s, checks * ANSWERS_S / 2 + structured * STRUCTURED_S, cells * turns * each_s
+    )
 
 
 class RepeatTimes(NamedTuple):
@@ -76,12 +89,12 @@ class WallBudget:
         left_s = self.left_s
         return left_s is None or left_s >= needed_s
 
-    def get_answers_limit_s(self, unchecked: int) -> float | None:
+    def get_answers_limit_s(self, unchecked: int, most_s: float = ANSWERS_S) -> float | None:
         """The time limit for the check of one engine's answers; `None`: there is no time for it."""
         left_s = self.left_s
         if left_s is None:
-            return ANSWERS_S
-        allowed_s = min(ANSWERS_S, ANSWERS_SHARE * left_s / max(1, unchecked))
+            return most_s
+        allowed_s = min(most_s, ANSWERS_SHARE * left_s / max(1, unchecked))
         return allowed_s if allowed_s >= LEAST_ANSWERS_S else None
 
     def fit_repeat(self, times: RepeatTimes, request_s: float, cells: int) -> RepeatTimes | None:

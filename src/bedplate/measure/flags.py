@@ -74,8 +74,8 @@ def _format_count(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
 
 
 def _flag_lengths(cell: Cell) -> Iterator[Flag]:
-    """Compares lengths with the load. A replay has the lengths of its trace and is not checked."""
-    if cell.load.arrivals == "replay":
+    """Compares lengths with the load. Those of a trace and of sessions vary and are not checked."""
+    if cell.load.arrivals == "replay" or cell.load.has_sessions:
         return
     good = [sample for sample in list_samples(cell) if sample.outcome == "ok"]
     counts = [sample.output_tokens for sample in good if sample.output_tokens is not None]
@@ -96,7 +96,7 @@ def _flag_lengths(cell: Cell) -> Iterator[Flag]:
 
 
 def _flag_cache(cell: Cell) -> Iterator[Flag]:
-    if cell.load.arrivals == "replay":  # its prompts share prefixes as in the trace
+    if cell.load.arrivals == "replay" or cell.load.has_sessions:  # prompts share prefixes as in the trace or session
         return
     reported = compute_cached_share(list_samples(cell))
     scraped = [repeat.engine.cache_hit_share for repeat in cell.repeats if repeat.engine.cache_hit_share is not None]

@@ -1,60 +1,106 @@
-"""Import runs from other benchmarks: `vllm bench serve`, GuideLLM, or bedplate on another machine.
+"""Import runs from other benchmarks, or from bedplate on another machine.
 
-Samples are imported unchanged. A value that the file does not contain stays unknown.
+Samples are imported unchanged. A value that the file does not contain stays unknown, and the flag `gaps` lists it.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bedplate._version import __version__
+from bedplate.engines.llama_cpp import BENCH as LLAMA_BENCH
 from bedplate.engines.vllm import BENCH as VLLM_BENCH
 from bedplate.engines.vllm import ENGINE as VLLM
 from bedplate.errors import UsageError
-from bedplate.measure.flags import flag_cell
+from bedplate.measure.imported_run import (
+    UNKNOWN,
+    ImportOrigin,
+    compute_median_count,
+    format_epoch,
+    make_imported_cell,
+    make_imported_run,
+    parse_local_time,
+)
+from bedplate.measure.imported_summaries import (
+    read_aiperf_records,
+    read_aiperf_summary,
+    read_inferencex,
+    read_llama_bench,
+)
 from bedplate.values import from_json, replace_fields
-from bedplate.values.run import Cell, Load, Repeat, Run, RunEnvironment, Sample, Subject
+from bedplate.values.run import Load, Repeat, Run, Sample, StatedFigures, Subject
 
 MOST_BYTES = 1 << 30
-FORMS = f"bedplate (--json), `{VLLM_BENCH} --save-result --save-detailed` and GuideLLM (JSON)"
+FORMS = f"bedplate, `{LLAMA_BENCH} -o json`, `{VLLM_BENCH} --save-result`, GuideLLM, AIPerf and InferenceX (JSON)"
+SIGNED = "signed-result/1"
+Reader = Callable[[Any, ImportOrigin], Run]
 
 
 def read_run(path: Path) -> Run:
-    """Reads a run from a file. Raises `UsageError` if its format is unknown or it lacks samples."""
-    data = _read_bytes(path)
-    try:
-        document = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path.name} is not JSON", cause=str(error), hint=f"supported: files of {FORMS}") from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
-    if document.get("schema") == "run/1":
+    """Reads a run from a file. Raises `UsageError` if its format is unknown. A signature is not verified here."""
+    data = read_bytes(path)
+    document = parse_document(data, path.name)
+    if isinstance(document, dict) and document.get("schema") == "run/1":
         return from_json(Run, data, origin=path.name)
-    kind = VLLM.id if "request_throughput" in document and "duration" in document else None
-    if isinstance(document.get("benchmarks"), list):
-        kind = "guidellm"
-    if kind is None:
+    if isinstance(document, dict) and document.get("schema") == SIGNED:
+        return from_json(Run, msgspec.json.encode(document.get("run")), origin=path.name)
+    found = find_reader(document)
+    if found is None:
         raise UsageError(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
-    origin = ImportOrigin(path.name, hashlib.sha256(data).hexdigest())
+    kind, read = found
     try:
-        return read_vllm_run(document, origin) if kind == VLLM.id else read_guidellm_run(document, origin)
+        return read(document, ImportOrigin(path.name, hashlib.sha256(data).hexdigest()))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
         raise UsageError(
             f"{path.name} looks like a run of {kind}, but cannot be read",
             cause=f"{type(error).__name__}: {error}",
-            hint=f"bedplate {__version__} reads {VLLM.name} 0.32's and GuideLLM 0.8's fields",
+            hint=f"bedplate {__version__} reads {VLLM.name} 0.32's, GuideLLM 0.8's and AIPerf 0.10's fields",
         ) from error
 
 
-def _read_bytes(path: Path) -> bytes:
+def parse_document(data: bytes, name: str) -> Any:
+    """JSON, or JSON lines as a list."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            lines = msgspec.json.Decoder().decode_lines(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            lines = []
+        if len(lines) > 1:
+            return lines
+        raise UsageError(f"{name} is not JSON", cause=str(error), hint=f"supported: files of {FORMS}") from error
+
+
+def find_reader(document: Any) -> tuple[str, Reader] | None:
+    """The tool that wrote a document, by its keys, and its reader."""
+    first = document[0] if isinstance(document, list) and document else document
+    if not isinstance(first, dict):
+        return None
+    if isinstance(document, list):
+        if {"build_commit", "n_prompt", "n_gen"} <= first.keys():
+            return LLAMA_BENCH, read_llama_bench
+        if {"metadata", "metrics"} <= first.keys():
+            return "AIPerf", read_aiperf_records
+        return ("InferenceX", read_inferencex) if {"hw", "conc", "tput_per_gpu"} <= first.keys() else None
+    if {"hw", "conc", "tput_per_gpu"} <= first.keys():
+        return "InferenceX", lambda one, origin: read_inferencex([one], origin)
+    if {"build_commit", "n_prompt", "n_gen"} <= first.keys():
+        return LLAMA_BENCH, lambda one, origin: read_llama_bench([one], origin)
+    if isinstance(first.get("request_latency"), dict) and "input_config" in first:
+        return "AIPerf", read_aiperf_summary
+    if isinstance(first.get("benchmarks"), list):
+        return "GuideLLM", read_guidellm_run
+    return (VLLM_BENCH, read_vllm_run) if "request_throughput" in first and "duration" in first else None
+
+
+def read_bytes(path: Path) -> bytes:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"{path.name} is larger than {MOST_BYTES >> 20} MB")
@@ -63,54 +109,47 @@ def _read_bytes(path: Path) -> bytes:
         raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
 
 
-class ImportOrigin(msgspec.Struct, frozen=True):
-    """The imported file. Importing the same file again gives the same run."""
-
-    name: str
-    sha256: str
-
-    @property
-    def run_id(self) -> str:
-        return f"file-{self.sha256[:10]}"
-
-    @property
-    def machine(self) -> str:
-        """A unique name, because the file does not contain the machine: no other run is from the same one."""
-        return f"file:{self.sha256[:11]}"
-
-
-def _make_run(origin: ImportOrigin, at: str, system: str, python: str, cells: Iterable[Cell]) -> Run:
-    environment = RunEnvironment(
-        bedplate=__version__, python=python, system=system, hardware="not reported", machine=origin.machine
-    )
-    flagged = tuple(replace_fields(cell, flags=flag_cell(cell)) for cell in cells)
-    return Run(id=origin.run_id, at=at, environment=environment, cells=flagged, finished=True, source=origin.name)
-
-
 # vllm bench serve
 
 
 def read_vllm_run(document: dict[str, Any], origin: ImportOrigin) -> Run:
     """Follows vllm/benchmarks/serve.py of vLLM 0.32: times in seconds, lists with one entry for each request."""
-    if not document.get("ttfts"):
-        raise UsageError(
-            f"{origin.name} has no samples of single requests", hint="measure with --save-result --save-detailed"
-        )
-    at = _read_date(document.get("date"))
-    samples = tuple(sorted(_read_vllm_samples(document), key=lambda sample: sample.at_s))
-    prompts = [count for count in document["input_lens"] if count]
-    asked = [sample.output_tokens for sample in samples if sample.output_tokens]
+    at = parse_local_time(document.get("date"), "%Y%m%d-%H%M%S")
     subject = Subject(
         engine=str(document.get("label") or document.get("backend") or document.get("endpoint_type") or "endpoint"),
         model=str(document["model_id"]),
     )
     notes = f"imported from a file of {VLLM_BENCH}"
+    if not document.get("ttfts"):
+        return _read_vllm_summary(document, origin, at, subject, notes)
+    samples = tuple(sorted(_read_vllm_samples(document), key=lambda sample: sample.at_s))
+    prompts = [count for count in document["input_lens"] if count]
+    asked = [sample.output_tokens for sample in samples if sample.output_tokens]
     load = _read_vllm_load(document, prompts, asked)
     if document.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
         notes += f"; burstiness {document['burstiness']:g}"
     repeat = Repeat(at=at, seconds=float(document["duration"]), samples=samples)
-    cell = _make_cell(origin, 0, at, subject, load, repeat, notes)
-    return _make_run(origin, at, "not reported", "not reported", [cell])
+    return make_imported_run(origin, [make_imported_cell(origin, 0, at, subject, load, notes, repeats=[repeat])])
+
+
+def _read_vllm_summary(document: dict[str, Any], origin: ImportOrigin, at: str, subject: Subject, notes: str) -> Run:
+    """A result without `--save-detailed`."""
+    count = max(1, int(document["completed"]))
+    lengths = [[int(document[name]) / count] for name in ("total_input_tokens", "total_output_tokens")]
+    load = _read_vllm_load(document, *([round(one[0])] for one in lengths))
+    stated = StatedFigures(
+        requests=int(document["completed"]),
+        output_tok_s=float(document["output_throughput"]),
+        ttft_ms_p50=document.get("median_ttft_ms"),
+        ttft_ms_p95=document.get("p95_ttft_ms"),
+        ttft_ms_p99=document.get("p99_ttft_ms"),
+        tpot_ms_p50=document.get("median_tpot_ms"),
+        tpot_ms_p95=document.get("p95_tpot_ms"),
+        tpot_ms_p99=document.get("p99_tpot_ms"),
+        e2e_ms_p50=document.get("median_e2el_ms"),
+    )
+    notes += "; --save-detailed would add the samples"
+    return make_imported_run(origin, [make_imported_cell(origin, 0, at, subject, load, notes, stated=stated)])
 
 
 def _read_vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
@@ -144,7 +183,7 @@ def _read_vllm_samples(document: dict[str, Any]) -> Iterator[Sample]:
 
 
 def _read_vllm_load(document: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
-    lengths = Load(prompt_tokens=_compute_median(prompts), output_tokens=_compute_median(outputs))
+    lengths = Load(prompt_tokens=compute_median_count(prompts), output_tokens=compute_median_count(outputs))
     rate, most = document.get("request_rate"), document.get("max_concurrency")
     if isinstance(rate, int | float) and math.isfinite(rate):
         return replace_fields(lengths, arrivals="poisson", requests_per_s=float(rate))
@@ -160,7 +199,7 @@ def read_guidellm_run(document: dict[str, Any], origin: ImportOrigin) -> Run:
     about = document.get("metadata") or {}
     cells = []
     for number, one in enumerate(document["benchmarks"]):
-        at = _format_time(float(one["start_time"]))
+        at = format_epoch(float(one["start_time"]))
         config = one["config"]
         requests = one["requests"]
         good, bad = requests.get("successful") or [], requests.get("errored") or []
@@ -172,20 +211,19 @@ def read_guidellm_run(document: dict[str, Any], origin: ImportOrigin) -> Run:
         prompts = [sample.prompt_tokens for sample in samples if sample.prompt_tokens]
         outputs = [sample.output_tokens for sample in samples if sample.output_tokens]
         backend = config.get("backend") or {}
-        subject = Subject(
-            engine="endpoint", model=str(backend.get("model") or "not reported"), url=backend.get("target")
-        )
+        subject = Subject(engine="endpoint", model=str(backend.get("model") or UNKNOWN), url=backend.get("target"))
         repeat = Repeat(
             at=at,
             seconds=float(one["end_time"]) - began,
             samples=tuple(sorted(samples, key=lambda sample: sample.at_s)),
         )
         load = _read_guidellm_load(config["strategy"], prompts, outputs)
-        cells.append(_make_cell(origin, number, at, subject, load, repeat, "imported from a file of GuideLLM"))
+        notes = "imported from a file of GuideLLM"
+        cells.append(make_imported_cell(origin, number, at, subject, load, notes, repeats=[repeat]))
     if not cells:
         raise UsageError(f"{origin.name} contains no benchmarks")
-    system, python = str(about.get("platform") or "not reported"), str(about.get("python_version") or "not reported")
-    return _make_run(origin, cells[0].at, system, python, cells)
+    system, python = str(about.get("platform") or UNKNOWN), str(about.get("python_version") or UNKNOWN)
+    return make_imported_run(origin, cells, system=system, python=python)
 
 
 def _read_guidellm_sample(request: dict[str, Any], began: float, outcome: str) -> Sample:
@@ -205,7 +243,7 @@ def _read_guidellm_sample(request: dict[str, Any], began: float, outcome: str) -
 
 
 def _read_guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
-    lengths = Load(prompt_tokens=_compute_median(prompts), output_tokens=_compute_median(outputs))
+    lengths = Load(prompt_tokens=compute_median_count(prompts), output_tokens=compute_median_count(outputs))
     kind = strategy["type_"]
     if kind == "poisson":
         return replace_fields(lengths, arrivals="poisson", requests_per_s=float(strategy["rate"]))
@@ -217,38 +255,3 @@ def _read_guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], output
     if streams is None:
         raise ValueError(f"the strategy {kind!r} does not contain the number of requests in flight")
     return replace_fields(lengths, arrivals="closed", concurrency=int(streams))
-
-
-# both
-
-
-def _make_cell(
-    origin: ImportOrigin, number: int, at: str, subject: Subject, load: Load, repeat: Repeat, notes: str
-) -> Cell:
-    return Cell(
-        id=f"{origin.sha256[:10]}-{number}",
-        run=origin.run_id,
-        at=at,
-        machine=origin.machine,
-        subject=subject,
-        load=load,
-        repeats=(repeat,),
-        notes=notes,
-        halt="most",
-    )
-
-
-def _compute_median(counts: Sequence[int]) -> int:
-    return max(1, round(statistics.median(counts))) if counts else 1
-
-
-def _read_date(text: object) -> str:
-    """vLLM writes 20261115-093000 in local time without a time zone; it is read as UTC."""
-    try:
-        return dt.datetime.strptime(str(text), "%Y%m%d-%H%M%S").replace(tzinfo=dt.UTC).isoformat()[:19] + "Z"
-    except ValueError:
-        return "1970-01-01T00:00:00Z"
-
-
-def _format_time(since_1970: float) -> str:
-    return dt.datetime.fromtimestamp(since_1970, dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

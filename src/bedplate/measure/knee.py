@@ -35,7 +35,9 @@ def compute_met_share(cell: Cell, target: LatencyTarget) -> float | None:
 
 
 def get_level(load: Load) -> float | None:
-    """The size of a load: requests in flight for a closed loop, requests per second for an open one."""
+    """The size of a load: requests in flight or sessions for a closed loop, requests per second for an open one."""
+    if load.arrivals == "sessions":
+        return load.sessions
     return load.concurrency if load.arrivals == "closed" else load.requests_per_s
 
 
@@ -62,9 +64,10 @@ def choose_next_load(cells: Sequence[Cell], target: LatencyTarget) -> Load | Non
         return None
     low = get_level(found.holds.load) if found.holds is not None else None
     high = get_level(found.breaks.load) if found.breaks is not None else None
-    if near.load.arrivals == "closed":
+    if near.load.arrivals in ("closed", "sessions"):
         flight = _choose_next_concurrency(None if low is None else int(low), None if high is None else int(high))
-        return None if flight is None else replace_fields(near.load, concurrency=flight)
+        name = "concurrency" if near.load.arrivals == "closed" else "sessions"
+        return None if flight is None else replace_fields(near.load, **{name: flight})
     rate = _choose_next_rate(low, high)
     return None if rate is None else replace_fields(near.load, requests_per_s=rate)
 

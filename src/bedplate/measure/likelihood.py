@@ -1,7 +1,4 @@
-"""Compare an engine's log-probabilities with PyTorch in float32: divergence and perplexity.
-
-`python -m bedplate.measure.likelihood GGUF PYTHON` writes the shipped file; PYTHON has torch and transformers.
-"""
+"""Compare an engine's log-probabilities with those of the reference: divergence and perplexity."""
 
 from __future__ import annotations
 
@@ -9,48 +6,17 @@ import functools
 import importlib.resources
 import json
 import math
-import os
-import subprocess
-import sys
+import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
 import msgspec
 
-from bedplate.errors import ExternalFailure
-from bedplate.measure.reference import QUIETLY, hash_file
+from bedplate.measure.reference import Likelihood, Reference, TextPlace
 
 DATA = "bedplate.measure"
 LEAST = 1e-6
 """Smallest probability: below it, the rounding of printed values dominates."""
-
-
-class TextPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a word in the text, with the next tokens of the reference."""
-
-    end: int
-    """Number of characters before it."""
-    tokens: int
-    next: tuple[str, float]
-    """The token that follows in the text, and its log-probability."""
-    top: tuple[tuple[str, float], ...]
-    """The most likely tokens with their log-probabilities."""
-
-
-class Likelihood(msgspec.Struct, frozen=True, kw_only=True):
-    schema: Literal["likelihood/1"] = "likelihood/1"
-    sha256: str
-    """Hash of the model file."""
-    made_with: str
-    tokens: int
-    logprob: float
-    """Log-probability of the whole text after its first token."""
-    places: tuple[TextPlace, ...]
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.logprob / (self.tokens - 1))
 
 
 class ListedTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +39,10 @@ def read_shipped_likelihoods() -> tuple[Likelihood, ...]:
     )
 
 
-def find_likelihood(sha256: str) -> Likelihood | None:
-    return next((one for one in read_shipped_likelihoods() if one.sha256 == sha256), None)
+def find_likelihood(reference: Reference) -> Likelihood | None:
+    if reference.likelihood is not None:
+        return reference.likelihood
+    return next((one for one in read_shipped_likelihoods() if one.sha256 == reference.sha256), None)
 
 
 # comparing
@@ -83,7 +51,8 @@ def find_likelihood(sha256: str) -> Likelihood | None:
 def compute_divergence(reference: Mapping[str, float], reported: Mapping[str, float]) -> float | None:
     """The Kullback-Leibler divergence in nats over the tokens in both lists and one class for all others.
 
-    `None`: they have no token in common. Merging the other tokens can only reduce the divergence.
+    `None`: they have no token in common. APIs list only the most likely tokens. Merging the others into one class can
+    only reduce the divergence, so this is a lower bound of that over the whole vocabulary.
     """
     shared = [token for token in reference if token in reported]
     if not shared:
@@ -95,18 +64,39 @@ def compute_divergence(reference: Mapping[str, float], reported: Mapping[str, fl
     return max(0.0, sum(p * math.log(p / max(q, LEAST)) for p, q in zip(wanted, found, strict=True) if p > 0))
 
 
-def compute_mean_divergence(places: Sequence[TextPlace], listings: Sequence[ListedTokens | None]) -> float | None:
+def compute_mean_divergence(
+    places: Sequence[TextPlace], listings: Sequence[ListedTokens | None]
+) -> tuple[float, float | None] | None:
+    """The mean over the places, and its standard error."""
     found = [
         one
         for place, listed in zip(places, listings, strict=True)
         if listed is not None and (one := compute_divergence(dict(place.top), listed.top)) is not None
     ]
-    return sum(found) / len(found) if found else None
+    return (statistics.fmean(found), compute_standard_error(found)) if found else None
+
+
+def compute_standard_error(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+class PerplexityComparison(NamedTuple):
+    own: float
+    reference: float | None
+    error: float | None
+    """Standard error of the logarithm of their ratio, over the tokens."""
+
+
+def compare_perplexity(own: Sequence[float], reference: Sequence[float]) -> PerplexityComparison:
+    """From the log-probabilities of the same tokens. They vary together, so their differences have the error."""
+    own_mean, reference_mean = statistics.fmean(own), statistics.fmean(reference)
+    error = compute_standard_error([b - a for a, b in zip(own, reference, strict=True)])
+    return PerplexityComparison(math.exp(-own_mean), math.exp(-reference_mean), error)
 
 
 def compute_continued_perplexity(
     places: Sequence[TextPlace], listings: Sequence[ListedTokens | None]
-) -> tuple[float, float] | None:
+) -> PerplexityComparison | None:
     """The perplexities of the endpoint and of the reference, over the places where both list the next token."""
     pairs = [
         (listed.top[place.next[0]], place.next[1])
@@ -115,8 +105,15 @@ def compute_continued_perplexity(
     ]
     if not pairs:
         return None
-    own, reference = (math.exp(-sum(side) / len(pairs)) for side in zip(*pairs, strict=True))
-    return own, reference
+    return compare_perplexity(*zip(*pairs, strict=True))
+
+
+def compare_echo(echoed: Sequence[float], known: Likelihood | None) -> PerplexityComparison:
+    """The perplexity of the whole text. Only the same number of tokens can be compared one by one."""
+    if known is not None and len(known.each) == len(echoed):
+        return compare_perplexity(echoed, known.each)
+    own = math.exp(-statistics.fmean(echoed))
+    return PerplexityComparison(own, known.perplexity if known is not None else None, None)
 
 
 # reading answers
@@ -137,8 +134,8 @@ def read_listed(body: bytes) -> ListedTokens | None:
     return ListedTokens(top=known) if len(known) > 1 else None
 
 
-def read_echo(body: bytes, text: str) -> float | None:
-    """The perplexity of a text echoed with its log-probabilities; `None` if the endpoint did not echo it."""
+def read_echo(body: bytes, text: str) -> list[float] | None:
+    """The log-probabilities of an echoed text after its first token; `None` if the endpoint did not echo it."""
     try:
         document = msgspec.json.decode(body)
         choice = document["choices"][0]
@@ -149,46 +146,12 @@ def read_echo(body: bytes, text: str) -> float | None:
         known = [float(value) for value in each[1:asked]]
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError):
         return None
-    return math.exp(-sum(known) / len(known)) if all(math.isfinite(value) for value in known) else None
-
-
-# computing the shipped file
-
-
-def compute(source: Path, python: Path) -> Likelihood:
-    """Computes the likelihood of a GGUF file. A small model takes a minute on a CPU."""
-    program = importlib.resources.files("bedplate.engines.shipped") / "likelihood.py"
-    done = subprocess.run(
-        [str(python), str(program), "--model", str(source.parent), "--gguf", source.name],
-        input=read_fixed_text().encode(),
-        capture_output=True,
-        env={**os.environ, **QUIETLY},
-    )
-    if done.returncode:
-        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise ExternalFailure("the likelihood could not be computed", cause=last[0] if last else None)
-    return read_likelihood(json.loads(done.stdout), hash_file(source))
-
-
-def read_likelihood(output: dict[str, Any], sha256: str) -> Likelihood:
-    """Reads the output of the program."""
-    made_with = f"torch {output.pop('torch')}, transformers {output.pop('transformers')}, float32"
-    try:
-        return msgspec.convert({**output, "sha256": sha256, "made_with": made_with}, Likelihood)
-    except msgspec.ValidationError as error:
-        raise ExternalFailure("the output of the program is not a likelihood", cause=str(error)) from error
+    return known if all(math.isfinite(value) for value in known) else None
 
 
 def write_likelihood(made: Likelihood) -> str:
     """As JSON with one place per line."""
-    head = json.loads(msgspec.json.encode(made))
+    head = {name: value for name, value in json.loads(msgspec.json.encode(made)).items() if value != []}
     lines = ["    " + json.dumps(place, ensure_ascii=False) for place in head.pop("places")]
     whole = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
     return whole + ',\n  "places": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
-
-
-if __name__ == "__main__":
-    found = compute(Path(sys.argv[1]), Path(sys.argv[2]))
-    (Path(__file__).parent / "data" / f"likelihood_{found.sha256[:12]}.json").write_text(
-        write_likelihood(found), "utf-8"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from bedplate.measure.agreement import Reply, ask, choose_floor, choose_quick_prefixes, compare, judge_comparison
 from bedplate.measure.garbled import find_garbling
 from bedplate.measure.likelihood import (
-    Likelihood,
     ListedTokens,
-    TextPlace,
+    PerplexityComparison,
+    compare_echo,
     compute_continued_perplexity,
     compute_mean_divergence,
     find_likelihood,
@@ -23,13 +22,15 @@ from bedplate.measure.likelihood import (
     read_listed,
 )
 from bedplate.measure.prefixes import choose_spread
-from bedplate.measure.reference import Reference, find_reference
+from bedplate.measure.reference import Likelihood, Reference, TextPlace, find_reference
 from bedplate.values import Model, Plan
 from bedplate.values.run import Quality
 
 if TYPE_CHECKING:
     import aiohttp
 
+PREFIXES = 128
+"""With 48, one wrong answer more than the other engine already leaves it open whether the answers are as good."""
 LIMIT_S = 90.0
 """Time limit of the whole check; it applies once there are answers of each kind."""
 IN_FLIGHT = 4
@@ -83,7 +84,7 @@ async def _check(
             found = await check_agreement(
                 asking, reference, key, clock, choose_floor(plan) if plan is not None else FLOOR, wrong
             )
-        return await add_likelihood(asking, found, find_likelihood(reference.sha256) if reference else None, clock)
+        return await add_likelihood(asking, found, find_likelihood(reference) if reference else None, clock)
 
 
 class TimeLimit:
@@ -125,7 +126,7 @@ class QualityProbe:
         status, response = await self.post("/v1/completions", body)
         return status, read_listed(response) if status == 200 else None
 
-    async def request_echo(self, text: str) -> float | None:
+    async def request_echo(self, text: str) -> list[float] | None:
         body = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         status, response = await self.post("/v1/completions", body)
         return read_echo(response, text) if status == 200 else None
@@ -154,7 +155,7 @@ async def check_agreement(
     asking: QualityProbe, reference: Reference, key: str | None, clock: TimeLimit, floor: float, wrong: str | None
 ) -> Quality:
     """Compares next tokens with the reference, as many as the time limit allows."""
-    pairs = choose_quick_prefixes(reference.list_known())
+    pairs = choose_quick_prefixes(reference.list_known(), PREFIXES)
     replies: list[Reply] = []
     while len(replies) < len(pairs) and (not replies or clock.left_s > clock.limit_s / 2):
         some = pairs[len(replies) : len(replies) + AT_ONCE]
@@ -167,6 +168,7 @@ async def check_agreement(
         verdict=verdict,
         note=why,
         garbled=wrong,
+        reference=reference.made_with,
     )
 
 
@@ -179,14 +181,19 @@ async def add_likelihood(asking: QualityProbe, found: Quality, known: Likelihood
     )
     listed = await _request_listed(asking, places, clock)
     places = places[: len(listed)]
-    divergence = compute_mean_divergence(places, listed)
+    divergence, divergence_error = compute_mean_divergence(places, listed) or (None, None)
     echoed = await asking.request_echo(read_fixed_text()) if clock.left_s > 0 else None
-    if echoed is not None and math.isfinite(echoed):
-        own: float | None = echoed
-        expected = known.perplexity if known is not None else None
-    else:
-        own, expected = compute_continued_perplexity(places, listed) or (None, None)
-    return replace_fields(found, divergence=divergence, perplexity=own, reference_perplexity=expected)
+    compared: PerplexityComparison | None
+    compared = compare_echo(echoed, known) if echoed else compute_continued_perplexity(places, listed)
+    found = replace_fields(found, divergence=divergence, divergence_error=divergence_error)
+    if compared is None:
+        return found
+    return replace_fields(
+        found,
+        perplexity=compared.own,
+        reference_perplexity=compared.reference,
+        perplexity_error=compared.error,
+    )
 
 
 async def _request_listed(

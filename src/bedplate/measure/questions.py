@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from bedplate.errors import UsageError
+from bedplate.facts.scenarios import adjust_scenario, compute_means, get_scenario
 from bedplate.values.run import Load
+from bedplate.values.scenario import Scenario
 from bedplate.values.workload import LatencyTarget
 
 T = TypeVar("T", int, float)
@@ -52,13 +54,23 @@ def parse_loads(
     output_tokens: int = 128,
     shared_prefix_tokens: int = 0,
     seed: int = 0,
+    scenario: Scenario | None = None,
+    in_sessions: bool = False,
 ) -> tuple[Load, ...]:
-    """One load for each concurrency or each rate, or the load of a trace."""
-    if sum(one is not None for one in (concurrency, rate, trace)) > 1:
+    """One load for each concurrency or each rate, or the load of a trace. With sessions, each of them is one session.
+
+    `in_sessions`: the trace has sessions.
+    """
+    if concurrency is not None and rate is not None:
+        raise UsageError("--concurrency and --rate cannot be combined", hint="run bedplate bench once for each")
+    if scenario is not None and trace is not None:
+        raise UsageError("--scenario and --trace cannot be combined", hint="run bedplate bench once for each")
+    if trace is not None and not in_sessions and (concurrency is not None or rate is not None):
         raise UsageError(
-            "--concurrency, --rate and --trace cannot be combined", hint="run bedplate bench once for each"
+            "--concurrency, --rate and --trace cannot be combined: the trace has no sessions",
+            hint="run bedplate bench once for each",
         )
-    if shared_prefix_tokens and shared_prefix_tokens >= prompt_tokens:
+    if scenario is None and shared_prefix_tokens and shared_prefix_tokens >= prompt_tokens:
         raise UsageError(
             f"--shared-prefix {shared_prefix_tokens} is not smaller than the prompt length of {prompt_tokens} tokens"
         )
@@ -70,7 +82,19 @@ def parse_loads(
         seed=seed,
     )
     if trace is not None:
-        return (_change_load(base, arrivals="replay", concurrency=None, trace=name_trace(trace)),)
+        base = _change_load(base, trace=name_trace(trace))
+        if concurrency is None and rate is None:
+            return (_change_load(base, arrivals="replay", concurrency=None),)
+    if scenario is not None:
+        means = compute_means(scenario)
+        base = _change_load(
+            base, scenario=scenario, prompt_tokens=round(means.prompt_tokens),
+            output_tokens=max(1, round(means.output_tokens)), shared_prefix_tokens=scenario.system_tokens,
+        )  # fmt: skip
+    if (scenario is not None or trace is not None) and rate is None:
+        usual = "" if scenario is None else str(scenario.sessions)
+        counts = _parse_list(concurrency or usual, int, "--concurrency")
+        return tuple(_change_load(base, arrivals="sessions", concurrency=None, sessions=count) for count in counts)
     if rate is not None:
         bursts = burst if arrivals == "burst" else None
         rates = _parse_list(rate, float, "--rate")
@@ -79,6 +103,28 @@ def parse_loads(
         )
     numbers = _parse_list(concurrency or "1,4,8,16", int, "--concurrency")
     return tuple(_change_load(base, concurrency=number) for number in numbers)
+
+
+def choose_scenario(
+    name: str, prompt_tokens: int | None, output_tokens: int | None, shared_prefix_tokens: int | None
+) -> tuple[Scenario, tuple[str, ...]]:
+    """The scenario with the explicit lengths, and what they replace."""
+    known = get_scenario(name)
+    changed = adjust_scenario(
+        known, prompt_tokens=prompt_tokens, output_tokens=output_tokens, shared_prefix_tokens=shared_prefix_tokens
+    )
+    usual = compute_means(known)
+    replaced = (
+        ("--prompt-tokens", prompt_tokens, usual.prompt_tokens),
+        ("--output-tokens", output_tokens, usual.output_tokens),
+        ("--shared-prefix", shared_prefix_tokens, known.system_tokens),
+    )
+    notes = tuple(
+        f"{option} {given:,} replaces the {value:,.0f} tokens of the scenario {name}"
+        for option, given, value in replaced
+        if given is not None
+    )
+    return changed, notes
 
 
 def name_trace(path: Path) -> str:

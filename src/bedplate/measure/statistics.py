@@ -1,4 +1,4 @@
-"""Statistics: percentiles, Student's t, and estimates that are robust against outliers."""
+"""Statistics: percentiles, Student's t, Wilson's interval, and estimates that are robust against outliers."""
 
 from __future__ import annotations
 
@@ -97,3 +97,11 @@ def compute_pseudo_median(values: Sequence[float]) -> float:
 def compute_shift(values: Sequence[float], others: Sequence[float]) -> float:
     """The Hodges-Lehmann shift from `values` to `others`: the median of all differences."""
     return statistics.median(other - value for value in values for other in others)
+
+
+def compute_wilson_interval(share: float, count: float, confidence: float) -> tuple[float, float]:
+    """Wilson's score interval of a share. It stays between 0 and 1 and has a width also at shares of 0 and 1."""
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    wide = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - wide), min(1.0, middle + wide)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from bedplate import store
+from bedplate.engines import load_engines
 from bedplate.engines.names import find_engine_id
 from bedplate.errors import UsageError
+from bedplate.measure.results import read_result
 from bedplate.values.model import Model
 from bedplate.values.record import from_json
 from bedplate.values.run import Cell, Run, RunEnvironment
@@ -26,9 +28,9 @@ class StoredCells(NamedTuple):
 
 
 def find_cells(named: str | None = None, machine: str | None = None) -> StoredCells:
-    """Accepts a JSON file, `RUN`, `RUN:ENGINE`, a cell, or an engine (all of its cells on `machine`, newest first).
+    """Accepts `FILE.json`, `RUN`, each with `:ENGINE` or not, a cell, or an engine.
 
-    The default is the newest run.
+    An engine has all of its cells on `machine`, newest first. The default is the newest run.
     """
     if named is None:
         return _take_run(store.find_run())
@@ -39,9 +41,33 @@ def find_cells(named: str | None = None, machine: str | None = None) -> StoredCe
     cells = tuple(cell for cell in store.read_cells() if cell.id == named)
     if cells:
         return _take_cells(cells)
-    run, _, part = named.partition(":")
-    found = _take_run(_find_run(run, named))
-    return select_engine(found, part) if part else found
+    if ":" not in named:
+        return _take_run(_find_run(named, named))
+    name, _, engine = named.rpartition(":")
+    found = _take_file(Path(name)) if name.endswith(".json") else _take_run(_find_run(name, named))
+    return select_engine(found, engine) if engine else found
+
+
+def find_scenario_cells(scenario: str, named: str | None = None, machine: str | None = None) -> StoredCells:
+    """The cells with sessions of this scenario: of `named`, or of the newest run that has any."""
+
+    def is_wanted(cell: Cell) -> bool:
+        return cell.load.scenario is not None and cell.load.scenario.name == scenario
+
+    if named is not None:
+        found = find_cells(named, machine)
+        cells = tuple(cell for cell in found.cells if is_wanted(cell))
+    else:
+        every = [cell for cell in store.read_cells() if is_wanted(cell)]
+        newest = max(every, key=lambda cell: cell.at).run if every else None
+        cells = tuple(cell for cell in every if cell.run == newest)
+        found = _take_cells(cells)
+    if not cells:
+        raise UsageError(
+            f"the scenario {scenario} was not measured{'' if named is None else f' in {named}'}",
+            hint=f"measure it: bedplate bench --scenario {scenario}",
+        )
+    return found._replace(cells=cells)
 
 
 def select_engine(found: StoredCells, named: str) -> StoredCells:
@@ -58,9 +84,14 @@ def select_version(found: StoredCells, named: str) -> StoredCells:
     _, at, version = named.partition("@")
     if not at:
         return found
-    cells = tuple(cell for cell in found.cells if cell.subject.engine_version == version.removeprefix("v"))
+    measured = list(dict.fromkeys(cell.subject.engine_version or "none" for cell in found.cells))
+    known = load_engines().get(found.cells[0].subject.engine)
+    wanted = version.removeprefix("v")
+    if known is not None and wanted not in measured:
+        wanted = known.find_version(wanted, measured)
+    cells = tuple(cell for cell in found.cells if cell.subject.engine_version == wanted)
     if not cells:
-        there = ", ".join(dict.fromkeys(cell.subject.engine_version or "none" for cell in found.cells))
+        there = ", ".join(measured)
         raise UsageError(f"{named} was not measured", hint=f"measured versions: {there}")
     return found._replace(cells=cells)
 
@@ -110,11 +141,7 @@ def _take_file(path: Path) -> StoredCells:
     text = _read_bytes(path)
     if _read_schema(text) == "cell/1":
         return StoredCells((from_json(Cell, text, origin=str(path)),), {})
-    return _take_run(from_json(Run, text, origin=str(path)))
-
-
-def read_run_file(path: Path) -> Run:
-    return from_json(Run, _read_bytes(path), origin=str(path))
+    return _take_run(read_result(path, require_valid=True).run)
 
 
 def _read_bytes(path: Path) -> bytes:

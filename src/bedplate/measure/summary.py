@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from bedplate.measure.statistics import compute_half_width, compute_percentiles, compute_serial_correlation
 from bedplate.values.cost import CostPerMillion, Price, compute_cost_per_million
 from bedplate.values.decision import Settings
-from bedplate.values.evidence import find_exclusions
+from bedplate.values.evidence import NO_SAMPLES, find_exclusions
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Load, Repeat, Run, Sample, Subject
+from bedplate.values.scenario import Distribution, Scenario
 from bedplate.values.summary import BenchRow, Interval, Percentiles, Summary
 from bedplate.values.verdict import SAME_SOURCE, Difference, Differences
 from bedplate.values.workload import LatencyTarget
@@ -105,7 +106,7 @@ def list_invalid_reasons(cell: Cell) -> tuple[str, ...]:
     if not found and any(repeat.client.limit for repeat in cell.repeats):
         found.append("the client was the bottleneck")
     if not any(sample.outcome == "ok" for sample in list_samples(cell)):
-        found.append("no request succeeded")
+        found.append(NO_SAMPLES if cell.stated is not None else "no request succeeded")
     return tuple(found)
 
 
@@ -296,8 +297,9 @@ def _get_percentile(found: Percentiles | None, name: str) -> float | None:
 def _list_notes(cell: Cell, found: Summary) -> Iterator[str]:
     yield from dict.fromkeys(flag.text for flag in cell.flags)
     asked = cell.load.output_tokens
-    if found.output_tokens is not None and _compute_relative_difference(found.output_tokens, asked) > SAME_LENGTH:
-        yield f"answers have {found.output_tokens:g} tokens instead of {asked}"
+    median = None if cell.load.has_sessions else found.output_tokens
+    if median is not None and _compute_relative_difference(median, asked) > SAME_LENGTH:
+        yield f"answers have {median:g} tokens instead of {asked}"
     if cell.quality is not None and cell.quality.note:
         yield cell.quality.note
     if cell.notes:
@@ -340,9 +342,28 @@ def _compare_workloads(a: Cell, b: Cell) -> Iterator[Difference]:
     yield from _compare_values("requests per second", one.requests_per_s, other.requests_per_s)
     yield from _compare_values("burst", one.burst, other.burst)
     yield from _compare_values("trace", one.trace, other.trace)
+    yield from _compare_values("sessions", one.sessions, other.sessions)
+    yield from _compare_scenarios(one.scenario, other.scenario)
     yield from _compare_values("prompt tokens", one.prompt_tokens, other.prompt_tokens)
     yield from _compare_values("output tokens", one.output_tokens, other.output_tokens)
     yield from _compare_values("shared prefix tokens", one.shared_prefix_tokens, other.shared_prefix_tokens)
+
+
+def _compare_scenarios(one: Scenario | None, other: Scenario | None) -> Iterator[Difference]:
+    names = [None if scenario is None else scenario.name for scenario in (one, other)]
+    yield from _compare_values("scenario", *names)
+    if one is None or other is None or names[0] != names[1]:
+        return
+    for field in one.__struct_fields__:
+        if field != "sources" and getattr(one, field) != getattr(other, field):
+            yield Difference(
+                what=f"scenario {one.name}: {field}", a=_describe_drawn(one, field), b=_describe_drawn(other, field)
+            )
+
+
+def _describe_drawn(scenario: Scenario, field: str) -> str:
+    value = getattr(scenario, field)
+    return f"{value.kind} {value.mean:g}" if isinstance(value, Distribution) else _format_value(value)
 
 
 def _compare_weights(a: Cell, b: Cell) -> Iterator[Difference]:
@@ -371,7 +392,7 @@ def _compare_cached_shares(a: Cell, b: Cell) -> Iterator[Difference]:
 
 def has_shared_prefixes(load: Load) -> bool:
     """Whether the workload has shared prefixes. Caching them is then a feature of the engine, not a difference."""
-    return load.shared_prefix_tokens > 0 or load.arrivals == "replay"
+    return load.shared_prefix_tokens > 0 or load.arrivals == "replay" or load.has_sessions
 
 
 def _compare_warmups(a: Cell, b: Cell) -> Iterator[Difference]:

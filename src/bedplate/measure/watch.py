@@ -354,6 +354,12 @@ class GpuMeter:
             reasons |= dict.fromkeys(list_throttle_reasons(bits or 0))
         return min(shares, default=None), tuple(reasons)
 
+    def read_utilization(self) -> float | None:
+        """The mean utilization of the engine's GPUs, 0 to 1: the share of time in which a kernel was running."""
+        found = [self._call_driver("nvmlDeviceGetUtilizationRates", handle) for handle in self._find_engine_gpus()]
+        known = [one.gpu / 100 for one in found if one is not None]
+        return _compute_mean(known)
+
     def _find_engine_gpus(self) -> list[Any]:
         """The GPUs whose memory use has grown since the start; all, if none has."""
         grown = [

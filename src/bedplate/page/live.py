@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from bedplate.values.live import History, LiveSeries, RecentLatency
+from bedplate.values.live import History, LiveSeries, RecentLatency, RecentRequest
 from bedplate.values.traffic import ServedRequest
 
 SPAN_S = 600
@@ -21,6 +21,8 @@ MOST_TENANTS = 500
 """Tenants with a history for their own page. For the tenants beyond, only totals since the start are kept."""
 MOST_RECENT = 200
 """Requests kept per model for the diagnosis."""
+MOST_LISTED = 300
+"""Requests of all models and tenants that are kept for the list of recent requests."""
 _STEP = math.log(1.02)
 """Latencies are counted in buckets 2 % wide, so that a busy second needs no more memory than an idle one."""
 
@@ -36,27 +38,34 @@ class ModelSnapshot(NamedTuple):
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     kv_use: float | None = None
+    cpu_share: float | None = None
+    gpu_share: float | None = None
 
 
 class RequestCounts:
     """Counters of the requests that ended: of one model in one second, or of one tenant in `SPELL_S` seconds."""
 
     __slots__ = (
-        "completion_tokens", "ended", "failed", "prompt_tokens", "standing", "tpot", "ttft", "turned_away",
+        "cached_tokens", "completion_tokens", "ended", "failed", "prompt_tokens", "standing", "statuses", "tpot",
+        "ttft", "turned_away", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.ended = self.failed = self.turned_away = self.prompt_tokens = self.completion_tokens = 0
+        self.ended = self.failed = self.turned_away = 0
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.statuses: Counts = {}
+        self.wait: Counts = {}
         self.ttft: Counts = {}
         self.tpot: Counts = {}
         self.standing = ModelSnapshot(0, 0)
 
 
 class SecondCounts:
-    __slots__ = ("at_s", "models")
+    __slots__ = ("at_s", "models", "statuses")
 
     def __init__(self, at_s: int) -> None:
         self.at_s = at_s
+        self.statuses: Counts = {}
         self.models: dict[str, RequestCounts] = {}
 
 
@@ -89,15 +98,20 @@ class LiveRecorder:
         self.spells: deque[IntervalCounts] = deque(maxlen=(SPAN_S + WINDOW_S) // SPELL_S)
         self.used: dict[str, TenantTotals] = {}
         self.recent: dict[str, deque[ServedRequest]] = {}
+        self.listed: deque[ServedRequest] = deque(maxlen=MOST_LISTED)
         self._now = SecondCounts(int(time.time() if now_s is None else now_s))
         self._spell = IntervalCounts(self._now.at_s)
 
     def record_request(self, request: ServedRequest) -> None:
         prompt, completion = request.prompt_tokens or 0, request.completion_tokens or 0
+        cached = request.cached_tokens or 0
+        self.listed.append(request)
         used = self.used.get(request.tenant)
         if used is None:
             used = self.used[request.tenant] = TenantTotals()
         own = self._get_tenant_counts(request.tenant)
+        for statuses in (self._now.statuses, own.statuses):
+            statuses[request.status] = statuses.get(request.status, 0) + 1
         if request.reason is not None:
             used.reasons[request.reason] = used.reasons.get(request.reason, 0) + 1
         if request.outcome == "turned_away":
@@ -108,7 +122,7 @@ class LiveRecorder:
         used.requests += 1
         used.failed += failed
         used.prompt_tokens += prompt
-        used.cached_tokens += request.cached_tokens or 0
+        used.cached_tokens += cached
         used.completion_tokens += completion
         if not request.model:  # refused before its model was known
             own.ended += 1
@@ -118,7 +132,12 @@ class LiveRecorder:
             one.ended += 1
             one.failed += failed
             one.prompt_tokens += prompt
+            one.cached_tokens += cached
             one.completion_tokens += completion
+        if request.wait_ms is not None:
+            wait = find_bucket(request.wait_ms)
+            tally.wait[wait] = tally.wait.get(wait, 0) + 1
+            own.wait[wait] = own.wait.get(wait, 0) + 1
         if request.ttft_ms is not None and request.outcome == "ok":
             ttft = find_bucket(request.ttft_ms)
             tally.ttft[ttft] = tally.ttft.get(ttft, 0) + 1
@@ -158,6 +177,26 @@ class LiveRecorder:
         spells = (*islice(self.spells, max(0, len(self.spells) - SPAN_S // SPELL_S), None), self._spell)
         own = [tally for spell in spells if (tally := spell.tenants.get(tenant)) is not None]
         return sum(tally.prompt_tokens + tally.completion_tokens for tally in own)
+
+    def count_statuses(self, tenant: str | None = None) -> dict[str, int]:
+        """Requests of the last `SPAN_S` seconds by status code: of one tenant, or of all."""
+        summed: Counts = {}
+        if tenant is None:
+            for second in (*_take_last(self.seconds, SPAN_S), self._now):
+                _add(summed, second.statuses, 1)
+        else:
+            for spell in (*islice(self.spells, max(0, len(self.spells) - SPAN_S // SPELL_S), None), self._spell):
+                if (own := spell.tenants.get(tenant)) is not None:
+                    _add(summed, own.statuses, 1)
+        return {str(status): summed[status] for status in sorted(summed)}
+
+    def list_requests(self, most: int, tenant: str | None = None) -> tuple[RecentRequest, ...]:
+        """The latest requests of one tenant, or of all; newest first."""
+        chosen = (one for one in reversed(self.listed) if tenant is None or one.tenant == tenant)
+        return tuple(
+            RecentRequest(**{name: getattr(one, name) for name in RecentRequest.__struct_fields__})
+            for one in islice(chosen, most)
+        )
 
     def get_window(self, model: str) -> list[RequestCounts]:
         """The last `WINDOW_S` completed seconds."""
@@ -224,8 +263,9 @@ def build_series(tallies: Sequence[RequestCounts | None], new: int, each_s: int 
 
 
 _COLUMNS = (
-    "in_flight", "waiting", "memory_bytes", "gpu_bytes", "kv_use", "ended", "failed", "turned_away", "tokens",
-    "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms",
+    "in_flight", "waiting", "memory_bytes", "gpu_bytes", "kv_use", "cpu_share", "gpu_share", "ended", "failed",
+    "turned_away", "tokens", "output_tok_s", "prompt_tok_s", "cached_share", "wait_p50_ms", "wait_p95_ms",
+    "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms",
 )  # fmt: skip
 
 
@@ -235,7 +275,8 @@ def _slide_windows(
     """One row per entry from `first` on. The window slides: each entry is added once and subtracted once."""
     ttft: Counts = {}
     tpot: Counts = {}
-    ended = failed = turned_away = prompt = completion = 0
+    wait: Counts = {}
+    ended = failed = turned_away = prompt = cached = completion = 0
     window = WINDOW_S // each_s
     begin = max(0, first - window + 1)
     for number in range(begin, len(tallies)):
@@ -244,17 +285,22 @@ def _slide_windows(
             if tally is not None:
                 _add(ttft, tally.ttft, sign)
                 _add(tpot, tally.tpot, sign)
+                _add(wait, tally.wait, sign)
                 ended += sign * tally.ended
                 failed += sign * tally.failed
                 turned_away += sign * tally.turned_away
                 prompt += sign * tally.prompt_tokens
+                cached += sign * tally.cached_tokens
                 completion += sign * tally.completion_tokens
         if number >= first:
             here = tallies[number]
             standing = here.standing if here is not None else ModelSnapshot(0, 0)
-            rate = round(completion / min(WINDOW_S, (number + 1) * each_s), 2)
-            counted = (ended, failed, turned_away, prompt + completion, rate)
-            yield (*standing, *counted, *_compute_quantiles(ttft), *_compute_quantiles(tpot))
+            spanned_s = min(WINDOW_S, (number + 1) * each_s)
+            counted = (ended, failed, turned_away, prompt + completion)
+            rates = (round(completion / spanned_s, 2), round(prompt / spanned_s, 2))
+            share = round(cached / prompt, 3) if prompt else None
+            times = (quantile for counts in (wait, ttft, tpot) for quantile in _compute_quantiles(counts))
+            yield (*standing, *counted, *rates, share, *times)
 
 
 def _add(to: Counts, counts: Counts, sign: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,21 +16,32 @@ from bedplate._version import __version__
 from bedplate.engines import EngineState
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import ExternalFailure
-from bedplate.measure.watch import EngineMetrics, GpuMeter, list_process_tree, measure_memory_bytes
+from bedplate.hosting.logs import read_last_lines
+from bedplate.measure.watch import (
+    EngineMetrics,
+    GpuMeter,
+    list_process_tree,
+    measure_engine_seconds,
+    measure_memory_bytes,
+)
+from bedplate.page.actions import PageActions
 from bedplate.page.binding import diagnose_window
+from bedplate.page.deviations import list_deviations
 from bedplate.page.live import WINDOW_S, LiveRecorder, ModelSnapshot, RequestCounts, summarize_times
-from bedplate.run.gateway.pages import PageRequest, PageResponse
+from bedplate.run.gateway.pages import PageRequest, PageResponse, respond_error, respond_json
 from bedplate.show.live import load_live_page
 from bedplate.show.probe import describe_hardware
+from bedplate.values import replace_fields
 from bedplate.values.live import LastVerdict, Live, LiveBottleneck, LiveEngine, LiveModel, TenantUse
 
 if TYPE_CHECKING:
+    from bedplate.hosting.control import Operation
     from bedplate.hosting.host import Host, HostedEngine, HostedService
     from bedplate.run.gateway.tenants import RateBucket, TenantState
     from bedplate.values import Hardware, Plan
     from bedplate.values.traffic import ServedRequest
 
-PAGE, FIGURES = "/", "/bedplate/live"
+PAGE, FIGURES, LOG, ACTIONS = "/", "/bedplate/live", "/bedplate/log", "/bedplate/do"
 TICK_S = 1.0
 LOOKED_S = 10.0
 """The page counts as open if its figures were requested in the last so many seconds."""
@@ -40,6 +52,10 @@ SELDOM_S = 15.0
 LOOK_SHARE = 0.05
 """Largest share of the time that readings may take. Counting the memory pages of a large process is slow."""
 JSON = "application/json"
+SERVICE_LOG = "service"
+MOST_LINES = 200
+MOST_REQUESTS = 12
+NOT_STORED = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class EngineProbe(NamedTuple):
@@ -49,12 +65,23 @@ class EngineProbe(NamedTuple):
     pid: int | None
     metrics: EngineMetrics | None
     on_card: bool
+    cores: float = 1.0
 
 
 class EngineReading(NamedTuple):
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     state: EngineState | None = None
+    cpu: CpuReading | None = None
+    cpu_share: float | None = None
+    """CPU time since the reading before, as a share of the allowed cores."""
+    gpu_share: float | None = None
+
+
+class CpuReading(NamedTuple):
+    at_s: float
+    pid: int
+    seconds: float
 
 
 class DiagnosisInput(NamedTuple):
@@ -67,11 +94,15 @@ class DiagnosisInput(NamedTuple):
     states: Sequence[EngineState]
 
 
+NOTHING_SEEN: Mapping[str, EngineReading] = {}
+
+
 class LiveFigures:
     """Collects the figures of a host for its page. Engine metrics are read only while the page is open."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, operations: Mapping[str, Operation] | None = None) -> None:
         self.host = host
+        self.actions = PageActions(host, operations or {})
         self.recorder = LiveRecorder()
         self.began_s = time.time()
         self._looked_at = float("-inf")
@@ -102,6 +133,7 @@ class LiveFigures:
                 if looking is None and time.monotonic() - looked_at >= max(usual_s, pause_s):
                     looking = asyncio.create_task(self.read_engines())
         finally:
+            self.actions.stop()
             if looking is not None:
                 looking.cancel()
 
@@ -126,7 +158,7 @@ class LiveFigures:
         began = time.monotonic()
         is_open = self.is_page_open
         asked = [self._make_probe(engine, is_open) for engine in self.host.engines]
-        self._seen = await asyncio.to_thread(probe_engines, asked, self._cards)
+        self._seen = await asyncio.to_thread(probe_engines, asked, self._cards, self._seen)
         self._keep_states()
         if is_open:
             inputs = {
@@ -147,12 +179,25 @@ class LiveFigures:
         return PageResponse(found.body, "text/html; charset=utf-8", found.headers)
 
     def serve_figures(self, visit: PageRequest) -> PageResponse:
-        live = self.build_live(visit.tenant or "", _parse_number(visit.query.get("since", "0")), whole=visit.sees_all)
-        return PageResponse(
-            msgspec.json.encode(live), JSON, {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-        )
+        since_s = _parse_number(visit.query.get("since", "0"))
+        may_act = self.actions.may_act(visit)
+        live = self.build_live(visit.tenant or "", since_s, whole=visit.sees_all, may_act=may_act)
+        return PageResponse(msgspec.json.encode(live), JSON, NOT_STORED)
 
-    def build_live(self, tenant: str, since_s: float = 0.0, *, whole: bool) -> Live:
+    def serve_log(self, visit: PageRequest) -> PageResponse:
+        """The last lines of the service's log, or of the engine `of`."""
+        if not visit.sees_all:
+            return respond_error(403, "only the operator and admins may read logs", "log_not_allowed")
+        name = visit.query.get("of", SERVICE_LOG)
+        path = self._list_logs().get(name)
+        if path is None:
+            return respond_error(404, f"there is no log of {name!r}", "not_found")
+        return respond_json({"of": name, "lines": read_last_lines(path, MOST_LINES)}, headers=NOT_STORED)
+
+    def _list_logs(self) -> dict[str, Path]:
+        return {SERVICE_LOG: self.host.log.path, **{engine.id: engine.log for engine in self.host.engines}}
+
+    def build_live(self, tenant: str, since_s: float = 0.0, *, whole: bool, may_act: bool = False) -> Live:
         """With `whole` the operator's view; else the tenant's view: the models it may use and its own usage."""
         host = self.host
         if whole:
@@ -170,10 +215,15 @@ class LiveFigures:
             at_s=time.time(),
             began_s=self.began_s,
             hardware=describe_hardware(host.hardware) if whole else None,
-            models=tuple(self._describe_model(one) if whole else _describe_for_tenant(one) for one in visible),
+            models=tuple(self._describe_model(one, may_act) if whole else _describe_for_tenant(one) for one in visible),
             tenants=tuple(self._describe_use(member) for member in members),
             verdict=self._verdict if whole else None,
             notes=tuple(host.notes) if whole else (),
+            statuses=self.recorder.count_statuses(None if whole else tenant),
+            requests=self.recorder.list_requests(MOST_REQUESTS, None if whole else tenant),
+            logs=tuple(self._list_logs()) if whole else (),
+            may_act=may_act,
+            action=self.actions.report if may_act else None,
             history=self.recorder.build_history(host.services, since_s)
             if whole
             else self.recorder.build_tenant_history(tenant, since_s),
@@ -183,12 +233,12 @@ class LiveFigures:
         services = self.host.services.values()
         return [one for one in services if whole or not one.wanted.tenants or tenant in one.wanted.tenants]
 
-    def _describe_model(self, service: HostedService) -> LiveModel:
+    def _describe_model(self, service: HostedService, may_act: bool) -> LiveModel:
         window = self.recorder.get_window(service.name)
         spanned_s = min(WINDOW_S, max(1, len(self.recorder.seconds)))
         decision = service.readied.decided.decision
         standing = self._take_snapshot(service)
-        return LiveModel(
+        model = LiveModel(
             model=service.name,
             state=service.state,
             busy=service.current_operation,
@@ -212,7 +262,10 @@ class LiveFigures:
             ended=sum(tally.ended for tally in window),
             failed=sum(tally.failed for tally in window),
             binding=self._get_binding(service),
+            targets=_list_targets(service) if may_act else (),
         )
+        busy = [tally.standing.in_flight for tally in window if tally.standing.in_flight]
+        return replace_fields(model, deviations=list_deviations(model, sum(busy) / len(busy) if busy else 0.0))
 
     def _get_binding(self, service: HostedService) -> LiveBottleneck:
         if service.state != "ready":
@@ -278,6 +331,8 @@ class LiveFigures:
             memory_bytes=_sum(one.memory_bytes for one in seen),
             gpu_bytes=_sum(one.gpu_bytes for one in seen),
             kv_use=max(kv, default=None),
+            cpu_share=_add_shares(one.cpu_share for one in seen),
+            gpu_share=max((one.gpu_share for one in seen if one.gpu_share is not None), default=None),
         )
 
     def _make_probe(self, engine: HostedEngine, with_metrics: bool) -> EngineProbe:
@@ -289,7 +344,8 @@ class LiveFigures:
                 metrics = self._metrics[url, key] = EngineMetrics(
                     url, key, engine_by_id(engine.plan.engine).read_metrics
                 )
-        return EngineProbe(engine.id, engine.pid, metrics, engine.plan.settings.device != "cpu")
+        on_card = engine.plan.settings.device != "cpu"
+        return EngineProbe(engine.id, engine.pid, metrics, on_card, self.host.hardware.cpu.allowed_cores)
 
     def _keep_states(self) -> None:
         """Keep the engine states of the last minute, and drop those of engines that were removed."""
@@ -317,25 +373,47 @@ class LiveFigures:
         )
 
 
-def add_live_page(host: Host) -> LiveFigures:
-    """Add the page and its figures to the host's gateway. The caller runs `run` of the returned object."""
-    figures = LiveFigures(host)
-    host.gateway.handed |= {PAGE: figures.serve_page, FIGURES: figures.serve_figures}
+def add_live_page(host: Host, operations: Mapping[str, Operation] | None = None) -> LiveFigures:
+    """Add the page and its figures to the host's gateway. The caller runs `run` of the returned object.
+
+    `operations` are those of the control socket; the page offers some of them.
+    """
+    figures = LiveFigures(host, operations)
+    host.gateway.handed |= {PAGE: figures.serve_page, FIGURES: figures.serve_figures, LOG: figures.serve_log}
+    host.gateway.actions[ACTIONS] = figures.actions.handle
     return figures
 
 
-def probe_engines(asked: Sequence[EngineProbe], cards: GpuMeter | None) -> dict[str, EngineReading]:
-    """Read the memory and metrics of each engine. Blocks."""
+def probe_engines(
+    asked: Sequence[EngineProbe], cards: GpuMeter | None, before: Mapping[str, EngineReading] = NOTHING_SEEN
+) -> dict[str, EngineReading]:
+    """Read the memory, CPU time and metrics of each engine. Blocks."""
     trees = {one.id: list_process_tree(one.pid) if one.pid is not None else [] for one in asked}
     on_cards = _read_gpu_bytes({one.id: trees[one.id] for one in asked if one.on_card and trees[one.id]}, cards)
-    return {
-        one.id: EngineReading(
+    utilization = cards.read_utilization() if cards is not None and any(one.on_card for one in asked) else None
+    found = {}
+    for one in asked:
+        cpu = _read_cpu(one.pid, trees[one.id])
+        found[one.id] = EngineReading(
             measure_memory_bytes(trees[one.id]),
             on_cards.get(one.id),
             one.metrics.read_state() if one.metrics is not None else None,
+            cpu,
+            _compute_cpu_share(before[one.id].cpu if one.id in before else None, cpu, one.cores),
+            utilization if one.on_card else None,
         )
-        for one in asked
-    }
+    return found
+
+
+def _read_cpu(pid: int | None, tree: Sequence[int]) -> CpuReading | None:
+    seconds = measure_engine_seconds(tree)
+    return CpuReading(time.monotonic(), pid, seconds) if pid is not None and seconds is not None else None
+
+
+def _compute_cpu_share(before: CpuReading | None, now: CpuReading | None, cores: float) -> float | None:
+    if before is None or now is None or before.pid != now.pid or now.at_s <= before.at_s:
+        return None
+    return round(min(1.0, max(0.0, now.seconds - before.seconds) / ((now.at_s - before.at_s) * (cores or 1.0))), 3)
 
 
 def _read_gpu_bytes(trees: Mapping[str, Sequence[int]], cards: GpuMeter | None) -> dict[str, int | None]:
@@ -399,6 +477,22 @@ def _describe_for_tenant(service: HostedService) -> LiveModel:
             for engine in service.engines
         ),
     )
+
+
+def _list_targets(service: HostedService) -> tuple[str, ...]:
+    """The engines that the plan considers possible here, except the one in service. A migration decides again."""
+    if service.on is not None:
+        return ()
+    decision = service.readied.decided.decision
+    possible = [one.engine for one in decision.challengers]
+    possible += [one.engine for one in decision.alternatives if one.fits]
+    possible += [one.engine for one in decision.refused if one.kind == "outranked"]
+    return tuple(dict.fromkeys(one for one in possible if one != service.readied.plan.engine))
+
+
+def _add_shares(shares: Iterable[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return min(1.0, sum(known)) if known else None
 
 
 def _count_left(bucket: RateBucket | None) -> int | None:

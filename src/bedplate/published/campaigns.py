@@ -31,7 +31,7 @@ def campaign(row: Record) -> str:
 def _find_series(path: str, notes: Mapping[str, str]) -> str:
     """The file that lists the series; a file with one result or with one day's copy of all results names none."""
     file = notes.get("source_file") or path.partition("#")[0].partition(";")[0].strip().rpartition("/")[2]
-    return "" if file.endswith(".json") or find_month(file) else file.lower()
+    return "" if file.removesuffix(".xz").endswith(".json") or find_month(file) else file.lower()
 
 
 def find_month(text: str) -> str:

@@ -205,6 +205,8 @@ def find_metric(question: LocalEstimator, case: PublishedCase) -> StreamMetric |
         if _covers_whole_request(case) and prompt is not None and output:
             return StreamMetric(output, question.make_request_parts(prompt, output))
         return StreamMetric(1, (question.make_step_part(1, _estimate_context(case)),))
+    if case.metric == "output_tok_s_total" and "closed loop" in case.scenario and prompt and output:
+        return StreamMetric(batch * output, question.make_request_parts(prompt, output, batch))
     step = question.make_step_part(batch, _estimate_context(case))
     if case.metric in ("output_tok_s_total", "output_tok_s_per_gpu"):
         return StreamMetric(batch / ((case.devices or 1) if case.metric == "output_tok_s_per_gpu" else 1), (step,))

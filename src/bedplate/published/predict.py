@@ -49,6 +49,8 @@ def predict_case(case: PublishedCase) -> RowPrediction | PredictionRefusal:
 
 def is_under_load(case: PublishedCase) -> bool:
     """Whether the model of continuous batching predicts the case, not that of one or a few streams."""
+    if case.metric == "output_tok_s_total" and case.machine.kind == "cpu":
+        return False
     return case.metric in SERVING_METRICS and (
         get_traits(case.engine).kernels == "serving" or not one_stream.can_predict(case)
     )

@@ -17,7 +17,7 @@ from bedplate.facts.chips import Chip, ChipMatch, find_chip, load_chips
 from bedplate.facts.known_models import look_up_model, make_model_from_facts, parse_model_name
 from bedplate.published.run_settings import RunSettings, read_run_settings
 from bedplate.published.settings import ServingSettings, parse_settings
-from bedplate.values import Model, Parallelism, replace_fields
+from bedplate.values import LayerGroup, Model, ModelPart, Parallelism, replace_fields
 from bedplate.values.units import format_memory as as_memory
 
 COLUMNS = (
@@ -118,7 +118,9 @@ def resolve(row: Mapping[str, str | None]) -> PublishedCase | PredictionRefusal:
         metric=metric,
         engine=engine,
         backend=backend,
-        machine=_get_machine(chip.name, (devices or 1) * chip.devices_per_card, run.threads, chip.kind == "cpu"),
+        machine=_get_machine(
+            chip.name, (devices or 1) * chip.devices_per_card, run.threads, chip.kind == "cpu", run.instruction_sets
+        ),
         chip=chip,
         shape=get_shape(model),
         model=model,
@@ -232,9 +234,13 @@ def parse_layout(text: str, tensor: int | None = None) -> Parallelism:
 
 
 @lru_cache(maxsize=4096)
-def _get_machine(chip_name: str, devices: int, threads: int | None, on_cpu: bool) -> MachineRates:
+def _get_machine(
+    chip_name: str, devices: int, threads: int | None, on_cpu: bool, instruction_sets: tuple[str, ...] = ()
+) -> MachineRates:
     chip = load_chips()[chip_name]
-    return make_chip_rates(replace_fields(chip, kind="cpu") if on_cpu else chip, devices, threads=threads)
+    if on_cpu:
+        chip = replace_fields(chip, kind="cpu", instruction_sets=instruction_sets or chip.instruction_sets)
+    return make_chip_rates(chip, devices, threads=threads)
 
 
 def _get_chip(text: str) -> Chip:
@@ -321,12 +327,22 @@ class _Hints(NamedTuple):
     parameters: float | None
     gemm: str
     group: int | None
+    layers: int | None
+    vocabulary: int | None
+    """Layers and vocabulary of a model that has this shape otherwise, e.g. one with random weights."""
 
 
 def _read_hints(texts: Mapping[str, str], notes: Mapping[str, str]) -> _Hints:
     group = re.search(r"\bg(\d{2,3})\b", texts["quantization"].lower())
     size = _parse_bytes(notes.get("file_bytes", "")) or _parse_bytes(notes.get("file_size", ""))
-    return _Hints(size, _parse_params(notes.get("params", "")), notes.get("gemm", ""), int(group[1]) if group else None)
+    return _Hints(
+        size,
+        _parse_params(notes.get("params", "")),
+        notes.get("gemm", ""),
+        int(group[1]) if group else None,
+        _parse_count(notes.get("model_layers", "")),
+        _parse_count(notes.get("model_vocabulary", "")),
+    )
 
 
 def _parse_bytes(text: str) -> float | None:
@@ -364,6 +380,8 @@ def _find_model(name: str, quantization: str, engine: str, hints: _Hints) -> Mod
     if traits.grouped_bits and hints.group and found.quantization_details is not None:
         # A 16-bit scale and a 16-bit bias for each group; the label assumes groups of 64.
         found = _rescale(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
+    if (hints.layers or hints.vocabulary) and found.parts and found.num_layers and found.vocab_size:
+        found = _resize(found, hints.layers or found.num_layers, hints.vocabulary or found.vocab_size)
     if hints.file_bytes and hints.parameters and 0.5 < hints.parameters / max(found.parameters, 1) < 2:
         found = _rescale(found, hints.file_bytes + found.vision_weight_bytes)
     return found
@@ -431,6 +449,38 @@ def _with_q8_rest(model: Model) -> Model:
     )
     saved = sum(part.bytes for part in model.parts) - sum(part.bytes for part in parts)
     return replace_fields(model, parts=parts, weight_bytes=model.weight_bytes - saved)
+
+
+def _resize(model: Model, layers: int, vocabulary: int) -> Model:
+    """The same shape with another number of equal layers and another vocabulary."""
+    deep, wide = layers / model.num_layers, vocabulary / (model.vocab_size or vocabulary)
+
+    def scale_part(part: ModelPart) -> ModelPart:
+        factor = wide if part.name in ("embedding", "output") else deep
+        return replace_fields(
+            part,
+            parameters=round(part.parameters * factor),
+            active_parameters=round(part.active_parameters * factor),
+            bytes=round(part.bytes * factor),
+        )
+
+    def scale_layers(group: LayerGroup) -> LayerGroup:
+        cache = round(group.kv_bytes_per_token * deep)
+        return replace_fields(group, count=round(group.count * deep), kv_bytes_per_token=cache)
+
+    parts = tuple(map(scale_part, model.parts))
+    return replace_fields(
+        model,
+        parts=parts,
+        layers=tuple(map(scale_layers, model.layers)),
+        num_layers=layers,
+        num_moe_layers=round(model.num_moe_layers * deep) if model.num_moe_layers else None,
+        vocab_size=vocabulary,
+        kv_bytes_per_token=round(model.kv_bytes_per_token * deep),
+        parameters=sum(part.parameters for part in parts),
+        active_parameters=sum(part.active_parameters for part in parts),
+        weight_bytes=sum(part.bytes for part in parts),
+    )
 
 
 def _rescale(model: Model, weight_bytes: float) -> Model:

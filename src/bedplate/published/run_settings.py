@@ -40,6 +40,8 @@ class RunSettings(NamedTuple):
     micro_batch: int | None = None
     batch: int | None = None
     threads: int | None = None
+    instruction_sets: tuple[str, ...] = ()
+    """The sets that the engine was compiled for, if it does not use all those of the CPU."""
     build: int | None = None
     """The build number of llama.cpp."""
     year: int | None = None
@@ -58,6 +60,7 @@ def read_run_settings(texts: Mapping[str, str]) -> RunSettings:
         micro_batch=_find_count(text, _COUNTS["micro_batch"]),
         batch=_find_count(text, _COUNTS["batch"]),
         threads=_find_count(text, _COUNTS["threads"]),
+        instruction_sets=_find_instruction_sets(text),
         build=_find_build(texts.get("engine_version", "").lower()),
         year=_find_year(texts.get("engine_version", "")) or _find_year(texts.get("date", "")),
     )
@@ -80,6 +83,11 @@ def _find_count(text: str, pattern: str) -> int | None:
     if found is None and pattern == _COUNTS["threads"]:
         found = re.search(r"(?<!\d)(\d{1,4})\s+threads", text)
     return max(1, int(found[1])) if found else None
+
+
+def _find_instruction_sets(text: str) -> tuple[str, ...]:
+    found = re.search(r"(?<![a-z0-9])instruction[ _-]?sets\s*[:=]\s*([a-z0-9_+ ]+)", text)
+    return tuple(re.split(r"[ +]+", found[1].strip())) if found else ()
 
 
 def _find_build(version: str) -> int | None:

@@ -31,7 +31,6 @@ _GRAPHS_OFF = re.compile(
     r"enforce[_ -]eager(?!\s*[=:]\s*(?:false|0|off|no))|disable[_ -]cuda[_ -]graphs?|eager[_ -]mode"
 )
 _GRAPHS = re.compile(r"(?:cuda|hip)[_ -]?graphs?" + _VALUE)
-_HIPBLASLT = re.compile(r"hipblaslt" + _VALUE)
 _WORKERS = re.compile(r"(?:num[_ -])?(prefill|decode)[_ -](?:num[_ -])?workers?\s*[=: ]\s*(\d{1,3})")
 _WORKERS_SHORT = re.compile(r"(?<![a-z0-9])(\d{1,3})p(\d{1,3})d(?![a-z0-9])")
 
@@ -48,7 +47,6 @@ class ServingSettings(NamedTuple):
     """Whether passes are captured graphs."""
     prefill_workers: int | None = None
     decode_workers: int | None = None
-    hipblaslt: bool | None = None
     day: str = ""
     """Day of the measurement, such as `2026-01-31`."""
     image: str = ""
@@ -71,7 +69,6 @@ def parse_settings(texts: Mapping[str, str], notes: Mapping[str, str]) -> Servin
         graphs=False if _GRAPHS_OFF.search(text) else _parse_switch(_GRAPHS.finditer(text)),
         prefill_workers=workers.get("prefill"),
         decode_workers=workers.get("decode"),
-        hipblaslt=_parse_switch(_HIPBLASLT.finditer(text)),
         day=_parse_day(texts.get("date", "")) or _parse_day(notes.get("measured", "") or notes.get("date", "")),
         image=next((notes[name] for name in ("image", "container", "docker") if notes.get(name)), "").rpartition(":")[
             2

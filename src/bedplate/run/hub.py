@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,6 +25,7 @@ from bedplate.facts.library import (
     is_same_quantization,
     split_reference,
 )
+from bedplate.facts.published_weights import WEIGHT_FILES, HubListing, RepositoryListing
 from bedplate.home import hold_lock
 from bedplate.run.checksums import compute_digest, compute_digest_of_bytes, is_digest, is_verified, record_verified
 from bedplate.run.transport import refuse_plain_http
@@ -46,6 +47,8 @@ Say = Callable[[str], None]
 _USUAL_QUANTIZATIONS = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_L", "MXFP4", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "NVFP4", "Q4_K",
 )  # fmt: skip
+_FOLDER_FILES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+"""What engines read of a model folder."""
 _DISK_MARGIN_BYTES = 256 << 20
 # Most headers are shorter; the others need a second request.
 _FIRST_BYTES = (256 << 10) - 1
@@ -123,6 +126,61 @@ def choose_files(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
         missing_bytes=missing,
         endpoint=_get_endpoint(),
     )
+
+
+def choose_folder(repo: str, revision: str | None = None) -> HubChoice:
+    """All files of a repository, or of one of its branches, that an engine reads: weights, configuration, tokenizer."""
+    info = _fetch_model_info(repo, revision)
+    files = tuple(
+        HubFile(sibling.rfilename, sibling.size or 0, _get_digest(sibling))
+        for sibling in sorted(info.siblings or (), key=lambda one: one.rfilename != "config.json")
+        if "/" not in sibling.rfilename and sibling.rfilename.endswith(_FOLDER_FILES)
+    )
+    if not any(file.path == "config.json" for file in files):
+        raise _explain_unreadable(repo, info)
+    folder, commit = find_hub_cache() / ("models--" + repo.replace("/", "--")), _get_commit(info, repo)
+    missing = sum(file.size_bytes for file in files if not (folder / "snapshots" / commit / file.path).exists())
+    return HubChoice(
+        repo=repo,
+        revision=commit,
+        quantization=revision,
+        files=files,
+        folder=folder,
+        missing_bytes=missing,
+        endpoint=_get_endpoint(),
+    )
+
+
+def list_files(repo: str, revision: str | None = None) -> RepositoryListing:
+    """The files of a repository and their sizes; nothing is downloaded."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        info = _fetch_model_info(repo, revision, check_access=False)
+    except UsageError as error:
+        if isinstance(error.__cause__, RepositoryNotFoundError) and not isinstance(error.__cause__, GatedRepoError):
+            return RepositoryListing(missing=True)
+        raise
+    except ExternalFailure as error:
+        if isinstance(error.__cause__, RevisionNotFoundError):
+            return RepositoryListing(missing=True)
+        raise
+    return RepositoryListing(
+        files={one.rfilename: one.size or 0 for one in info.siblings or () if one.rfilename.endswith(WEIGHT_FILES)}
+    )
+
+
+def list_published_files(keys: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> HubListing:
+    """The hub's listing of these repositories (owner/name, with @branch); `progress` gets the number that are done."""
+    import datetime as dt
+
+    found: dict[str, RepositoryListing] = {}
+    for number, key in enumerate(keys, 1):
+        repo, _, revision = key.partition("@")
+        found[key] = list_files(repo, revision or None)
+        progress(number)
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return HubListing(listed_at=now, endpoint=_get_endpoint(), repositories=found)
 
 
 def read_remote_model(repo: str) -> Model:
@@ -482,16 +540,16 @@ def _describe_other_formats(info: ModelInfo) -> str | None:
     return f"it has {', '.join(found)} files" if found else None
 
 
-def _fetch_model_info(repo: str) -> ModelInfo:
+def _fetch_model_info(repo: str, revision: str | None = None, *, check_access: bool = True) -> ModelInfo:
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     endpoint = _get_endpoint()
     _refuse_offline(repo)
     with _translate_errors(repo), _silence_hub():
         api = HfApi(endpoint=endpoint, library_name="bedplate", library_version=__version__)
-        info = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
+        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
         models = [s.rfilename for s in info.siblings or () if is_language_model(s.rfilename)]
-        if info.gated and models:
+        if check_access and info.gated and models:
             # Everyone can list a gated repository; only a request for a file shows whether we have access.
             get_hf_file_metadata(
                 hf_hub_url(repo, models[0], revision=info.sha, endpoint=endpoint),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 from collections.abc import Callable
+
+import msgspec
 
 MAX_LINE_CHARS = 4000
 MAX_CLIENT_LINE_CHARS = 1000
@@ -55,3 +58,9 @@ class OutputLimit:
             return False
         self._level -= num_bytes
         return True
+
+
+def format_log_entry(text: str, service: str | None = None) -> str:
+    """An event as one line of JSON, for programs that collect logs."""
+    at = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": at, "service": service, "message": clean_line(text)}).decode()

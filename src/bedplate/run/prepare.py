@@ -51,7 +51,9 @@ from bedplate.values.units import format_seconds, format_size
 UNPACKER = "gguf-to-folder"
 SLACK = 1.1
 """Factor on the size of the weights, for tokenizers and temporary files of a conversion."""
-SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
+SECRETS = frozenset(
+    ["BEDPLATE_API_KEY", "BEDPLATE_USAGE_STORE", "PGPASSWORD", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"]
+)
 OTHER_ENVIRONMENT_VARIABLES = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
 JOBS = "MAX_JOBS"
 """The number of concurrent compilers. It does not affect the result, and the user may set it."""
@@ -243,7 +245,7 @@ def _build_chain(
     source = plan.source or plan.model
     by_hand = engine_by_id(plan.engine).list_build_steps(plan)
     wanted = [step for step in steps if step.kind != "install" and step not in by_hand]
-    content = _hash_content(source) if wanted else ""
+    content = hash_model_content(source) if wanted else ""
     chain: tuple[PreparationStep, ...] = ()
     for step in wanted:
         if not step.argv:
@@ -543,10 +545,6 @@ def _remove_paths(word: str, source: Model) -> str:
 
 
 def hash_model_content(source: Model) -> str:
-    return _hash_content(source)
-
-
-def _hash_content(source: Model) -> str:
     """A hash of all files that a conversion may read; for a model on the hub, of its name."""
     files = [Path(file) for file in source.files]
     if files and source.format != "gguf":

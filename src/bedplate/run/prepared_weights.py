@@ -100,14 +100,14 @@ def _lock_alone(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        with _lock_use_mark(folder.parent / name) as free:
+        with lock_use_mark(folder.parent / name) as free:
             yield free
     finally:
         lock.release()
 
 
 @contextlib.contextmanager
-def _lock_use_mark(folder: Path) -> Iterator[bool]:
+def lock_use_mark(folder: Path) -> Iterator[bool]:
     """Takes the lock that users of the folder share; yields False if one of them holds it."""
     mark = Path(f"{folder}.use")
     if os.name != "posix" or not mark.exists():

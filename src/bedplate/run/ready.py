@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bedplate.decide import decide, plan
+from bedplate.decide.nodes import VISIBLE
 from bedplate.decide.placement import MachinePart, Need, ServiceAsk, divide_machine
 from bedplate.engines import Engine, get_plan_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import find_cards
 from bedplate.engines.knobs import is_native
-from bedplate.errors import ExternalFailure, UsageError
+from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.facts.known_models import look_up_model
+from bedplate.facts.published_weights import find_published_name
 from bedplate.progress import Progress
-from bedplate.run.builtin import fetch_builtin
+from bedplate.run.builtin import fetch_beside, fetch_builtin
 from bedplate.run.checksums import verify_cached_model
 from bedplate.run.environments import (
     EngineEnvironment,
@@ -24,19 +27,28 @@ from bedplate.run.environments import (
     find_adopted,
     find_environment,
     make_environment,
-    read_registered_versions,
+    read_registered_engines,
 )
-from bedplate.run.models import fetch_model, find_local_model, is_builtin
+from bedplate.run.local_models import record_use
+from bedplate.run.models import (
+    describe_short_name,
+    expand_name,
+    fetch_model,
+    fetch_published,
+    find_local_model,
+    is_builtin,
+)
 from bedplate.run.native import BuildNotUsable, find_toolchain, find_usable_build, get_source_build
+from bedplate.run.options import PORT, check_options
 from bedplate.run.prepare import prepare
 from bedplate.run.starting import EngineStart
 from bedplate.run.trials import Examiner, provide_native_environment
 from bedplate.store import compute_fingerprint, read_evidence
-from bedplate.values import Decision, Hardware, Model, Plan, Workload, replace_fields
+from bedplate.values import Decision, Hardware, Model, Plan, PublishedWeights, Workload, replace_fields
 from bedplate.values.evidence import StoredEvidence
+from bedplate.values.run import Role
 from bedplate.values.service import Build, ModelOrder
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 """The variables that restrict a process to some of the accelerators."""
 
 
@@ -50,6 +62,8 @@ class ModelDecision:
     part: MachinePart
     plan: Plan
     build: Build = "packages"
+    role: Role | None = None
+    """Of a gate: which side it is."""
 
     @property
     def engine(self) -> Engine:
@@ -125,7 +139,7 @@ def decide_engines(
     """
     if build == "native":
         wanted = [replace_fields(one, engine=_choose_build_engine(one.engine, hardware).id) for one in wanted]
-    models = models or [_find_facts(one.model, hardware, progress) for one in wanted]
+    models = models or [_find_facts(one, hardware, progress) for one in wanted]
     return _plan_all(wanted, models, hardware, progress, build, budget_bytes, tell)
 
 
@@ -155,32 +169,53 @@ def _plan_all(
     path: Path | None = None,
 ) -> tuple[ModelDecision, ...]:
     evidence = _read_evidence(hardware, progress, path)
+    builds = [_choose_build(one, build) for one in wanted]
     asks = [
-        ServiceAsk(facts.name, one.workload, _make_decider(one, facts, build, evidence), one.replicas, one.is_on_demand)
-        for one, facts in zip(wanted, models, strict=True)
+        ServiceAsk(facts.name, one.workload, _make_decider(one, facts, kind, evidence), one.replicas, one.is_on_demand)
+        for one, facts, kind in zip(wanted, models, builds, strict=True)
     ]
     parts = divide_machine(hardware, asks, budget_bytes)
     for one, facts, part in zip(wanted, models, parts, strict=True):
         tell(hardware, facts, one, part.decision)
     return tuple(
-        ModelDecision(one, hardware, facts, part, plan(part.decision, facts, part.workload), build)
-        for one, facts, part in zip(wanted, models, parts, strict=True)
+        ModelDecision(one, hardware, facts, part, plan(part.decision, facts, part.workload), kind)
+        for one, facts, part, kind in zip(wanted, models, parts, builds, strict=True)
     )
+
+
+def _choose_build(wanted: ModelOrder, build: Build) -> Build:
+    """ID@VERSION with the version of the native build asks for that build."""
+    return "native" if wanted.engine is not None and engine_by_id(wanted.engine).is_native else build
 
 
 def fetch_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
     """The facts of a model whose files are on this machine afterwards."""
     if is_builtin(model):
         fetch_builtin(progress)
-    return _find_facts(model, hardware, progress)
+    return _find_facts(ModelOrder(model=model, workload=Workload(origin="default")), hardware, progress)
 
 
-def _find_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
-    found = find_local_model(model)
-    if found is None:
-        return fetch_model(str(model), hardware.memory.available_bytes, progress)
-    verify_cached_model(found, progress)
-    return found
+def _find_facts(wanted: ModelOrder, hardware: Hardware, progress: Progress) -> Model:
+    found = find_local_model(wanted.model)
+    if found is not None:
+        verify_cached_model(found, progress)
+        return found
+    name = expand_name(str(wanted.model))
+    if (meaning := describe_short_name(wanted.model)) is not None:
+        progress.note(meaning)
+    if (published := _choose_published(wanted, hardware)) is not None:
+        return fetch_published(name, published, progress)
+    return fetch_model(name, hardware.memory.available_bytes, progress)
+
+
+def _choose_published(wanted: ModelOrder, hardware: Hardware) -> PublishedWeights | None:
+    """The published weights that the plan for a known model fetches; `None`: it fetches none."""
+    name = expand_name(str(wanted.model))
+    facts = look_up_model(name) if find_published_name(name) is not None else None
+    if facts is None:
+        return None
+    decision = decide(hardware, facts, wanted.workload, wanted.engine, operations=wanted.operations, installable=True)
+    return decision.weights.published if decision.weights is not None else None
 
 
 def _make_decider(
@@ -206,7 +241,7 @@ def _make_decider(
             verdicts=evidence.verdicts,
             tunings=() if wanted.untuned else tunings,
             installable=not for_all,
-            versions=read_registered_versions() if build != "native" else None,
+            registered=read_registered_engines() if build != "native" else None,
         )
         if build == "native" and decision.engine is not None:
             return replace_fields(decision, engine_version=get_source_build(engine_by_id(decision.engine)).version)
@@ -233,17 +268,39 @@ def prepare_model(
         note = _describe_idle_accelerators(engine_by_id(requested), one.hardware, chosen)
         if note is not None:
             progress.note(note)
-    if environment is None:
-        environment = _choose_environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
-    if environment.adopted_path or environment.built:
-        chosen = replace_fields(chosen, engine_version=environment.version)
-    if is_builtin(one.wanted.model):
-        fetch_builtin(progress)
+    with fetch_beside(is_builtin(one.wanted.model), progress) as wait_for_model:
+        if environment is None:
+            environment = _choose_environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
+        if environment.adopted_path or environment.built:
+            chosen = replace_fields(chosen, engine_version=environment.version)
+        else:
+            _require_options(chosen, environment, progress)
+        wait_for_model()
+    record_use(one.facts)
     tools = environment
     if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
         # An adopted server may come without the programs that convert weights.
         tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
     return PreparedModel(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
+
+
+def _require_options(chosen: Plan, environment: EngineEnvironment, progress: Progress) -> None:
+    """Raises NotPossible if a version that bedplate was not released with rejects an option of the launch."""
+    engine = get_plan_engine(chosen)
+    if engine.version is None or engine.is_checked(engine.version):
+        return
+    try:
+        found = check_options(engine, environment, engine.launch(chosen, PORT))
+    except (OSError, TimeoutError) as error:
+        what = f"the options of {engine.name} {engine.version} cannot be checked"
+        raise ExternalFailure(what, cause=str(error)) from error
+    if found.accepted is False:
+        raise NotPossible(
+            f"{engine.name} {engine.version} does not accept the options that bedplate starts it with",
+            cause=found.text,
+            hint=f"use {engine.id} without a version, or {engine.id}@{engine.pinned_version}",
+        )
+    progress.note(f"{engine.name} {engine.version}: {found.text}")
 
 
 def _choose_build_engine(engine: str | None, hardware: Hardware) -> Engine:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bedplate.engines import Engine
 from bedplate.engines import get_engine as engine_by_id
@@ -55,6 +56,17 @@ class PlanBackend(GatewayBackend):
         self.requests = engine.requests
         self.capabilities = engine.describe_capabilities(plan)
         self.find_mistake = engine.find_mistake
+
+
+def list_adapter_fields(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    """The names of the plan's LoRA adapters, each with the fields of requests that choose it."""
+    traits = engine_by_id(plan.engine).adapters
+    if traits is None or traits.selects is None or not plan.workload.names_adapters:
+        return []
+    names = [one.served_name for one in plan.workload.adapters]
+    if traits.selects == "model":
+        return [(name, {}) for name in names]
+    return [(name, {"lora": [{"id": number, "scale": 1.0}]}) for number, name in enumerate(names)]
 
 
 def create_supervisor(

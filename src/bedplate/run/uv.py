@@ -27,6 +27,8 @@ _NO_NETWORK = re.compile(
 _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
 """The beginning of a line in uv's chain of causes; it differs between versions."""
 SOURCE_VARIABLE = "BEDPLATE_ALLOW_SOURCE_BUILDS"
+_TORCH = re.compile(r"torch(?:==(?P<pin>[\w.]+))?(?![\w.-])")
+"""PyTorch as a requirement, with its pin if it has one."""
 _OTHER_ENVIRONMENT_VARIABLES = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
@@ -110,7 +112,7 @@ def choose_torch_backend(packages: Sequence[str], device: Device) -> str | None:
 
     The package index has the CUDA build, which is gigabytes large and useless on a machine without such a GPU.
     """
-    if sys.platform == "darwin" or _find_torch_pin(packages) is None:
+    if sys.platform == "darwin" or not any(_TORCH.match(package) for package in packages):
         return None
     return os.environ.get("UV_TORCH_BACKEND") or ("cpu" if device == "cpu" else "auto")
 
@@ -119,22 +121,18 @@ def build_torch_arguments(packages: Sequence[str], backend: str | None, python: 
     """Arguments of `uv pip install` that select that build: a local wheel, otherwise PyTorch's own index."""
     if backend is None:
         return list(packages)
-    pin = _find_torch_pin(packages)
-    if backend == "cpu" and pin is not None and (found := _find_cpu_wheel(pin, python)):
-        return [f"torch=={found}" if _find_torch_pin([package]) else package for package in packages]
+    named = next(found for package in packages if (found := _TORCH.match(package)))
+    if backend == "cpu" and (wheel := _find_cpu_wheel(named["pin"], python)):
+        return [f"torch=={wheel}" if _TORCH.match(package) else package for package in packages]
     return ["--torch-backend", backend, *packages]
 
 
-def _find_torch_pin(packages: Sequence[str]) -> str | None:
-    found = (re.match(r"torch==([\w.]+)", package) for package in packages)
-    return next((match[1] for match in found if match), None)
-
-
-def _find_cpu_wheel(pin: str, python: str) -> str | None:
-    """The version of a PyTorch wheel for this Python and machine in UV_FIND_LINKS."""
+def _find_cpu_wheel(pin: str | None, python: str) -> str | None:
+    """The version of a PyTorch wheel for this Python and machine in UV_FIND_LINKS; `pin`: only this version."""
     major, minor = python.split(".")[:2]
+    version = re.escape(pin) if pin else r"[0-9.]+"
     pattern = re.compile(
-        rf"torch-(?P<version>{re.escape(pin)}\+cpu)-cp{major}{minor}-\w+-\w*{platform.system().lower()[:5]}\w*"
+        rf"torch-(?P<version>{version}\+cpu)-cp{major}{minor}-\w+-\w*{platform.system().lower()[:5]}\w*"
         rf"{re.escape(platform.machine().lower())}\.whl"
     )
     for folder in build_uv_environment(os.environ).get("UV_FIND_LINKS", "").split(","):
@@ -180,6 +178,11 @@ def report_written_bytes(root: int, written: Callable[[int], None]) -> None:
     except (psutil.Error, AttributeError):
         return
     written(sum(counts))
+
+
+def is_network_failure(output: str) -> bool:
+    """Whether uv's output says that it reached no index."""
+    return _NO_NETWORK.search(" ".join(output.split())) is not None
 
 
 def parse_reasons(output: str) -> list[str]:

@@ -11,6 +11,7 @@ import csv
 import hashlib
 import importlib.metadata
 import io
+import json
 import re
 import sys
 import zipfile
@@ -123,6 +124,16 @@ def pack_wheel(one: importlib.metadata.Distribution, folder: Path, tell: Packing
 
 def is_editable(one: importlib.metadata.Distribution) -> bool:
     return re.search(r'"editable"\s*:\s*true', one.read_text("direct_url.json") or "") is not None
+
+
+def find_requirement(name: str) -> str:
+    """The requirement that installs this package again: from its index, or from the folder or address it came from."""
+    one = importlib.metadata.distribution(name)
+    origin = json.loads(one.read_text("direct_url.json") or "{}")
+    if not origin:
+        return f"{name}=={one.version}"
+    commit = origin.get("vcs_info", {})
+    return f"{name} @ {commit['vcs']}+{origin['url']}@{commit['commit_id']}" if commit else f"{name} @ {origin['url']}"
 
 
 def pack_source(

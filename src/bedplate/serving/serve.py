@@ -19,6 +19,7 @@ from bedplate.facts.hardware import probe
 from bedplate.home import ensure_writable, get_logs_dir
 from bedplate.hosting import records
 from bedplate.hosting.control import ControlServer
+from bedplate.hosting.endpoints import check_endpoints, make_endpoints
 from bedplate.hosting.host import Host, HostedService
 from bedplate.hosting.memory import MemoryLimits
 from bedplate.hosting.operations import make_host_operations
@@ -29,6 +30,7 @@ from bedplate.hosting.tenants import CLOSED, list_warnings
 from bedplate.page.page import add_live_page
 from bedplate.progress import Progress, SilentProgress
 from bedplate.run.gateway.descriptors import raise_descriptor_limit
+from bedplate.run.gateway.elsewhere import RemoteAddress
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.listening import ListenOptions, check_port
 from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
@@ -147,7 +149,8 @@ def _serve_order(
         bundle.check_plan(found[0], hooks.progress)
     check_names(found)
     logs = ensure_writable(get_logs_dir())
-    record = records.claim_name(order.name, fallback or found[0].name, detached=detached)
+    first = found[0].name if found else order.endpoints[0].name or order.endpoints[0].model or "endpoint"
+    record = records.claim_name(order.name, fallback or first, detached=detached)
     try:
         hooks.on_claim(record)
         made = [_prepare_service(one, hooks, above) for one in found]
@@ -185,6 +188,9 @@ def check_order(order: Order, listen: ListenOptions | None = None) -> None:
     if order.name is not None:
         _check_name_free(order.name)
     choose_orchestrator(order)
+    check_endpoints(order)
+    if order.otlp_endpoint is not None:
+        RemoteAddress.from_url(order.otlp_endpoint, "--otlp-endpoint")
     _check_port(listen or build_listen_options(order))
 
 
@@ -193,7 +199,7 @@ def build_listen_options(order: Order) -> ListenOptions:
     content = Path(order.log_content).expanduser().absolute() if order.log_content is not None else None
     return ListenOptions(
         host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content,
-        allow_hosts=order.allow_hosts, allow_origins=order.allow_origins,
+        allow_hosts=order.allow_hosts, allow_origins=order.allow_origins, grace_s=order.grace_s,
     )  # fmt: skip
 
 
@@ -251,10 +257,19 @@ class _ServeSession:
         raise_descriptor_limit()
         room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
-        control = ControlServer(host, {**make_host_operations(self.record), **CHANGING_OPERATIONS})
+        operations = {**make_host_operations(self.record), **CHANGING_OPERATIONS}
+        control = ControlServer(host, operations)
         for text in self.notes:
             host.say(text, aloud=False)
-        live = add_live_page(host)
+        remote = make_endpoints(self.order, self.made)
+        if remote:
+            host.gateway.routing = self.order.routing or "share"
+        if self.order.otlp_endpoint is not None:
+            from bedplate.run.gateway.tracing import SpanExporter
+
+            host.gateway.trace(SpanExporter(self.order.otlp_endpoint, self.record.name, host.say))
+        host.log_format = self.order.log_format
+        live = add_live_page(host, operations)
         declare_tenants(host, self.order)
         # The port is bound first: without it there is no point in starting engines.
         host.gateway.starting = True
@@ -263,8 +278,17 @@ class _ServeSession:
         watching = asyncio.create_task(live.run())
         try:
             path = await control.start(Path(self.record.socket), self.record.name)
-            models = tuple(one.name for one in self.made)
-            self.record = records.update(self.record, socket=str(path), url=f"{host.url}/v1", models=models)
+            if remote:
+                watch = host.add_endpoints(remote, [one.tenants for one in self.order.endpoints])
+                if not self.made:
+                    checked = asyncio.ensure_future(watch.checked.wait())
+                    await asyncio.wait({checked, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    checked.cancel()
+            models = tuple(dict.fromkeys([*(one.name for one in self.made), *(one.model for one in remote)]))
+            requested = tuple(one.decided.wanted.model or one.name for one in self.made)
+            self.record = records.update(
+                self.record, socket=str(path), url=f"{host.url}/v1", models=models, requested=requested
+            )
             with _handle_signals(loop, host):
                 await self._serve(host, stopping)
         finally:
@@ -297,7 +321,7 @@ class _ServeSession:
         self.record = records.update(self.record, state="ready")
         host.say(f"ready at {host.url}/v1, process {os.getpid()}", aloud=False)
         self.hooks.on_ready(self._describe_endpoint(host))
-        notify(f"READY=1\nSTATUS={host.url}/v1 serves {', '.join(host.services)}")
+        notify(f"READY=1\nSTATUS={host.url}/v1 serves {', '.join(host.gateway.models)}")
         self._start_checks(host)
         either: set[asyncio.Future[Any]] = {stopping, host.fatal}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -346,6 +370,8 @@ class _ServeSession:
         return True
 
     def _describe_endpoint(self, host: Host) -> Endpoint:
+        if not self.made:
+            return self._describe_router(host)
         first = self.made[0]
         return Endpoint(
             url=f"{host.url}/v1",
@@ -356,10 +382,19 @@ class _ServeSession:
             pid=os.getpid(),
             log=str(host.engines[0].log if host.engines else host.log.path),
             name=host.name,
-            models=tuple(host.services),
+            models=tuple(host.gateway.models if host.endpoints else host.services),
             on=self.on.above if self.on is not None else None,
             phases=host.engines[0].backend.phases.list_times() if host.engines else (),
         )
+
+    def _describe_router(self, host: Host) -> Endpoint:
+        """Of a host whose models are all elsewhere."""
+        first = host.endpoints[0]
+        return Endpoint(
+            url=f"{host.url}/v1", model=first.model, engine=first.engine, engine_version="",
+            needs_key=host.gateway.needs_key, pid=os.getpid(), log=str(host.log.path), name=host.name,
+            models=tuple(host.gateway.models),
+        )  # fmt: skip
 
     def _start_checks(self, host: Host) -> None:
         if self.hooks.check is None or (self.on is not None and not self.on.above.real):

@@ -13,12 +13,14 @@ from rich.text import Text
 
 from bedplate.measure.bench import BenchListener
 from bedplate.measure.knee import MET, Knee, compute_met_share, find_knee
+from bedplate.measure.session_summary import summarize_sessions
 from bedplate.measure.summary import compute_spent, is_valid, summarize_cell
 from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
+from bedplate.show.structured import write_lines as write_structured_lines
 from bedplate.values import Refusal, replace_fields
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
-from bedplate.values.summary import Summary
+from bedplate.values.summary import SessionSummary, Summary
 from bedplate.values.units import format_seconds as time_words
 from bedplate.values.workload import LatencyTarget
 
@@ -44,6 +46,8 @@ def describe_load(load: Load) -> str:
     """The load as a table cell: requests in flight, request rate, or trace."""
     if load.arrivals == "closed":
         return str(load.concurrency)
+    if load.arrivals == "sessions":
+        return f"{load.sessions} sess."
     if load.arrivals == "replay":
         return "trace"
     return f"{load.requests_per_s:g}/s"
@@ -57,7 +61,8 @@ def write_title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str
     if loads:
         first = loads[0]
         shared = f", {first.shared_prefix_tokens} shared" if first.shared_prefix_tokens else ""
-        parts.append(f"{first.prompt_tokens} in, {first.output_tokens} out{shared}")
+        named = "" if first.scenario is None else f"scenario {first.scenario.name}, mean "
+        parts.append(f"{named}{first.prompt_tokens} in, {first.output_tokens} out{shared}")
         if run.cells and all(repeat.exact_output for cell in run.cells for repeat in cell.repeats):
             parts[-1] += ", exact"
     if matrix is not None and matrix.through_gateway:
@@ -136,10 +141,50 @@ def write_footnotes(run: Run) -> Iterator[Text]:
         yield Text(words + (" (and similar)" if len(texts) > 1 else ""), style="red" if invalid else "yellow")
     for refusal in run.left_out:
         yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
+    for words in write_session_lines(run):
+        yield Text(f" {words}")
     for words in write_capacity_lines(run):
         yield Text(f" {words}", style="bold")
+    for words in write_structured_lines(run.cells):
+        yield Text(f" {words}")
     if any(format_slowest(summarize_cell(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
         yield Text(" <  the maximum; fewer than 100 requests are too few for a 99th percentile", style="dim")
+
+
+def write_session_lines(run: Run) -> Iterator[str]:
+    """For each cell with sessions: TTFT by turn, session durations, and the tokens found in a prefix cache."""
+    for cell in run.cells:
+        found = summarize_sessions(cell)
+        if found is None:
+            continue
+        head = f"{cell.subject.engine}, {describe_load(cell.load)}:"
+        turns = ", ".join(f"{one.turns} {format_figure_or_missing(one.ttft_ms)}" for one in found.ttft_by_turn)
+        yield f"{head} TTFT p50 in ms by turn: {turns}"
+        yield f"{head} {describe_sessions(found)}"
+        if cached := describe_cached(found):
+            yield f"{head} {cached}"
+
+
+def describe_sessions(found: SessionSummary) -> str:
+    ends = ((found.context, "ended at the context limit"), (found.failed, "failed"), (found.unfinished, "unfinished"))
+    counts = [f"{found.complete} sessions complete", *(f"{count} {words}" for count, words in ends if count)]
+    if found.duration_s is None:
+        return f"{', '.join(counts)}; no session was measured from its first turn to its last: pass a larger --seconds"
+    answering = "" if found.answering_s is None else f", of which {time_words(found.answering_s)} answering"
+    return f"{', '.join(counts)}; median duration {time_words(found.duration_s)}{answering}"
+
+
+def describe_cached(found: SessionSummary) -> str | None:
+    """The cache hits that the engine reports: with each answer, and in its metrics."""
+    parts = []
+    if found.cached_share is not None:
+        parts.append(f"{found.cached_share:.0%} by the answers' own counts")
+    if found.metrics_share is not None:
+        parts.append(f"{found.metrics_share:.0%} by the engine's metrics")
+    repeated = f"{found.repeated_share:.0%} repeat earlier requests" if found.repeated_share is not None else ""
+    if not parts:
+        return f"the engine reports no cached prompt tokens; {repeated}" if repeated else None
+    return f"cached prompt tokens: {', '.join(parts)}" + (f"; {repeated}" if repeated else "")
 
 
 def write_capacity_lines(run: Run) -> Iterator[str]:
@@ -172,11 +217,11 @@ def _describe_capacity(found: Knee, target: LatencyTarget) -> str:
 
 
 def _describe_heavier_load(load: Load) -> str:
-    return (
-        f"{load.concurrency} in flight"
-        if load.arrivals == "closed"
-        else f"{format_figure_or_missing(load.requests_per_s)} requests/s"
-    )
+    if load.arrivals == "closed":
+        return f"{load.concurrency} in flight"
+    if load.sessions is not None:
+        return f"{load.sessions} sessions"
+    return f"{format_figure_or_missing(load.requests_per_s)} {'requests' if load.scenario is None else 'sessions'}/s"
 
 
 def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:

@@ -57,6 +57,26 @@ class SplitTable:
         yield tuple(part)
 
 
+@dataclass(frozen=True)
+class FittingTable:
+    """One table without the columns that the terminal has no space for."""
+
+    columns: tuple[Column, ...]
+    dropped_first: tuple[str, ...]
+    """Names of the columns that may be left out, in this order."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _make_table(self.choose(options.max_width))
+
+    def choose(self, width: int) -> tuple[Column, ...]:
+        kept = list(self.columns)
+        for name in self.dropped_first:
+            if sum(column.width + GAP for column in kept) <= width:
+                break
+            kept = [column for column in kept if column.name != name]
+        return tuple(kept)
+
+
 def _make_table(columns: Sequence[Column]) -> Table:
     table = Table(box=None, padding=(0, GAP - 1, 0, 1), header_style="dim")
     for number, column in enumerate(columns):

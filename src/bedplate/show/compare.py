@@ -9,28 +9,43 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.judge.words import describe_difference, describe_load, describe_load_briefly, format_signed_percent
+from bedplate.judge.answers import describe_interval, describe_values
+from bedplate.judge.words import (
+    describe_change,
+    describe_difference,
+    describe_load,
+    describe_load_briefly,
+    format_signed_percent,
+)
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.figures import NOT_MEASURED, format_figure_or_missing
 from bedplate.show.page import make_fact_table
+from bedplate.show.structured import describe_structured
+from bedplate.values.agreement import name_reference
 from bedplate.values.run import Load
 from bedplate.values.units import format_memory, format_seconds, format_size
-from bedplate.values.verdict import ComparedEngine, Effect, Metric, Verdict
+from bedplate.values.verdict import ComparedEngine, Effect, Metric, Verdict, name_sides
 
 HEADS = {
     "stay": ("Stay", "bold green"),
     "migrate": ("Migrate", "bold cyan"),
     "not proven": ("Not proven", "bold yellow"),
 }
+CHOSEN_HEADS: dict[Metric, str] = {"ttft_p95_ms": "TTFT p95 ms", "tpot_p95_ms": "TPOT p95 ms"}
+"""Columns of metrics that a comparison has only if they were asked for."""
 
 
 def render_verdict(verdict: Verdict) -> RenderableType:
     word, style = HEADS[verdict.answer]
-    to = {"stay": f" with {verdict.a.engine}", "migrate": f" to {verdict.b.engine}"}.get(verdict.answer, "")
+    a, b = name_sides(verdict.a, verdict.b)
+    to = {"stay": f" with {a}", "migrate": f" to {b}"}.get(verdict.answer, "")
     head = Text.assemble((f"{word}{to}.", style), f"  {verdict.text}")
     if verdict.answer == "not proven":
-        head.append(f" Stay with {verdict.a.engine}.")
+        head.append(f" Stay with {a}.")
     lines: list[RenderableType] = [Text(""), Padding(head, (0, 1))]
+    if verdict.worse is not None:
+        over = f"Worse than the baseline (tolerance {verdict.tolerance * 100:g} %):"
+        lines.append(Padding(Text.assemble((over, "bold red"), f" {verdict.worse}"), (0, 1)))
     if verdict.would_prove and verdict.answer != "migrate":
         label = "Evidence that would settle it" if verdict.answer == "not proven" else "What would change that"
         lines.append(Padding(Text(f"{label}: {verdict.would_prove}."), (0, 1)))
@@ -48,6 +63,11 @@ def _render_loads(verdict: Verdict) -> RenderableType:
         Column.from_cells("better by", [_format_gain(by_load.get((load, main))) for load in loads], right=True),
         *_make_metric_columns(by_load, loads, "ttft_ms", "TTFT ms"),
         *_make_metric_columns(by_load, loads, "tpot_ms", "TPOT ms"),
+        *(
+            column
+            for metric, words in CHOSEN_HEADS.items()
+            for column in _make_metric_columns(by_load, loads, metric, words)
+        ),
         *_make_cost_columns(verdict, loads),
         Column.from_cells("repeats", [_format_repeats(by_load, load) for load in loads], right=True),
     ]
@@ -124,8 +144,17 @@ def _list_rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     for one in verdict.on_target:
         text = f"{describe_load(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of requests meet the target"
         yield "Target", text, "measured"
+    for effect in verdict.effects:
+        if effect.metric in ("peak_memory_bytes", "agreement", "schema_match"):
+            yield "Compared", describe_change(effect), "measured"
     for side in (verdict.a, verdict.b):
         yield "Quality", f"{_format_name(side)}: {_describe_quality(side)}", "measured" if _is_checked(side) else ""
+    for answers in verdict.answers:
+        text = f"{describe_values(answers)}: {answers.outcome}, {describe_interval(answers)}"
+        yield "Answers", text, "measured"
+    for side in (verdict.a, verdict.b):
+        if side.quality is not None and (found := side.quality.structured) is not None:
+            yield "Structured", f"{_format_name(side)}: {describe_structured(found)}", "measured"
     for side in (verdict.a, verdict.b):
         yield "Costs", f"{_format_name(side)}: {_describe_costs(side)}", ""
     if verdict.a.engine != verdict.b.engine:
@@ -152,10 +181,13 @@ def _describe_quality(side: ComparedEngine) -> str:
     parts = ["answers agree with the reference" if quality.verdict == "ok" else "answers are wrong"]
     if quality.agreement is not None:
         agreed = f"{round(quality.agreement * quality.asked)}/{quality.asked}"
-        parts.append(f"greedy-token agreement with the float32 reference: {agreed}")
+        parts.append(f"greedy-token agreement with {name_reference(quality.reference)}: {agreed}")
     if quality.perplexity is not None:
         reference = quality.reference_perplexity
         parts.append(f"perplexity {quality.perplexity:.2f}" + (f" (reference {reference:.2f})" if reference else ""))
+    if quality.divergence is not None:
+        error = "" if quality.divergence_error is None else f" ± {1.96 * quality.divergence_error:.4f}"
+        parts.append(f"divergence {quality.divergence:.4f}{error} nats")
     if quality.note:
         parts.append(quality.note)
     return " · ".join(parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.text import Text
 from bedplate.decide.questions import DecisionChange, describe_layout
 from bedplate.decide.rules import RULES_PAGE
 from bedplate.show.probe import describe_hardware
-from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Reason, Refusal, Workload
+from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, NodeLaunch, Reason, Refusal, Workload
 from bedplate.values.quoting import join_shell, quote_shell
 from bedplate.values.units import format_figure, format_memory, format_seconds, format_size
 
@@ -41,6 +42,8 @@ def render_serving(
         first = decision.reasons[0]
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
         table.add_row("", Text(f"why: {first.text}"), Text(cite_reason(first)))
+        for hint in decision.hints:
+            table.add_row("", Text.assemble(("hint: ", "yellow"), hint), "")
     else:
         table.add_row("Engine", Text(write_headline(decision, model, asked), style="bold red"), "")
     if decision.refused:
@@ -87,22 +90,83 @@ def render_decision(
     for position, challenger in enumerate(decision.challengers):
         needs = Text.assemble((f"{challenger.engine:<13}", "bold"), f"justified by {challenger.evidence_needed}")
         table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your workload")
-    for position, hint in enumerate(decision.hints):
+    for position, hint in enumerate(list_remedies(decision)):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
     notes = [note for note in decision.notes if load is None or not note.startswith(load)]
     for position, note in enumerate(notes):
         table.add_row("Note" if position == 0 else "", Text(note), "")
-    parts: list[RenderableType] = [Text(""), head, Text(""), table]
+    hints = render_hints(decision)
+    parts: list[RenderableType] = [Text(""), head, *([hints] if hints is not None else []), Text(""), table]
     if decision.reasons:
         parts.append(Text(f"\n The source of each rule: {RULES_PAGE}", style="dim"))
     if decision.launch is not None:
         parts += [
             Text(""),
             *_render_preparations(decision),
-            Text(" Launch", style="bold"),
-            Text("  " + write_launch_command(decision)),
+            *(_render_node_launches(decision) or _render_command(" Launch", decision.launch.env, decision.launch.argv)),
         ]
     return Group(*parts)
+
+
+def _render_command(title: str, env: Mapping[str, str], argv: Sequence[str]) -> list[RenderableType]:
+    # Not wrapped, so that it can be pasted into a shell.
+    return [Text(title, style="bold"), Text(write_command(env, argv), no_wrap=True, overflow="ignore")]
+
+
+def _render_node_launches(decision: Decision) -> list[RenderableType]:
+    """The commands of nodes and replicas; of those that differ only in values, one command and the other values."""
+    launches = decision.node_launches
+    lines: list[RenderableType] = []
+    shown: list[NodeLaunch] = []
+    for one in launches:
+        alike = next((other for other in shown if list_changed_words(other, one) is not None), None)
+        if alike is None:
+            shown.append(one)
+            within = f", in a Slurm allocation of {one.starts} nodes" if one.starts > 1 else ""
+            lines += _render_command(f" Launch on {_name_place(one, launches)}{within}", one.env, one.argv)
+        else:
+            words = list_changed_words(alike, one)
+            but = f", with {join_shell(words)}" if words else ""
+            same = f"the command of {_name_place(alike, launches)}{but}"
+            lines.append(Text(f" On {_name_place(one, launches)}: {same}", no_wrap=True, overflow="ignore"))
+    if any("_ADDRESS" in word for one in launches for word in one.argv):
+        lines.append(Text(" NODE_N_ADDRESS is the address of node N in the network that connects the nodes."))
+    if (endpoints := sum(one.serves for one in launches)) > 1:
+        above = f", or let {decision.orchestrator} start them" if decision.orchestrator is not None else ""
+        lines.append(Text(f" {endpoints} endpoints: put a load balancer in front of them{above}."))
+    return lines
+
+
+def _name_place(one: NodeLaunch, launches: Sequence[NodeLaunch]) -> str:
+    """Node 0, or node 0 (replica 1) if several replicas run there."""
+    together = sum(other.node == one.node for other in launches) > 1
+    return f"node {one.node} (replica {one.replica})" if together else f"node {one.node}"
+
+
+def list_changed_words(one: NodeLaunch, other: NodeLaunch) -> tuple[str, ...] | None:
+    """The variables and options with another value in `other`; `None` if the commands differ in more than values."""
+    if len(one.argv) != len(other.argv) or one.env.keys() != other.env.keys() or one.serves != other.serves:
+        return None
+    pairs = list(zip(one.argv, other.argv, strict=True))
+    if any(old != new for old, new in pairs if old.startswith("-")):
+        return None
+    variables = [f"{name}={value}" for name, value in other.env.items() if one.env[name] != value]
+    options = [
+        word for before, (old, new) in itertools.pairwise([("", ""), *pairs]) if old != new for word in (before[1], new)
+    ]
+    return (*variables, *options)
+
+
+def render_hints(decision: Decision) -> Text | None:
+    """One line with what is idle, missed or ignored, and what would help; `None` if there is nothing to say."""
+    found = [text for text in decision.hints if text not in list_remedies(decision)]
+    return Text.assemble((" Hints: ", "bold yellow"), " · ".join(found)) if found else None
+
+
+def list_remedies(decision: Decision) -> list[str]:
+    """The hints that say what would make the model fit."""
+    pairs = zip(decision.hint_details, decision.hints, strict=False)
+    return [text for detail, text in pairs if detail.kind == "would-fit"]
 
 
 def render_why_not(decision: Decision, engine: str) -> tuple[RenderableType, Refusal | Challenger | Decision]:
@@ -138,7 +202,9 @@ def render_changes(asked: str, before: Decision, after: Decision, changes: Seque
     if after.reasons and (not before.reasons or before.reasons[0] != after.reasons[0]):
         first = after.reasons[0]
         lines += [Text(""), Text(f" Why  {first.text}  ({cite_reason(first)})")]
-    lines += [Text(f" Would fit  {hint}") for hint in after.hints]
+    lines += [Text(f" Would fit  {hint}") for hint in list_remedies(after)]
+    hints = render_hints(after)
+    lines += [hints] if hints is not None else []
     return Group(*lines)
 
 
@@ -222,6 +288,8 @@ def write_headline(decision: Decision, model: Model, asked: str | None = None) -
     if decision.engine is not None:
         version = f" {decision.engine_version}" if decision.engine_version else ""
         parts = [f"{decision.engine}{version}", decision.quantization or model.format]
+        if decision.settings is not None and decision.settings.kv_type != "16-bit":
+            parts.append("8-bit KV cache")
         if describe_layout(decision) != "one device":
             parts.append(describe_layout(decision))
         if decision.orchestrator is not None:
@@ -294,10 +362,11 @@ def describe_fit(found: Fit) -> str:
         overhead = need.overhead_bytes.value + need.activation_bytes.value
         where = f"on {need.count} × {need.device}" if need.count > 1 else f"on {need.device}"
         where = "RAM" if need.device == "host" else where
+        adapters = f"LoRA adapters {format_memory(need.adapter_bytes)} · " if need.adapter_bytes else ""
         lines.append(
             f"{format_memory(need.total_bytes)} of {format_memory(need.usable_bytes or 0)} {where}: "
-            f"weights {format_memory(need.weights_bytes)} · KV cache {format_memory(need.kv_bytes)} · overhead "
-            f"{format_memory(overhead)}"
+            f"weights {format_memory(need.weights_bytes)} · KV cache {format_memory(need.kv_bytes)} · "
+            f"{adapters}overhead {format_memory(overhead)}"
         )
     return "\n".join(lines)
 
@@ -321,18 +390,14 @@ def cite_reason(reason: Reason) -> str:
     return reason.rule if reason.source.startswith(RULES_PAGE) else f"{reason.rule} · {reason.source}"
 
 
-def write_launch_command(decision: Decision) -> str:
-    """The launch command, quoted for a shell, with one option per line."""
-    if decision.launch is None:
-        return ""
-    env = " ".join(f"{name}={quote_shell(value)}" for name, value in decision.launch.env.items())
-    words = [
-        quote_shell(word) if len(word) < 200 else f"'…' # {len(word):,} characters" for word in decision.launch.argv
-    ]
+def write_command(variables: Mapping[str, str], argv: Sequence[str]) -> str:
+    """A command, quoted for a shell, with one option per line."""
+    env = " ".join(f"{name}={quote_shell(value)}" for name, value in variables.items())
+    words = [quote_shell(word) for word in argv]
     lines = [words[0]]
     for word in words[1:]:
         if word.startswith("--"):
             lines.append(word)
         else:
             lines[-1] += f" {word}"
-    return (f"{env} " if env else "") + " \\\n      ".join(lines)
+    return (f"{env} " if env else "") + " \\\n    ".join(lines)

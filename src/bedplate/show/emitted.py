@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.questions import describe_layout
-from bedplate.deploy.kubernetes import find_requirements
+from bedplate.deploy.kubernetes import find_requirements, write_apply_commands
 from bedplate.values import Decision
+from bedplate.values.intent import DeployTarget
+from bedplate.values.quoting import quote_shell
 
 
 def render_headline(decision: Decision) -> RenderableType:
@@ -29,7 +31,7 @@ def render_headline(decision: Decision) -> RenderableType:
     return Group(*lines)
 
 
-def render_files(target: str, folder: Path, files: Mapping[str, str]) -> RenderableType:
+def render_files(target: str, folder: Path, files: Mapping[str, str], deploy: DeployTarget) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1), show_header=False)
     for name, text in files.items():
         table.add_row(Text(name), Text(f"{len(text.splitlines()):,} lines", style="dim"))
@@ -42,5 +44,5 @@ def render_files(target: str, folder: Path, files: Mapping[str, str]) -> Rendera
         lines.append(Text(" Build and push images/ first", style="yellow"))
     if needs := find_requirements(dict(files)):
         lines.append(Text(f" The cluster needs {', '.join(needs)}", style="dim"))
-    lines.append(Text(f" kubectl apply -k {folder}"))
+    lines += [Text(f" {command}") for command in write_apply_commands(deploy, quote_shell(str(folder)))]
     return Group(*lines)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.engine_map import EngineRow, EngineSupport, Situation
-from bedplate.engines.base import VENDOR_NAMES
+from bedplate.engines.base import DEDICATED, VENDOR_NAMES
 from bedplate.run.engine_listing import LockStatus
 from bedplate.run.environments import EngineEnvironment
 from bedplate.show.columns import Column, SplitTable
@@ -28,6 +28,8 @@ DEVICE_WORDS = {
     "metal": "the Apple GPU",
     "xpu": "Intel GPUs",
     "vulkan": "GPUs through Vulkan",
+    "hpu": "Intel Gaudi",
+    "tt": "Tenstorrent cards",
 }
 FEATURES = (
     ("batching", "batching"),
@@ -52,11 +54,6 @@ def render_map(
     """The page of `engines`."""
     names = Column.from_cells("engine", [Text(row.engine, style="bold") for row in rows])
     return Group(
-        Text("\n Recommended by hardware", style="bold"),
-        _make_cheat_sheet(sheet),
-        Text("\n Features", style="bold"),
-        SplitTable(names, tuple(_make_feature_column(rows, field, title) for field, title in FEATURES)),
-        Text(f"\n {PROVERB}", style="italic"),
         Text.assemble(("\n This machine", "bold"), (f"  {describe_hardware(hardware)}", "dim")),
         SplitTable(
             names,
@@ -69,6 +66,11 @@ def render_map(
             ),
         ),
         _describe_measurements(rows),
+        Text("\n Recommended by hardware", style="bold"),
+        _make_cheat_sheet(sheet),
+        Text("\n Features", style="bold"),
+        SplitTable(names, tuple(_make_feature_column(rows, field, title) for field, title in FEATURES)),
+        Text(f"\n {PROVERB}", style="italic"),
         Text("\n One engine: bedplate engines show ID   Models that run here: bedplate models", style="dim"),
     )
 
@@ -97,8 +99,9 @@ def _describe_state(row: EngineRow, installed: Sequence[EngineEnvironment]) -> T
     built = any(environment.built for environment in there)
     others = sorted({environment.version for environment in there if not environment.built} - {row.version or ""})
     pinned = any(environment.version == row.version for environment in there)
-    words = "yes" if pinned else f"another version: {', '.join(others)}" if others else ""
-    words = " and ".join(filter(None, [words, "built here" if built else ""]))
+    kind = "also" if pinned else "another version:" if len(others) == 1 else "other versions:"
+    parts = ("yes" if pinned else "", f"{kind} {', '.join(others)}" if others else "", "built here" if built else "")
+    words = ", ".join(filter(None, parts))
     return Text(f"{words}, {format_size(sum(environment.disk_bytes for environment in there))}", style="green")
 
 
@@ -193,8 +196,8 @@ def render_engine(
 
 
 def _list_machines(row: EngineRow) -> str:
-    vendors = [VENDOR_NAMES.get(vendor, vendor) for vendor in row.vendors]
-    chips = [*(f"{vendor} GPUs" for vendor in vendors), *(["CPUs"] if row.cpu else [])]
+    names = [VENDOR_NAMES.get(vendor, vendor) + ("" if vendor in DEDICATED else " GPUs") for vendor in row.vendors]
+    chips = [*names, *(["CPUs"] if row.cpu else [])]
     systems = ", ".join(SYSTEMS.get(system, system) for system in row.systems)
     return f"supports {', '.join(chips) or 'no hardware yet'} on {systems}"
 
@@ -212,7 +215,10 @@ def _list_installations(
         sizes = f"download {format_size(row.download_bytes or 0)}, {format_size(row.disk_bytes or 0)} on disk"
         lines.append(("Recipe", f"{', '.join(row.packages)} · {sizes}", ""))
     for environment in (one for one in installed if one.engine == row.engine):
-        lines.append(("", environment.adopted_path or environment.path, ""))
+        size = f" · {format_size(environment.disk_bytes)}" if environment.disk_bytes else ""
+        state = "" if environment.adopted_path or environment.built or environment.locked else " · not locked"
+        where = environment.adopted_path or environment.path
+        lines.append(("", f"{environment.engine}@{environment.version}{size}{state} · {where}", ""))
         lines += [("", f"  {note}", "") for note in environment.notes]
     if lock is not None:
         lines.append(("Packages", _describe_lock(lock).plain, ""))

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.values import Hardware, Model
+from bedplate.values.model import Projector
 from bedplate.values.units import format_memory, format_size
 
 TASKS = {"generate": "text generation", "embed": "embeddings", "classify": "reranking or classification", "other": ""}
@@ -73,11 +74,18 @@ def _list_parameters(model: Model) -> list[tuple[str, str]]:
     separate = []
     if model.vision_parameters:
         separate.append(f"{format_count(model.vision_parameters)} in a vision encoder")
+    if (one := model.projector) is not None:
+        separate.append(f"{format_count(one.parameters)} in a vision encoder ({_describe_images(one)})")
     if model.mtp_parameters:
         separate.append(f"{format_count(model.mtp_parameters)} in multi-token-prediction heads")
     if separate:
         lines.append(("and " + ", ".join(separate), "counted separately"))
     return lines
+
+
+def _describe_images(one: Projector) -> str:
+    tokens = f"{one.image_tokens:,} tokens for an image" if one.image_tokens else "tokens depend on the image"
+    return f"{Path(one.file).name}, {format_size(one.weight_bytes)}, {tokens}"
 
 
 def _describe_storage(model: Model) -> str | None:

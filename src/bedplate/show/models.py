@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from bedplate.decide.candidates import READING_TOK_S
 from bedplate.decide.catalogue import PACES, Catalogue, CatalogueEntry, Pace
+from bedplate.facts.published_weights import HubListing
 from bedplate.show.decision import describe_requests, format_short
 from bedplate.show.probe import describe_hardware
 from bedplate.values import Figure, Hardware, Workload
@@ -23,6 +25,15 @@ WIDE = 110
 """Terminal width from which ranges have a separate column."""
 WITH_OWNERS = 140
 """Terminal width from which names include the owner."""
+
+
+def render_listing(found: HubListing, path: Path) -> RenderableType:
+    """The result of `models refresh`."""
+    missing = [key for key, one in found.repositories.items() if one.missing]
+    files = sum(len(one.files) for one in found.repositories.values())
+    lines = [f" {len(found.repositories):,} repositories of {found.endpoint}, {files:,} files with weights"]
+    lines += [f" not on the hub any more, so not planned: {', '.join(sorted(missing))}"] if missing else []
+    return Text("\n".join([*lines, f" stored in {path}; plans use these files and sizes"]))
 
 
 def render_models(
@@ -99,13 +110,43 @@ class ModelTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         table = Table(box=None, padding=(0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1), header_style="dim")
-        table.add_column("model", overflow="fold", min_width=NAME_WIDTH)
-        for name in ("size", "weights", "engine", "tok/s", *(["range"] if width >= WIDE else []), "memory", "context"):
-            right = name not in ("weights", "engine", "range")
-            table.add_column(name, no_wrap=True, justify="right" if right else "left")
-        for entry in self.entries:
-            table.add_row(*_make_cells(entry, width))
+        names = (
+            "model",
+            "size",
+            "weights",
+            "engine",
+            "tok/s",
+            *(["range"] if width >= WIDE else []),
+            "memory",
+            "context",
+        )
+        rows = [dict(zip(names, _make_cells(entry, width), strict=True)) for entry in self.entries]
+        kept = _choose_columns(names, rows, width)
+        for name in kept:
+            if name == "model":
+                table.add_column(name, overflow="fold", min_width=NAME_WIDTH)
+            else:
+                right = name not in ("weights", "engine", "range")
+                table.add_column(name, no_wrap=True, justify="right" if right else "left")
+        for row in rows:
+            table.add_row(*(row[name] for name in kept))
         yield table
+
+
+def _choose_columns(names: Sequence[str], rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """All columns, without the least important ones where the terminal is too narrow."""
+    kept = list(names)
+    for name in ("memory", "context"):
+        # Names wrap; figures do not.
+        widths = [max(len(one), *(measure_lines(row[one]) for row in rows)) for one in kept[1:]]
+        if NAME_WIDTH + sum(widths) + len(kept) * (2 if width >= WIDE else 1) <= width:
+            break
+        kept.remove(name)
+    return kept
+
+
+def measure_lines(text: Text) -> int:
+    return max(len(line) for line in text.plain.split("\n"))
 
 
 def _make_cells(entry: CatalogueEntry, width: int) -> list[Text]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from bedplate.decide.questions import describe_layout
 from bedplate.decide.wording import join_alternatives
-from bedplate.show.decision import format_short
+from bedplate.show.decision import format_short, list_remedies
 from bedplate.values.portfolio import Portfolio
 
 
@@ -33,7 +33,7 @@ def render_portfolio(found: Portfolio) -> RenderableType:
     lines: list[RenderableType] = [Text(""), head, Text(f" {found.text}"), Text(""), table, Text("")]
     for placement in found.placements:
         if placement.pool is None:
-            hints = join_alternatives(placement.decision.hints) or "no pool has enough left"
+            hints = join_alternatives(list_remedies(placement.decision)) or "no pool has enough left"
             lines.append(Text(f" {placement.service} is not placed: {hints}", style="red"))
         elif placement.exception is not None:
             lines.append(Text(f" exception  {placement.service}: {placement.exception}"))

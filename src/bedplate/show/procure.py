@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +14,7 @@ from bedplate.values import Figure, Model, Workload
 
 PAID = {"cost_per_million_tokens": "cost per M", "kwh_per_million_tokens": "kWh per M"}
 """Per million output tokens."""
+SHOWN = 15
 
 
 def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], asked: int) -> RenderableType:
@@ -24,7 +27,9 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
         table.add_column(name, justify="left" if name in ("chip", "engine", "weights", "layout") else "right")
     for name in paid:
         table.add_column(PAID[name], justify="right")
-    for offer in sorted(offers, key=_order_by_cards_and_speed):
+    worthwhile = list_worthwhile(offers)
+    shown = worthwhile[:SHOWN]
+    for offer in shown:
         decision, expected = offer.decision, offer.decision.estimate
         figures = (expected.ttft_ms, expected.tpot_ms, expected.output_tok_s)
         spent = (getattr(expected, name) for name in paid)
@@ -41,7 +46,26 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
         )
     requests = describe_requests(workload, [offer.decision.in_flight for offer in offers])
     head = f" {len(offers)} of {asked} known chips serve {model.name}, {requests}; all figures are estimates"
-    return Group(Text(""), Text(head, style="bold"), Text(""), table)
+    beaten, rest = len(offers) - len(worthwhile), len(worthwhile) - len(shown)
+    lines = [f" … and {rest} more"] if rest else []
+    lines += [f" left out: {beaten} that need no fewer cards, no less power, and are not faster"] if beaten else []
+    lines += [" --json lists all"] if lines else []
+    return Group(Text(""), Text(head, style="bold"), Text(""), table, *(Text(line, style="dim") for line in lines))
+
+
+def list_worthwhile(offers: Sequence[Offer]) -> list[Offer]:
+    """The fewest cards first, then the fastest; without those that another beats in cards, watts and speed."""
+    found = [one for one in offers if not any(_beats(other, one) for other in offers)]
+    return sorted(found, key=_order_by_cards_and_speed)
+
+
+def _beats(one: Offer, other: Offer) -> bool:
+    """Whether one is as good in everything and better in something. Unknown watts are compared with nothing."""
+    better, worse = _order_by_cards_and_speed(one), _order_by_cards_and_speed(other)
+    if one.watts is None or other.watts is None:
+        return False
+    pairs = [*zip(better, worse, strict=True), (one.watts, other.watts)]
+    return all(first <= second for first, second in pairs) and any(first < second for first, second in pairs)
 
 
 def _format_cell(figure: Figure | None) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from bedplate.decide.explain import REASONS
-from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, DecisionRule
+from bedplate.decide.order import EXCLUSIONS, FEWEST
+from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, TIMELY, DecisionRule
 from bedplate.decide.verify.general import GENERAL_RULES
 from bedplate.decide.verify.memory import MEMORY_RULES
 from bedplate.engines import load_engines
@@ -42,9 +43,15 @@ The texts of these articles are not part of this repository.
 3. **The rules below apply in their order.** The first rule that matches names engines in order of preference. The first
    of these engines that can run here and fits is chosen. A specialised engine is chosen without a measurement only when
    the intent states the condition that its rule names.
-4. Every other engine is refused with a reason, or is a challenger with the evidence that would justify it.
-5. Several nodes put an orchestrator above the engine.
-6. **A verifier** checks the result as the engine would ([what is verified](#what-is-verified)).
+4. **Weights, layout and settings** of an engine: every combination that fits is estimated. Those that meet the latency
+   targets come first (asked, or for text generation a TTFT of 2 s and a TPOT of 100 ms) and hold all requests; if none
+   does, those within ten percent of the closest. Of these the most faithful weights and cache, then the
+   simplest (the effort of the engine, a conversion, one replica on several machines), then the fastest within three
+   percent, then the fewest GPUs. [A few rules](#before-the-order) exclude combinations that the order prefers.
+   `bedplate plan --alternatives` lists what was not chosen, and why.
+5. Every other engine is refused with a reason, or is a challenger with the evidence that would justify it.
+6. Several nodes put an orchestrator above the engine.
+7. **A verifier** checks the result as the engine would ([what is verified](#what-is-verified)).
 """
 
 
@@ -61,6 +68,11 @@ def write_rules_page() -> str:
         "## Worth measuring\n",
         "A suitable engine that was not chosen is a challenger if one of these rules matches; otherwise it is `outranked`.\n",
         _format_table(("rule", "engine", "when", "source"), _list_rule_rows(CHALLENGES, engine=True)),
+    ]
+    parts += [
+        "## Before the order\n",
+        "These rules exclude combinations of weights, layout and settings of an engine. If the order prefers one of them, the plan gives the rule as a reason.\n",
+        _format_table(("rule", "what it says", "source"), _list_rule_rows((*EXCLUSIONS, FEWEST))),
     ]
     parts += [
         "## Above the engine\n",
@@ -109,6 +121,11 @@ def _list_fixed_rows() -> list[tuple[str, ...]]:
             f"`{MEASURED[0]}`",
             "A measurement on this machine and a similar workload that proves another engine faster and correct outweighs every rule.",
             MEASURED[1],
+        ),
+        (
+            f"`{TIMELY[0]}`",
+            "If the engine that the rules choose misses the latency targets by more than ten percent, another one that the rules name for this case and that meets them is chosen; if the targets are asked for, also one that is worth measuring. Rules about operations take precedence.",
+            TIMELY[1],
         ),
     ]
 

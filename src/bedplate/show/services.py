@@ -9,15 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.run.start_phases import WORDS
-from bedplate.show.columns import Column, SplitTable
+from bedplate.show.columns import Column, FittingTable
 from bedplate.show.decision import ORIGINS
 from bedplate.show.serving import describe_start, list_phase_times
-from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, ServiceRecord
+from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, RemoteEndpointStatus, ServiceRecord
 from bedplate.values.units import format_memory
 from bedplate.values.workload import Workload
 
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "yellow", "loading": "yellow", "starting": "yellow"}
 SHOWN_NOTES = 5
+LEAST_IMPORTANT = ("process", "in flight", "models", "up", "memory", "engines")
+"""Columns of `ps` that a narrow terminal leaves out, in this order; `status` and `--json` have them."""
 
 
 def format_duration(duration_s: float) -> str:
@@ -40,7 +42,7 @@ def render_list(services: Sequence[tuple[ServiceRecord, HostStatus | None]]) -> 
         Column.from_cells(name, [row[index] for row in rows], right=name in right, comfortable=48)
         for index, name in enumerate(names)
     ]
-    return SplitTable(columns[0], tuple(columns[1:]))
+    return FittingTable(tuple(columns), LEAST_IMPORTANT)
 
 
 def _make_row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
@@ -49,12 +51,13 @@ def _make_row(record: ServiceRecord, status: HostStatus | None) -> list[str | Te
         models = ", ".join(record.models) or "–"
         return [record.name, _format_state(state), record.url or "–", models, "–", "–", "–", "–", str(record.pid)]
     engines = [engine for model in status.models for engine in model.engines]
+    where = [one.url.partition("://")[2].partition("/")[0] for one in status.endpoints]
     return [
         status.name,
         Text.assemble(_format_state(state), *(f", {one}" for one in _list_activities(status.models))),
         status.url or "–",
-        ", ".join(model.model for model in status.models),
-        ", ".join(dict.fromkeys(engine.engine for engine in engines)) or "none loaded",
+        ", ".join(dict.fromkeys([*(one.model for one in status.models), *(one.model for one in status.endpoints)])),
+        ", ".join(dict.fromkeys([*(engine.engine for engine in engines), *where])) or "none loaded",
         str(status.in_flight),
         format_memory(status.memory_bytes) if status.memory_bytes is not None else "–",
         format_duration(status.uptime_s),
@@ -86,6 +89,8 @@ def render_status(status: HostStatus) -> RenderableType:
     parts: list[RenderableType] = [head]
     for model in status.models:
         parts += [_render_model(model), Text("")]
+    if status.endpoints:
+        parts += [_render_endpoints(status.endpoints), Text("")]
     parts.append(_render_foot(status))
     return Group(*parts)
 
@@ -118,6 +123,25 @@ def _render_model(model: ModelStatus) -> RenderableType:
     grid.add_row("Workload", _describe_workload(model.workload))
     if model.drift is not None:
         grid.add_row("", Text(model.drift, style="yellow"))
+    return grid
+
+
+def _render_endpoints(endpoints: Sequence[RemoteEndpointStatus]) -> RenderableType:
+    grid = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for number, one in enumerate(endpoints):
+        state = "ejected" if one.ejected and one.state == "ready" else one.state
+        parts = [f"serves {one.model}" + (f" as {one.remote_model}" if one.remote_model != one.model else "")]
+        parts += [f"{one.in_flight} in flight", f"{one.sent:,} sent", f"share {one.share:g}"]
+        if one.ttft_ms is not None:
+            parts.append(f"TTFT {one.ttft_ms:.0f} ms")
+        if one.price_per_million_tokens:
+            parts.append(f"{one.price_per_million_tokens:g} per million tokens")
+        line = Text.assemble((one.url, "bold"), "  ", _format_state(state), f"  {' · '.join(parts)}")
+        if one.reason is not None:
+            line.append(f"\n{one.reason}", "yellow")
+        grid.add_row("" if number else "Elsewhere", line)
     return grid
 
 

@@ -31,6 +31,8 @@ def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> R
         ("\n Ready  ", "bold green"),
         (endpoint.url, "bold"),
         f"       {models}\n",
+        ("        live page  ", "dim"),
+        f"{endpoint.url.removesuffix('/v1')}/\n",
         on,
         start,
         f"        {command}\n",
@@ -52,9 +54,8 @@ def render_agreement(agreement: Agreement) -> Text:
     if agreement.verdict == "unchecked":
         return Text(f" answers could not be checked: {agreement.why}", style="dim")
     if agreement.verdict == "ok":
-        return Text(
-            f" greedy-token agreement with the float32 reference: {agreement.agreed}/{agreement.answered}", style="dim"
-        )
+        counts = f"{agreement.agreed}/{agreement.answered}"
+        return Text(f" greedy-token agreement with {agreement.reference_name}: {counts}", style="dim")
     warning = Text.assemble(
         (f" {agreement.engine} {agreement.engine_version} gives wrong answers here: ", "bold red"),
         (f"{agreement.why}\n", "red"),

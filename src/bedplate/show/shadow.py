@@ -11,8 +11,9 @@ from rich.text import Text
 from bedplate.show.compare import HEADS, render_verdict
 from bedplate.show.page import make_fact_table
 from bedplate.values.shadow import ShadowResult
-from bedplate.values.units import format_seconds
-from bedplate.values.watch import WatchEvaluation
+from bedplate.values.units import format_seconds, format_size
+from bedplate.values.verdict import name_sides
+from bedplate.values.watch import UpgradeResult, WatchEvaluation
 
 METHODS = {"live": "a sample of the live requests", "replay": "recorded request shapes, interleaved, while idle"}
 
@@ -36,9 +37,30 @@ def _format_count(number: int, what: str) -> str:
 
 def render_watched(done: WatchEvaluation) -> RenderableType:
     word, style = HEADS[done.answer]
+    if done.answer == "migrate" and done.upgrade is not None and done.challenger == done.upgrade.name:
+        word = "Upgrade"
     to = {"stay": f" with {done.engine}", "migrate": f" to {done.challenger}"}.get(done.answer, "")
     head = Text.assemble((f"{word}{to}.", style), f"  {done.text}")
     return Group(Text(""), Padding(head, (0, 1)), Text(""), make_fact_table(_list_rows(done)))
+
+
+def _list_upgrade_rows(found: UpgradeResult) -> Iterator[tuple[str, str, str]]:
+    yield "Upgrade", f"{found.engine} {found.present} to {found.release}: {found.answer}. {found.text}", found.package
+    for effect in found.effects:
+        gain = f"{effect.gain.value - 1:+.1%} ({effect.gain.low - 1:+.1%} … {effect.gain.high - 1:+.1%})"
+        figures = f"{effect.metric} {effect.a:,.4g} to {effect.b:,.4g}"
+        yield "", f"{figures}: better by {gain}", f"{min(effect.repeats)} interleaved rounds"
+    for name, quality in ((found.present, found.present_quality), (found.release, found.quality)):
+        if quality is not None:
+            yield "", f"answers of {name}: {quality.verdict}{f', {quality.note}' if quality.note else ''}", ""
+    if found.options is not None:
+        yield "", found.options, ""
+    lock = "" if found.locked is None else ", locked" if found.locked else ", not locked"
+    size = f"{format_size(found.disk_bytes)}{lock}" if found.disk_bytes is not None else ""
+    if found.removed is not None:
+        yield "", f"removed again, because {found.removed}", size
+    elif found.installed:
+        yield "", f"installed beside the present version; bedplate engines remove {found.name} removes it", size
 
 
 def _list_rows(done: WatchEvaluation) -> Iterator[tuple[str, str, str]]:
@@ -47,8 +69,11 @@ def _list_rows(done: WatchEvaluation) -> Iterator[tuple[str, str, str]]:
         yield "Trigger", trigger.text, trigger.kind
     if done.planned is not None and done.planned != done.engine:
         yield "Plan", f"plan now chooses {done.planned}", ""
+    if done.upgrade is not None:
+        yield from _list_upgrade_rows(done.upgrade)
     for one in done.shadows:
-        yield "Measured", f"{one.verdict.b.engine}: {one.verdict.answer}. {one.verdict.text}", f"run {one.run}"
+        name = name_sides(one.verdict.a, one.verdict.b)[1]
+        yield "Measured", f"{name}: {one.verdict.answer}. {one.verdict.text}", f"run {one.run}"
         for note in one.notes:
             yield "", note, ""
     for untried in done.untried:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from bedplate.measure.agreement import (
     Pairs,
     TokenComparison,
@@ -13,7 +16,8 @@ from bedplate.measure.agreement import (
 from bedplate.measure.agreement import compare as compare_answers
 from bedplate.measure.answers import collect_basis
 from bedplate.measure.load import run as run_loop
-from bedplate.measure.reference import find_reference
+from bedplate.measure.references import provide_affordable_reference
+from bedplate.progress import SilentProgress
 from bedplate.tuning.budget import Budget
 from bedplate.tuning.engines import Engines
 from bedplate.tuning.points import describe_point
@@ -26,6 +30,18 @@ ASKED, ASK_AT_ONCE = 48, 4
 CHECK_SHARE, LEAST_ASKED = 0.2, 12
 """Share of the budget for one comparison, and the fewest tokens to compare when the engine is slow."""
 LAST_LINES = 3
+
+
+class ActivityProgress(SilentProgress):
+    """Shows a long step as the activity of the tuning."""
+
+    def __init__(self, state: TuningState) -> None:
+        self.state = state
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        self.state.say(label)
+        yield lambda done: None
 
 
 class AnswerChecker:
@@ -41,7 +57,10 @@ class AnswerChecker:
         self.state.say(f"comparing the answers of {describe_point(point)}")
         plan = self.state.plan
         if not self.pairs:
-            reference = find_reference(plan.source or plan.model)
+            source = plan.source or plan.model
+            reference = provide_affordable_reference(
+                source, self.state.hardware, ActivityProgress(self.state), left_s=self.state.left_s, name=source.name
+            )
             if reference is not None:
                 self.pairs = self.select_affordable(reference.list_known())
             else:

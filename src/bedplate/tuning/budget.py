@@ -9,7 +9,7 @@ from bedplate.engines.knobs import find_choice
 from bedplate.facts.hardware import probe
 from bedplate.tuning.points import OWN, OWN_KNOB
 from bedplate.tuning.pool import TuningPool
-from bedplate.tuning.rounds import SideTimes, compute_reserve_s
+from bedplate.tuning.rounds import SideTimes, compute_reserve_s, count_rounds_after_start
 from bedplate.tuning.search import Point
 from bedplate.tuning.state import TuningState
 from bedplate.values import Settings
@@ -43,14 +43,25 @@ class Budget:
 
     # time
 
-    def get_burst_s(self, point: Point) -> float | None:
+    def get_wave_s(self, point: Point) -> float | None:
+        """The duration of one request of each stream."""
         trial = self.state.trials.get(point)
-        return trial.best.seconds if trial is not None and trial.best is not None else None
+        return trial.best.seconds / trial.best.rounds if trial is not None and trial.best is not None else None
+
+    @property
+    def rounds(self) -> int:
+        """Requests of each stream in a burst: several where a burst of one is short beside the engine's start."""
+        wave_s = self.get_wave_s(())
+        return 1 if wave_s is None else count_rounds_after_start(wave_s, self.start_s.get((), 0.0))
+
+    def get_burst_s(self, point: Point) -> float | None:
+        wave_s = self.get_wave_s(point)
+        return wave_s * self.rounds if wave_s is not None else None
 
     @property
     def is_short(self) -> bool:
         """Whether there is time for only a few bursts."""
-        wave_s = self.get_burst_s(())
+        wave_s = self.get_wave_s(())
         return wave_s is not None and self.state.kept.budget_s < MANY_WAVES * wave_s
 
     def has_time_for(self, point: Point) -> bool:
@@ -67,7 +78,7 @@ class Budget:
 
     def get_defaults_limit_s(self, rounds: int, most_s: float) -> float:
         """Return the time limit of the engine defaults if they are measured only in the proof."""
-        if OWN in self.state.trials or (usual := self.get_burst_s(())) is None or not self.is_short:
+        if OWN in self.state.trials or (usual := self.get_wave_s(())) is None or not self.is_short:
             return most_s
         return min(most_s, max(HASTY_SLOW * rounds * usual, LEAST_LIMIT_S))
 
@@ -121,7 +132,7 @@ class Budget:
     def estimate_proof_times(self) -> SideTimes:
         """Return the durations of the proof's sides; sides that cannot stay loaded start before each measurement."""
         sides = self.list_proof_sides()
-        waves = {one: found for one in sides if (found := self.get_burst_s(one)) is not None}
+        waves = {one: found for one in sides if (found := self.get_wave_s(one)) is not None}
         if OWN in sides and OWN not in self.state.trials and () in waves:
             waves[OWN] = waves[()]  # until it is measured
         alone = self.count_proof_engines(sides) < len(sides)

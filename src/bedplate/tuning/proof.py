@@ -103,7 +103,7 @@ class Prover:
             if repeat is None:
                 del repeats[side]
                 if side == OWN and len(self.state.kept.refused) == failed:
-                    usual_s = shape.rounds * (self.budget.get_burst_s(()) or 0.0)
+                    usual_s = shape.rounds * (self.budget.get_wave_s(()) or 0.0)
                     words = f"the engine defaults took over {limit_s:.0f} s for a round; the plan takes {usual_s:.0f} s"
                     self.state.note(words)
                 return None

@@ -19,6 +19,8 @@ LEFT_TURNS = 4
 LEAST_WORK_S = 6.0
 """Minimum duration of the fastest side in a round, so that a short stall does not decide the result."""
 MOST_ROUNDS = 64
+WORK_SHARE = 0.1
+"""Minimum duration of a measurement, as a share of the engine start that it needs: a shorter one saves no time."""
 PROOF_SHARE = 0.45
 """Maximum share of the budget that the search leaves for the proof."""
 WHOLE_SHARE = 0.75
@@ -62,8 +64,16 @@ class SideTimes(NamedTuple):
     def estimate_work_s(self, side: Point, rounds: int) -> float:
         return SPARE * (rounds * self.waves[side] + self.starts.get(side, 0.0))
 
+    def count_least_rounds(self, sides: Iterable[Point]) -> int:
+        return min(count_rounds_after_start(self.waves[side], self.starts.get(side, 0.0)) for side in sides)
+
     def estimate_round_s(self, sides: Iterable[Point], rounds: int) -> float:
         return math.fsum(self.estimate_work_s(side, rounds) for side in sides)
+
+
+def count_rounds_after_start(wave_s: float, start_s: float) -> int:
+    """Requests of each stream that take a fair share of the time that was spent on starting the engine."""
+    return min(MOST_ROUNDS, max(1, math.ceil(WORK_SHARE * start_s / max(wave_s, 1e-3))))
 
 
 def choose_shape(times: SideTimes, tuned: Point, against: Sequence[Point], seconds: float) -> RoundShape:
@@ -78,12 +88,14 @@ def choose_shape(times: SideTimes, tuned: Point, against: Sequence[Point], secon
     for sides in fields:
         shortest = min(times.waves[one] for one in sides)
         rounds = min(MOST_ROUNDS, max(2, math.ceil(LEAST_WORK_S / max(shortest, 1e-3))))
-        while rounds > 1 and WANTED_TURNS * times.estimate_round_s(sides, rounds) > seconds:
-            rounds //= 2
+        least = min(rounds, times.count_least_rounds(sides))
+        while rounds > least and WANTED_TURNS * times.estimate_round_s(sides, rounds) > seconds:
+            rounds = max(least, rounds // 2)
         if LEAST_TURNS * times.estimate_round_s(sides, rounds) <= seconds:
             return RoundShape(sides, rounds, times.estimate_round_s(sides, rounds))
-    least = min(fields, key=lambda sides: times.estimate_round_s(sides, 1))
-    return RoundShape(least, 1, times.estimate_round_s(least, 1))
+    shortest_field = min(fields, key=lambda sides: times.estimate_round_s(sides, 1))
+    rounds = times.count_least_rounds(shortest_field)
+    return RoundShape(shortest_field, rounds, times.estimate_round_s(shortest_field, rounds))
 
 
 def _order_sides(tuned: Point, against: Sequence[Point]) -> tuple[Point, ...]:

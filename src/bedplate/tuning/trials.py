@@ -55,7 +55,8 @@ class Trials:
             self.state.say(describe_point(point))
             limit_s = self.budget.get_limit_s(bar)
             self.engines.wait_until_idle(point)
-            repeat, used = self.watch(alive, self.state.kept.load, limit_s)
+            rounds = self.budget.rounds
+            repeat, used = self.watch(alive, self.state.kept.load, limit_s, rounds)
         except (ExternalFailure, NotPossible) as error:
             self.engines.drop(point)
             self.state.refuse(point, "start", error.summary, list_cause_and_hint(error))
@@ -68,7 +69,7 @@ class Trials:
             words = f"the system swapped out {used.swapped_bytes / 1e6:.0f} MB during the measurement"
             self.state.refuse(point, "swapped", words, ())
             return None
-        taken = self._summarize(repeat, used, limit_s, bar)
+        taken = self._summarize(repeat, used, limit_s, bar, rounds)
         if taken is not None and bar is None and taken.cut:
             # A slow setting is not refused: it lost this time, and may be tried again in another tuning.
             self._add(point, alive, taken)
@@ -91,11 +92,12 @@ class Trials:
         self.state.keep()
         self.state.teller.report_measurement(make_changes(point), taken, self.state.kept)
 
-    def watch(self, alive: TrialEngine, load: Load, limit_s: float) -> tuple[Repeat | None, TrialUse]:
+    def watch(self, alive: TrialEngine, load: Load, limit_s: float, rounds: int = 1) -> tuple[Repeat | None, TrialUse]:
         with Watcher(alive.meters) as watcher:
             watcher.mark("begin")
             self._number += 1
-            repeat = run_loop(send_burst(alive.target, load, self.engines.prepare_target(alive), self._number, limit_s))
+            prepared = self.engines.prepare_target(alive)
+            repeat = run_loop(send_burst(alive.target, load, prepared, self._number, limit_s, rounds=rounds))
             watcher.mark("end")
         use, engine = watcher.summarize_readings()
         self._tell_if_busy(use)
@@ -120,7 +122,7 @@ class Trials:
             self.state.progress.note(note)
 
     def _summarize(
-        self, repeat: Repeat | None, used: TrialUse, limit_s: float, bar: float | None
+        self, repeat: Repeat | None, used: TrialUse, limit_s: float, bar: float | None, rounds: int
     ) -> TrialMeasurement | None:
         tuned = self.state.kept
         if repeat is None:
@@ -129,6 +131,7 @@ class Trials:
                 at=format_now(milliseconds=True),
                 seconds=round(limit_s, 3),
                 score=LOST if bar is None else bar,
+                rounds=rounds,
                 cut=True,
             )
         if any(one.outcome != "ok" for one in repeat.samples):
@@ -151,7 +154,7 @@ class Trials:
         return TrialMeasurement(
             at=repeat.at or format_now(milliseconds=True),
             seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
-            tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
+            tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j, rounds=rounds,
         )  # fmt: skip
 
     def diagnose(self) -> None:

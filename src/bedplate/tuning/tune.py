@@ -28,7 +28,7 @@ from bedplate.measure.gpu_reservation import (
 )
 from bedplate.measure.moments import format_now, make_run_id
 from bedplate.progress import Progress, SilentProgress
-from bedplate.run.environments import find_adopted, read_registered_versions
+from bedplate.run.environments import find_adopted, read_registered_engines
 from bedplate.run.native import find_usable_build
 from bedplate.run.prepare import hash_model_content
 from bedplate.run.ready import ModelDecision, fetch_facts, plan_engine, prepare_model
@@ -164,7 +164,8 @@ def choose_plan(
         context_tokens=min(context, facts.max_context or context),
     )
     if engine is None:
-        engine = decide(hardware, facts, work, installable=True, versions=read_registered_versions()).engine
+        registered = read_registered_engines()
+        engine = decide(hardware, facts, work, installable=True, registered=registered).engine
         if engine is None:
             raise NotPossible(f"{facts.name} cannot be served on this machine", hint="bedplate plan gives the reasons")
     wanted = ModelOrder(model=facts.name, workload=work, engine=engine, untuned=True)
@@ -281,6 +282,9 @@ class Tuner:
         """
         self.state.change(steps=(), proofs=(), sides=(), exclusions=())
         planned = self.trials.measure((), None)
+        if planned is not None and self.budget.rounds > 1:
+            # The first burst only showed how short it is.
+            planned = self.trials.measure((), None)
         if planned is None:
             raise ExternalFailure(
                 f"{self.state.chosen.engine.name} could not be measured with the plan's settings",

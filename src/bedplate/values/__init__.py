@@ -2,13 +2,17 @@
 
 from bedplate.values.arrival import ArrivalProcess, RequestLoad
 from bedplate.values.decision import (
+    Alternative,
     Challenger,
     Decision,
     Estimate,
+    Hint,
     Launch,
+    NodeLaunch,
     Parallelism,
     Plan,
     Preparation,
+    PublishedWeights,
     Reason,
     Refusal,
     Remedy,
@@ -37,6 +41,7 @@ from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
     "Accelerator",
+    "Alternative",
     "ArrivalProcess",
     "Basis",
     "Cache",
@@ -51,6 +56,7 @@ __all__ = [
     "Fit",
     "GpuProcess",
     "Hardware",
+    "Hint",
     "LatencyTarget",
     "Launch",
     "LayerGroup",
@@ -59,12 +65,14 @@ __all__ = [
     "Memory",
     "Model",
     "ModelPart",
+    "NodeLaunch",
     "NumaNode",
     "Offload",
     "Parallelism",
     "Pcie",
     "Plan",
     "Preparation",
+    "PublishedWeights",
     "Quantization",
     "Reason",
     "Record",

@@ -18,6 +18,12 @@ class Disagreement(Record, frozen=True, kw_only=True):
     """The reference's logit margin between its token and the next best one. Below about 0.5 it is nearly a tie."""
 
 
+def name_reference(made_with: str | None) -> str:
+    """As output names it: in float32, or by the engine whose answers it has."""
+    is_float32 = made_with is None or "float32" in made_with
+    return "the float32 reference" if is_float32 else f"the reference of {made_with}"
+
+
 class Agreement(Record, frozen=True, kw_only=True):
     schema: Literal["agreement/1"] = "agreement/1"
     at: str
@@ -31,7 +37,9 @@ class Agreement(Record, frozen=True, kw_only=True):
     """The label of the weights, as in the plan."""
     settings: Settings | None = None
     reference: str
-    """The beginning of the SHA-256 of the file that the reference's weights come from."""
+    """The beginning of the SHA-256 of the weights that the reference was computed with."""
+    made_with: str | None = None
+    """How the reference was computed; `None` in records of earlier versions: PyTorch in float32."""
     asked: int
     answered: int
     agreed: int
@@ -43,6 +51,10 @@ class Agreement(Record, frozen=True, kw_only=True):
     verdict: Literal["ok", "broken", "unchecked"]
     why: str
     evidence: tuple[Disagreement, ...] = ()
+
+    @property
+    def reference_name(self) -> str:
+        return name_reference(self.made_with)
 
     @property
     def agreement(self) -> float | None:

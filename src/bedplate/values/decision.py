@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Literal
 
@@ -13,7 +14,17 @@ from bedplate.values.model import Model
 from bedplate.values.record import Figure, Record
 from bedplate.values.workload import Workload
 
-Device = Literal["cpu", "cuda", "rocm", "metal", "xpu", "vulkan"]
+Device = Literal["cpu", "cuda", "rocm", "metal", "xpu", "vulkan", "hpu", "tt"]
+CacheType = Literal["16-bit", "fp8"]
+HintKind = Literal[
+    "would-fit", "unsupported-hardware", "unsupported-model", "idle-cards", "idle-sockets", "idle-nodes",
+    "missed-target", "unknown-target", "unusable-speed", "growing-queue", "waiting-requests", "ignored-field",
+    "few-bits", "memory-limit",
+]  # fmt: skip
+HintCause = Literal[
+    "engine", "enough", "layout", "other-field", "missing-field", "task", "weights", "hardware", "orchestrator",
+    "unknown-speed",
+]  # fmt: skip
 
 
 class Reason(Record, frozen=True, kw_only=True):
@@ -52,6 +63,49 @@ class Remedy(Record, frozen=True, kw_only=True):
     cards: int | None = None
 
 
+class Hint(Record, frozen=True, kw_only=True):
+    """What a decision leaves idle, misses or ignores, or what would make the model fit: the figures of one hint."""
+
+    kind: HintKind
+    device: str | None = None
+    """Name of the idle or unsupported card or CPU."""
+    used: int | None = None
+    total: int | None = None
+    """Cards, sockets, nodes or requests: those that are used, and all."""
+    cause: HintCause | None = None
+    """engine: it does not use them, or has no such feature. enough: the used ones meet the workload. layout: more of
+    them are not expected to be faster."""
+    engines: tuple[str, ...] = ()
+    """Engines that would use the hardware."""
+    projects: tuple[str, ...] = ()
+    """Software for the hardware that bedplate does not plan."""
+    field: str | None = None
+    """The field of the intent that is ignored."""
+    other_field: str | None = None
+    """The field that is used instead."""
+    metric: Literal["ttft_ms", "tpot_ms"] | None = None
+    expected_ms: float | None = None
+    target_ms: float | None = None
+    is_default: bool = False
+    """Whether the target is a default, because the intent has none."""
+    bottleneck: str | None = None
+    request_s: float | None = None
+    """Time of one request."""
+    requests_per_s: float | None = None
+    answered_per_s: float | None = None
+    """Requests that arrive and that are answered."""
+    machines: int | None = None
+    """Machines of this kind that would be enough."""
+    most_tokens: int | None = None
+    """The longest request that the model supports."""
+    remedy: Remedy | None = None
+    quantization: str | None = None
+    """Weights of fewer than 4 bits, or those that a higher memory limit would allow."""
+    limit_bytes: int | None = None
+    raised_bytes: int | None = None
+    """Memory that the GPU may use now, and after the setting is changed."""
+
+
 class Refusal(Record, frozen=True, kw_only=True):
     """Why an engine is neither chosen nor a challenger, and what would change that."""
 
@@ -63,6 +117,8 @@ class Refusal(Record, frozen=True, kw_only=True):
     """Set if the model does not fit: the figures behind `why`."""
     remedies: tuple[Remedy, ...] = ()
     """Set if the model does not fit: the changes that would make it fit, smallest first."""
+    cause: Literal["several-nodes"] | None = None
+    """several-nodes: the model needs more than one node, and the engine has no launch for several."""
 
 
 class Challenger(Record, frozen=True, kw_only=True):
@@ -118,19 +174,67 @@ class Settings(Record, frozen=True, kw_only=True):
     device: Device = "cpu"
     """The device to compute on; `cpu` if accelerators stay idle."""
     threads: int | None = None
+    sockets: int | None = None
+    """CPU sockets that its threads run on, if there are several."""
     gpu_layers: int | None = None
     """Layers on the accelerators if the others stay on the host; `None`: all layers, or no accelerator."""
     host_expert_layers: int | None = None
     """Layers whose routed experts stay on the host, while everything else is on the accelerators."""
-    kv_type: Literal["16-bit", "fp8"] = "16-bit"
+    kv_type: CacheType = "16-bit"
+    """fp8: the engine's 8-bit cache, which for some engines has integers."""
     batch_tokens: int | None = None
     """Prefill chunk size: the most prompt tokens in one batch; `None`: the engine default."""
     memory_share: float | None = None
     """Share of each accelerator's memory that the engine may use; `None`: as much as it needs."""
     compute_capability: str | None = None
     """CUDA compute capability, if it decides which package of the engine is installed."""
+    board: str | None = None
+    """The accelerator board, if it decides what is started: n300."""
     turned: TunedSettings | None = None
     """The settings that `bedplate tune` found on this machine; `None`: none."""
+
+
+def list_part_names(file: str) -> tuple[str, ...]:
+    """All parts of a split GGUF file, given the first one; or the file itself."""
+    found = re.search(r"-00001-of-(\d{5})\.gguf$", file)
+    if found is None:
+        return (file,)
+    stem = file[: found.start()]
+    return tuple(f"{stem}-{part:05}-of-{found[1]}.gguf" for part in range(1, int(found[1]) + 1))
+
+
+class PublishedWeights(Record, frozen=True, kw_only=True):
+    """Weights that a repository of the hub has in the planned quantization, so that nothing is converted."""
+
+    repository: str
+    """owner/name"""
+    file: str | None = None
+    """The GGUF file, or its first part; `None`: all files of the repository."""
+    revision: str | None = None
+    """The branch; `None`: the default branch."""
+    size_bytes: int
+    size_basis: Literal["reported", "computed"]
+    """reported: by a source. computed: from the model's shape and the bits of the format."""
+    sources: tuple[str, ...]
+    """Addresses of the pages and files in which this was read."""
+
+    @property
+    def folder(self) -> str:
+        """The local folder for a download."""
+        name = self.repository.rpartition("/")[2]
+        return f"{name}-{self.revision}" if self.revision is not None else name
+
+    @property
+    def path(self) -> str:
+        """The name that an engine is given: a GGUF file or a branch is downloaded first, other weights by hub id."""
+        if self.file is not None:
+            return f"{self.folder}/{self.file}"
+        return self.folder if self.revision is not None else self.repository
+
+    @property
+    def parts(self) -> int:
+        """The number of files that a GGUF model is split into."""
+        return len(list_part_names(self.file)) if self.file is not None else 1
 
 
 class Weights(Record, frozen=True, kw_only=True):
@@ -141,6 +245,13 @@ class Weights(Record, frozen=True, kw_only=True):
     made: Literal["as it is", "while loading", "converted"]
     format: str
     """gguf, safetensors, mlx, exl2, exl3, onnx"""
+    published: PublishedWeights | None = None
+    """The repository to fetch, if the weights are neither the given model's own nor made from them."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether bedplate chose this quantization; otherwise it is that of the given model."""
+        return self.made != "as it is" or self.published is not None
 
 
 class Preparation(Record, frozen=True, kw_only=True):
@@ -163,6 +274,38 @@ class Launch(Record, frozen=True, kw_only=True):
     env: dict[str, str] = msgspec.field(default_factory=dict)
     prepare: tuple[Preparation, ...] = ()
     health_path: str = "/health"
+
+
+class NodeLaunch(Record, frozen=True, kw_only=True):
+    """One of several commands of a plan, after the preparations of the launch: for several nodes, or for replicas."""
+
+    node: int
+    """The node that it is run on, from 0; the same for replicas that share a node. Commands write the address of node N
+    as NODE_N_ADDRESS."""
+    starts: int = 1
+    """Nodes on which this command starts processes; 2 if Slurm starts those of node 1 too."""
+    replica: int = 0
+    """The first replica that runs on this node."""
+    serves: bool = True
+    """Whether the endpoint of a replica is on this node."""
+    argv: tuple[str, ...]
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Alternative(Record, frozen=True, kw_only=True):
+    """A plan that was not chosen, and why not."""
+
+    engine: str
+    quantization: str | None = None
+    parallelism: Parallelism = Parallelism()
+    settings: Settings | None = None
+    """`None`: it does not fit with any settings."""
+    estimate: Estimate = Estimate()
+    fits: bool
+    """Whether it fits, and the engine would serve it."""
+    why_not: str
+    rule: str | None = None
+    """The rule that excludes it although the order of plans prefers it; `None`: the order prefers the chosen plan."""
 
 
 class Decision(Record, frozen=True, kw_only=True):
@@ -190,11 +333,20 @@ class Decision(Record, frozen=True, kw_only=True):
     reasons: tuple[Reason, ...] = ()
     refused: tuple[Refusal, ...] = ()
     challengers: tuple[Challenger, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    """The other plans that were estimated, the best first: of each engine, quantization and cache type the best layout,
+    and of the chosen ones every layout."""
     hints: tuple[str, ...] = ()
-    """Set if nothing fits: the smallest changes that would make something fit."""
+    """If nothing fits, the smallest changes that would make something fit; otherwise what is idle, missed or ignored,
+    with what would help."""
+    hint_details: tuple[Hint, ...] = ()
+    """Kind and figures of each hint, in the order of `hints`."""
     notes: tuple[str, ...] = ()
     """Assumptions, and remarks on unusual input."""
     launch: Launch | None = None
+    """The preparations and the engine's command, without the options for several nodes."""
+    node_launches: tuple[NodeLaunch, ...] = ()
+    """The commands to run instead of that of `launch`, if the plan uses several nodes, or a server for each replica."""
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -215,7 +367,9 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def model_path(self) -> str:
-        """The path of the file or folder that the engine is given, else the hub id."""
+        """The path of the file or folder that the engine is given, else the hub id, of published weights if planned."""
+        if not self.model.files and self.weights.published is not None:
+            return self.weights.published.path
         if not self.model.files:
             return self.model.short_name if self.model.is_unpacked else self.model.name
         path = self.model.files[0]

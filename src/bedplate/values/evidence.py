@@ -11,6 +11,7 @@ from bedplate.values.run import Cell, Exclusion, FlagKind
 from bedplate.values.tuning import TuningRun
 from bedplate.values.verdict import Verdict
 
+NO_SAMPLES = "the file has no samples of single requests"
 ABOUT_OTHERS: tuple[FlagKind, ...] = ("mixed",)
 """Flags that describe the other engines of the run. The measurement itself is as good as without them."""
 
@@ -39,7 +40,8 @@ def _list_exclusions(cell: Cell) -> Iterator[Exclusion]:
     # Cells from files may lack the flags that `bench` computes.
     if "client" not in kinds and any(repeat.client.limit for repeat in cell.repeats):
         yield Exclusion(kind="client", text="the client was the bottleneck")
-    if not any(sample.outcome == "ok" for repeat in cell.repeats for sample in repeat.samples):
-        yield Exclusion(kind="short", text="no request succeeded")
+    has_answers = any(sample.outcome == "ok" for repeat in cell.repeats for sample in repeat.samples)
+    if not has_answers and "gaps" not in kinds:
+        yield Exclusion(kind="short", text=NO_SAMPLES if cell.stated is not None else "no request succeeded")
     if "broken" not in kinds and cell.quality is not None and cell.quality.verdict == "broken":
         yield Exclusion(kind="broken", text="its answers disagree with the reference")

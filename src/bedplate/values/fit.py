@@ -21,16 +21,18 @@ class DeviceNeed(Record, frozen=True, kw_only=True):
     """Driver context, captured graphs, workspaces and the process itself."""
     usable_bytes: int | None
     """Memory that the engine may use; `None`: unknown."""
+    adapter_bytes: int = 0
+    """LoRA adapters."""
 
     @property
     def total_bytes(self) -> int:
         parts = self.activation_bytes.value + self.overhead_bytes.value
-        return self.weights_bytes + self.kv_bytes + round(parts)
+        return self.weights_bytes + self.kv_bytes + self.adapter_bytes + round(parts)
 
     @property
     def high_bytes(self) -> int:
         parts = self.activation_bytes.high + self.overhead_bytes.high
-        return self.weights_bytes + self.kv_bytes + round(parts)
+        return self.weights_bytes + self.kv_bytes + self.adapter_bytes + round(parts)
 
     @property
     def fits(self) -> bool:

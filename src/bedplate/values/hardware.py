@@ -8,7 +8,7 @@ from bedplate.values.measurements import Measurements
 from bedplate.values.record import Basis, Figure, Record
 
 OperatingSystem = Literal["linux", "macos", "windows"]
-Vendor = Literal["nvidia", "amd", "apple", "intel", "tenstorrent", "other"]
+Vendor = Literal["nvidia", "amd", "apple", "intel", "tenstorrent", "huawei", "google", "aws", "qualcomm", "other"]
 PciePath = Literal["board", "switch", "switches", "host-bridge", "node", "system"]
 """What the traffic between two cards crosses, from near to far.
 

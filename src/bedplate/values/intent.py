@@ -11,10 +11,13 @@ from bedplate.values.hardware import OperatingSystem
 from bedplate.values.model import Task
 from bedplate.values.record import Record
 from bedplate.values.tenant import Limit
-from bedplate.values.workload import Count, Positive, Workload
+from bedplate.values.workload import Count, NotNegative, Positive, Workload
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Proportion = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Routing = Literal["share", "order", "latency", "price", "load"]
+"""How requests are divided among the engines and endpoints of one model."""
 ModelNamed = str | dict[str, Any]
 """A hub id, a folder or a file; or the facts of a model that cannot be read (`ModelFacts`)."""
 MOST_CARDS, MOST_NODE_CARDS, MOST_CORES, MOST_RAM_GB = 16_384, 144, 4_096, 65_536
@@ -129,6 +132,8 @@ class NodePool(Record, frozen=True, kw_only=True):
     """What connects the nodes: InfiniBand NDR 400, 100 GbE, none."""
     ram_gb: Positive | None = None
     """Memory of one node in GiB."""
+    node_label: Name | None = None
+    """The Kubernetes label of the nodes, as NAME=VALUE. Default: the one that the vendor's discovery sets."""
     os: Literal["linux", "macos", "windows"] = "linux"
     """The operating system of the nodes."""
     arch: Name | None = None
@@ -167,6 +172,15 @@ class Service(Record, frozen=True, kw_only=True):
     stays loaded."""
     preload: bool = False
     """With `ttl`: load the model at the start all the same."""
+    url: Name | None = None
+    """An OpenAI-compatible endpoint elsewhere that already serves the model: https://gpu-1.example.com/v1. `model` is
+    then its name there, and `name` the name here; with the name of another service, both answer its requests."""
+    key_env: Name | None = None
+    """With `url`: the environment variable that holds the API key of the endpoint."""
+    share: Positive | None = None
+    """With `url`: its share of the requests, relative to 1 for a local engine. Default: 1."""
+    price_per_million_tokens: NotNegative | None = None
+    """With `url`: what a million tokens cost there, for `routing: price`. A local engine costs 0."""
 
 
 class PlatformTenant(Record, frozen=True, kw_only=True):
@@ -176,8 +190,14 @@ class PlatformTenant(Record, frozen=True, kw_only=True):
     """The name that services and keys refer to."""
     share: Fraction | None = None
     """The part of the platform that it gets while all tenants are busy, from 0 to 1."""
+    borrow: Proportion | None = None
+    """On Kubernetes: the part of what others do not use that it may borrow, from 0 to 1. Default: all."""
+    lend: Proportion | None = None
+    """On Kubernetes: the part of its own quota that others may borrow while it is unused, from 0 to 1. Default: all."""
+    group: Name | None = None
+    """On Kubernetes: the group of users that may work in its namespace. Default: the name of the tenant."""
     requests_per_minute: Limit | None = None
-    """Requests per minute; more are rejected (429). Limits apply to `serve`, not to `plan`."""
+    """Requests per minute; more are rejected (429). Limits apply to `serve` and to the gateway of `deploy.endpoint`."""
     tokens_per_minute: Limit | None = None
     """Prompt and output tokens per minute."""
     in_flight: Limit | None = None
@@ -191,12 +211,19 @@ class DeployTarget(Record, frozen=True, kw_only=True):
     """The Kubernetes namespace."""
     gateway: Name | None = None
     """A Gateway with the inference extension, as [namespace/]name. Its InferencePool is then written too."""
+    endpoint: bool = False
+    """Whether to write bedplate's gateway as a Deployment in front of all services, with its usage in PostgreSQL."""
+    gateway_provider: Literal["istio", "gke", "agentgateway"] | None = None
+    """What implements the Gateway. These need objects or options of their own for the endpoint picker."""
     layout: Literal["aggregated", "disaggregated"] | None = None
     """Whether separate workers compute the prompts. Default: by the estimate."""
     storage_class: Name | None = None
     """The storage class of the volume with the models. Default: that of the cluster."""
     prometheus: Name | None = None
     """The Prometheus address that autoscaling reads its metrics from."""
+    prometheus_release: Name | None = None
+    """The label `release` of PodMonitors: the Helm release of the Prometheus stack, which reads no others. Default:
+    kube-prometheus-stack."""
     registry: Name | None = None
     """The registry that images built from the files are pushed to."""
     rdma: Name | None = None
@@ -224,6 +251,10 @@ class Intent(Record, frozen=True, kw_only=True):
     """The models of a platform, instead of `model` and `workload`."""
     tenants: tuple[PlatformTenant, ...] = ()
     """The tenants of the platform."""
+    routing: Routing | None = None
+    """How `serve` divides requests among the engines and endpoints of one model. share: by share, and a conversation
+    stays in one place. order: the first in the file that can answer. latency, price, load: the lowest. Default:
+    share."""
     allow_hosts: tuple[Name, ...] = ()
     """Further names of the endpoint of `serve`, for requests without a key: gpu1.example.com, or * for any."""
     allow_origins: tuple[Name, ...] = ()

@@ -10,6 +10,7 @@ from bedplate.values.decision import Challenger, Device, Estimate, Reason
 from bedplate.values.diagnosis import Limit
 from bedplate.values.record import Record
 from bedplate.values.service import EngineCondition, LastExit
+from bedplate.values.traffic import Outcome
 from bedplate.values.verdict import Answer
 from bedplate.values.workload import LatencyTarget
 
@@ -33,6 +34,16 @@ class LiveBottleneck(Record, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     change: str | None = None
     """What to change first."""
+
+
+LiveFigure = Literal["load", "ttft", "tpot", "output", "requests", "memory", "kv"]
+
+
+class Deviation(Record, frozen=True, kw_only=True):
+    """A figure that is worse than the plan or the target."""
+
+    figure: LiveFigure
+    text: str
 
 
 class LiveEngine(Record, frozen=True, kw_only=True):
@@ -93,7 +104,10 @@ class LiveModel(Record, frozen=True, kw_only=True):
     """Output tokens of the answers that ended in the last minute, per second. The fields below use the same minute."""
     ended: int | None = None
     failed: int | None = None
+    deviations: tuple[Deviation, ...] = ()
     binding: LiveBottleneck | None = None
+    targets: tuple[str, ...] = ()
+    """Engines that the model could be migrated to, the best first. Empty where the viewer may not change anything."""
 
 
 class TenantUse(Record, frozen=True, kw_only=True):
@@ -121,6 +135,36 @@ class TenantUse(Record, frozen=True, kw_only=True):
     """Refused, rejected and failed requests by the code of their error, the most frequent first."""
 
 
+class RecentRequest(Record, frozen=True, kw_only=True):
+    """The shape of one request that has ended, never its content."""
+
+    at_s: float
+    tenant: str
+    model: str
+    engine: str | None = None
+    api: str
+    stream: bool = False
+    outcome: Outcome
+    status: int
+    reason: str | None = None
+    """Why it was refused, rejected or failed: the code of its error."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    wait_ms: float | None = None
+    ttft_ms: float | None = None
+    duration_ms: float
+
+
+class ActionReport(Record, frozen=True, kw_only=True):
+    """The last action that was requested on the page."""
+
+    do: str
+    model: str | None = None
+    state: Literal["running", "done", "failed"]
+    text: str
+
+
 class LastVerdict(Record, frozen=True, kw_only=True):
     at: str | None = None
     answer: Answer
@@ -143,6 +187,12 @@ class LiveSeries(Record, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     """Prompt and output tokens."""
     output_tok_s: tuple[float, ...] = ()
+    prompt_tok_s: tuple[float, ...] = ()
+    cached_share: tuple[float | None, ...] = ()
+    """Share of the prompt tokens that were in the engine's prefix cache; `None`: no prompt tokens."""
+    wait_p50_ms: tuple[float | None, ...] = ()
+    """Time that requests waited for a slot before they were sent to the engine."""
+    wait_p95_ms: tuple[float | None, ...] = ()
     ttft_p50_ms: tuple[float | None, ...] = ()
     ttft_p95_ms: tuple[float | None, ...] = ()
     tpot_p50_ms: tuple[float | None, ...] = ()
@@ -150,6 +200,10 @@ class LiveSeries(Record, frozen=True, kw_only=True):
     memory_bytes: tuple[int | None, ...] = ()
     gpu_bytes: tuple[int | None, ...] = ()
     kv_use: tuple[float | None, ...] = ()
+    cpu_share: tuple[float | None, ...] = ()
+    """CPU time of the engines as a share of the cores that this machine allows, 0 to 1."""
+    gpu_share: tuple[float | None, ...] = ()
+    """GPU utilization as the driver reports it, 0 to 1."""
 
 
 class History(Record, frozen=True, kw_only=True):
@@ -179,4 +233,13 @@ class Live(Record, frozen=True, kw_only=True):
     verdict: LastVerdict | None = None
     notes: tuple[str, ...] = ()
     """The latest events."""
+    statuses: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests that ended in the last ten minutes, by HTTP status code."""
+    requests: tuple[RecentRequest, ...] = ()
+    """The latest requests, newest first."""
+    logs: tuple[str, ...] = ()
+    """Names of the logs that the viewer may read: of the service, then of its engines."""
+    may_act: bool = False
+    """Whether the viewer may load, unload and migrate models."""
+    action: ActionReport | None = None
     history: History = History()

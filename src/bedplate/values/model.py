@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Literal
 
@@ -83,9 +84,27 @@ UNPACKED = "unpacked from"
 """Prefix of `origin` if the model is a folder, in the working directory, that is dequantized from a GGUF file."""
 
 
+@lru_cache(maxsize=256)
 def _join_words(name: str) -> str:
     """Join the words of a name with dashes; control characters separate words like spaces."""
     return "-".join("".join(letter if is_safe(letter) else " " for letter in name).split())
+
+
+class Projector(Record, frozen=True, kw_only=True):
+    """The vision encoder of a GGUF model and its projector, which are a file of their own (mmproj)."""
+
+    file: str
+    """Absolute path."""
+    kind: str
+    """The type of the projector: mlp, idefics3, qwen2vl_merger …"""
+    parameters: int
+    weight_bytes: int
+    image_size: int | None = None
+    """Pixels of one side of the image, or of one tile, that the encoder reads."""
+    image_tokens: int | None = None
+    """Tokens of one image, or of one tile; None if they depend on the size of the image."""
+    activation_bytes: int = 0
+    """The most that the encoder holds while it computes one image, by its shape."""
 
 
 class Model(Record, frozen=True, kw_only=True):
@@ -138,6 +157,8 @@ class Model(Record, frozen=True, kw_only=True):
     `parameters` does not include them; `weight_bytes` does, because engines load them.
     """
     vision_weight_bytes: int = 0
+    projector: Projector | None = None
+    """Beside a GGUF file. No other figure includes it."""
     head_dim: int | None = None
     intermediate_size: int | None = None
     moe_intermediate_size: int | None = None
@@ -189,7 +210,7 @@ class Model(Record, frozen=True, kw_only=True):
             if part.parameters and part.name not in ("embedding", "vision", "mtp")
         )
 
-    def compute_kv_bytes(self, context_tokens: int, bits: int = 16) -> int:
+    def compute_kv_bytes(self, context_tokens: int, bits: float = 16) -> int:
         """KV cache bytes of one sequence of `context_tokens`, with keys and values of `bits` bits.
 
         States keep their size.
@@ -201,4 +222,4 @@ class Model(Record, frozen=True, kw_only=True):
                 for group in self.layers
                 if group.window
             ) + sum(group.kv_bytes_window for group in self.layers if not group.window)
-        return (self.kv_bytes_per_token * context_tokens + windows) * bits // 16 + self.state_bytes
+        return int((self.kv_bytes_per_token * context_tokens + windows) * bits // 16) + self.state_bytes

@@ -10,9 +10,11 @@ from bedplate.values.cost import Price
 from bedplate.values.decision import Device, Parallelism, Refusal, Settings
 from bedplate.values.model import Model
 from bedplate.values.record import Record
+from bedplate.values.scenario import Scenario
+from bedplate.values.structured import StructuredOutput
 from bedplate.values.workload import Count, LatencyTarget, NotNegative, Positive, Share, Tokens
 
-Arrivals = Literal["closed", "poisson", "constant", "burst", "replay"]
+Arrivals = Literal["closed", "poisson", "constant", "burst", "replay", "sessions"]
 Halt = Literal["narrow", "time", "most", "unknown", "stopped"]
 """Why no further repeats were made.
 
@@ -23,28 +25,40 @@ Outcome = Literal["ok", "error", "cut", "timeout", "refused"]
 """cut: the stream ended without its last event. refused: the endpoint answered 429 or 503."""
 FlagKind = Literal[
     "client", "busy", "throttled", "truncated", "length", "cache", "errors", "garbled", "broken", "swapped", "short",
-    "mixed",
+    "mixed", "gaps",
 ]  # fmt: skip
+"""gaps: an imported file lacks facts or samples."""
 
 
 class Load(Record, frozen=True, kw_only=True):
     """The load on the endpoint. Two runs are comparable only if it is the same."""
 
     arrivals: Arrivals = "closed"
-    """closed: a fixed number of requests in flight. The others are open loops, which do not wait for answers."""
+    """closed: a fixed number of requests in flight. sessions: a fixed number of conversations, each with at most one
+    request in flight and with waiting times between them. The others are open loops, which do not wait for answers.
+    """
     concurrency: Count | None = None
     """Closed loop: requests in flight."""
     requests_per_s: Positive | None = None
-    """Open loop: request rate. Replay: the trace's mean rate."""
+    """Open loop: request rate; with a scenario, sessions per second. Replay: the trace's mean rate."""
     burst: Count | None = None
     """Requests per burst."""
     trace: str | None = None
-    """Replay: the trace's name and the beginning of its SHA-256."""
+    """The name of the trace that lengths and sessions are read from, and the beginning of its SHA-256."""
     prompt_tokens: Count = 512
     output_tokens: Count = 128
     shared_prefix_tokens: Tokens = 0
     """Length of the prefix that all prompts share. The rest of each prompt is unique."""
     seed: int = 0
+    sessions: Count | None = None
+    """Conversations at the same time."""
+    scenario: Scenario | None = None
+    """The distributions that the sessions are drawn from. `prompt_tokens` and `output_tokens` are then means."""
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether requests belong to conversations, whose prompts repeat earlier turns and answers."""
+        return self.scenario is not None or self.arrivals == "sessions"
 
 
 class Sample(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +82,10 @@ class Sample(Record, frozen=True, kw_only=True, omit_defaults=True):
     finish: str | None = None
     outcome: Outcome = "ok"
     error: str | None = None
+    session: int | None = None
+    """Number of its session in the repeat; `None`: it belongs to none."""
+    turn: int | None = None
+    """From 1."""
 
     @property
     def tpot_ms(self) -> float | None:
@@ -75,6 +93,26 @@ class Sample(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.ttft_ms is None or not self.output_tokens or self.output_tokens < 2:
             return None
         return (self.duration_ms - self.ttft_ms) / (self.output_tokens - 1)
+
+
+SessionOutcome = Literal["complete", "context", "failed", "unfinished"]
+"""context: it ended early, because its next request would have exceeded the context. unfinished: the repeat ended."""
+
+
+class SessionResult(Record, frozen=True, kw_only=True):
+    """One conversation of which at least one request was measured."""
+
+    session: int
+    turns: int
+    """Turns that were answered."""
+    planned_turns: int
+    duration_s: float
+    """From the first request to the last answer, with the waiting times between turns."""
+    answering_s: float
+    """The part of it in which a request was in flight."""
+    outcome: SessionOutcome
+    joined: bool = False
+    """Whether it was under way at the beginning: its first turns and answers were not sent, only repeated."""
 
 
 class ClientAccuracy(Record, frozen=True, kw_only=True):
@@ -133,20 +171,28 @@ class ResourceUse(Record, frozen=True, kw_only=True):
 
 
 class Quality(Record, frozen=True, kw_only=True):
-    """Quality compared with PyTorch in float32 on the same weights."""
+    """Quality compared with the reference of the same weights."""
 
     asked: int = 0
     agreement: Share | None = None
     """Greedy-token agreement at fixed prefixes."""
     divergence: NotNegative | None = None
     """Mean Kullback-Leibler divergence from the reference, over the tokens that both list, in nats."""
+    divergence_error: NotNegative | None = None
+    """Its standard error over the places in the text."""
     perplexity: Positive | None = None
     """On a small fixed text."""
     reference_perplexity: Positive | None = None
+    perplexity_error: NotNegative | None = None
+    """Standard error of the logarithm of their ratio."""
+    reference: str | None = None
+    """How the reference was computed: the program, its version and precision. `None`: there is none."""
     verdict: Literal["ok", "broken", "unchecked"] = "unchecked"
     note: str | None = None
     garbled: str | None = None
     """What is obviously wrong with a generated text: it repeats itself, or it is not language."""
+    structured: StructuredOutput | None = None
+    """`None`: structured output was not measured."""
 
 
 class Flag(Record, frozen=True, kw_only=True):
@@ -163,6 +209,10 @@ class Exclusion(Record, frozen=True, kw_only=True):
 
     kind: FlagKind
     text: str
+
+
+Role = Literal["baseline", "challenger"]
+"""Of a subject in a gate."""
 
 
 class Subject(Record, frozen=True, kw_only=True):
@@ -187,6 +237,22 @@ class Subject(Record, frozen=True, kw_only=True):
     argv: tuple[str, ...] = ()
     start_s: float | None = None
     install_bytes: int | None = None
+    role: Role | None = None
+
+
+class StatedFigures(Record, frozen=True, kw_only=True):
+    """Figures of an imported file that has no samples. They are shown, and never compared or used by plans."""
+
+    requests: int | None = None
+    output_tok_s: float | None = None
+    prompt_tok_s: float | None = None
+    ttft_ms_p50: float | None = None
+    ttft_ms_p95: float | None = None
+    ttft_ms_p99: float | None = None
+    tpot_ms_p50: float | None = None
+    tpot_ms_p95: float | None = None
+    tpot_ms_p99: float | None = None
+    e2e_ms_p50: float | None = None
 
 
 class Cell(Record, frozen=True, kw_only=True):
@@ -211,6 +277,7 @@ class Cell(Record, frozen=True, kw_only=True):
     notes: str = ""
     halt: Halt | None = None
     """Why there are no more repeats; `None`: still running, or bedplate was killed."""
+    stated: StatedFigures | None = None
 
 
 class Repeat(Record, frozen=True, kw_only=True):
@@ -232,6 +299,7 @@ class Repeat(Record, frozen=True, kw_only=True):
     reopened: int = 0
     """Connections that the endpoint closed and the client reopened."""
     notes: tuple[str, ...] = ()
+    sessions: tuple[SessionResult, ...] = ()
     client: ClientAccuracy = ClientAccuracy()
     engine: EngineSeries = EngineSeries()
     use: ResourceUse = ResourceUse()
@@ -255,6 +323,16 @@ class RunEnvironment(Record, frozen=True, kw_only=True):
     """As the user stated it."""
 
 
+class GateSide(Record, frozen=True, kw_only=True):
+    """One side of a gate. Both sides may be the same version of one engine."""
+
+    role: Role
+    engine: str
+    """ID or ID@VERSION."""
+    settings: Settings | None = None
+    """Those of the stored baseline; `None`: those that a plan chooses."""
+
+
 class BenchMatrix(Record, frozen=True, kw_only=True):
     """The engines and loads that a run was asked for. It contains all that is needed to resume the run."""
 
@@ -276,7 +354,10 @@ class BenchMatrix(Record, frozen=True, kw_only=True):
     target: LatencyTarget | None = None
     through_gateway: bool = False
     check_quality: bool = True
+    check_structured: bool = False
     native: bool = False
+    sides: tuple[GateSide, ...] = ()
+    """Of a gate: one for each of `engines`."""
 
 
 class Run(Record, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ import msgspec
 
 from bedplate.values.decision import Device
 from bedplate.values.endpoint import EndpointOrchestrator, Orchestrator, StartPhase, StartPhaseTime
-from bedplate.values.intent import Name, Operations
+from bedplate.values.intent import Name, Operations, Routing
 from bedplate.values.record import Record
 from bedplate.values.tenant import DeclaredTenant
-from bedplate.values.workload import Count, Positive, Workload
+from bedplate.values.workload import Count, NotNegative, Positive, Workload
 
 Build = Literal["packages", "native"]
 """The engine build to use: packages installs published packages, native compiles the source on this machine."""
@@ -40,9 +40,27 @@ class ModelOrder(Record, frozen=True, kw_only=True):
     tenants: tuple[Name, ...] = ()
     """Tenants that may use it, besides the operator; empty: everybody."""
 
+    rank: int = 0
+    """Its position among the services, for `routing: order`."""
+
     @property
     def is_on_demand(self) -> bool:
         return self.ttl_s is not None
+
+
+class EndpointOrder(Record, frozen=True, kw_only=True):
+    """An endpoint elsewhere that serves a model. Its key stays in the environment."""
+
+    url: Name
+    model: Name | None = None
+    """The model's name there; `None`: the name here."""
+    name: Name | None = None
+    """The name here; `None`: `model`, or the first local model."""
+    key_env: Name | None = None
+    share: Positive = 1.0
+    price_per_million_tokens: NotNegative = 0.0
+    rank: int = 0
+    tenants: tuple[Name, ...] = ()
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -50,6 +68,10 @@ class Order(Record, frozen=True, kw_only=True):
 
     schema: Literal["order/1"] = "order/1"
     services: tuple[ModelOrder, ...] = (ModelOrder(),)
+    endpoints: tuple[EndpointOrder, ...] = ()
+    """Endpoints elsewhere that answer requests too."""
+    routing: Routing | None = None
+    """`None`: by share."""
     name: Name | None = None
     """Name for `ps` and `stop`; `None`: derived from the model."""
     host: str = "127.0.0.1"
@@ -60,6 +82,8 @@ class Order(Record, frozen=True, kw_only=True):
     allow_origins: tuple[Name, ...] = ()
     """Origins of web pages that may use the endpoint."""
     max_body_bytes: Count | None = None
+    grace_s: NotNegative = 5.0
+    """How long running requests may continue when the service is stopped."""
     build: Build = "packages"
     check: bool = True
     """Whether to compare a few answers with a reference."""
@@ -75,6 +99,9 @@ class Order(Record, frozen=True, kw_only=True):
     """The hash that the bundle's manifest must have; `None`: any."""
     on: Orchestrator | None = None
     """The orchestrator that runs the engines; `None`: bedplate itself."""
+    otlp_endpoint: str | None = None
+    """The OpenTelemetry collector that gets a span for each request; `None`: there are no traces."""
+    log_format: Literal["text", "json"] = "text"
 
 
 class ServiceRecord(Record, frozen=True, kw_only=True):
@@ -94,6 +121,8 @@ class ServiceRecord(Record, frozen=True, kw_only=True):
     detached: bool = False
     url: str | None = None
     models: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
+    """The names by which the models were requested, in the same order."""
 
 
 class LastExit(Record, frozen=True, kw_only=True):
@@ -136,6 +165,28 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     log: str
     part: str | None = None
     """Its role in an orchestrator; `None`: bedplate runs the engine itself."""
+
+
+class RemoteEndpointStatus(Record, frozen=True, kw_only=True):
+    """One endpoint elsewhere."""
+
+    url: str
+    model: str
+    """The name of the model here."""
+    remote_model: str
+    """The name of the model there."""
+    state: EngineCondition
+    reason: str | None = None
+    """Why it is not ready."""
+    ejected: bool = False
+    """Whether it gets no requests for a while because several failed in a row."""
+    share: float
+    price_per_million_tokens: float
+    in_flight: int
+    sent: int
+    """Requests that were sent to it."""
+    ttft_ms: float | None = None
+    """Its recent time to first token, where it was measured."""
 
 
 class ModelStatus(Record, frozen=True, kw_only=True):
@@ -186,5 +237,7 @@ class HostStatus(Record, frozen=True, kw_only=True):
     """Memory that engines may use on each device, by the fit arithmetic."""
     log: str
     models: tuple[ModelStatus, ...] = ()
+    endpoints: tuple[RemoteEndpointStatus, ...] = ()
+    """Endpoints elsewhere."""
     notes: tuple[str, ...] = ()
     """The latest events."""

@@ -58,6 +58,38 @@ class Summary(Record, frozen=True, kw_only=True):
     energy_j_per_token: float | None
 
 
+class TurnLatency(Record, frozen=True, kw_only=True):
+    """Requests of these turns of all sessions."""
+
+    turns: str
+    """A turn, or a range of turns: `5-8`."""
+    requests: int
+    ttft_ms: float | None
+    """Median."""
+    prompt_tokens: float | None
+    """Median."""
+    cached_share: float | None
+
+
+class SessionSummary(Record, frozen=True, kw_only=True):
+    complete: int
+    context: int
+    """Ended before their planned last turn, because the next request would have exceeded the context."""
+    failed: int
+    unfinished: int
+    duration_s: float | None
+    """Median over the sessions that were measured from their first turn to their last."""
+    answering_s: float | None
+    """Median of the part of it in which a request was in flight."""
+    ttft_by_turn: tuple[TurnLatency, ...]
+    cached_share: float | None
+    """Share of prompt tokens found in a prefix cache, as the answers report it."""
+    metrics_share: float | None
+    """The same by the engine's metrics."""
+    repeated_share: float | None
+    """Share of prompt tokens that an earlier request of the session, or the shared system prompt, had already."""
+
+
 class BenchRow(Record, frozen=True, kw_only=True):
     """One line of a table or CSV file: the columns that the source articles require, then qualifying columns."""
 

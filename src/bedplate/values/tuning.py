@@ -90,6 +90,8 @@ class TrialMeasurement(Record, frozen=True, kw_only=True):
     tpot_ms: float | None = None
     peak_memory_bytes: int | None = None
     energy_j_per_token: float | None = None
+    rounds: int = 1
+    """Requests of each stream."""
     cut: bool = False
     """Stopped early because it was clearly slower than the best. Its figures are then bounds that it did not reach."""
 
@@ -105,9 +107,11 @@ class Trial(Record, frozen=True, kw_only=True):
 
     @property
     def best(self) -> TrialMeasurement | None:
-        """The median of the completed measurements."""
+        """The median of the completed measurements, of which the longest count."""
         whole = sorted((one for one in self.taken if not one.cut), key=lambda one: one.score)
-        return whole[len(whole) // 2] if whole else None
+        most = max((one.rounds for one in whole), default=1)
+        longest = [one for one in whole if one.rounds == most]
+        return longest[len(longest) // 2] if longest else None
 
 
 class RefusedSetting(Record, frozen=True, kw_only=True):

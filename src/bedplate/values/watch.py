@@ -6,14 +6,16 @@ from typing import Literal
 
 import msgspec
 
-from bedplate.values.decision import Decision
+from bedplate.values.decision import Decision, Plan
 from bedplate.values.migration import Migration
 from bedplate.values.record import Record
+from bedplate.values.run import Quality
 from bedplate.values.shadow import ShadowResult
-from bedplate.values.verdict import EXIT_CODES, Answer
+from bedplate.values.verdict import EXIT_CODES, Answer, Effect, name_sides
 from bedplate.values.workload import LatencyTarget, Workload
 
 TriggerKind = Literal["schedule", "release", "bedplate", "driver", "workload", "latency", "asked"]
+UpgradeAnswer = Literal["upgrade", "stay", "not proven"]
 
 
 class Outlook(Record, frozen=True, kw_only=True):
@@ -37,6 +39,8 @@ class Outlook(Record, frozen=True, kw_only=True):
     target: LatencyTarget | None = None
     decision: Decision
     """Made without regard to the engine in service."""
+    plan: Plan | None = None
+    """The plan of the engine in service."""
 
 
 class Trigger(Record, frozen=True, kw_only=True):
@@ -49,6 +53,41 @@ class UntriedChallenger(Record, frozen=True, kw_only=True):
 
     engine: str
     why: str
+
+
+class UpgradeResult(Record, frozen=True, kw_only=True):
+    """Whether to upgrade the engine in service to a newer release."""
+
+    engine: str
+    package: str
+    present: str
+    """The version in service."""
+    release: str
+    answer: UpgradeAnswer
+    text: str
+    """The reason for the answer in one or two sentences."""
+    effects: tuple[Effect, ...] = ()
+    """What was measured, with intervals; empty if the release was not compared."""
+    quality: Quality | None = None
+    """The answers of the release."""
+    present_quality: Quality | None = None
+    worse: str | None = None
+    """Why the release is worse by more than the tolerance."""
+    would_prove: str | None = None
+    options: str | None = None
+    """What the release's own parser says about the options of the launch."""
+    locked: bool | None = None
+    """Whether it was installed from a lock file."""
+    disk_bytes: int | None = None
+    installed: bool
+    """Whether the release is still installed."""
+    removed: str | None = None
+    """Why it was removed again."""
+    run: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}@{self.release}"
 
 
 class WatchEvaluation(Record, frozen=True, kw_only=True):
@@ -69,6 +108,8 @@ class WatchEvaluation(Record, frozen=True, kw_only=True):
     """The engine that `plan` would choose today."""
     shadows: tuple[ShadowResult, ...] = ()
     untried: tuple[UntriedChallenger, ...] = ()
+    upgrade: UpgradeResult | None = None
+    """The comparison with a newer release of the engine in service, with --upgrade."""
     report: str | None = None
     """Path of the report page."""
     migration: Migration | None = None
@@ -77,7 +118,10 @@ class WatchEvaluation(Record, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.answer]
+        """That of the comparison that the answer is about."""
+        verdicts = (one.verdict for one in self.shadows if one.verdict.answer == self.answer)
+        found = next((one for one in verdicts if name_sides(one.a, one.b)[1] == self.challenger), None)
+        return EXIT_CODES[self.answer] if found is None else found.exit_code
 
 
 class WatchState(Record, frozen=True, kw_only=True):
@@ -92,3 +136,7 @@ class WatchState(Record, frozen=True, kw_only=True):
     """The version of each engine that bedplate installs."""
     releases: dict[str, str] = msgspec.field(default_factory=dict)
     """The newest version of each engine's package on the package index."""
+    no_answer: dict[str, str] = msgspec.field(default_factory=dict)
+    """Why the package index gave no answer about a package."""
+    rejected: dict[str, str] = msgspec.field(default_factory=dict)
+    """Why a release, as ID@VERSION, was removed again: it is not installed again on a schedule."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,9 +18,12 @@ Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-TraceFormat = Literal["azure", "mooncake", "sharegpt", "bedplate"]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+TraceFormat = Literal["azure", "mooncake", "sharegpt", "bedplate", "burstgpt", "bailian", "copilot"]
 ASSUMED_TTFT_S, ASSUMED_TPOT_S = 0.5, 0.03
 """Latency that is assumed before there is an estimate, and if there is none."""
+DEFAULT_LORA_RANK = 16
+"""Rank of a LoRA adapter if none is specified."""
 
 
 def apply_littles_law(requests_per_s: float, request_s: float) -> float:
@@ -49,6 +54,34 @@ class LatencyTarget(Record, frozen=True, kw_only=True):
         return max(times, default=0.0)
 
 
+class LoraAdapter(Record, frozen=True, kw_only=True):
+    """A LoRA adapter that requests may name."""
+
+    path: Text
+    """A folder, a GGUF file, or a hub id (owner/name)."""
+    name: Text | None = None
+    """The name that requests use. Default: the last part of the path."""
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    """Its rank. Default: 16."""
+    tenants: tuple[Text, ...] = ()
+    """The tenants that may use it. Default: those of the model."""
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use, without characters that separate names in an engine's option."""
+        last = PurePath(self.path.replace("\\", "/")).name.removesuffix(".gguf")
+        return re.sub(r"[\s=,:@]+", "-", self.name or last).strip("-") or "adapter"
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the path is owner/name, and not that of a file."""
+        return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path) is not None and not self.path.endswith(".gguf")
+
+
+AdapterCount = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+AdapterList = Annotated[tuple[Text | LoraAdapter, ...], msgspec.Meta(min_length=1, max_length=1000)]
+
+
 class Workload(Record, frozen=True, kw_only=True):
     """The requests that are asked for, or were observed."""
 
@@ -70,6 +103,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """The longest request, prompt and answer, in tokens. Default: prompt_tokens + output_tokens."""
     shared_prefix_tokens: Tokens = 0
     """Prompt tokens at the beginning that requests have in common."""
+    session_prefix_tokens: Tokens = 0
+    """Prompt tokens that repeat earlier turns of the same conversation, without the shared prefix."""
     structured_output: bool = False
     """Answers must follow a grammar or a JSON schema."""
     precision_sensitive: bool = False
@@ -80,10 +115,35 @@ class Workload(Record, frozen=True, kw_only=True):
     """extreme: so much traffic that the last percent of throughput pays for more effort."""
     latency: LatencyTarget | None = None
     """The latency that requests must meet."""
+    lora_adapters: AdapterCount | AdapterList | None = None
+    """LoRA adapters that requests choose from: their number, or a list of paths (or of path, name and rank)."""
     origin: Literal["default", "asked", "observed"] = "asked"
     """Where the workload comes from; written by bedplate."""
     load: RequestLoad | None = None
     """The load on the deployment that was planned for it; written by bedplate."""
+
+    @property
+    def repeated_prefix_tokens(self) -> int:
+        """Prompt tokens that a prefix cache may hold; at most those before the last token of the prompt."""
+        return min(self.shared_prefix_tokens + self.session_prefix_tokens, max(0, self.prompt_tokens - 1))
+
+    @property
+    def adapters(self) -> tuple[LoraAdapter, ...]:
+        """The LoRA adapters; if only their number is specified, with placeholder paths."""
+        given = self.lora_adapters or ()
+        if isinstance(given, int):
+            return tuple(LoraAdapter(path=f"adapter-{number}") for number in range(1, given + 1))
+        return tuple(one if isinstance(one, LoraAdapter) else LoraAdapter(path=one) for one in given)
+
+    @property
+    def adapter_rank(self) -> int:
+        """The highest rank of the LoRA adapters."""
+        return max((one.rank or DEFAULT_LORA_RANK for one in self.adapters), default=DEFAULT_LORA_RANK)
+
+    @property
+    def names_adapters(self) -> bool:
+        """Whether the LoRA adapters are listed, and not only counted."""
+        return isinstance(self.lora_adapters, tuple)
 
     @property
     def request_tokens(self) -> int:
@@ -183,6 +243,12 @@ class RequestShape(Record, frozen=True, kw_only=True, omit_defaults=True, tag_fi
     prefix_hashes: tuple[int | str, ...] = ()
     """One hash per block of the prompt. Each covers the prompt up to the end of its block."""
     prefix_block_tokens: Count | None = None
+    session: str | None = None
+    """The conversation that it belongs to; each request contains the earlier ones and their answers."""
+    wait_s: NotNegative | None = None
+    """Seconds after the previous answer of its session, if the trace has no arrival time for it."""
+    after_tool: bool = False
+    """Whether it returns the result of a tool in its session."""
     tenant: str | None = None
     model: str | None = None
     outcome: Literal["ok", "error", "cancelled", "refused"] = "ok"

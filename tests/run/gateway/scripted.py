@@ -194,7 +194,7 @@ class ScriptedConnection(asyncio.Protocol):
         first, *lines = head.decode("latin-1").split("\r\n")
         method, target, _ = first.split(" ")
         headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-        length = int(dict(headers)["content-length"])
+        length = int(dict(headers).get("content-length", 0))
         if len(rest) < length:
             return
         self._buffer = rest[length:]

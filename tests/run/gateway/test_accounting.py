@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bedplate.engines.traits import RequestTraits, TokenCounter
-from bedplate.run.gateway import exchange
+from bedplate.run.gateway import upstream
 from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.gateway.tenants import TenantState
 from bedplate.values.tenant import Tenant
@@ -37,7 +37,7 @@ from .scripted import (
 from .test_tenants import allow, ask
 
 COUNTER = TokenCounter(prompts={"chat": "/count-prompt"})
-COUNTING = RequestTraits(counter=COUNTER, unsent_tokens=2)
+COUNTING = RequestTraits(counter=COUNTER, unsent_tokens=2, apis=frozenset(["messages", "responses"]))
 PER_SEQUENCE = RequestTraits(counter=COUNTER, usage_per_sequence=True, unsent_tokens=2)
 COMPLETIONS = "/v1/completions"
 
@@ -350,7 +350,7 @@ async def test_each_choice_of_an_aborted_stream_is_counted(keeper: RequestRecord
 
 
 async def test_long_streams_keep_only_their_text(keeper: RequestRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "KEPT_CHUNKS", 4)
+    monkeypatch.setattr(upstream, "KEPT_CHUNKS", 4)
     rows = collect_rows(keeper)
     async with start_gateway(keeper=keeper, requests=COUNTING) as setup:
         setup.engine.otherwise = (make_count(10),)

@@ -6,10 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from bedplate.run.gateway import BackendState
+from bedplate.run.gateway.backend import FinishedRequest
 from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.pages import PageResponse
 
@@ -27,6 +27,7 @@ from .scripted import (
     End,
     Engine,
     Setup,
+    decode_chunks,
     make_answer,
     make_backend,
     make_chat_body,
@@ -277,6 +278,8 @@ async def test_truncated_stream_ends_with_an_error_event(path: str, cut: tuple[A
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_openai_client_detects_a_truncated_stream(api: str) -> None:
+    import openai
+
     async with start_gateway() as setup:
         path = CHAT if api == "chat" else "/v1/responses"
         setup.engine.answer(STREAM_HEAD + make_chunk(FIRST_EVENTS[path]) + STREAM_END)
@@ -670,3 +673,73 @@ async def test_each_backend_has_its_own_connections() -> None:
         assert (await client.post(CHAT, make_chat_body(model="small"))).status == 200
         assert (len(other.seen), len(setup.engine.seen)) == (1, 1)
     await other.stop()
+
+
+# the end of a request
+
+
+@pytest.mark.parametrize("body", [make_chat_body(), STREAM], ids=["plain", "stream"])
+async def test_error_in_the_accounting_does_not_leave_the_client_waiting(body: dict[str, Any]) -> None:
+    def fail(_: FinishedRequest) -> None:
+        raise KeyError("a mistake")
+
+    async with start_gateway(on_end=fail) as setup:
+        if body is STREAM:
+            setup.engine.answer(make_stream(make_delta("a"), USAGE, DONE))
+        answer = await wait_within(ask(setup, body))
+        assert answer.status == 200
+        assert PROBLEMS == ["internal error while accounting for a request: KeyError('a mistake')"]
+        PROBLEMS.clear()
+        assert setup.backend.in_flight == 0  # its slot is free
+
+
+async def test_last_events_and_the_end_of_the_stream_are_one_write() -> None:
+    bench = Bench()
+    bench.client.data_received(request(CHAT, make_chat_body(stream=True, stream_options={"include_usage": True})))
+    bench.engine.data_received(STREAM_HEAD + make_chunk(make_delta("a")))
+    before = len(bench.to_client.writes)
+    bench.engine.data_received(make_chunk(make_delta("b")) + make_chunk(USAGE) + make_chunk(DONE) + STREAM_END)
+    assert len(bench.to_client.writes) == before + 1
+    _, body, rest = decode_chunks(bench.to_client.written)
+    assert (body, rest) == (make_delta("a") + make_delta("b") + USAGE + DONE, b"")
+
+
+# engines that are replaced
+
+
+async def test_500_of_an_engine_that_is_being_stopped_is_not_passed_on() -> None:
+    """Engines answer their last requests with 500 while they shut down."""
+    async with start_gateway() as setup:
+        stopped = asyncio.Event()
+        setup.engine.answer(stopped, make_answer({"error": "shutting down"}, "500 Internal Server Error"))
+        asking = asyncio.ensure_future(ask(setup))
+        await setup.engine.request()
+        leaving = setup.gateway.remove(setup.backend, within_s=60)
+        stopped.set()
+        answer = await wait_within(asking)
+        assert (answer.status, answer.error["code"]) == (503, "engine_stopped")
+        assert answer.headers["retry-after"] == "1"
+        assert await leaving
+
+
+async def test_address_that_changes_while_a_request_connects_is_not_the_engines_failure() -> None:
+    async with start_gateway() as setup:
+        port = setup.backend.address
+        setup.backend.address = ("127.0.0.1", await find_closed_port())
+
+        def restore_address() -> None:
+            """Called before the connection is opened; what it schedules runs before the attempt fails."""
+            asyncio.get_running_loop().call_soon(setattr, setup.backend, "address", port)
+
+        setup.backend.begun = restore_address
+        answer = await wait_within(ask(setup))
+        assert (answer.status, answer.error["code"]) == (503, "engine_stopped")
+        assert setup.backend.health.failures == 0
+
+
+async def find_closed_port() -> int:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port: int = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port

@@ -108,6 +108,18 @@ async def test_length_that_is_not_the_bodys_is_parsed(length: bytes) -> None:
     assert head.find_body(b"POST / HTTP/1.1\r\ncontent-length: %b\r\nx: y\r\n\r\nworld" % length) is None
 
 
+def test_only_a_message_with_the_declared_length_is_recognized() -> None:
+    """Also where the number of digits changes: the bytes after a shorter body may be another request."""
+    head = learn_head(b"POST / HTTP/1.1\r\ncontent-length: 5\r\nx: y\r\n\r\nhello")
+    assert head is not None
+    sizes = (*range(13), *range(95, 105), *range(995, 1005), 3, 1000, 999, 99_999, 100_000, 9)
+    for size in sizes:
+        for more in (-2, -1, 0, 1, 2):
+            body = b"z" * max(0, size + more)
+            found = head.find_body(b"POST / HTTP/1.1\r\ncontent-length: %d\r\nx: y\r\n\r\n%b" % (size, body))
+            assert found == (body if len(body) == size else None), (size, len(body))
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -16,6 +16,7 @@ from bedplate.run.gateway import recorder as keeper_module
 from bedplate.run.gateway.recorder import RequestContent, RequestRecorder
 from bedplate.run.gateway.shapes import MAX_BLOCKS, hash_conversation, hash_prefixes
 from bedplate.run.gateway.sse import read_request_fields
+from bedplate.values.tenant import Tenant
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
 
 from .scripted import (
@@ -129,25 +130,65 @@ async def test_disk_failure_does_not_delay_requests_and_is_counted(path: Path, m
     monkeypatch.setattr(keeper_module, "MOST_PENDING", 3)
     monkeypatch.setattr(keeper_module, "WRITE_EVERY_S", 0.01)
     notes: list[str] = []
-    real = store.add_requests
+    real = store.RequestWriter.add
     tried = []
 
-    def full(batch: object, where: Path | None = None) -> None:
+    def full(writer: store.RequestWriter, batch: object) -> None:
         tried.append(batch)
         raise ExternalFailure("cannot use the store", cause="database or disk is full")
 
     keeper = RequestRecorder(path, note=notes.append)
     async with start_gateway(keeper=keeper) as setup:
-        monkeypatch.setattr(store, "add_requests", full)
+        monkeypatch.setattr(store.RequestWriter, "add", full)
         for _ in range(5):
             await post(setup, make_chat_body())
         await wait_until(lambda: len(tried) > 2, "it to be tried again")
-        monkeypatch.setattr(store, "add_requests", real)
+        monkeypatch.setattr(store.RequestWriter, "add", real)
         await wait_until(lambda: keeper.written == 3, "what is left to be written")
         text = (await (await setup.connect()).get("/metrics")).body.decode()
         assert "bedplate_requests_unlogged 2.0" in text
     assert len(read_rows(path)) == 3 and keeper.lost == 2
     assert len(notes) == 1 and "disk is full" in notes[0]
+
+
+async def test_its_own_writes_do_not_make_it_read_the_tenants_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "WRITE_EVERY_S", 0.01)
+    reads: list[Path | None] = []
+    num_reads = 0
+    real = store.read_tenants_and_digests
+
+    def read(where: Path | None = None) -> object:
+        reads.append(where)
+        return real(where)
+
+    keeper = RequestRecorder(path)
+    monkeypatch.setattr(store, "read_tenants_and_digests", read)
+    async with start_gateway(keeper=keeper) as setup:
+        for number in range(1, 6):
+            await post(setup, make_chat_body())
+            await wait_until(lambda number=number: keeper.written == number, "a request to be written")  # type: ignore[misc]
+            if number == 2:  # what changed before the first write has been read
+                num_reads = len(reads)
+        assert len(reads) == num_reads
+        store.put_tenant(Tenant(name="alice"), path)
+        await wait_until(lambda: any(one.name == "alice" for one in keeper.tenants), "another process's write")
+
+
+async def test_writes_to_a_new_store_when_the_old_one_was_moved_away(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "WRITE_EVERY_S", 0.01)
+    keeper = RequestRecorder(path)
+    async with start_gateway(keeper=keeper) as setup:
+        await post(setup, make_chat_body())
+        await wait_until(lambda: keeper.written == 1, "the first request to be written")
+        for file in list(path.parent.glob("store.sqlite*")):
+            file.rename(file.with_name(f"away-{file.name}"))
+        await post(setup, make_chat_body())
+        await wait_until(lambda: keeper.written == 2, "the second request to be written")
+        assert len(read_rows(path)) == 1
 
 
 def test_serves_although_the_folder_is_not_writable(tmp_path: Path) -> None:

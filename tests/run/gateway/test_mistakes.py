@@ -15,7 +15,7 @@ from bedplate.run.gateway.backend import EJECT_AFTER, FinishedRequest
 from bedplate.run.gateway.errors import read_engine_error, remove_options
 from bedplate.run.gateway.model_name import ServedName
 from bedplate.run.gateway.request_checks import FeatureFields, RequestMistake, check_request
-from bedplate.run.gateway.sse import APIS, read_request_fields
+from bedplate.run.gateway.sse import APIS, TRANSLATED, read_request_fields
 from bedplate.values.capabilities import Capabilities, Feature, merge_capabilities
 
 from .scripted import CHAT, DONE, make_answer, make_chat_body, make_stream, start_gateway
@@ -33,7 +33,7 @@ NONE = Capabilities(
 
 
 def check(path: str, body: dict[str, Any], known: Capabilities | None = None) -> tuple[Feature, ...]:
-    return check_request(APIS[path.encode()], read_request_fields(json.dumps(body).encode()), known)
+    return check_request({**APIS, **TRANSLATED}[path.encode()], read_request_fields(json.dumps(body).encode()), known)
 
 
 def ask_with(content: Any, **more: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.errors import read_error
+from bedplate.run.gateway.recorder import RequestRecorder
+from bedplate.run.gateway.upstream import EngineConnection
+from bedplate.values.traffic import ServedRequest
 
 from .scripted import (
     DONE,
@@ -158,6 +162,24 @@ def test_finds_usage_after_events_with_null_usage() -> None:
     assert sse.may_have_usage(null + null + USAGE)
     assert sse.read_usage(null + USAGE + DONE, usage, drop=True) == null + DONE
     assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\n',
+        b'data: {"choices":[{"index":0}],"usage":{"prompt_tokens":3}}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":-3}}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":3}\n\n',
+        b'data:{"choices":[],"usage":{}} \nid: 7\n\n',
+    ],
+)
+def test_an_event_alone_is_read_as_after_another(event: bytes, drop: bool) -> None:
+    alone, after = sse.TokenUsage(), sse.TokenUsage()
+    kept = sse.read_usage(event, alone, drop=drop)
+    assert sse.read_usage(b": ping\n\n" + event, after, drop=drop) == b": ping\n\n" + kept
+    assert alone == after
 
 
 def test_usage_in_an_event_with_a_choice_is_counted_and_kept() -> None:
@@ -329,15 +351,18 @@ PLACES = st.lists(st.integers(0, 5000), max_size=12)
 def test_events_are_the_same_however_the_stream_is_split(
     stream: tuple[Events, bool], chunk_places: list[int], wire_places: list[int], asks_usage: bool
 ) -> None:
-    """Split into HTTP chunks at some places, and into reads of the connection at others."""
+    """Split into HTTP chunks at some places, and into reads of the connection at others; or one read for each chunk."""
     events, has_usage = stream
-    wire = STREAM_HEAD + b"".join(make_chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
+    chunks = [make_chunk(piece) for piece in cut(b"".join(events), chunk_places)]
+    reads = [STREAM_HEAD, *chunks, STREAM_END]
+    if wire_places:
+        reads = cut(b"".join(reads), wire_places)
 
     async def pass_through() -> tuple[Bench, bytes]:
         bench = Bench()
         options = {"stream_options": {"include_usage": True}} if asks_usage else {}
         bench.client.data_received(request("/v1/chat/completions", make_chat_body(stream=True, **options)))
-        for piece in cut(wire, wire_places):
+        for piece in reads:
             bench.engine.data_received(piece)
         return bench, bench.to_client.written
 
@@ -393,6 +418,86 @@ def test_writes_head_and_first_event_together() -> None:
     assert second == make_chunk(make_delta("b"))
 
 
+# chunks that pass as they come
+
+
+def relay(*reads: bytes) -> tuple[Bench, bytes]:
+    """The body that a client gets of these reads after the head of the answer."""
+
+    async def pass_through() -> Bench:
+        bench = Bench()
+        bench.client.data_received(request("/v1/chat/completions", make_chat_body(stream=True)))
+        for piece in (STREAM_HEAD, *reads):
+            bench.engine.data_received(piece)
+        return bench
+
+    bench = asyncio.run(pass_through())
+    return bench, decode_chunks(bench.to_client.written)[1]
+
+
+def test_chunks_after_the_first_reach_the_client_without_being_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[None] = []
+    original = EngineConnection.on_chunk_complete
+
+    def count(self: EngineConnection) -> None:
+        parsed.append(None)
+        original(self)
+
+    monkeypatch.setattr(EngineConnection, "on_chunk_complete", count)
+    events = [make_delta("word " * size) for size in (1, 2, 3, 50, 1, 900)]
+    bench, body = relay(*map(make_chunk, (*events, USAGE, DONE)), STREAM_END)
+    assert body == b"".join((*events, DONE))
+    assert bench.to_client.writes[1:5] == [make_chunk(event) for event in events[1:5]]
+    assert len(parsed) == 3 + 1, "the first event, the usage, an event of more than 4 kB, and the last chunk"
+    assert bench.tokens("completion") == 3
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [b"1A\r\n" + b"data: aaaaaaaaaaaaaaaaaa\n\n" + b"\r\n"],
+        [b"1a;name=value\r\n" + b"data: aaaaaaaaaaaaaaaaaa\n\n" + b"\r\n"],
+        [b"01a\r\n" + b"data: aaaaaaaaaaaaaaaaaa\n\n" + b"\r\n"],
+        [make_chunk(b"data: aaaaaa"), make_chunk(b"aaaaaaaaaaaa\n\n")],
+        [make_chunk(b"data: aaaaaaaaaaaaaaaaaa"), make_chunk(b"\n"), make_chunk(b"\n")],
+        [b"1a\r\n", b"data: aaaaaaaaaaaaaaaaaa\n\n" + b"\r\n"],
+        [b"1a\r\n" + b"data: aaaaaaaaaaaaaaaaaa\n\n", b"\r\n"],
+        [b"1", b"a\r\n" + b"data: aaaaaaaaaaaaaaaaaa\n\n" + b"\r\n"],
+    ],
+    ids=["upper case", "extension", "leading zero", "half an event", "single bytes", "size", "no end", "half a size"],
+)
+def test_other_chunks_are_parsed(reads: list[bytes]) -> None:
+    first, last = make_delta("first"), make_delta("last")
+    bench, body = relay(make_chunk(first), *reads, make_chunk(last), make_chunk(DONE), STREAM_END)
+    assert body == first + b"data: aaaaaaaaaaaaaaaaaa\n\n" + last + DONE
+    assert bench.pool.active == 0
+
+
+def test_data_that_looks_like_a_chunk_inside_one_is_not_taken_for_one() -> None:
+    inner = make_chunk(make_delta("inner"))
+    event = b"data: outer\n" + inner + b"\n\n"
+    outer = make_chunk(event)
+    begin = outer.index(inner)
+    first = make_delta("first")
+    reads = (outer[:begin], inner, outer[begin + len(inner) :])
+    assert relay(make_chunk(first), *reads, make_chunk(DONE), STREAM_END)[1] == first + event + DONE
+
+
+def test_name_of_the_model_is_replaced_in_every_chunk() -> None:
+    events = [
+        b'data: {"model":"/models/%b","choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"a" * 200, b"b" * size)
+        for size in (1, 2, 60, 300)
+    ]
+    _, body = relay(*map(make_chunk, (*events, DONE)), STREAM_END)
+    assert body == b"".join((*events, DONE)).replace(b"/models/" + b"a" * 200, b"small")
+
+
+def test_stream_that_ends_after_an_unparsed_chunk_is_truncated() -> None:
+    events = [make_delta("a"), make_delta("b")]
+    _, body = relay(*map(make_chunk, events), STREAM_END)
+    assert body.startswith(b"".join(events)) and b'"code":"engine_stopped"' in body
+
+
 # why an answer ended
 
 
@@ -416,3 +521,21 @@ def test_returns_beginning_and_length_of_the_prompt(words: list[str], tools: boo
     body = json.dumps({"messages": messages, **({"tools": words} if tools else {})}).encode()
     whole = (json.dumps(words).encode() if tools else b"") + json.dumps(messages).encode()
     assert sse.read_request_fields(body).get_prompt_text(most) == (whole[:most], len(whole))
+
+
+@pytest.mark.parametrize("asks_usage", [False, True])
+def test_finish_reason_is_recorded_when_each_event_arrives_alone(tmp_path: Path, asks_usage: bool) -> None:
+    rows: list[ServedRequest] = []
+    finish = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
+
+    async def pass_through() -> None:
+        bench = Bench()
+        bench.gateway.keeper = RequestRecorder(tmp_path / "store.sqlite")
+        bench.gateway.keeper.listeners.append(rows.append)
+        options = {"stream_options": {"include_usage": asks_usage}}
+        bench.client.data_received(request("/v1/chat/completions", make_chat_body(stream=True, **options)))
+        for piece in (STREAM_HEAD, *map(make_chunk, (make_delta("a"), finish, USAGE, DONE)), STREAM_END):
+            bench.engine.data_received(piece)
+
+    asyncio.run(pass_through())
+    assert [(row.finish, row.completion_tokens) for row in rows] == [("length", 3)]

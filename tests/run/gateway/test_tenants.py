@@ -373,8 +373,7 @@ def test_expected_cost_follows_the_tenants_answers() -> None:
     member = TenantState(Tenant(name="a"))
     before = member.estimate_cost_tokens(400, None)
     for _ in range(100):
-        member.in_flight += 1
-        member.record_end(before, 110, 10, 0.0)
+        member.correct_charge(before, 110, 10, 0.0)
     assert 110 <= member.estimate_cost_tokens(400, None) < 112
     assert member.estimate_cost_tokens(400, 2) == 102
 

@@ -88,8 +88,24 @@ def choose_path(metric: BandMetric) -> str:
     return "under load" if metric in UNDER_LOAD else "memory" if metric == "memory" else "one stream"
 
 
+_found_bands: dict[tuple[object, ...], BandSet] = {}
+"""By all that the bands depend on: the candidates of one engine differ in their layouts, and the bands do not."""
+MOST_FOUND_BANDS = 512
+
+
 def find_bands(metric: BandMetric, engine: str, machine: MachineRates, shape: ModelShape) -> BandSet:
     """The bands of a figure of this engine, machine and model: of the most specific group that has enough campaigns."""
+    device, bandwidth = classify_device(machine), machine.bandwidth_bytes_s
+    key = (metric, engine, device, machine.family, bandwidth, shape.total_params)
+    if (known := _found_bands.get(key)) is not None:
+        return known
+    if len(_found_bands) >= MOST_FOUND_BANDS:
+        _found_bands.clear()
+    _found_bands[key] = found = _look_up_bands(metric, engine, machine, shape)
+    return found
+
+
+def _look_up_bands(metric: BandMetric, engine: str, machine: MachineRates, shape: ModelShape) -> BandSet:
     table = load_table("bands")
     distance, far = find_distance(table["known"].get(choose_path(metric), {}), engine, machine, shape)
     groups = table["groups"]

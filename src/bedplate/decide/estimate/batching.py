@@ -134,6 +134,8 @@ class Waits(NamedTuple):
     """Prompt tokens of one pass."""
     ahead: Any = 0.0
     """1 if prompts have priority over tokens: a pass has only prompts, all that wait, and they finish together."""
+    unbalanced: Any = 0.0
+    """1 if requests are assigned to groups of ranks without regard to how many each has, 0 if they are balanced."""
 
 
 NO_WAITS = Waits()
@@ -248,6 +250,8 @@ class Efficiencies(NamedTuple):
     """Additional time of a message between nodes."""
     apart_uneven: float
     """Imbalance of the requests over decode workers, in square roots of the mean."""
+    apart_scattered: float
+    """Excess of the fullest group of a prefill worker over the mean, in square roots of the prompts of a pass."""
     tuned: float
     """Throughput of a tuned offline submission relative to a server at saturation."""
     tuned_server: float
@@ -648,11 +652,19 @@ def compute_disaggregated(q: Any, e: Any) -> Any:
     answer_s = q.work.output * token_s
     together = take_max(q.waits.pass_tokens / q.prompts.prompt, 1.0)
     host_s = compute_first_host_s(q.prompts, e) * take_max(q.prompts.prompt / q.waits.pass_tokens, 1.0)
-    one_s = q.streams * compute_burst_each_s(q.prompts, e, together, host_s) / q.prompts.groups
+    each_s = compute_burst_each_s(q.prompts, e, together, host_s) / q.prompts.groups
+    # A pass lasts as long as that of the fullest group.
+    each_s = each_s * (1.0 + q.waits.unbalanced * q.prompts.uneven * e.apart_scattered / together**0.5)
+    one_s = q.streams * each_s
     prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
     backlog_s = one_s / prefills
+    # Where prompts have priority, those of a pass leave the worker together, after the next pass has been launched.
+    waiting = take_max(q.streams / prefills, 1.0)
+    taken = take_min(together * q.prompts.groups, waiting)
+    late = e.lag * take_max(take_min(taken, waiting - taken), 0.0)
+    burst_s = backlog_s / 2.0 + q.waits.ahead * (taken / 2.0 + late) * each_s
     for_a_place_s = take_max(q.streams / held - 1.0, 0.0) * answer_s
-    # Requests leave prefill workers one by one, and decode workers in the same order: only the first round is a burst.
+    # Requests end on decode workers one by one, so that only those of the first round arrive in a burst.
     arrival = q.arrival
     together_share = (1.0 - arrival.random) * arrival.first_round / (arrival.rounds - 1.0 + arrival.first_round)
     first_s = (
@@ -661,7 +673,7 @@ def compute_disaggregated(q: Any, e: Any) -> Any:
         + e.apart_first_s
         + e.steps_waited * token_s
         + compute_prefill_s(q.prompts._replace(groups=take_min(q.prompts.groups, 1.0)), e)
-        + e.burst * e.apart_burst * together_share * backlog_s / 2.0
+        + e.burst * e.apart_burst * together_share * burst_s
         + take_max(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
     )
     return first_s, token_s, share

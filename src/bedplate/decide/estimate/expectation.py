@@ -32,9 +32,12 @@ def estimate_for(
     slots: int,
     offload: Offload | None = None,
     factor: float = 1.0,
+    kv_bits: float = 16.0,
 ) -> Estimate:
     """The estimate for one plan; figures that cannot be computed are absent."""
-    found = compute_expectation(hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor)
+    found = compute_expectation(
+        hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor, kv_bits=kv_bits
+    )
     return Estimate() if found is None else to_estimate(found)
 
 
@@ -65,6 +68,7 @@ def compute_expectation(
     slots: int,
     offload: Offload | None = None,
     factor: float = 1.0,
+    kv_bits: float = 16.0,
 ) -> Expectation | None:
     """Times for requests of the workload's length; `None` if the machine's rates are unknown.
 
@@ -83,27 +87,30 @@ def compute_expectation(
         return serving.expect(
             machine, shape, engine, layout, concurrency=workload.compute_in_flight(),
             prompt_tokens=workload.prompt_tokens,
-            output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
-            factor=factor, least_token_s=_compute_one_stream_s(engine, machine, shape, layout, workload, in_flight),
-            arrivals=choose_arrivals(workload),
+            output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.repeated_prefix_tokens,
+            factor=factor, arrivals=choose_arrivals(workload), kv_bits=kv_bits,
+            least_token_s=_compute_one_stream_s(engine, machine, shape, layout, workload, in_flight, kv_bits),
         )  # fmt: skip
     question = local.make_local_estimator(
         engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
         host=get_host_weights(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
+        kv_bits=kv_bits,
     )  # fmt: skip
     return _expect_locally(question, workload, in_flight, max(1, slots), replicas, factor)
 
 
 def _compute_one_stream_s(
-    engine: str, machine: MachineRates, shape: ModelShape, layout: Parallelism, workload: Workload, in_flight: int
-) -> float:
+    engine: str, machine: MachineRates, shape: ModelShape, layout: Parallelism, workload: Workload, in_flight: int,
+    kv_bits: float,
+) -> float:  # fmt: skip
     """The time per token of a single request, as a lower bound: the efficiencies that were fitted on many requests in
     flight are 20% too optimistic for two or three."""
     if in_flight > FEW or layout.expert > 1:
         return 0.0
     question = local.make_local_estimator(
-        engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline
-    )
+        engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
+        kv_bits=kv_bits,
+    )  # fmt: skip
     return question.step_s(1, workload.prompt_tokens + workload.output_tokens / 2)
 
 
@@ -112,9 +119,10 @@ def _expect_locally(
 ) -> Expectation:
     resident = min(in_flight, slots)
     prompt, output = workload.prompt_tokens, workload.output_tokens
-    cached = min(workload.shared_prefix_tokens, prompt - 1)
-    step = question.step(resident, prompt + output / 2)
-    step_s = question.step_s(resident, prompt + output / 2)
+    cached = min(workload.repeated_prefix_tokens, prompt - 1)
+    part = question.make_step_part(resident, prompt + output / 2)
+    step = local.forward(question.profile, part.work)
+    step_s = max(step.total_s, part.floor_s)
     prefill_s = question.estimate_prefill_s(prompt - cached, 1, cached)
     # The other requests wait while a prompt is computed, so on average every prompt delays every token.
     tpot_s = step_s + prefill_s * (resident - 1) / output

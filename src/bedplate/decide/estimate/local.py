@@ -62,6 +62,8 @@ class Profile(NamedTuple):
     unpack_4: float
     layer_s: float
     """A layer's fixed cost: starting its kernels."""
+    kernel_s: float
+    """Cost of a small kernel (a norm or a scale) that a Llama layer does not have."""
     packed_s: float
     """Additional cost of a layer with packed weights (GPTQ, AWQ): their kernels start slower."""
     moe_s: float
@@ -179,6 +181,8 @@ class PassWork(NamedTuple):
     """What one forward pass does; nothing in it is fitted. A fit uses columns of many such passes."""
 
     tokens: float
+    computed: float
+    """Share of the products of all layers and tokens that the pass computes."""
     vectors: float
     """Up to this many tokens, it may multiply vectors instead of matrices."""
     half: float
@@ -229,6 +233,7 @@ class PassWork(NamedTuple):
     unfused: float
     """1 if attention is not fused."""
     layers: float
+    small_kernels: float
     moe_layers: float
     recurrent: float
     """Recurrent layers."""
@@ -260,23 +265,27 @@ def forward(profile: Profile, work: PassWork) -> Pass:
     tuned = tuned + work.four * (work.native * profile.gemm_fp4 + (1 - work.native))
     tuned = tuned * (1 + work.two_level * (profile.gemm_k - 1))
     dense_share = work.library * profile.library + (1 - work.library) * profile.gemm * tuned
-    matrix = (work.body_s * _compute_hypot(work.tokens, profile.tile) + work.logits_s) / dense_share
+    body = work.body_s * work.computed * _compute_hypot(work.tokens, profile.tile)
+    matrix = (body + work.logits_s) / dense_share
     own_share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half)) * tuned
     expert_share = work.expert_library * profile.library + (1 - work.expert_library) * own_share
     matrix = matrix + work.expert_s * packed * _compute_hypot(work.each, profile.expert_tile) / expert_share
     # Reading limits a product of few rows, computing one of many, and both limit those in between.
-    whole = _overlap_times(reading, matrix + work.moved_s * profile.activation) + work.copied_s * profile.copy
+    moved = work.computed * work.moved_s * profile.activation
+    whole = _overlap_times(reading, matrix + moved) + work.copied_s * profile.copy
     tiled = (work.tokens > work.vectors) | ((work.tokens > 1) & (whole < vector))
     weights = (1 - tiled) * vector + tiled * _take_min(reading, whole)
     compute = tiled * (whole - _take_min(reading, whole))
     kv_s = work.kv_s / profile.kv_read + (1 - work.prompt) * work.pairs_hz * profile.pair
     kv_s = kv_s * (1 + (1 - work.prompt) * work.unfused * (profile.plain_kv - 1))
     attention = work.pairs_s / profile.attend * (1 + work.unfused * (profile.plain - 1))
-    compute = compute + work.prompt * (attention + work.unfused * work.scores_s * profile.scores)
+    attention = work.computed * (attention + work.unfused * work.scores_s * profile.scores)
+    compute = compute + work.prompt * attention
     # The states of a prompt's tokens follow from each other without leaving the chip; those of sequences are stored.
     passes = work.prompt * profile.scan + (1 - work.prompt) * profile.state
     kv_s = kv_s + work.states_s * passes
     fixed = profile.step_s + work.layers * (profile.layer_s + work.prompt * profile.eager_s)
+    fixed = fixed + work.small_kernels * profile.kernel_s
     fixed = fixed + work.packed * work.layers * profile.packed_s + work.moe_layers * profile.moe_s
     fixed = fixed + work.recurrent * profile.state_s + work.handovers * profile.device_s
     fixed = fixed + tiled * (work.calls * profile.call_s + work.moe_layers * profile.moe_tile_s)
@@ -309,9 +318,14 @@ def count_pass_work(
     vectors: int = 1,
     library_tokens: int | None = None,
     saved: float = 0.0,
+    skipped: float = 0.0,
     host: HostWeights | None = None,
+    kv_bits: float = 16.0,
 ) -> PassWork:
-    """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache."""
+    """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache.
+
+    The share `skipped` of the layers has to compute one token of each sequence only.
+    """
     bandwidth = machine.bandwidth_bytes_s * tensor
     per_hz = 1 / (machine.core_hz * tensor) if machine.core_hz else 0.0
     per_op = 1 / (matrix_ops_s * tensor)
@@ -325,7 +339,7 @@ def count_pass_work(
         read_bytes -= min(read_bytes, host.bytes)
     kind = _classify_bits(shape)
     new_each = tokens / sequences
-    kv = count_kv_bytes(shape, depth + 1) * sequences * (_compute_expansion(shape) if expand_kv else 1.0)
+    kv = count_kv_bytes(shape, depth + 1, kv_bits) * sequences * (_compute_expansion(shape) if expand_kv else 1.0)
     links_s = 0.0
     if tensor > 1:
         rate_link = get_link_bytes_s(machine, tensor)
@@ -338,6 +352,7 @@ def count_pass_work(
     copied = (shape.dense_params * library + expert_params * expert_library) * COPIED_BYTES if kind != 16 else 0.0
     return PassWork(
         tokens=tokens,
+        computed=1.0 - skipped * (1.0 - 1.0 / new_each) if prompt else 1.0,
         vectors=vectors,
         half=float(kind == 16),
         eight=float(kind == 8),
@@ -366,6 +381,7 @@ def count_pass_work(
         pairs_hz=0.0 if prompt else count_attention_ops(shape, 1, depth) * sequences * 1e-6 * per_hz,
         unfused=float(not fused),
         layers=shape.layers,
+        small_kernels=shape.small_kernels,
         moe_layers=shape.moe_layers,
         recurrent=sum(group.layers for group in shape.attention if group.state_bytes),
         states_s=sum(group.state_bytes for group in shape.attention) * tokens / bandwidth,
@@ -525,6 +541,7 @@ class LocalEstimator(NamedTuple):
     library_tokens: int | None = None
     """From this many tokens on, a library multiplies matrices; `None`: the engine's own kernels always do."""
     host: HostWeights | None = None
+    kv_bits: float = 16.0
 
     @property
     def traits(self) -> EstimateTraits:
@@ -542,9 +559,10 @@ class LocalEstimator(NamedTuple):
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
             pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
             launched=self.traits.kernels == "eager", vectors=self.vectors, library_tokens=self.library_tokens,
-            host=self.host,
+            host=self.host, kv_bits=self.kv_bits,
         )  # fmt: skip
-        return PassPart(work, 1.0, compute_decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
+        floor = compute_decode_floor_s(self.shape, self.machine, batch, context, self.tensor, self.kv_bits)
+        return PassPart(work, 1.0, floor)
 
     def compute_seconds(self, part: PassPart) -> float:
         return max(forward(self.profile, part.work).total_s * part.times, part.floor_s)
@@ -562,11 +580,16 @@ class LocalEstimator(NamedTuple):
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
             absorbed=self.traits.kernels == "gguf",
             launched=self.traits.kernels == "eager", vectors=self.vectors, library_tokens=self.library_tokens,
-            saved=self._compute_saved_share(chunks), host=self.host,
+            saved=self._compute_saved_share(chunks), skipped=self._compute_skipped_share(), host=self.host,
+            kv_bits=self.kv_bits,
         )  # fmt: skip
         devices = self.tensor * (self.pipeline if self.traits.overlaps_chunks else 1)
-        floor = compute_prefill_floor_s(self.shape, self.machine, total, devices)
+        floor = compute_prefill_floor_s(self.shape, self.machine, total * work.computed, devices)
         return PassPart(work, chunks, floor)
+
+    def _compute_skipped_share(self) -> float:
+        """The share of the layers that a prompt passes with its last token only."""
+        return self.shape.borrowing_layers / self.shape.layers if self.traits.skips_borrowing_layers else 0.0
 
     def _compute_saved_share(self, chunks: float) -> float:
         """The share of the time that is saved if chunks follow each other through a pipeline without any delay.
@@ -582,9 +605,13 @@ class LocalEstimator(NamedTuple):
     def estimate_prefill_s(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> float:
         return self.compute_seconds(self.make_prefill_part(tokens, sequences, depth))
 
-    def make_request_parts(self, prompt: int, output: int) -> tuple[PassPart, PassPart]:
-        step = self.make_step_part(1, prompt + output / 2)
-        return self.make_prefill_part(max(1, prompt)), step._replace(times=float(output), floor_s=step.floor_s * output)
+    def make_request_parts(self, prompt: int, output: int, batch: int = 1) -> tuple[PassPart, PassPart]:
+        """`batch` requests whose prompts are computed one after the other and whose tokens share their passes."""
+        read, step = self.make_prefill_part(max(1, prompt)), self.make_step_part(batch, prompt + output / 2)
+        return (
+            read._replace(times=read.times * batch, floor_s=read.floor_s * batch),
+            step._replace(times=float(output), floor_s=step.floor_s * output),
+        )
 
 
 def make_local_estimator(
@@ -601,6 +628,7 @@ def make_local_estimator(
     build: int | None = None,
     year: int | None = None,
     host: HostWeights | None = None,
+    kv_bits: float = 16.0,
 ) -> LocalEstimator:
     """The estimator of an engine's `build`, or of a build of this year; of a current build if both are unknown."""
     known = load_engines().get(engine)
@@ -611,7 +639,7 @@ def make_local_estimator(
         chunk=chunk or get_traits(engine).chunk_tokens or MOST_CHUNK, fused=fused,
         ops_s=get_matrix_ops_s(engine, machine, shape, backend), vectors=_count_vector_tokens(engine, backend, shape),
         library_tokens=known.get_library_tokens(backend, machine.family, half, build, year) if known else None,
-        host=host,
+        host=host, kv_bits=kv_bits,
     )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ CORE_OPS_PER_CYCLE = (
 )  # fmt: skip
 PLAIN_OPS_PER_CYCLE = (16.0, 4.0)
 """Peak and reached operations without any of these sets."""
+DOT_PRODUCT_OPS_PER_CYCLE = 24.0
+"""Reached operations from which on a set has dot products. With fewer, dequantizing takes more instructions, too."""
 HALF_SHARE = 0.4
 """Share of the reached rate with 16-bit weights, which are multiplied as 32-bit numbers."""
 # Assumed for a processor with unknown instruction sets: all processors of the last ten years have these.
@@ -60,6 +62,9 @@ SMALL_CORES = ("Intel N", "Atom", "Celeron", "Raspberry", "Rockchip", "Cortex-A"
 for the slowest core."""
 SMALL_UNITS = 0.5
 """Vector rate of low-power cores relative to other cores."""
+NARROW_CORES = ("Neoverse-N1", "Graviton2", "Altra")
+"""Words in the names of server processors whose cores have two 128-bit vector units; later ones have twice as much
+(Arm, Neoverse N1 and V1 software optimization guides)."""
 NVIDIA_FAMILIES = (
     ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
     ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell-dc"), ((11, 0), "blackwell"), ((12, 0), "blackwell"),
@@ -279,6 +284,7 @@ def _build_cpu_rates(
     peak, reached = next((ops for word, *ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
     server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace", "Neoverse"))
     small = arch.startswith("riscv") or any(word in name for word in SMALL_CORES)
+    narrow = any(word in name for word in NARROW_CORES)
     kind = "server" if server else "small" if small else "desktop"
     clock = CORE_HZ[kind]
     ops = {"int8": cores * peak * clock, "fp32": cores * min(peak, 64.0) / 2 * clock}
@@ -286,8 +292,9 @@ def _build_cpu_rates(
         name=name, vendor=chip.vendor if chip else "other", family=_get_arch_family(arch), kind="cpu", devices=1,
         bandwidth_bytes_s=bandwidth_bytes_s, ops_s=MappingProxyType(ops), memory_bytes=None, unified=True,
         consumer=not server, peer_bytes_s=None, peer_kind="none", per_node=1, network_bytes_s=None,
-        host_bytes_s=bandwidth_bytes_s, host_link_bytes_s=None, cores=cores, core_hz=cores * clock,
-        plain_ops_s=cores * reached * clock * (SMALL_UNITS if kind == "small" else 1.0),
+        host_bytes_s=bandwidth_bytes_s, host_link_bytes_s=None, cores=cores,
+        core_hz=cores * clock * min(1.0, reached / DOT_PRODUCT_OPS_PER_CYCLE) * (SMALL_UNITS if narrow else 1.0),
+        plain_ops_s=cores * reached * clock * (SMALL_UNITS if kind == "small" or narrow else 1.0),
     )  # fmt: skip
 
 

@@ -44,6 +44,15 @@ class Attention(NamedTuple):
     latent: bool
 
 
+EXTRA_KERNELS = {
+    "qwen3": 2, "qwen3moe": 2, "qwen3vl": 2, "qwen3vlmoe": 2, "gemma2": 2, "gemma3": 4, "gemma4": 6, "gemma3n": 16,
+    "olmo2": 2, "olmo3": 2, "hunyuanv1moe": 2, "hunyuanmoe": 2, "hunyuanv1dense": 2, "hunyuandense": 2, "dots1": 2,
+    "llama4": 2, "glm4": 2, "exaone4": 4, "minimaxm2": 2, "granite": 2, "granitemoe": 2,
+}  # fmt: skip
+"""Kernels of a layer in addition to those of a Llama layer, by architecture: norms of queries, keys and values, norms
+after attention and after the feed-forward part, and scales (the implementations in Transformers)."""
+
+
 class ModelShape(NamedTuple):
     """The dimensions of a model that determine the cost of a step."""
 
@@ -73,6 +82,10 @@ class ModelShape(NamedTuple):
     total_params: float
     stored_bits: float = 16.0
     """Bits of a weight in the quantized matrices, without scales: 4 for AWQ, even if other weights have 16 bits."""
+    small_kernels: float = 0.0
+    """Norms, scales and gates of all layers in addition to those of a Llama layer: each is a kernel."""
+    borrowing_layers: int = 0
+    """The last layers, if they read the cache of an earlier layer: of a prompt, only its last token needs them."""
 
     @property
     def expert_share(self) -> float:
@@ -147,7 +160,22 @@ def _compute_shape(model: Model) -> ModelShape:
         total_bytes=float(model.weight_bytes),
         total_params=float(model.parameters),
         stored_bits=_get_stored_bits(model, (dense_bytes + expert_bytes) * 8 / read if read else 16.0),
+        small_kernels=_count_small_kernels(model, experts > 0),
+        borrowing_layers=_count_borrowing_layers(model),
     )
+
+
+def _count_small_kernels(model: Model, has_experts: bool) -> float:
+    kind = model.architecture.lower().replace("_", "").replace("-", "").removesuffix("text")
+    each = EXTRA_KERNELS.get(kind, 0)
+    if kind == "gemma4" and (has_experts or _count_borrowing_layers(model)):
+        # Layers with experts have a dense part with its own norms; the smallest models have inputs for each layer.
+        each += 6
+    return float(each * model.num_layers)
+
+
+def _count_borrowing_layers(model: Model) -> int:
+    return sum(group.count for group in model.layers or () if group.kind == "shares another layer's cache")
 
 
 def _get_stored_bits(model: Model, mean_bits: float) -> float:
@@ -172,7 +200,7 @@ def _group_attention(model: Model) -> tuple[Attention, ...]:
             ),
         )  # fmt: skip
     own = sum(group.count for group in groups if group.kind in ATTENDING)
-    borrowing = sum(group.count for group in groups if group.kind == "shares another layer's cache")
+    borrowing = _count_borrowing_layers(model)
     # Layers without a cache read that of another layer, so they cost as much as those with a cache.
     again = 1 + borrowing / own if own else 1.0
     found = []

@@ -115,6 +115,14 @@ def get_default_waits(engine: str, family: str) -> Waits:
     return Waits(pass_tokens=traits.chip_pass_tokens.get(family, PASS_TOKENS), ahead=float(traits.prompts_first))
 
 
+def get_prefill_waits(engine: str, pass_tokens: float = PASS_TOKENS) -> Waits:
+    """How a prefill worker of a disaggregated deployment forms its passes."""
+    traits = get_traits(engine)
+    return Waits(
+        pass_tokens=pass_tokens, ahead=float(traits.prompts_first), unbalanced=float(not traits.balances_groups)
+    )
+
+
 def estimate_under_load(
     machine: MachineRates,
     shape: ModelShape,

@@ -8,6 +8,7 @@ from bedplate.decide.simulate.fleet import Fleet, FleetRun, Transfer, simulate
 from bedplate.decide.simulate.outcome import MET, CardPrice, compute_outcome
 from bedplate.decide.simulate.replica import ReplicaLimits, SimulatedReplica, Steps
 from bedplate.decide.simulate.search import FleetSearch, find_cheapest, simulate_one_layout
+from bedplate.decide.simulate.sessions import make_session_stream
 from bedplate.decide.simulate.times import MeanLengths, make_replica_times
 from bedplate.decide.simulate.traffic import RequestStream, from_shapes, make_synthetic
 
@@ -31,6 +32,7 @@ __all__ = [
     "list_deployments",
     "make_deployment",
     "make_replica_times",
+    "make_session_stream",
     "make_synthetic",
     "simulate",
     "simulate_one_layout",

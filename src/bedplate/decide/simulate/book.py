@@ -11,8 +11,8 @@ class Book:
     """The requests and their results. Times are in seconds since the first arrival."""
 
     __slots__ = (
-        "arrival", "done", "ending", "first", "hash_tokens", "hashes", "hits", "joined", "left", "output", "prompt",
-        "ready", "refused", "tokens", "weight",
+        "arrival", "done", "ending", "first", "hash_tokens", "hashes", "hits", "joined", "late_s", "left", "output",
+        "prompt", "ready", "refused", "tokens", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +33,8 @@ class Book:
         """Tokens per hash."""
         self.first = [NEVER] * count
         """Time of the first token."""
+        self.late_s = [0.0] * count
+        """Time from the pass that computes a token until the token is sent, the same for all tokens of a request."""
         self.done = [NEVER] * count
         self.refused: list[int] = []
         """Requests that are longer than the whole cache of a replica."""

@@ -102,7 +102,7 @@ def make_deployment(
     layout = replace_fields(decision.parallelism, data=1)
     limits = _compute_limits(engine, settings, memory, stored, layout, workload)
     factor = gather_evidence(measured_on or hardware, whole, results).get_factor(engine.id, settings.device)
-    kv_bits = 8.0 if settings.kv_type == "fp8" else 16.0
+    kv_bits = engine.get_stored_cache_bits(settings.kv_type)
     found = make_replica_times(
         machine, stored, engine.id, layout, lengths, slots=limits.slots, batch_tokens=limits.batch_tokens,
         kv_bits=kv_bits, offload=memory.offload, factor=factor,
@@ -139,7 +139,7 @@ def make_deployment(
             expected = compute_expectation(
                 machine, stored, engine.id, replace_fields(layout, data=replicas),
                 replace_fields(asked, concurrency=in_flight), slots=max(1, -(-min(in_flight, most) // replicas)),
-                offload=memory.offload, factor=factor,
+                offload=memory.offload, factor=factor, kv_bits=kv_bits,
             )  # fmt: skip
             return sum_request_s(expected, asked)
 

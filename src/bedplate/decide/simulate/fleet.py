@@ -143,11 +143,11 @@ def simulate(
             if think_s:
                 # Users go on until the last request has arrived, so that the rate does not fall before.
                 for rid in replica.left:
-                    insort(arrivals, now + accept_s + think_s[rid], lo=nxt)
+                    insort(arrivals, book.done[rid] + accept_s + think_s[rid], lo=nxt)
                 waiting_for = min(total, len(arrivals))
             elif concurrency is not None:
-                for number in range(min(len(replica.left), total - waiting_for)):
-                    arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
+                for number, rid in enumerate(replica.left[: total - waiting_for]):
+                    insort(arrivals, book.done[rid] + accept_s + apart_s * number, lo=nxt)
                     waiting_for += 1
             replica.left.clear()
             if index < fronts:
@@ -155,7 +155,7 @@ def simulate(
             else:
                 behind.update_place(index - fronts)
     book.arrival = arrivals[:total]
-    return FleetRun(book, tuple(replicas), now)
+    return FleetRun(book, tuple(replicas), max(now, *book.done))
 
 
 def _make_fit_check(fleet: Fleet, book: Book) -> Callable[[int], bool]:

@@ -38,9 +38,9 @@ class Steps(NamedTuple):
     once_s: float = 0.0
     """The part of a prompt's time that a pass has only once, such as reading the weights."""
     hidden: float = 0.0
-    """Share of a prompt's time in such a pass that only delays its first token, after the pass."""
+    """Share of a prompt's time in such a pass that only delays its own tokens, after their passes."""
     lag: float = 0.0
-    """Passes until the first token of such a pass is sent."""
+    """Passes until a token of such a prompt is sent."""
     accept_s: float = 0.0
     """Time from a request's arrival to the scheduler and back; no pass waits for it."""
 
@@ -224,10 +224,11 @@ class SimulatedReplica:
                 self.cache.shrink(self.capacity - self._used)
 
     def _join(self, rid: int, now: float, late_s: float = 0.0) -> None:
-        """Start decoding: the prompt is in the cache, and the first token is sent after `late_s`."""
+        """Start decoding: the prompt is in the cache, and each token is sent `late_s` after its pass."""
         book = self._book
         if book.first[rid] < 0.0:
             book.first[rid] = now + late_s
+            book.late_s[rid] = late_s
         left = book.left[rid] - 1
         tokens = book.tokens[rid]
         if left <= 0:
@@ -263,8 +264,7 @@ class SimulatedReplica:
 
     def _leave(self, rid: int, now: float) -> None:
         book = self._book
-        first = book.first[rid]
-        book.done[rid] = now if now > first else first
+        book.done[rid] = now + book.late_s[rid]
         self._load[self._place] -= 1 if self._unit else book.weight[rid]
         self.left.append(rid)
 

@@ -54,7 +54,7 @@ def _generate_faults(plan: Plan, launch: Launch, hardware: Hardware) -> Iterator
 def describe_launch(plan: Plan, launch: Launch, hardware: Hardware) -> PlannedLaunch:
     engine, layout = get_plan_engine(plan), plan.parallelism
     on_cpu = plan.settings.device == "cpu"
-    found = tuple(find_cards(hardware, engine.vendors)) if not on_cpu else ()
+    found = find_cards(hardware, engine.vendors) if not on_cpu else ()
     cards = found[: layout.tensor * layout.pipeline * layout.data]
     chip = find_accelerator_chip(cards[0]) if cards else None
     capability = (cards[0].compute_capability or (chip.capability if chip is not None else None)) if cards else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bedplate.engines import get_plan_engine
-from bedplate.engines.base import find_cards
+from bedplate.engines.base import ComputeTarget, find_cards
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.shared import name_quantization
 from bedplate.values import Model
 
 LEADER = "node-0"
@@ -53,6 +54,36 @@ def check_weights(launch: PlannedLaunch) -> str | None:
     return None
 
 
+def check_kernels(launch: PlannedLaunch) -> str | None:
+    """The engine's table of quantizations has a row for these weights on this device and chip."""
+    engine, method = get_plan_engine(launch.plan), name_quantization(launch.plan.weights, launch.loaded)
+    if method is None or not engine.quantizations or engine.find_quantization(method, _describe_target(launch)):
+        return None
+    where = launch.chip.name if launch.chip is not None else launch.device
+    return f"{engine.name} has no kernels for {launch.plan.weights.label} weights ({method}) on {where}"
+
+
+def _describe_target(launch: PlannedLaunch) -> ComputeTarget:
+    features = launch.chip.features if launch.chip is not None else frozenset()
+    return ComputeTarget(device=launch.device, count=len(launch.cards), features=features, capability=launch.capability)
+
+
+def check_published(launch: PlannedLaunch) -> str | None:
+    """Published weights are fetched by the launch or by a step, in a quantization that the engine loads."""
+    published = launch.plan.weights.published
+    if published is None or launch.model.files:
+        return None
+    steps = [step for step in launch.launch.prepare if published.repository in step.argv]
+    if not steps and published.repository not in launch.launch.argv:
+        return f"neither the command nor a step fetches {published.repository}"
+    if steps and published.revision is not None and published.revision not in steps[0].argv:
+        return f"the step fetches another branch of {published.repository} than {published.revision}"
+    words = (*launch.launch.argv, *(word for step in launch.launch.prepare for word in step.argv))
+    if steps and not any(step.where.rpartition("/")[2] in word for step in steps for word in words):
+        return f"nothing reads {steps[0].where}, which is fetched"
+    return None
+
+
 def check_context(launch: PlannedLaunch) -> str | None:
     """The context is at most that of the model, and holds the longest request of the workload."""
     name = get_plan_engine(launch.plan).launch_options.context
@@ -84,6 +115,19 @@ def check_port(launch: PlannedLaunch) -> str | None:
     if port is not None and not (port.isdigit() and 1 <= int(port) <= engine.highest_port):
         return f"{port} is not a port from 1 to {engine.highest_port}"
     return None
+
+
+def check_cache_type(launch: PlannedLaunch) -> str | None:
+    """An 8-bit KV cache is planned only where the engine has kernels for it: by device, chip and kind of attention."""
+    if launch.plan.settings.kv_type == "16-bit" or launch.device == "cpu":
+        return None
+    engine = get_plan_engine(launch.plan)
+    why = (
+        engine.refuse_eight_bit_cache(_describe_target(launch), launch.model)
+        if engine.eight_bit_cache is not None
+        else None
+    )
+    return f"an 8-bit KV cache is not possible with {engine.name} here: {why}" if why is not None else None
 
 
 def check_layout_kinds(launch: PlannedLaunch) -> str | None:
@@ -180,6 +224,27 @@ def check_idle_cards(launch: PlannedLaunch) -> str | None:
     return None
 
 
+def check_adapters(launch: PlannedLaunch) -> str | None:
+    """The launch loads every LoRA adapter of the workload, and has memory for their rank."""
+    engine, wanted = get_plan_engine(launch.plan), launch.plan.workload.adapters
+    traits = engine.adapters
+    if not wanted:
+        return None
+    if traits is None:
+        return f"{engine.name} {engine.no_adapters}"
+    rank = launch.get_count(traits.rank, engine.choose_adapter_rank(launch.plan.workload))
+    if rank < launch.plan.workload.adapter_rank:
+        return f"{traits.rank} {rank} is less than the rank of the adapters, {launch.plan.workload.adapter_rank}"
+    if traits.slots is not None and not launch.get_count(traits.slots, 0):
+        return f"no memory is reserved for LoRA adapters: {traits.slots} is missing"
+    if traits.names is None or (traits.slots is not None and not launch.plan.workload.names_adapters):
+        return None
+    named = launch.get_values(traits.names)
+    if traits.separator is not None:
+        named = tuple(one for value in named for one in value.split(traits.separator))
+    return f"{traits.names} lists {len(named)} of {len(wanted)} adapters" if len(named) < len(wanted) else None
+
+
 def _count_attention_ranks(launch: PlannedLaunch) -> int:
     """Tensor ranks that divide attention and dense MLPs; attention replicas each have all of it."""
     layout = launch.plan.parallelism
@@ -201,6 +266,7 @@ def _list_widths(model: Model) -> Iterator[tuple[str, int]]:
         yield "shared experts' width", model.shared_expert_intermediate_size
 
 
+TABLE = "the engine's rows in docs/quantizations.md"
 OPTIONS = "the engine's own parser of options"
 DIVISION = "arithmetic: a rank gets whole heads, groups and layers"
 GENERAL_RULES = (
@@ -208,8 +274,11 @@ GENERAL_RULES = (
     LaunchRule("plan.device", "architectures that the engine's kernels are built for", check_device),
     LaunchRule("plan.task", OPTIONS, check_task),
     LaunchRule("weights.available", "the model's own files", check_weights, "the same model in another format"),
+    LaunchRule("weights.kernels", TABLE, check_kernels, "the same model in another quantization"),
+    LaunchRule("weights.published", "the entry's sources in facts/data/published_weights.json", check_published),
     LaunchRule("context.length", "the model's configuration", check_context, "a shorter --context"),
     LaunchRule("slots.count", OPTIONS, check_slots, "fewer concurrent requests"),
+    LaunchRule("cache.type", TABLE, check_cache_type, "a 16-bit KV cache"),
     LaunchRule("launch.port", "RFC 6335, section 6", check_port),
     LaunchRule("layout.kinds", OPTIONS, check_layout_kinds),
     LaunchRule("layout.cards", OPTIONS, check_cards),
@@ -218,5 +287,6 @@ GENERAL_RULES = (
     LaunchRule("layout.width", DIVISION, check_widths),
     LaunchRule("layout.experts", DIVISION, check_experts),
     LaunchRule("layout.stages", DIVISION, check_stages),
+    LaunchRule("adapters.loaded", OPTIONS, check_adapters, "an engine that serves LoRA adapters"),
     LaunchRule("layout.idle-cards", "physics: accelerator memory is faster than host memory", check_idle_cards),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from bedplate.engines import Engine, get_plan_engine
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.values import Accelerator, Model, Settings
 from bedplate.values.units import format_memory
 
@@ -43,9 +44,10 @@ def place_model(model: Model) -> PlacedModel:
     experts = sizes.get(EXPERTS, 0.0)
     ends = {name: sizes.get(name, 0.0) for name in ENDS}
     dense = sum(sizes.values()) - experts - sum(ends.values())
+    shares = _share_experts(layers, model.num_moe_layers or layers) if experts else (0.0,) * layers
     return PlacedModel(
         dense_layer=dense / layers,
-        expert_layers=tuple(experts * share for share in _share_experts(layers, model.num_moe_layers or layers)),
+        expert_layers=tuple([experts * share for share in shares]),
         first=ends["embedding"] + ends["vision"],
         last=ends["output"],
         tied=ends["output"] if model.tied_embeddings and not ends["embedding"] else 0.0,
@@ -65,7 +67,7 @@ def list_weight_bytes(launch: PlannedLaunch, model: Model) -> tuple[float, ...]:
     layout, placed = launch.plan.parallelism, place_model(model)
     attention = max(1, layout.tensor // max(1, layout.attention_data))
     spread = max(layout.tensor, layout.expert)
-    on_host = _list_host_experts(launch)
+    on_host = _list_host_experts(launch, placed)
     engine = get_plan_engine(launch.plan)
     counts = engine.count_layers_by_card(launch)
     skipped = len(placed.expert_layers) - sum(counts)
@@ -73,7 +75,7 @@ def list_weight_bytes(launch: PlannedLaunch, model: Model) -> tuple[float, ...]:
     for number, count in enumerate(counts):
         held = range(begin, min(begin + count, len(placed.expert_layers)))
         begin += count
-        experts = sum(placed.expert_layers[layer] for layer in held if not on_host[layer])
+        experts = sum([placed.expert_layers[layer] for layer in held if layer not in on_host])
         rest = placed.dense_layer * len(held)
         if number == 0 and skipped <= 0 and not engine.loading.embeds_on_host:
             rest += placed.first + (placed.tied if len(counts) > 1 else 0.0)
@@ -82,13 +84,10 @@ def list_weight_bytes(launch: PlannedLaunch, model: Model) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _list_host_experts(launch: PlannedLaunch) -> list[bool]:
-    """Whether the experts of each layer stay in host memory: those of the first layers that have any."""
-    left, found = launch.plan.settings.host_expert_layers or 0, []
-    for size in place_model(launch.loaded).expert_layers:
-        found.append(bool(size) and left > 0)
-        left -= bool(size)
-    return found
+def _list_host_experts(launch: PlannedLaunch, placed: PlacedModel) -> frozenset[int]:
+    """The layers whose experts stay in host memory: the first that have any."""
+    on_host = launch.plan.settings.host_expert_layers or 0
+    return frozenset([layer for layer, size in enumerate(placed.expert_layers) if size][:on_host])
 
 
 def _list_loading_bytes(launch: PlannedLaunch, engine: Engine) -> tuple[float, ...]:
@@ -116,7 +115,7 @@ def _compute_cache_bytes(launch: PlannedLaunch, tokens: int, requests: int, shar
     model, layout = launch.loaded, launch.plan.parallelism
     ranks = max(1, layout.tensor // max(1, layout.attention_data))
     parts = min(ranks, model.num_kv_heads or ranks) if model.kv_lora_rank is None else 1
-    bits = 8 if launch.plan.settings.kv_type == "fp8" else 16
+    bits = get_plan_engine(launch.plan).get_stored_cache_bits(launch.plan.settings.kv_type)
     each = model.compute_kv_bytes(tokens, bits) / max(1, parts)
     shared = model.kv_bytes_per_token * shared_tokens * bits / 16 / max(1, parts)
     here = -(-requests // max(1, layout.attention_data))
@@ -130,8 +129,19 @@ def _list_peaks(launch: PlannedLaunch, engine: Engine, tokens: int, requests: in
     cache = _compute_cache_bytes(launch, tokens, requests, shared)
     prompt = min(tokens, launch.plan.workload.prompt_tokens)
     own = engine.uses.device_bytes + engine.compute_activation_bytes(model, prompt) / layout.tensor
+    by_layer = cache + _compute_adapter_bytes(launch, engine)
     for weights, count in zip(list_weight_bytes(launch, model), counts, strict=True):
-        yield weights + cache * count / max(1, model.num_layers) + own
+        yield weights + by_layer * count / max(1, model.num_layers) + own
+
+
+def _compute_adapter_bytes(launch: PlannedLaunch, engine: Engine) -> float:
+    """LoRA adapters on one tensor rank of the whole pipeline, as many and of the rank that the launch allocates."""
+    if not launch.plan.workload.adapters or engine.adapters is None:
+        return 0.0
+    layout = launch.plan.parallelism
+    count = launch.get_count(engine.adapters.slots, engine.count_resident_adapters(launch.plan.workload))
+    rank = launch.get_count(engine.adapters.rank, engine.choose_adapter_rank(launch.plan.workload))
+    return count * compute_adapter_bytes(launch.model, rank, tensor=layout.tensor, expert=layout.expert)
 
 
 def _get_free_bytes(card: Accelerator) -> int | None:
@@ -207,7 +217,7 @@ def check_host(launch: PlannedLaunch) -> str | None:
     need: float
     cache: float
     if launch.device == "cpu":
-        bits = 8 if settings.kv_type == "fp8" else engine.get_cache_bits(model)
+        bits = engine.get_stored_cache_bits(settings.kv_type, model=model)
         tokens = launch.plan.workload.request_tokens if engine.paged else settings.context_tokens
         cache = model.compute_kv_bytes(tokens, bits) * (1 if engine.paged else requests)
         need = (
@@ -216,6 +226,7 @@ def check_host(launch: PlannedLaunch) -> str | None:
             + engine.compute_overhead_bytes(
                 model, Settings(slots=1 if engine.paged else requests, context_tokens=tokens)
             )
+            + _compute_adapter_bytes(launch, engine)
         )
     elif any(card.unified_memory for card in launch.cards) or not _keeps_weights_on_host(launch):
         return None

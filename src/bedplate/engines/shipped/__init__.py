@@ -6,12 +6,26 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import WRAPPER_KEY_VARIABLE, Engine, EngineState, KnownFailure, find_known_failure
-from bedplate.engines.traits import LaunchOptions, MetricNames, NotedOptions, PrivatePort, RequestTraits, TokenCounter
+from bedplate.engines.shipped.openai_server.tools import find_tool_format, with_tools
+from bedplate.engines.traits import (
+    LaunchOptions,
+    MetricNames,
+    NotedOptions,
+    PrivatePort,
+    RequestTraits,
+    TokenCounter,
+)
 from bedplate.values import Plan
+from bedplate.values.capabilities import ToolSupport
 
 SERVER = tuple(
-    (f"openai_server/{name}.py", f"openai_server/{name}.py")
-    for name in ("__init__", "backend", "text", "worker", "shapes", "endpoints", "serve")
+    (f"openai_server/{name}", f"openai_server/{name}")
+    for name in (
+        *(f"{part}.py" for part in ("__init__", "backend", "text", "tools", "worker", "shapes", "endpoints")),
+        "connections.py",
+        "serve.py",
+        "chatml-tools.jinja",
+    )
 )
 """The server package as programs of a recipe: installed next to the backend that imports it."""
 SERVER_PACKAGES = ("uvicorn==0.54.0", "starlette==1.10.0")
@@ -61,6 +75,13 @@ class BedplateServedEngine(Engine):
         argv = [program, "--model", plan.model_path, "--served-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         return [*argv, "--slots", str(plan.settings.slots), "--context", str(plan.settings.context_tokens)]
+
+    def find_tool_support(self, plan: Plan) -> ToolSupport:
+        template = plan.model.chat_template
+        if template is None or self.server_features is None:
+            return super().find_tool_support(plan)
+        # A ChatML template without tools is extended by them when it is loaded.
+        return self.server_features.tools if find_tool_format(with_tools(template) or template) else "none"
 
     def read_progress(self, line: str) -> float | None:
         found = re.match(r"bedplate-engine: loading ([01](?:\.\d+)?)$", line.strip())

@@ -45,6 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("-md", "--spec-draft-model", help="GGUF file of the draft model (draft-simple)")
     p.add_argument("--spec-draft-n-max", type=int, help="maximum number of drafted tokens")
     p.add_argument("--fit", choices=("on", "off"), default="on", help="reduce unset options until the model fits")
+    p.add_argument("--lora-scaled", metavar="FILE:SCALE,...", help="LoRA adapters, each with its default scale")
+    p.add_argument("--mmproj", metavar="FILE", help="GGUF file of the vision encoder and its projector")
     p.add_argument("--chat-template", help="chat template that replaces the one of the model")
     p.add_argument("--embeddings", "--embedding", action="store_true", help="serve only embeddings")
     p.add_argument("--pooling", choices=("none", "mean", "cls", "last", "rank"))
@@ -59,13 +61,24 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
+def make_adapter(path: str, scale: str):  # type: ignore[no-untyped-def]
+    import xllamacpp
+
+    adapter = xllamacpp.CommonAdapterLoraInfo()
+    adapter.path, adapter.scale = path, float(scale)
+    return adapter
+
+
 def make_params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     """The options as parameters of the wheel; unset options keep the server's default."""
     import xllamacpp
 
     p = xllamacpp.CommonParams()
     p.model.path = options.model
-    p.hostnames = [options.host]
+    if hasattr(p, "hostnames"):
+        p.hostnames = [options.host]
+    else:  # before 2026.10
+        p.hostname = options.host
     p.port = options.port
     p.n_threads_http = options.threads_http
     p.n_ctx = options.ctx_size
@@ -102,6 +115,10 @@ def make_params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
         p.n_ubatch = options.ubatch_size
     if options.cache_ram is not None:
         p.cache_ram_mib = options.cache_ram
+    if options.lora_scaled is not None:
+        p.lora_adapters = [make_adapter(*entry.rsplit(":", 1)) for entry in options.lora_scaled.split(",")]
+    if options.mmproj is not None:
+        p.mmproj.path = options.mmproj
     if options.chat_template is not None:
         p.chat_template = options.chat_template
     if options.verbosity is not None:

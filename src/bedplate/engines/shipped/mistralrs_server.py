@@ -173,6 +173,7 @@ class RunnerText(Text):
         self._runner = runner
         self._one_call = one_call
         self._template = template
+        self.tool_format = template.tool_format
 
     def encode(self, text: str, special: bool) -> list[int]:
         with self._one_call:

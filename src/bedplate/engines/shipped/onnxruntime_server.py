@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         GenerationRequest,
         HuggingFaceText,
         Piece,
+        TokenPair,
         read_json,
         serve,
     )
@@ -34,6 +35,7 @@ else:
         GenerationRequest,
         HuggingFaceText,
         Piece,
+        TokenPair,
         read_json,
         serve,
     )
@@ -344,11 +346,13 @@ class TextEncoder:
             batch, order = order[-width:], order[:-width]
             longest = max(len(inputs[place]) for place in batch)
             ids = np.full((len(batch), longest), self.pad, dtype=np.int64)
-            mask = np.zeros((len(batch), longest), dtype=np.int64)
+            mask, types = np.zeros_like(ids), np.zeros_like(ids)
             for row, place in enumerate(batch):
+                if isinstance(pair := inputs[place], TokenPair):
+                    types[row, : len(pair)] = pair.types
                 ids[row, : len(inputs[place])] = inputs[place]
                 mask[row, : len(inputs[place])] = 1
-            feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+            feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             (found,) = self._session.run([name], {key: value for key, value in feeds.items() if key in self._inputs})
             for place, vector in zip(batch, finish(found.astype(np.float32), mask), strict=True):
                 rows[place] = [float(value) for value in vector]

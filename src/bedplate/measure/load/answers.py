@@ -15,8 +15,22 @@ REFUSED = (429, 503)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+class _CallContent(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPart(msgspec.Struct):
+    """A tool call, or a part of one in a stream."""
+
+    index: int = 0
+    id: str | None = None
+    function: _CallContent | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_CallPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -67,6 +81,9 @@ class StreamedAnswer(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     finish: str | None = None
     text: str = ""
+    tool_name: str = ""
+    """Of the first tool call; empty: the answer has none."""
+    tool_arguments: str = ""
 
 
 def split_events(pieces: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -135,10 +152,10 @@ def _read_stream(answer: StreamedAnswer, exchange: HttpExchange, keep_text: bool
             continue
         if event.error is not None:
             answer.outcome, answer.error = "error", _shorten_error(event.error)
-        text = _take(answer, event)
-        if text or any(choice.finish_reason for choice in event.choices or ()):
+        text, called = _take(answer, event)
+        if text or called or any(choice.finish_reason for choice in event.choices or ()):
             answer.last_ns = stamp
-        if text:
+        if text or called:
             answer.text_ns.append(stamp)
             if keep_text:
                 texts.append(text)
@@ -161,16 +178,16 @@ def _read_whole(answer: StreamedAnswer, exchange: HttpExchange, keep_text: bool)
     if event.error is not None or not event.choices:
         answer.outcome, answer.error = "error", read_error_text(body)
         return
-    text = _take(answer, event)
+    text, called = _take(answer, event)
     answer.last_ns = exchange.stamps[-1]
-    if text:
+    if text or called:
         answer.text_ns.append(exchange.stamps[-1])
         if keep_text:
             answer.text = text
 
 
-def _take(answer: StreamedAnswer, event: _ResponseEvent) -> str:
-    """Records the counts and the finish reason of an event; returns its text."""
+def _take(answer: StreamedAnswer, event: _ResponseEvent) -> tuple[str, str]:
+    """Records the counts and the finish reason of an event; returns its text and that of its tool calls."""
     usage = event.usage
     if usage is not None:
         answer.prompt_tokens = usage.prompt_tokens
@@ -179,7 +196,7 @@ def _take(answer: StreamedAnswer, event: _ResponseEvent) -> str:
             answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
     if answer.cached_tokens is None and event.timings is not None:
         answer.cached_tokens = event.timings.cache_n
-    text = ""
+    text = called = ""
     for choice in event.choices or ():
         if choice.finish_reason:
             answer.finish = choice.finish_reason
@@ -187,7 +204,20 @@ def _take(answer: StreamedAnswer, event: _ResponseEvent) -> str:
         for part in (choice.delta, choice.message):
             if part is not None:
                 text += part.content or part.reasoning_content or part.reasoning or ""
-    return text
+                for call in part.tool_calls or ():
+                    called += _take_tool_call(answer, call)
+    return text, called
+
+
+def _take_tool_call(answer: StreamedAnswer, call: _CallPart) -> str:
+    """Records the first tool call; returns the text that this part of a call adds."""
+    if call.function is None:
+        return ""
+    name, arguments = call.function.name or "", call.function.arguments or ""
+    if call.index == 0:
+        answer.tool_name = answer.tool_name or name
+        answer.tool_arguments += arguments
+    return name + arguments
 
 
 def read_error_text(body: bytes) -> str:

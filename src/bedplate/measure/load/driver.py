@@ -15,6 +15,7 @@ from bedplate.errors import ExternalFailure
 from bedplate.measure.load.deadlines import Deadlines
 from bedplate.measure.load.preparing import PreparedEndpoint
 from bedplate.measure.load.schedule import compute_stagger_s
+from bedplate.measure.load.sessions import SessionFactory
 from bedplate.measure.load.target import LoadTarget
 from bedplate.measure.load.wire import HttpExchange, LoadConnection, connect
 from bedplate.values.record import Record
@@ -48,7 +49,9 @@ class MeasurementWindow(Record, frozen=True, kw_only=True):
     timeout_s: float = 120.0
 
     def count_needed(self, load: Load) -> int:
-        return self.least_requests if self.least_requests is not None else max(LEAST_REQUESTS, load.concurrency or 0)
+        if self.least_requests is not None:
+            return self.least_requests
+        return max(LEAST_REQUESTS, load.concurrency or load.sessions or 0)
 
 
 class LoadRecord:
@@ -121,12 +124,12 @@ class RequestFactory:
 
 
 def estimate_requests(load: Load, window: MeasurementWindow, request_s: float | None, trace: int = 0) -> int:
-    """Upper estimate of the number of requests, if none is faster than a request alone."""
+    """Upper estimate of the number of requests, or of sessions, if none is faster than a request alone."""
     if load.arrivals == "replay":
         return trace
     time_s = window.warmup_s + window.seconds
-    if load.arrivals == "closed":
-        concurrency = load.concurrency or 1
+    if load.arrivals in ("closed", "sessions"):
+        concurrency = load.concurrency or load.sessions or 1
         return concurrency * (math.ceil(1.2 * time_s / max(1e-3, request_s or 1.0)) + 2)
     return math.ceil(1.2 * time_s * (load.requests_per_s or 1.0)) + (load.burst or 1)
 
@@ -138,7 +141,7 @@ class LoadDriver:
         self,
         target: LoadTarget,
         load: Load,
-        requests: RequestFactory,
+        requests: RequestFactory | SessionFactory,
         window: MeasurementWindow,
         *,
         schedule: Iterator[float] | None,
@@ -149,6 +152,9 @@ class LoadDriver:
         self._target = target
         self._load = load
         self._requests = requests
+        self._sessions = requests if isinstance(requests, SessionFactory) else None
+        self._turns_to_come = 0
+        """Turns of sessions that wait for their due time."""
         self._window = window
         self._schedule = schedule
         self._request_s = request_s
@@ -175,6 +181,7 @@ class LoadDriver:
         self._warming = False
         self._warm_number = 0
         self._zero_ns = 0
+        self._latest_begin_ns = 0
 
     # the measurement
 
@@ -205,9 +212,14 @@ class LoadDriver:
         self._error = self._error or (error if error is not None else RuntimeError(context["message"]))
         self._over.set()
 
+    @property
+    def _streams(self) -> int:
+        """Requests, or sessions with at most one request each, of a closed loop."""
+        return self._load.concurrency or self._load.sessions or 1
+
     def _count_start_connections(self) -> int:
-        if self._load.concurrency is not None and self._schedule is None:
-            return self._load.concurrency
+        if self._schedule is None:
+            return self._streams
         in_flight = math.ceil((self._load.requests_per_s or 0.0) * (self._request_s or 1.0) * 1.5)
         return min(MOST_CONNECTIONS, in_flight + (self._load.burst or 0) + SPARE_CONNECTIONS)
 
@@ -235,10 +247,11 @@ class LoadDriver:
         start_ns = monotonic_ns() + START_NS
         warmup_ns = int(self._window.warmup_s * 1e9)
         self._driven.begin_ns = start_ns + warmup_ns
+        self._latest_begin_ns = self._driven.begin_ns + int(self._window.most_seconds * 1e9)
         self._deadlines.at(self._driven.begin_ns, self._begin)
         self._deadlines.at(start_ns + TICK_NS, self._handle_tick)
         if self._schedule is None:
-            concurrency = self._load.concurrency or 1
+            concurrency = self._streams
             spread_ns = int(compute_stagger_s(concurrency, self._window.warmup_s, self._request_s) * 1e9)
             for slot in range(concurrency):
                 self._deadlines.at(start_ns + spread_ns * slot // concurrency, self._send)
@@ -249,12 +262,18 @@ class LoadDriver:
                 for _ in range(WARMING_IN_FLIGHT):
                     self._deadlines.at(start_ns, self._send_warming)
             self._zero_ns = self._driven.begin_ns + 1
+            if self._sessions is not None:
+                self._sessions.zero_ns = self._zero_ns
             self._send_when_due()
         else:
             self._zero_ns = start_ns
             self._send_when_due()
 
     def _begin(self, when_ns: int) -> None:
+        if self._sessions is not None and self._sessions.to_join > 0 and when_ns < self._latest_begin_ns:
+            # Sessions that are under way send their whole history once, which belongs to the warm-up.
+            self._deadlines.at(when_ns + TICK_NS, self._begin)
+            return
         self._driven.begin_ns = when_ns
         self._driven.at = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._measuring = True
@@ -267,9 +286,10 @@ class LoadDriver:
         window, driven = self._window, self._driven
         passed_s = (now_ns - driven.begin_ns) / 1e9
         if self._exhausted:
-            enough = not self._awaited
+            enough = not self._awaited and not self._turns_to_come
         else:
             enough = passed_s >= window.seconds and self._ended >= window.count_needed(self._load)
+            enough = enough and self._has_enough_sessions()
         if enough or passed_s >= window.most_seconds:
             driven.cpu_s = time.process_time() - self._cpu_s
             driven.end_ns = now_ns
@@ -277,6 +297,12 @@ class LoadDriver:
             self._measured = True
             self._watch("end")
             self._stop_if_done()
+
+    def _has_enough_sessions(self) -> bool:
+        """As many ended sessions as there are at the same time, so that their durations are known."""
+        if self._sessions is None or self._load.sessions is None or self._window.least_requests is not None:
+            return True
+        return self._sessions.ended >= self._load.sessions
 
     def _stop_if_done(self) -> None:
         if self._measured and not self._awaited:
@@ -324,13 +350,34 @@ class LoadDriver:
     def _make_next_exchange(self, due_ns: int) -> HttpExchange:
         exchange = self._requests.make_exchange(self._number, due_ns)
         self._number += 1
+        self._count_if_measured(exchange)
+        return exchange
+
+    def _count_if_measured(self, exchange: HttpExchange) -> None:
         if self._measuring:
             exchange.measured = True
             self._awaited += 1
-        return exchange
+
+    def _follow_session(self, exchange: HttpExchange) -> bool:
+        """Schedules the next turn of a session; False: the session is over."""
+        following = self._sessions.follow(exchange) if self._sessions is not None else None
+        if following is None:
+            return False
+        turn, due_ns = following
+
+        def send_turn(_due_ns: int) -> None:
+            self._turns_to_come -= 1
+            if not self._stopping:
+                self._count_if_measured(turn)
+                self._send_exchange(turn)
+
+        self._turns_to_come += 1
+        self._deadlines.at(due_ns, send_turn)
+        return True
 
     def _send_exchange(self, exchange: HttpExchange) -> None:
         """Sends a request on an idle connection, or on a new one."""
+        exchange.tried_ns = monotonic_ns()
         request = self._requests.get(exchange.index)
         while self._idle:
             connection = self._idle.pop()
@@ -390,7 +437,9 @@ class LoadDriver:
         if exchange.measured:
             self._ended += 1
             self._awaited -= 1
-        if self._schedule is None or (self._warming and exchange.index < 0):
+        if self._follow_session(exchange):
+            pass
+        elif self._schedule is None or (self._warming and exchange.index < 0):
             again = self._send if self._schedule is None else self._send_warming
             if failed:
                 pause_ns = PAUSE_NS[min(self._failures, len(PAUSE_NS)) - 1]

@@ -19,7 +19,9 @@ from bedplate.measure.load.driver import (
 )
 from bedplate.measure.load.preparing import PreparedEndpoint, prepare
 from bedplate.measure.load.schedule import check_load, schedule_arrivals
+from bedplate.measure.load.sessions import SessionFactory
 from bedplate.measure.load.target import LoadTarget
+from bedplate.measure.load.trace_sessions import has_sessions
 from bedplate.measure.load.wire import HttpExchange
 from bedplate.values.record import replace_fields
 from bedplate.values.run import ClientAccuracy, Load, Repeat, Sample
@@ -56,17 +58,28 @@ async def measure(
     own = check if isinstance(check, ClientErrorFigures) else None
     if check is True:
         own = await measure_client_error(estimate_in_flight(load, prepared.request_s))
-    requests = RequestFactory(target, load, prepared, round, shapes)
+    in_sessions = load.has_sessions or has_sessions(shapes)
+    requests = (SessionFactory if in_sessions else RequestFactory)(target, load, prepared, round, shapes)
     requests.build(estimate_requests(load, window, prepared.request_s, len(shapes)))
-    schedule = None if load.arrivals == "closed" else schedule_arrivals(load, round, shapes)
+    schedule: Iterator[float] | None = None
+    if isinstance(requests, SessionFactory) and load.arrivals == "replay":
+        schedule = iter(requests.list_starts_s())
+    elif load.arrivals not in ("closed", "sessions"):
+        schedule = schedule_arrivals(load, round, shapes)
     driver = LoadDriver(target, load, requests, window, schedule=schedule, request_s=prepared.request_s, watch=watch)
-    return make_repeat(await driver.run(), target, prepared, own)
+    repeat = make_repeat(await driver.run(), target, prepared, own)
+    if not isinstance(requests, SessionFactory):
+        return repeat
+    known = {sample.session for sample in repeat.samples}
+    sessions = tuple(one.make_result() for one in requests.conversations if one.number in known)
+    notes = (*repeat.notes, *requests.notes)
+    return replace_fields(repeat, sessions=sessions, exact_prompt=None, exact_output=None, notes=notes)
 
 
 def estimate_in_flight(load: Load, request_s: float | None) -> int:
     """The number of streams for the self-check."""
-    if load.concurrency is not None:
-        return load.concurrency
+    if load.concurrency is not None or load.sessions is not None:
+        return load.concurrency or load.sessions or 1
     return min(1024, max(load.burst or 1, math.ceil((load.requests_per_s or 1.0) * (request_s or 1.0))))
 
 
@@ -75,10 +88,11 @@ def make_repeat(
 ) -> Repeat:
     """Parses the responses after the measurement."""
     window = [each for each in driven.exchanges if each.measured]
-    answers = {id(each): read(each) for each in driven.exchanges if each.end_ns >= driven.begin_ns}
+    answers = {id(each): each.answer or read(each) for each in driven.exchanges if each.end_ns >= driven.begin_ns}
     samples = tuple(sorted((make_sample(each, answers[id(each)], driven, target) for each in window), key=_get_start))
     good = [each for each in window if answers[id(each)].outcome == "ok"]
-    lags = [(each.sent_ns - each.due_ns) / 1e6 for each in window if not each.fresh and each.sent_ns]
+    # The endpoint's time to accept a new connection is not the client's delay.
+    lags = [((each.tried_ns if each.fresh else each.sent_ns) - each.due_ns) / 1e6 for each in window if each.sent_ns]
     client = ClientAccuracy(
         error_p50_ms=own.p50_ms if own else None,
         error_p99_ms=own.p99_ms if own else None,
@@ -117,6 +131,8 @@ def make_sample(exchange: HttpExchange, answer: StreamedAnswer, driven: LoadReco
         finish=answer.finish,
         outcome=answer.outcome,
         error=None if answer.error is None else target.hide_key(answer.error),
+        session=None if exchange.session is None else exchange.session.number,
+        turn=None if exchange.session is None else exchange.turn + 1,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Literal
@@ -13,6 +14,8 @@ from bedplate.measure.load.answers import UNREADABLE, StreamedAnswer, read, read
 from bedplate.measure.load.prompts import Prompts
 from bedplate.measure.load.schedule import check_load
 from bedplate.measure.load.target import PATHS, Api, LoadTarget
+from bedplate.measure.load.tools import TOOLS, make_schema_format
+from bedplate.measure.load.trace_sessions import has_sessions
 from bedplate.measure.load.wire import HttpExchange, ask
 from bedplate.measure.load.words import WORDS
 from bedplate.values.record import Record, replace_fields
@@ -30,6 +33,10 @@ REHEARSED_TOKENS = 16
 """Enough to estimate the time of a whole answer."""
 CHAT_STARTERS = 16
 TRIES = 3
+CALL_TOKENS = 24
+"""Enough for the name of a tool."""
+STRUCTURED_TOKENS = 64
+SCHEMA_TOKENS = 24
 LIMIT_S = 300.0
 
 
@@ -56,6 +63,12 @@ class PreparedEndpoint(Record, frozen=True, kw_only=True):
     """Whether the endpoint counted exactly the requested number of prompt tokens."""
     request_s: float | None = None
     """Estimated time of one request of this load alone."""
+    tools: Literal["auto", "none"] | None = None
+    """The `tool_choice` of answers without a tool call; `None`: it has no tool calls, or none were asked for."""
+    schemas: bool = False
+    """Whether answers match the JSON schema of a request."""
+    context_tokens: int | None = None
+    """For sessions: the context of the model, if the endpoint reports it."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,6 +88,10 @@ class PreparedEndpoint(Record, frozen=True, kw_only=True):
             shared_tokens=load.shared_prefix_tokens,
         )
 
+    def repeat_words(self, count: int) -> list[str]:
+        """The same words in the same order, as often as needed."""
+        return list(itertools.islice(itertools.cycle(self.words), count))
+
     def make_body(self, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
         """The JSON body of a request."""
         fields: dict[str, object] = {"model": self.model}
@@ -82,18 +99,22 @@ class PreparedEndpoint(Record, frozen=True, kw_only=True):
             fields["prompt"] = text
         else:
             fields["messages"] = [{"role": "user", "content": text}]
-        fields[self.length_field] = output_tokens
+        return msgspec.json.encode({**fields, **self.make_length_fields(output_tokens, stream=stream)})
+
+    def make_length_fields(self, output_tokens: int, *, stream: bool = True, exact: bool = True) -> dict[str, object]:
+        """All fields but the model and the prompt. `exact`: not for structured output, which ends by itself."""
+        fields: dict[str, object] = {self.length_field: output_tokens}
         if self.length_field == "max_tokens":  # APIs that accept only the other field reject a temperature too
             fields["temperature"] = 0
         if stream:
             fields["stream"] = True
             if "usage" in self.fields:
                 fields["stream_options"] = {"include_usage": True}
-        if "ignore_eos" in self.fields:
+        if exact and "ignore_eos" in self.fields:
             fields["ignore_eos"] = True
-        if "min_tokens" in self.fields:
+        if exact and "min_tokens" in self.fields:
             fields["min_tokens"] = output_tokens
-        return msgspec.json.encode(fields)
+        return fields
 
     def request(self, target: LoadTarget, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
         return target.request("POST", PATHS[self.api], self.make_body(text, output_tokens, stream=stream))
@@ -109,10 +130,33 @@ async def prepare(
 ) -> PreparedEndpoint:
     """Prepares a load with a few small requests. `known`: the result for another load on the same endpoint."""
     check_load(load, shapes)
+    in_sessions = load.has_sessions or has_sessions(shapes)
+    if in_sessions:
+        target = replace_fields(target, api="chat")  # messages have roles only there
     endpoint = _EndpointProbe(target, limit_s)
-    if known is None:
-        known = await endpoint.find_words(await endpoint.find_api(await endpoint.find_model()))
+    if known is None or (in_sessions and known.api != "chat"):
+        known = await endpoint.find_api(await endpoint.find_model())
+        known = await (endpoint.find_session_words(known) if in_sessions else endpoint.find_words(known))
+        if in_sessions:
+            known = await endpoint.find_structured_output(known, load)
+            known = replace_fields(known, context_tokens=await find_context(target))
+    if in_sessions:
+        return await endpoint.rehearse_session(known, load)
     return await endpoint.rehearse_load(known, *_choose_lengths(load, shapes), load)
+
+
+async def find_context(target: LoadTarget, limit_s: float = 10.0) -> int | None:
+    """The context of the endpoint's model, if its list of models states it."""
+    try:
+        exchange = await ask(target, target.request("GET", "/v1/models"), limit_s)
+        models = msgspec.json.decode(b"".join(exchange.pieces))["data"]
+        for model in models:
+            if target.model in (None, model["id"]):
+                found = model.get("max_model_len") or (model.get("meta") or {}).get("n_ctx")
+                return int(found) if found else None
+    except (OSError, TimeoutError, *UNREADABLE, KeyError, TypeError, ValueError):
+        pass  # preparing the load reports what is wrong with the endpoint
+    return None
 
 
 def _choose_lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
@@ -198,6 +242,13 @@ class _EndpointProbe:
                 return await self.with_single(one, words, 2 * once - twice, twice - once)
         raise ExternalFailure(f"{self.target.url} rejects prompts of more than 16 words")
 
+    async def find_session_words(self, one: PreparedEndpoint) -> PreparedEndpoint:
+        """By /tokenize if there is one: a session finds the tokens of the chat template by its first request."""
+        if await self.count_by_tokenize("one two") is None:
+            return await self.find_words(one)
+        found = await self.find_words(replace_fields(one, api="completions"))
+        return replace_fields(found, api="chat", tokenizes=False, overhead=0)
+
     async def with_single(
         self, one: PreparedEndpoint, words: Sequence[str], overhead: int, tokens: int
     ) -> PreparedEndpoint:
@@ -274,6 +325,62 @@ class _EndpointProbe:
         took = _extrapolate_request_s(exchange, answer, asked, output_tokens)
         return replace_fields(one, exact_prompt=exact, request_s=took, notes=notes)
 
+    async def find_structured_output(self, one: PreparedEndpoint, load: Load) -> PreparedEndpoint:
+        """Finds whether the endpoint calls tools and follows JSON schemas, if the scenario has such requests."""
+        scenario = load.scenario
+        if scenario is not None and scenario.tool_share:
+            called = await self.ask_structured(one, CALL_TOKENS, tools=TOOLS, tool_choice="required")
+            if called is not None and called.tool_name:
+                free = await self.ask_structured(one, 1, tools=TOOLS, tool_choice="auto")
+                one = replace_fields(one, tools="none" if free is None else "auto")
+        needs_schema = scenario is not None and (scenario.schema_share or (scenario.tool_share and one.tools is None))
+        if needs_schema:
+            schema = make_schema_format(SCHEMA_TOKENS, one.words)
+            text = await self.ask_structured(one, STRUCTURED_TOKENS, response_format=schema)
+            one = replace_fields(one, schemas=text is not None and _is_object(text.text))
+        notes = one.notes
+        if scenario is not None and scenario.tool_share and one.tools is None:
+            instead = "a JSON schema describes the call instead" if one.schemas else "such answers are free text"
+            notes = (*notes, f"the endpoint does not support required tool calls: {instead}")
+        elif scenario is not None and scenario.schema_share and not one.schemas:
+            notes = (*notes, "the endpoint does not follow JSON schemas: such answers are free text")
+        return replace_fields(one, notes=notes)
+
+    async def ask_structured(self, one: PreparedEndpoint, tokens: int, **fields: object) -> StreamedAnswer | None:
+        """The answer to a request with these fields; `None`: the endpoint rejected or failed it."""
+        body = {
+            "model": one.model, "messages": [{"role": "user", "content": " ".join(one.words[:8])}], **fields,
+            **one.make_length_fields(tokens, exact=False),
+        }  # fmt: skip
+        exchange = await self.ask(self.target.request("POST", PATHS["chat"], msgspec.json.encode(body)))
+        answer = read(exchange, keep_text=True)
+        return answer if answer.outcome == "ok" else None
+
+    async def rehearse_session(self, one: PreparedEndpoint, load: Load) -> PreparedEndpoint:
+        """Sends the first request of a session, to find the tokens that the endpoint adds and the request time."""
+        scenario = load.scenario
+        system = scenario.system_tokens if scenario is not None else 0
+        new = max(8, round(scenario.input_tokens.mean if scenario is not None else min(512, load.prompt_tokens)))
+        output = round(scenario.output_tokens.mean) if scenario is not None else load.output_tokens
+        messages = [{"role": "user", "content": one.make_prompts(load, -1).make_text(1, new + one.overhead)}]
+        if system:
+            messages.insert(0, {"role": "system", "content": " ".join(one.repeat_words(system))})
+        asked = max(1, min(output, REHEARSED_TOKENS))
+        fields: dict[str, object] = {"tools": TOOLS, "tool_choice": one.tools} if one.tools is not None else {}
+        body = {"model": one.model, "messages": messages, **fields, **one.make_length_fields(asked)}
+        exchange = await self.ask(self.target.request("POST", PATHS["chat"], msgspec.json.encode(body)))
+        self.require_access(exchange)
+        answer = read(exchange)
+        if answer.outcome != "ok":
+            raise ExternalFailure(
+                f"{self.target.url} failed to answer the first request of a session of {system + new:,} tokens",
+                cause=self.hide_key(answer.error),
+                hint="check that it fits into the context of the model, and that the endpoint has the chat API",
+            )
+        overhead = one.overhead if answer.prompt_tokens is None else max(0, answer.prompt_tokens - system - new)
+        took = _extrapolate_request_s(exchange, answer, asked, output)
+        return replace_fields(one, overhead=overhead, request_s=took)
+
     async def ask(self, request: bytes) -> HttpExchange:
         try:
             return await ask(self.target, request, self.limit_s)
@@ -295,6 +402,13 @@ class _EndpointProbe:
 
     def hide_key(self, text: str | None) -> str | None:
         return None if text is None else self.target.hide_key(text)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except UNREADABLE:
+        return False
 
 
 def _extrapolate_request_s(

@@ -42,13 +42,13 @@ class Prompts:
             words = self._shared[: room - 1]
         room -= len(words)
         if room > 0:
-            words = words + self._encode_number(number, first=not words)[:room]
+            words = words + self.encode_number(number, first=not words)[:room]
             room = max(1, tokens - self._overhead) - len(words)
         if room > 0:
             words = words + self._draw_words(f"{self._origin}/{number}", room)
         return self._space + " ".join(words)
 
-    def _encode_number(self, number: int, first: bool) -> list[str]:
+    def encode_number(self, number: int, first: bool) -> list[str]:
         """The request number encoded as words: consecutive requests differ in the first one."""
         orders = self._orders if first else [self._orders[1], *self._orders[1:]]
         words = []

@@ -16,22 +16,35 @@ def check_load(load: Load, shapes: Sequence[RequestShape] = ()) -> None:
     """Raises `UsageError` if a load lacks a field that its kind of arrivals needs."""
     if load.arrivals == "closed" and load.concurrency is None:
         raise UsageError("a closed loop needs a concurrency", hint="specify the number of requests in flight")
+    if load.arrivals == "sessions" and load.sessions is None:
+        raise UsageError("a load of sessions needs their number", hint="specify the sessions at the same time")
+    if load.arrivals == "sessions" and load.scenario is None and not shapes:
+        raise UsageError("a load of sessions needs a scenario or a trace")
     if load.arrivals in ("poisson", "constant", "burst") and load.requests_per_s is None:
         raise UsageError(f"{load.arrivals} arrivals need a rate", hint="specify the requests per second")
     if load.arrivals == "burst" and load.burst is None:
         raise UsageError("bursts need a size", hint="specify the number of requests in a burst")
     if load.arrivals == "replay" and not shapes:
         raise UsageError("a replay needs the requests of a trace")
-    if load.arrivals == "replay" and any(shape.started_s is None for shape in shapes):
-        raise UsageError("the trace has no arrival times", hint="specify a rate instead of a replay")
-    if load.concurrency is not None and load.concurrency > MOST_IN_FLIGHT:
-        raise UsageError(f"a concurrency of {load.concurrency} is more than the maximum of {MOST_IN_FLIGHT}")
+    if load.arrivals == "replay" and any(_lacks_time(shape) for shape in shapes):
+        hint = "specify a rate instead of a replay"
+        if any(shape.session is not None for shape in shapes):
+            hint = "specify the sessions at the same time (--concurrency) or per second (--rate)"
+        raise UsageError("the trace has no arrival times", hint=hint)
+    streams = load.concurrency or load.sessions
+    if streams is not None and streams > MOST_IN_FLIGHT:
+        raise UsageError(f"a concurrency of {streams} is more than the maximum of {MOST_IN_FLIGHT}")
     if load.shared_prefix_tokens >= load.prompt_tokens and load.shared_prefix_tokens:
         raise UsageError(
             f"a shared prefix of {load.shared_prefix_tokens} tokens is not shorter than a prompt of "
             f"{load.prompt_tokens} tokens",
             hint="specify a shorter shared prefix",
         )
+
+
+def _lacks_time(shape: RequestShape) -> bool:
+    """A later turn of a session may follow the answer before it instead."""
+    return shape.started_s is None and (shape.session is None or shape.wait_s is None)
 
 
 def schedule_arrivals(load: Load, round_number: int = 0, shapes: Sequence[RequestShape] = ()) -> Iterator[float]:

@@ -9,11 +9,15 @@ import socket
 import ssl
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
 from bedplate.measure.load.target import LoadTarget
+
+if TYPE_CHECKING:
+    from bedplate.measure.load.answers import StreamedAnswer
+    from bedplate.measure.load.sessions import Conversation
 
 CONNECT_LIMIT_S = 10.0
 BODY_LIMIT_BYTES = 512 << 20
@@ -24,6 +28,7 @@ class HttpExchange:
     """One request and its raw response, which is parsed after the measurement."""
 
     __slots__ = (
+        "answer",
         "content_type",
         "due_ns",
         "end_ns",
@@ -35,10 +40,13 @@ class HttpExchange:
         "pieces",
         "prompt_tokens",
         "sent_ns",
+        "session",
         "size",
         "stamps",
         "status",
         "timed_out",
+        "tried_ns",
+        "turn",
         "whole",
     )
 
@@ -47,6 +55,8 @@ class HttpExchange:
         self.due_ns = due_ns
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
+        self.tried_ns = 0
+        """When the client was ready to send it, before a connection was opened for it."""
         self.sent_ns = 0
         self.end_ns = 0
         self.status = 0
@@ -62,6 +72,10 @@ class HttpExchange:
         self.fresh = False
         """Whether a new connection was opened for it."""
         self.error: str | None = None
+        self.session: Conversation | None = None
+        self.turn = 0
+        self.answer: StreamedAnswer | None = None
+        """Parsed during the measurement if the next request of its session contains it."""
 
 
 class LoadConnection(asyncio.Protocol):

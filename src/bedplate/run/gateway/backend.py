@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from bedplate.engines import KnownMistake
     from bedplate.engines.traits import RequestTraits
+    from bedplate.run.gateway.elsewhere import RemoteAddress
+    from bedplate.run.gateway.errors import EngineError
     from bedplate.values.capabilities import Capabilities, Feature
 
+from bedplate.run.gateway.sse import set_fields, set_model
 from bedplate.run.start_phases import StartPhases
 from bedplate.values.service import LastExit
 
@@ -100,7 +103,21 @@ class GatewayBackend:
         self.attempts = 1
         """How many times one request may be sent to it: more than once if its address is a load balancer."""
         self.wants_name = False
-        """Whether requests must contain the served name of the model."""
+        """Whether requests must contain `sent_name`."""
+        self.sent_name = model
+        """The model's name in requests to it, where it wants one."""
+        self.body_fields: dict[str, Any] = {}
+        """Fields of requests to it, instead of the name."""
+        self.followers: list[AdapterBackend] = []
+        """The LoRA adapters that it serves under names of their own."""
+        self.remote: RemoteAddress | None = None
+        """The endpoint elsewhere; `None`: an engine on this machine."""
+        self.connect_options: dict[str, Any] = {}
+        """For asyncio, which connects to it."""
+        self.rank = 0
+        """Its position, where requests go to the first backend that can answer."""
+        self.price = 0.0
+        """What a million tokens cost, where requests go to the cheapest backend."""
         self.sent = 0
         """Number of requests that were sent to it."""
         self.in_flight = 0
@@ -150,6 +167,10 @@ class GatewayBackend:
         known = self.capabilities
         return known is None or all(known.supports(one) for one in features)
 
+    def translate_error(self, error: EngineError) -> EngineError:
+        """The error as the client gets it."""
+        return error
+
     def explain_unavailable(self) -> str:
         """Why a request cannot be accepted now."""
         if self.state == "failed":
@@ -165,16 +186,56 @@ class GatewayBackend:
     def _notify(self) -> None:
         if self.changed is not None:
             self.changed(self)
+        for one in self.followers:
+            if one.changed is not None:
+                one.changed(one)
+
+    def address_body(self, body: bytes) -> bytes:
+        """The body with the name or the fields that this backend needs."""
+        if self.body_fields:
+            return set_fields(body, self.body_fields)
+        return set_model(body, self.sent_name)
+
+
+class AdapterBackend(GatewayBackend):
+    """A LoRA adapter of an engine, under a name of its own. All but its name, share and route are the engine's."""
+
+    _OWN = frozenset(
+        {"base", "model", "names", "group", "changed", "begun", "on_end", "drop_requests", "_share", "share"}
+        | {"wants_name", "sent_name", "body_fields", "followers"}
+    )
+
+    def __init__(self, base: GatewayBackend, name: str, body_fields: dict[str, Any]) -> None:
+        self.base = base
+        self.model, self.names, self.group = name, frozenset([name.lower()]), f"{base.group} {name}"
+        self.changed: Callable[[GatewayBackend], None] | None = None
+        self.begun, self.on_end, self.drop_requests = base.begun, None, None
+        self._share = 1.0
+        self.wants_name = True
+        self.body_fields = body_fields
+        # Without fields the engine knows the adapter as a model; otherwise every request needs the fields.
+        self.sent_name = "" if body_fields else name
+        self.followers: list[AdapterBackend] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.base, name, value)
 
 
 class Health:
     """Ejects an engine after consecutive failures. It gets no requests for a pause, then one trial request; each
     failed trial doubles the pause."""
 
-    __slots__ = ("_failures", "_in_trial", "_pause_s", "_paused_until")
+    __slots__ = ("_in_trial", "_pause_s", "_paused_until", "failures")
 
     def __init__(self) -> None:
-        self._failures = 0
+        self.failures = 0
+        """Consecutive ones; while there are none, neither sent requests nor answers have to be recorded."""
         self._pause_s = FIRST_PAUSE_S
         self._paused_until: float | None = None
         self._in_trial = False
@@ -193,7 +254,7 @@ class Health:
         self._in_trial = self._paused_until is not None
 
     def record_success(self) -> None:
-        if self._failures:
+        if self.failures:
             self.__init__()  # type: ignore[misc]
 
     def record_inconclusive(self) -> None:
@@ -201,9 +262,9 @@ class Health:
         self._in_trial = False
 
     def record_failure(self, now: float) -> None:
-        self._failures += 1
+        self.failures += 1
         self._in_trial = False
-        if self._failures >= EJECT_AFTER:
+        if self.failures >= EJECT_AFTER:
             if self._paused_until is not None:
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._paused_until = now + self._pause_s

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
+from collections.abc import Callable
 from http import HTTPStatus
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -12,12 +14,13 @@ import httptools
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.demand import is_plain, read_demand
-from bedplate.run.gateway.errors import encode_error
+from bedplate.run.gateway.errors import encode_error, encode_error_at
 from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.heads import ClientRequest, RequestHead, learn_head
 from bedplate.run.gateway.origins import write_cors_headers, write_preflight_headers
-from bedplate.run.gateway.pages import show_page
+from bedplate.run.gateway.pages import PageResponse, PendingPage, show_page
 from bedplate.run.gateway.request_checks import RequestMistake, check_request
+from bedplate.run.gateway.tasks import TASK_APIS, read_task
 from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ MAX_PIPELINED = 16
 MAX_NAME_SHOWN = 200
 MAX_ARRIVING_BYTES = 1_000_000_000
 """Limit of all incomplete request bodies together."""
-OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
+OPEN_PATHS = frozenset([b"/", b"/health", b"/ready", b"/favicon.ico"])
 """Paths that need no key. They show that the endpoint runs and how to call it, never an answer of the model."""
 
 _IDLE, _IN_HEAD, _IN_BODY = range(3)
@@ -63,14 +66,15 @@ class ClientConnection(asyncio.Protocol):
         "_answer_cors", "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_cors", "_current",
         "_discarding", "_fed", "_gateway", "_head_bytes", "_head_pieces_bytes", "_headers", "_host", "_keep_alive",
         "_key", "_last_head", "_linger_until", "_member", "_num_begun", "_owes_continue", "_parser", "_paused",
-        "_rejection", "_repeated", "_request_began", "_stage", "_target", "_transport", "_waiting", "deadline",
+        "_rejection", "_repeated", "_request_began", "_stage", "_target", "_transport", "_unsent", "_waiting",
+        "deadline",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._current: GatewayExchange | None = None
+        self._current: GatewayExchange | PendingPage | None = None
         self._key: VerifiedKey | None = None
         """The last valid key on this connection."""
         self._member: TenantState | None = None
@@ -99,6 +103,8 @@ class ClientConnection(asyncio.Protocol):
         self._head_pieces_bytes = 0
         self._stage = _IDLE
         self._owes_continue = False
+        self._unsent: list[bytes] = []
+        """Chunks of the current stream that have not been written."""
         self._paused = False
         self._discarding = False
         self._rejection: bytes | None = None
@@ -337,7 +343,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(
             b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
             % (
-                _format_status_line(status),
+                _STATUS_LINES.get(status) or _format_status_line(status),
                 self._gateway.date,
                 content_type,
                 len(body),
@@ -347,29 +353,39 @@ class ClientConnection(asyncio.Protocol):
         )
         self._finish_answer()
 
-    def begin_stream(self, head: bytes, data: bytes) -> None:
+    def begin_stream(self, head: bytes, data: bytes) -> Callable[[bytes], None] | None:
+        """Sends the head and the first events; returns what writes further chunks, if the client supports chunks."""
         if self._transport is None:
-            return
+            return None
         date = self._gateway.date + self._answer_cors
         if not self._chunked:
             self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (head, date, data))
-            return
+            return None
         close = b"" if self._will_stay_open() else b"connection: close\r\n"
         self._transport.write(
             b"%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n" % (head, date, close, len(data), data)
         )
+        return self._transport.write
 
-    def write_stream(self, data: bytes) -> None:
-        if self._transport is None:
-            return
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+    def add_to_stream(self, data: bytes) -> None:
+        """Adds events to the stream; `flush_stream` or `end_stream` sends them. An engine often sends its last events
+        together, and the client then gets one packet instead of one for each."""
+        self._unsent.append(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def flush_stream(self) -> None:
+        if self._unsent:
+            data = b"".join(self._unsent)
+            self._unsent.clear()
+            if self._transport is not None:
+                self._transport.write(data)
 
     def end_stream(self) -> None:
-        if self._transport is None:
-            return
+        """Sends the last events together with the end of the stream."""
         if self._chunked:
-            self._transport.write(b"0\r\n\r\n")
-        self._finish_answer()
+            self._unsent.append(b"0\r\n\r\n")
+        self.flush_stream()
+        if self._transport is not None:
+            self._finish_answer()
 
     # called by the gateway
 
@@ -426,7 +442,9 @@ class ClientConnection(asyncio.Protocol):
     def _is_key_still_valid(self) -> bool:
         """Whether the key of the last request, if one is required, has not expired and no key has changed since."""
         tenants, key = self._gateway.tenants, self._key
-        return key.is_current(tenants.turn) if key is not None else tenants.is_open
+        if key is None:
+            return tenants.is_open
+        return key.turn is tenants.turn and (key.expires_s is None or not key.has_expired)
 
     def _answer(self, request: ClientRequest, *, from_loop: bool = False) -> None:
         """`from_loop`: called by the event loop, not by the parser, which may have more requests."""
@@ -470,10 +488,13 @@ class ClientConnection(asyncio.Protocol):
             return
         now = monotonic()
         demand = ONE_SEQUENCE
-        if not (is_simple and api == "chat") and not is_plain(api, asked):
-            read = read_demand(api, asked, route.request_fields, route.request_limits)
+        if not (is_simple and api == "chat") and (api in TASK_APIS or not is_plain(api, asked)):
+            if api in TASK_APIS:
+                read = read_task(api, request.body, route.capabilities)
+            else:
+                read = read_demand(api, asked, route.request_fields, route.request_limits)
             if isinstance(read, Rejection):
-                self._reject_with_retry(route, member, api, asked, size, read)
+                self.reject_with_retry(route, member, api, asked, size, read)
                 return
             demand = read
         max_tokens = asked.max_answer_tokens
@@ -481,15 +502,17 @@ class ClientConnection(asyncio.Protocol):
         cost_tokens = member.estimate_cost_tokens(size, max_tokens if api != "other" else 0, demand)
         sequences = 1 if demand is ONE_SEQUENCE else demand.sequences
         line = route.waiting.get_queue(member.name, member.weight)
-        why = member.check_limits(cost_tokens, now, sequences) if member.is_limited else None
-        if why is None and not route.is_free:
+        why = None
+        if member.is_limited and member.shared is None:  # otherwise the exchange reserves it first
+            why = member.check_limits(cost_tokens, now, sequences)
+        if why is None and (route.waiting.count or route.held is not None or not route.is_ready):
             why = route.check_admission(line, size)
         if why is None and sequences > 1:
             why = route.check_sequences(line, sequences)
         if why is not None:
-            self._reject_with_retry(route, member, api, asked, size, why)
+            self.reject_with_retry(route, member, api, asked, size, why)
             return
-        self._current = exchange = GatewayExchange(
+        self._current = exchange = gateway.exchange_type(
             self, request, api, asked, gateway, route, member, line, cost_tokens, max_tokens, demand, sequences,
             route.links[0].meter if route.links else route.get_meter_without_engine(), now, now, now, features, size,
             request.body, bool(asked.stream), gateway.keeps_content,
@@ -512,16 +535,26 @@ class ClientConnection(asyncio.Protocol):
         self.respond(404, encode_error(api, 404, message, "invalid_request_error", "model_not_found", "model"))
 
     def _show_page(self, request: ClientRequest) -> None:
+        """Answers what is not one of OpenAI's streaming APIs: a page, or a request that is translated."""
         head = request.head
+        if head.method == b"POST" and head.path in sse.TRANSLATED:
+            self._gateway.answer_translated(self, request)
+            return
         if head.cors and head.method == b"OPTIONS":
             self.respond(200, b"", extra=write_preflight_headers(head.headers))
             return
         response = show_page(self._gateway, request)
+        if isinstance(response, PageResponse):
+            self._send_page(head, response)
+        else:
+            self._current = PendingPage(response, functools.partial(self._send_page, head))
+
+    def _send_page(self, head: RequestHead, response: PageResponse) -> None:
         extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in response.headers.items())
         content_type, to_head = response.content_type.encode(), head.method == b"HEAD"
         self.respond(response.status, response.body, content_type=content_type, extra=extra, to_head=to_head)
 
-    def _reject_with_retry(
+    def reject_with_retry(
         self, route: Route, member: TenantState, api: sse.Api, asked: sse.RequestFields, num_bytes: int, why: Rejection
     ) -> None:
         """Rejects a request that a tenant's limit or the route does not accept, with Retry-After if it may be later."""
@@ -660,7 +693,7 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._count_arrived(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
         self._gateway.meters.count_reason(code)
-        body = sse.encode_error(message, kind, code)
+        body = encode_error_at(self._target.partition(b"?")[0], status, message, kind, code)
         self._rejection = (
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
             % (_format_status_line(status), self._gateway.date, len(body), extra + self._cors, body)
@@ -695,7 +728,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _set_idle_deadline(self) -> None:
         if self._stage == _IDLE:
-            self._set_deadline(KEEP_ALIVE_S)
+            self.deadline = monotonic() + KEEP_ALIVE_S
         else:
             self._set_request_deadline()
 

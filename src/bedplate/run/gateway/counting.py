@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bedplate.run.gateway.sse import UNREADABLE, set_model
+from bedplate.run.gateway.sse import UNREADABLE
 from bedplate.run.gateway.tenants import BYTES_PER_TOKEN
 from bedplate.run.gateway.upstream import EngineConnection, EnginePool
 
@@ -165,7 +165,7 @@ class _CountRequest:
     def send_to_engine(self, connection: EngineConnection) -> None:
         self.connection = connection
         backend = connection.pool.backend
-        body = set_model(self._body, backend.model) if backend.wants_name else self._body
+        body = backend.address_body(self._body) if backend.wants_name else self._body
         key = b"authorization: Bearer %b\r\n" % backend.engine_key.encode() if backend.engine_key else b""
         connection.send(self, _REQUEST_HEAD % (self._target, key, len(body), body))
 
@@ -174,6 +174,13 @@ class _CountRequest:
 
     def receive_body(self, data: bytes) -> None:
         self._answer.append(data)
+
+    def flush(self) -> None:
+        """Has nothing to send on."""
+
+    def receive_whole(self, content_type: bytes, body: bytes) -> None:
+        self._status, self._answer = 200, [body]
+        self.complete_answer()
 
     def complete_answer(self) -> None:
         self.connection = None

@@ -61,6 +61,14 @@ def encode_error(
     return sse.encode_error(message, kind, code, param)
 
 
+def encode_error_at(path: bytes, status: int, message: str, kind: str, code: str) -> bytes:
+    """The error in the format of the API at this path, for a request that was not read to its end."""
+    if path.startswith(b"/api/"):
+        return msgspec.json.encode({"error": message})
+    api = sse.CHECKED_AS.get(path) or sse.TRANSLATED.get(path, "other")
+    return encode_error(api, status, message, kind, code)
+
+
 def read_error(status: int, body: bytes) -> ReportedError:
     """The fields of an error response of any format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -90,7 +98,9 @@ def read_engine_error(
         kind = "invalid_request_error"
         return EngineError(shown, mistake.message, mistake.code, param, kind, mistake.code, by_client=True)
     if status in UNKNOWN_API and error.message.lower() in _UNKNOWN_PATHS:
-        message = f"this model is served by an engine without {path.decode('latin-1')}; try /v1/chat/completions"
+        message = f"this model is served by an engine without {path.decode('latin-1')}"
+        if sse.APIS.get(path) not in ("embeddings", "rerank", "score", "classify"):
+            message += "; try /v1/chat/completions"
         kind, code = "invalid_request_error", "unsupported_api"
         return EngineError(404, message, code, None, kind, code, by_client=False)
     reason = "engine_error" if status >= 500 else "refused_by_engine"

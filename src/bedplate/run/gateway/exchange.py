@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bedplate.run.gateway import sse
+from bedplate.run.gateway import sse, upstream
 from bedplate.run.gateway.answers import AnswerText
 from bedplate.run.gateway.backend import FinishedRequest
 from bedplate.run.gateway.counting import CountJob
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.client import ClientConnection
     from bedplate.run.gateway.errors import EngineError
     from bedplate.run.gateway.fair import TenantQueue
-    from bedplate.run.gateway.heads import ClientRequest
+    from bedplate.run.gateway.heads import ClientRequest, RequestHead
     from bedplate.run.gateway.model_name import Renaming
     from bedplate.run.gateway.routes import BackendLink, Route
     from bedplate.run.gateway.server import Gateway
@@ -39,14 +39,13 @@ _STREAM_HEAD = (
 MAX_EVENT_BYTES = 16_000_000
 MAX_ANSWER_BYTES = 256_000_000
 """Limit of an answer that is not streamed."""
-KEPT_CHUNKS = 1024
-"""So many chunks of a stream are kept as they came, to count their tokens if the client disconnects. Of longer streams
-only the text is kept."""
+NUM_LAST = 3
+"""The finish reason is in one of so many last chunks: a chunk with the usage and the end of the stream may follow."""
 GENERATING: frozenset[sse.Api] = frozenset(["chat", "completions", "responses", "messages"])
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 
 
-_End = tuple[Outcome, "GatewayBackend | None", float]
+RequestEnd = tuple[Outcome, "GatewayBackend | None", float]
 """How the request ended, which engine had it, and when."""
 
 
@@ -84,21 +83,24 @@ class GatewayExchange(msgspec.Struct, eq=False):
     _suspects: list[tuple[GatewayBackend, FinishedRequest]] | None = None
     """Backends that answered with an error whose cause is not known."""
     _limits: bytes = b""
+    _reserving: bool = False
+    """Whether it waits until limits that several gateways share are checked."""
+    _reserved: bool = False
     _link: BackendLink | None = None
     _affinity: int | None = None
     _connection: EngineConnection | None = None
     _first: float | None = None
     tried_again: bool = False
     """Whether this is the second attempt, which uses a new connection instead of an idle one."""
-    tried: list[GatewayBackend] = []
+    tried: tuple[GatewayBackend, ...] = ()
     """Backends that failed to answer it."""
     over: bool = False
     prefilling: bool = False
     """Whether an engine has it and has not sent the first token."""
-    _sent_on: list[bytes] = []
-    """What was sent to the client, or the end of it."""
+    sent_on: list[bytes] = []
+    """What was sent to the client, or the end of it; some with the framing of its chunk."""
     _text: AnswerText | None = None
-    """The text of what is no longer in `_sent_on`."""
+    """The text of what is no longer in `sent_on`."""
     _usage_adds: bool = False
     """Whether each sequence reports its own usage."""
     _uncounted: bool = False
@@ -109,10 +111,11 @@ class GatewayExchange(msgspec.Struct, eq=False):
     _streaming: bool = False
     _answer: list[bytes] = []
     _answer_bytes: int = 0
-    _held: bytes = b""
-    _before_last: list[bytes] = []
-    """The last chunks before those in `_sent_on`."""
-    _last_events: bytes = b""
+    held: bytes = b""
+    """The beginning of an event whose end has not arrived."""
+    _before_last: tuple[bytes, ...] = ()
+    """The last chunks before those in `sent_on`."""
+    last_events: bytes = b""
     _finish_reason: str | None = None
     _renaming: Renaming | None = None
     _usage: sse.TokenUsage = msgspec.field(default_factory=sse.TokenUsage)
@@ -124,8 +127,8 @@ class GatewayExchange(msgspec.Struct, eq=False):
         self._streaming = False
         self._answer = []
         self._answer_bytes = 0
-        self._held = b""
-        self._last_events = b""
+        self.held = b""
+        self.last_events = b""
         self._finish_reason = None
         self._renaming = None
         self._usage = sse.TokenUsage()
@@ -134,15 +137,42 @@ class GatewayExchange(msgspec.Struct, eq=False):
         member, asked = self.member, self._asked
         self._meter.in_flight += 1
         member.in_flight += self.sequences
-        if member.has_limits:
+        shared = member.shared if member.is_limited else None
+        if member.has_limits and shared is None:
             member.charge(self.cost_tokens, self._started)
         if self.streams:
             self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
             if not self._asked_usage and (self._api == "chat" or self._api == "completions"):
                 self._body = sse.add_usage_option(self._body, asked)
+        if shared is not None:
+            self._reserving = True
+            shared.reserve(member, self.cost_tokens, self.sequences, self._begin_reserved)
+            return
         self._route.take(self)
         if member.has_limits:  # while the engine works
             self._limits = member.format_limit_headers()
+
+    def _begin_reserved(self, why: Rejection | None) -> None:
+        """Continues when the limits that several gateways share were checked."""
+        member, shared = self.member, self.member.shared
+        if shared is None:
+            raise RuntimeError("the limits of this tenant are not shared")
+        if self.over:  # the client has disconnected
+            if why is None:
+                shared.release(member.name, self.sequences)
+                shared.correct(member.name, -self.cost_tokens)
+            return
+        self._reserving = False
+        if why is None:
+            self._reserved = True
+            self._route.take(self)
+            if member.has_limits:
+                self._limits = member.format_limit_headers()
+            return
+        self.over = True
+        self._meter.in_flight -= 1
+        member.in_flight -= self.sequences
+        self._client.reject_with_retry(self._route, member, self._api, self._asked, self.num_bytes, why)
 
     # called by its route
 
@@ -152,6 +182,15 @@ class GatewayExchange(msgspec.Struct, eq=False):
         if self._affinity is None:
             self._affinity = hash_conversation(self._asked, self._gateway.tenants.salt)
         return self._affinity
+
+    @property
+    def head(self) -> RequestHead:
+        return self._request.head
+
+    @property
+    def first_at(self) -> float | None:
+        """When the first event of its stream arrived."""
+        return self._first
 
     def mark_sent(self, link: BackendLink, now: float) -> None:
         self._link = link
@@ -205,10 +244,11 @@ class GatewayExchange(msgspec.Struct, eq=False):
     def send_to_engine(self, connection: EngineConnection) -> None:
         self._connection = connection
         body, backend = self._body, connection.pool.backend
-        if backend.wants_name and self._asked.model != backend.model:
-            body = sse.set_model(body, backend.model)
-        traits = backend.requests
-        self._usage_adds = self.sequences > 1 and traits is not None and traits.usage_per_sequence
+        if backend.wants_name and self._asked.model != backend.sent_name:
+            body = backend.address_body(body)
+        if self.sequences > 1:
+            traits = backend.requests
+            self._usage_adds = traits is not None and traits.usage_per_sequence
         connection.send(self, self._request.head.format_request(backend, body))
 
     def receive_head(self, status: int, content_type: bytes) -> None:
@@ -216,33 +256,35 @@ class GatewayExchange(msgspec.Struct, eq=False):
         self._type = content_type
         # The head is sent with the first event: one packet instead of two, and when the engine dies before its first
         # token the client still gets a proper status.
-        self._streaming = status == 200 and content_type[:17].lower() == b"text/event-stream"
+        self._streaming = status == 200 and sse.is_stream(content_type)
+
+    def receive_whole(self, content_type: bytes, body: bytes) -> None:
+        """Receives a complete answer with status 200 that is no stream."""
+        self._connection = None
+        self._status = 200
+        self._type = content_type
+        self._answer_whole(body)
 
     def receive_body(self, data: bytes) -> None:
-        if self._first is not None and not self._held and data.endswith(b"\n\n") and data.find(b'"usage":') < 0:
-            # The usual case: complete events in the middle of a stream.
-            self._last_events = data
-            self._send_on(data)
-            return
         if not self._streaming:
             self._answer.append(data)
             self._answer_bytes += len(data)
             if self._answer_bytes > MAX_ANSWER_BYTES:
                 self._abort_oversized(f"answered with more than {MAX_ANSWER_BYTES:,} bytes")
             return
-        if self._held:
-            data = self._held + data
-            self._held = b""
+        if self.held:
+            data = self.held + data
+            self.held = b""
         complete_bytes = sse.measure_complete_events(data)
         if complete_bytes < len(data):
-            self._held = data[complete_bytes:]
+            self.held = data[complete_bytes:]
             data = data[:complete_bytes]
-            if len(self._held) > MAX_EVENT_BYTES:
+            if len(self.held) > MAX_EVENT_BYTES:
                 self._abort_oversized(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
                 return
         if not data:
             return
-        self._last_events = data
+        self.last_events = data
         if sse.may_have_usage(data):
             data = sse.read_usage(data, self._usage, drop=not self._asked_usage, adds=self._usage_adds)
             if not data:
@@ -251,33 +293,39 @@ class GatewayExchange(msgspec.Struct, eq=False):
             self._renaming = self._route.served_name.find_renaming(data)
         self._send_on(data)
 
+    def flush(self) -> None:
+        if self._first is not None:
+            self._client.flush_stream()
+
     def _send_on(self, data: bytes) -> None:
-        """Sends events to the client."""
+        """Sends events to the client: the first at once, others when all that have arrived with them are read."""
         if self._renaming is not None:
             data = data.replace(*self._renaming)
-        sent = self._sent_on
+        sent = self.sent_on
         sent.append(data)
-        if len(sent) == KEPT_CHUNKS and not self._keeps_content:
+        if len(sent) == upstream.KEPT_CHUNKS and not self._keeps_content:
             self._keep_text()
         if self._first is not None:
-            self._client.write_stream(data)
+            self._client.add_to_stream(data)
             return
         self._first = monotonic()
         self._backend.worked = True
         self._route.end_prefill(self)
-        self._client.begin_stream(_STREAM_HEAD + self._limits, data)
+        write_chunk = self._client.begin_stream(_STREAM_HEAD + self._limits, data)
+        if write_chunk is not None and self._connection is not None and not self._keeps_content:
+            self._connection.relay_chunks(self, write_chunk, self._renaming)
 
     def complete_answer(self) -> None:
         self._connection = None
         if not self._streaming:
-            self._answer_whole()
+            self._answer_whole(self._answer[0] if len(self._answer) == 1 else b"".join(self._answer))
             return
-        if self._held.strip():
+        if self.held.strip():
             # At the end of the stream, an event without its blank line is complete.
-            held, self._held = self._held, b""
+            held, self.held = self.held, b""
             self.receive_body(held + b"\n\n")
         backend = self._backend
-        if sse.is_complete(self._api, self._last_events) and self._first is not None:
+        if sse.is_complete(self._api, self.last_events) and self._first is not None:
             backend.health.record_success()
             record = self._finish("ok")
             self._client.end_stream()
@@ -301,8 +349,17 @@ class GatewayExchange(msgspec.Struct, eq=False):
 
     def handle_absent_engine(self) -> None:
         """Called when the engine has no address any more: it stopped after the request was accepted."""
+        if self.over:
+            return
         backend = self._backend
-        if not self.over and not self._retry_elsewhere(backend):
+        if not self._retry_elsewhere(backend):
+            self._fail_stopped(backend)
+
+    def _fail_stopped(self, backend: GatewayBackend) -> None:
+        """Answers with 503: the engine was stopped, and the client may try again."""
+        if backend.state == "ready":  # it has been started again, or is being replaced
+            self._fail(f"{backend.engine} was stopped before it answered", "engine_stopped", status=503)
+        else:
             self._fail(backend.explain_unavailable(), f"engine_{backend.state}", status=503)
 
     def _abort_oversized(self, what: str) -> None:
@@ -311,7 +368,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.pool.abandon(connection)
-        self._answer, self._held = [], b""
+        self._answer, self.held = [], b""
         self._record_engine_failure(backend, f"{backend.engine} {what}")
 
     def _record_engine_failure(self, backend: GatewayBackend, message: str) -> None:
@@ -328,7 +385,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
 
         `suspected`: whether it is the backend's failure or the request's depends on the answer of the other one.
         """
-        self.tried.append(backend)
+        self.tried = (*self.tried, backend)
         if self._first is not None or not self._route.has_untried_backend(self.tried):
             return False
         if suspected:
@@ -348,11 +405,19 @@ class GatewayExchange(msgspec.Struct, eq=False):
             raise RuntimeError("the request has not been sent to an engine")
         return self._link.backend
 
+    @property
+    def _engine_api(self) -> sse.Api:
+        """The API of the request that the engine got, which is another one if the request was translated."""
+        return self._request.head.api or self._api
+
+    def get_usage(self) -> sse.TokenUsage:
+        return self._usage
+
     def _abandon(self) -> None:
         """Cancels the request: closes the engine's connection, or leaves the queue."""
         if self._connection is not None:
             self._connection.pool.abandon(self._connection)
-        else:
+        elif not self._reserving:
             self._route.remove_waiting(self)
 
     def _leave_engine(self) -> None:
@@ -378,24 +443,29 @@ class GatewayExchange(msgspec.Struct, eq=False):
         """Keeps the text of the chunks sent so far instead of the chunks."""
         if self._text is None:
             self._text = AnswerText()
-        self._text.read_events(self._api, b"".join(self._sent_on))
+        self._text.read_events(self._engine_api, b"".join(self.sent_on))
         if not self._keeps_content:
-            self._before_last = self._sent_on[-2:]
-            self._sent_on = []
+            self._before_last = tuple(self.sent_on[-NUM_LAST:])
+            self.sent_on = []
         return self._text
 
     # the end of the request
 
-    def _answer_whole(self) -> None:
-        link, answer = self._link, self._answer
+    def _answer_whole(self, body: bytes) -> None:
+        link = self._link
         if link is None:
             raise RuntimeError("the request has not been sent to an engine")
         backend = link.backend
         backend.worked = True
-        body = answer[0] if len(answer) == 1 else b"".join(answer)
         outcome: Outcome = "ok"
-        if self._status >= 400:
+        if self._status >= 500 and (link.removed or backend.state != "ready"):
+            # An engine that is being stopped answers its last requests with 500. That is not the request's failure.
+            if not self._retry_elsewhere(backend):
+                self._fail_stopped(backend)
+            return
+        if self._status >= 300:
             error = read_engine_error(self._status, body, self._request.head.path, backend.find_mistake)
+            error = backend.translate_error(error)
             self._status = error.status
             if self._judge_error(backend, error):
                 return
@@ -404,13 +474,14 @@ class GatewayExchange(msgspec.Struct, eq=False):
             body = encode_error(self._api, error.status, error.message, error.kind, error.code, error.param)
             self._type = b"application/json"
         else:
-            backend.health.record_success()
+            if backend.health.failures:
+                backend.health.record_success()
             if (renaming := self._route.served_name.find_renaming(body)) is not None:
                 body = body.replace(*renaming)
             self._finish_reason = sse.read_body_usage(body, self._usage)
-            self._last_events = body
+            self.last_events = body
         if self._keeps_content:
-            self._sent_on.append(body)
+            self.sent_on.append(body)
         record = self._finish(outcome)
         self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
         self._keep_record(record)
@@ -419,7 +490,8 @@ class GatewayExchange(msgspec.Struct, eq=False):
         """Decides whose failure an engine's error is; returns whether another engine gets the request."""
         if error.status < 500:
             # A prompt that is too long for this engine alone is not the client's mistake.
-            is_shorter = (backend.context_tokens or 0) < max((b.context_tokens or 0) for b in self._route.backends)
+            others = (other.context_tokens or 0 for other in self._route.backends)
+            is_shorter = (backend.context_tokens or 0) < max(others, default=0)
             self._by_client = error.by_client and not (error.code == "context_length_exceeded" and is_shorter)
             backend.health.record_success()
             return False
@@ -453,36 +525,48 @@ class GatewayExchange(msgspec.Struct, eq=False):
             retry = b"retry-after: %d\r\n" % retry_after_s
             self._client.respond(status, encode_error(self._api, status, message, "server_error", code), extra=retry)
         else:
-            self._client.write_stream(
-                sse.encode_error_event(self._api, message, "server_error", code, self._last_events)
+            self._client.add_to_stream(
+                sse.encode_error_event(self._api, message, "server_error", code, self.last_events)
             )
             self._client.end_stream()
         self._keep_record(record)
 
-    def _finish(self, outcome: Outcome) -> _End:
+    def _finish(self, outcome: Outcome) -> RequestEnd:
         """Frees the slot before the client can send its next request. The record is written after the answer."""
         self.over = True
         ended = monotonic()
-        usage, member = self._usage, self.member
-        used = None
-        if self._link is None or outcome == "failed" or outcome == "refused":
-            used = 0
-        elif outcome == "ok" and usage.completion_tokens is not None and not self._usage_adds:
-            used = (usage.prompt_tokens or 0) + usage.completion_tokens
-        else:
-            used = self._settle_usage(outcome)
-        backend = None
         link, self._link = self._link, None
-        if link is not None:
-            backend = link.backend
-            if outcome == "cancelled":
-                backend.health.record_inconclusive()
-            if backend.on_end is not None:
-                backend.on_end(self._describe_end(outcome))
-            self._route.release_slot(self, link, used, ended)
-        member.record_end(self.cost_tokens, used, usage.completion_tokens, ended, self.sequences)
-        meter = self._meter
-        meter.in_flight -= 1
+        try:
+            self._settle(outcome, link, ended)
+        except Exception as error:  # a bug in the accounting must not leave the client without its answer
+            context = {"message": "internal error while accounting for a request", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+        return outcome, link.backend if link is not None else None, ended
+
+    def _settle(self, outcome: Outcome, link: BackendLink | None, ended: float) -> None:
+        """Frees the slot, corrects the charges and counts the request."""
+        usage, member, meter = self._usage, self.member, self._meter
+        used = None
+        try:
+            if link is None or outcome == "failed" or outcome == "refused":
+                used = 0
+            elif outcome == "ok" and usage.completion_tokens is not None and not self._usage_adds:
+                used = (usage.prompt_tokens or 0) + usage.completion_tokens
+            else:
+                used = self._settle_usage(outcome)
+            if link is not None and link.backend.on_end is not None:
+                link.backend.on_end(self._describe_end(outcome))
+        finally:
+            member.in_flight -= self.sequences
+            if self._reserved and member.shared is not None:
+                member.shared.release(member.name, self.sequences)
+            meter.in_flight -= 1
+            if link is not None:
+                if outcome == "cancelled":
+                    link.backend.health.record_inconclusive()
+                self._route.release_slot(self, link, used, ended)
+        if used is not None and not self._reserving:
+            member.correct_charge(self.cost_tokens, used, usage.completion_tokens, ended, self.sequences)
         counted = sse.TokenUsage() if self._uncounted else usage
         meter.record(self._api, outcome, self._started, self._first, ended, counted, self.sequences)
         own = member.meter
@@ -493,7 +577,6 @@ class GatewayExchange(msgspec.Struct, eq=False):
             self._gateway.meters.count_reason(self._reason, self._route.model, member.name)
         if self._suspects is not None:
             self._settle_suspects(outcome)
-        return outcome, backend, ended
 
     def _is_counted(self, outcome: Outcome) -> bool:
         """Whether the engine reported the tokens of all sequences."""
@@ -503,7 +586,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
         if self._usage_adds and usage.reports < self.sequences:
             return False
         # The first event of a stream of the Messages API already reports usage.
-        return outcome == "ok" or self._api != "messages" or usage.reports > 1
+        return outcome == "ok" or self._engine_api != "messages" or usage.reports > 1
 
     def _settle_usage(self, outcome: Outcome) -> int | None:
         """The tokens of the request; `None` while the expected charge remains, since they are not known yet."""
@@ -518,7 +601,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
             usage.cached_tokens = (usage.cached_tokens or 0) // choices
         return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
 
-    def _keep_record(self, end: _End) -> None:
+    def _keep_record(self, end: RequestEnd) -> None:
         if self._uncounted:
             self._uncounted = False
             self._gateway.counting.submit(self._build_count_job(end))
@@ -529,7 +612,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
         row = self._build_record(end)
         words = None
         if self._keeps_content:
-            words = RequestContent(self._request.head.target, self._request.body, b"".join(self._sent_on))
+            words = RequestContent(self._request.head.target, self._request.body, b"".join(self.sent_on))
         if keeper is not None:
             keeper.add(row)
             if keeper.content is not None and words is not None:
@@ -541,22 +624,22 @@ class GatewayExchange(msgspec.Struct, eq=False):
                 context = {"message": "the observer of requests failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
 
-    def _build_count_job(self, end: _End) -> CountJob:
+    def _build_count_job(self, end: RequestEnd) -> CountJob:
         """What the engine did not report: the prompts and the text of the answers, or what is missing of them."""
         outcome, backend, ended = end
         if backend is None:
             raise RuntimeError("the request has not been sent to an engine")
         asked, usage = self._asked, self._usage
-        job = CountJob(backend, self._api, lambda prompt, output: self._record_count(end, prompt, output))
+        job = CountJob(backend, self._engine_api, lambda prompt, output: self._record_count(end, prompt, output))
         if self._api in ("completions", "embeddings"):
             job.prompts = list_prompts(asked.prompt if self._api == "completions" else asked.input)
         elif usage.prompt_tokens is not None:  # of one prompt, however many of its choices have reported it
             job.prompt_tokens = usage.prompt_tokens // (usage.reports if self._usage_adds else 1)
         else:
             job.body, job.body_text_bytes = self._request.body, asked.get_prompt_text(0)[1]
-        if self._last_events and not self._streaming:
+        if self.last_events and not self._streaming:
             text = AnswerText()
-            text.read_body(self._last_events)
+            text.read_body(self.last_events)
             reported = {0} if usage.completion_tokens is not None else set()  # the first choice, and its prompt
             job.texts = [one for index, one in text.texts.items() if index not in reported]
             job.output_tokens = (usage.completion_tokens or 0) + len(text.stopped - reported)
@@ -581,7 +664,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
         limit = self._max_tokens
         return int(tokens if limit is None else min(tokens, limit))
 
-    def _record_count(self, end: _End, prompt_tokens: int, output_tokens: int) -> None:
+    def _record_count(self, end: RequestEnd, prompt_tokens: int, output_tokens: int) -> None:
         """Charges and records the tokens that were counted after the end of the request."""
         usage, member, now = self._usage, self.member, monotonic()
         usage.prompt_tokens = prompt_tokens
@@ -594,11 +677,9 @@ class GatewayExchange(msgspec.Struct, eq=False):
         self._keep_record(end)
 
     def _find_finish_reason(self) -> str | None:
-        if self._finish_reason is not None:
-            return self._finish_reason
-        return sse.find_finish_reason(*self._before_last, *self._sent_on[-2:], self._last_events)
+        return sse.find_finish_reason(*self._before_last, *self.sent_on[-NUM_LAST:], self.last_events)
 
-    def _build_record(self, end: _End) -> ServedRequest:
+    def _build_record(self, end: RequestEnd) -> ServedRequest:
         outcome, backend, ended = end
         engine = backend.engine if backend is not None else None
         usage, asked, started = self._usage, self._asked, self._started
@@ -620,7 +701,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
             wait_ms=1000 * (self.sent_at - started) if engine is not None else None,
             ttft_ms=1000 * (self._first - started) if self._first is not None else None,
             duration_ms=1000 * (ended - started),
-            finish=self._find_finish_reason() if outcome == "ok" else None,
+            finish=(self._finish_reason or self._find_finish_reason()) if outcome == "ok" else None,
             prefix_hashes=hash_prefixes(text, self._gateway.tenants.salt),
             text_bytes=text_bytes,
             reason=self._reason,

@@ -130,19 +130,17 @@ class FairQueue(Generic[W]):
         self.count = 0
         """Requests in all queues."""
         self._number = 0
+        self.is_shared = False
+        """Whether more than one tenant has sent requests recently."""
 
     def __len__(self) -> int:
         return self.count
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether more than one tenant has sent requests recently."""
-        return len(self._lines) > 1
 
     def get_queue(self, name: str, weight: float) -> TenantQueue[W]:
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = TenantQueue(name, weight)
+            self.is_shared = len(self._lines) > 1
         line.weight = weight
         return line
 
@@ -161,7 +159,7 @@ class FairQueue(Generic[W]):
 
     def level_counter(self, line: TenantQueue[W]) -> None:
         """Sets the counter of a tenant that returns to the level of the active ones, or of the last active ones."""
-        if len(self._lines) > 1 and line.is_idle:
+        if self.is_shared and line.is_idle:
             others = [other.served for other in self._lines.values() if other is not line and not other.is_idle]
             level = min(others) if others else max(other.served for other in self._lines.values())
             line.served = max(line.served, level)
@@ -251,7 +249,7 @@ class FairQueue(Generic[W]):
 
     def charge_sent(self, line: TenantQueue[W], cost_tokens: float, now: float, sequences: int = 1) -> None:
         """Charges a request that is sent to the engine its expected cost."""
-        if len(self._lines) > 1:
+        if self.is_shared:
             self.level_counter(line)
             line.in_flight += sequences
             line.record_demand(now)
@@ -276,8 +274,9 @@ class FairQueue(Generic[W]):
         """Frees the slots of a request that has ended, and corrects its charge to `cost_tokens`, where known."""
         line.in_flight -= sequences
         if cost_tokens is not None:
-            self.correct_charge(line, charged_tokens, cost_tokens, sequences)
-        elif line.queue:
+            line.mean_cost += SMOOTHING * (cost_tokens / sequences - line.mean_cost)
+            line.served -= (charged_tokens - cost_tokens) / line.weight
+        if line.queue:
             self._push_entry(line)
 
     def correct_charge(
@@ -293,6 +292,7 @@ class FairQueue(Generic[W]):
         for name, line in list(self._lines.items()):
             if line.is_idle and not line.count_wanted_slots(now):
                 del self._lines[name]
+        self.is_shared = len(self._lines) > 1
 
     def _share_slots(self, slots: int, now: float) -> dict[str, int]:
         """The fair share of the slots of each recently active tenant; empty where there is only one."""

@@ -23,7 +23,6 @@ _NOT_FORWARDED = frozenset(
 )
 _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 """The body was parsed as JSON. Some engines reject other content types, such as curl's default."""
-_MOST_DIGITS = 9
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?=\r\n)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
@@ -66,6 +65,8 @@ class RequestHead(msgspec.Struct):
         return b"%b%d\r\n\r\n%b" % (cached.text, len(body), body)
 
     def _format_engine_head(self, backend: GatewayBackend) -> bytes:
+        if backend.remote is not None:
+            return backend.remote.format_head(self, backend.engine_key)
         dropped = set(backend.requests.dropped_headers) if backend.requests is not None else set()
         for name, value in self.headers:
             if name == b"connection":  # the headers that it names are for one hop only
@@ -93,30 +94,28 @@ class RepeatedHead:
     they are compared in constant time.
     """
 
-    __slots__ = ("_after", "_after_bytes", "_before", "_digits_at")
+    __slots__ = ("_after", "_before", "_fixed_bytes", "_num_digits")
 
     def __init__(self, before: bytes, after: bytes) -> None:
         """`before` and `after` are the parts of the head around the digits."""
         self._before = before
-        self._digits_at = len(before)
         self._after = after
-        self._after_bytes = len(after)
+        self._fixed_bytes = len(before) + len(after)
+        self._num_digits = 1
 
     def find_body(self, message: bytes) -> bytes | None:
         """The body of a complete message with this head; `None`: the message must be parsed."""
-        begin = self._digits_at
-        end = message.find(b"\r", begin, begin + _MOST_DIGITS + 1)
-        digits = message[begin:end]
-        body_at = end + self._after_bytes
-        if (
-            end > 0
-            and digits.isdigit()
-            and body_at + int(digits) == len(message)
-            and compare_digest(message[:begin], self._before)
-            and compare_digest(message[end:body_at], self._after)
-        ):
-            return message[body_at:]
-        return None
+        length = len(message) - self._fixed_bytes
+        digits = b"%d" % (length - self._num_digits)
+        if len(digits) != self._num_digits:
+            self._num_digits = len(digits)
+            digits = b"%d" % (length - self._num_digits)
+            if len(digits) != self._num_digits:  # no number fills the rest of the message
+                return None
+        # The head that a message of this length has, if it is complete and contains nothing else.
+        head = self._before + digits + self._after
+        body_at = len(head)
+        return message[body_at:] if compare_digest(message[:body_at], head) else None
 
 
 def learn_head(message: bytes) -> RepeatedHead | None:

@@ -72,11 +72,18 @@ def list_own_names(address: str) -> list[str]:
     """The names of an endpoint that listens on `address`. The machine's own name counts beyond loopback only."""
     name = address.strip().lower().rstrip(".")
     own = [] if is_ip_address(name.encode()) else [name]
-    if name == "localhost" or (is_ip_address(name.encode()) and ipaddress.ip_address(name.split("%")[0]).is_loopback):
+    if is_loopback(name):
         return own
     machine = socket.gethostname().lower().rstrip(".")
     first = machine.partition(".")[0]
     return [one for one in (*own, machine, first, f"{first}.local" if first else "") if one]
+
+
+def is_loopback(address: str) -> bool:
+    name = address.strip().lower().rstrip(".")
+    return name == "localhost" or (
+        is_ip_address(name.encode()) and ipaddress.ip_address(name.split("%")[0]).is_loopback
+    )
 
 
 def strip_port(value: bytes) -> bytes:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
 from bedplate._version import __version__
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.translate import ollama_pages
 from bedplate.run.log_text import clean_line
 from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.heads import ClientRequest
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _STARTED = int(time.time())
 MODEL_PAGE = "/v1/models/{name}"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class PageRequest(NamedTuple):
@@ -46,39 +50,93 @@ class PageResponse(NamedTuple):
     status: int = 200
 
 
+PageAnswer = PageResponse | Coroutine[Any, Any, PageResponse]
+"""A coroutine where engines are asked."""
 Page = Callable[[PageRequest], PageResponse | None]
 """A registered page; where it returns `None`, the gateway's own page is shown. Keys are checked before the call."""
+Action = Callable[[PageRequest, bytes], PageResponse]
+"""What a POST to a path does, with its body. It checks what the caller may do."""
 
 
-def show_page(gateway: Gateway, request: ClientRequest) -> PageResponse:
+class PendingPage:
+    """A page that waits for engines. It takes the place of an exchange at its connection."""
+
+    def __init__(self, page: Coroutine[Any, Any, PageResponse], send: Callable[[PageResponse], None]) -> None:
+        self._send = send
+        self._task = asyncio.ensure_future(page)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[PageResponse]) -> None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            _log.error("cannot build a page", exc_info=error)
+            self._send(respond_error(500, "internal error in bedplate while building this page", "internal_error"))
+        else:
+            self._send(task.result())
+
+    def is_at(self, backend: GatewayBackend) -> bool:
+        return False
+
+    def pause(self) -> None:
+        """The page has not begun, so there is nothing to pause."""
+
+    resume = pause
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def stop(self, message: str) -> None:
+        self._task.cancel()
+        self._send(respond_error(503, message, "shutting_down"))
+
+
+def show_page(gateway: Gateway, request: ClientRequest) -> PageAnswer:
     """Returns the page at the request's path, or an error in OpenAI's format."""
     path = _decode_path(request.head.path)
     try:
         return _find_page(gateway, path, request)
     except Exception:
         _log.exception("cannot build the page %s", clean_line(path[:200]))
-        return _respond_error(500, "internal error in bedplate while building this page", "internal_error")
+        return respond_error(500, "internal error in bedplate while building this page", "internal_error")
 
 
-def _find_page(gateway: Gateway, path: str, request: ClientRequest) -> PageResponse:
+def _find_page(gateway: Gateway, path: str, request: ClientRequest) -> PageAnswer:
     own_page = _find_own_page(path)
     method = request.head.method.decode("latin-1")
+    if path == OLLAMA_SHOW and method == "POST":
+        return _show_ollama_model(gateway, _read_page_request(gateway, request), request.body)
     if method in ("GET", "HEAD"):
         visit = _read_page_request(gateway, request)
         registered = gateway.handed.get(path)
-        response = registered(visit) if registered is not None else None
+        response: PageAnswer | None = registered(visit) if registered is not None else None
         if response is None and own_page is not None:
             response = own_page(gateway, visit)
         if response is not None:
             return response
+    elif (action := gateway.actions.get(path)) is not None:
+        return _reject_method(path, method, "POST") if method != "POST" else _run_action(gateway, action, request)
     elif own_page is not None:
         return _reject_method(path, method, "GET,HEAD")
-    if path.encode() in sse.APIS:
+    known = path.encode()
+    if path == OLLAMA_SHOW or path in gateway.actions or known in sse.APIS or known in sse.TRANSLATED:
         return _reject_method(path, method, "POST")
-    return _respond_error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
+    return respond_error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
 
 
-def _find_own_page(path: str) -> Callable[[Gateway, PageRequest], PageResponse] | None:
+def _run_action(gateway: Gateway, action: Action, request: ClientRequest) -> PageResponse:
+    """Only pages of the endpoint itself may act, even where pages of other origins may use the API."""
+    headers = dict(request.head.headers)
+    origin = headers.get(b"origin", b"")
+    if origin and not gateway.origins.is_same_origin(origin, headers.get(b"host", b"")):
+        return respond_error(403, "web pages of other origins may not do this", "origin_not_allowed")
+    # A form of another page cannot send this type.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        return respond_error(415, "send application/json", "unsupported_media_type")
+    return action(_read_page_request(gateway, request), request.body)
+
+
+def _find_own_page(path: str) -> Callable[[Gateway, PageRequest], PageAnswer] | None:
     name = path.removeprefix(MODEL_PAGE.removesuffix("{name}"))
     return partial(_show_model, name=name) if name and name != path else OWN_PAGES.get(path)
 
@@ -103,25 +161,32 @@ def _show_health(gateway: Gateway, visit: PageRequest) -> PageResponse:
     unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
     backend = unready.backends[0] if unready is not None and unready.backends else None
     if not gateway.routes:
-        return _respond_json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
+        return respond_json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
     body = {
         "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
         "models": {route.model: _describe_state(route) for route in _list_visible(gateway, visit)},
     }
     if unready is None:
-        return _respond_json(body)
-    return _respond_json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
+        return respond_json(body)
+    return respond_json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
+
+
+def _show_ready(gateway: Gateway, visit: PageRequest) -> PageResponse:
+    """Whether the gateway takes requests, whatever the state of the engines: one that fails must not stop all."""
+    if gateway.starting:
+        return respond_json({"status": "starting"}, 503, {"Retry-After": "1"})
+    return respond_json({"status": "ready"})
 
 
 def _list_models(gateway: Gateway, visit: PageRequest) -> PageResponse:
-    return _respond_json({"object": "list", "data": [_describe_model(one) for one in _list_visible(gateway, visit)]})
+    return respond_json({"object": "list", "data": [_describe_model(one) for one in _list_visible(gateway, visit)]})
 
 
 def _show_model(gateway: Gateway, visit: PageRequest, *, name: str) -> PageResponse:
     route = gateway.find_route(name)
     if route is None or not _may_use(route, visit):
-        return _respond_error(404, f"the model {name!r} is not served here", "model_not_found")
-    return _respond_json(_describe_model(route))
+        return respond_error(404, f"the model {name!r} is not served here", "model_not_found")
+    return respond_json(_describe_model(route))
 
 
 def _show_metrics(gateway: Gateway, visit: PageRequest) -> PageResponse:
@@ -129,7 +194,20 @@ def _show_metrics(gateway: Gateway, visit: PageRequest) -> PageResponse:
         body = gateway.meters.render_all(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
     else:
         body = gateway.meters.render_tenant(visit.tenant or "")
-    return PageResponse(body, "text/plain; version=0.0.4; charset=utf-8")
+    return PageResponse(body, METRICS_TYPE)
+
+
+def _show_engine_metrics(gateway: Gateway, visit: PageRequest) -> PageAnswer:
+    if not visit.sees_all:
+        message = (
+            "the metrics of engines include all tenants; `bedplate keys set NAME --admin` allows a key to read them"
+        )
+        return respond_error(403, message, "not_permitted")
+
+    async def collect() -> PageResponse:
+        return PageResponse(await gateway.engine_metrics.render(gateway.routes), METRICS_TYPE)
+
+    return collect()
 
 
 def _show_welcome(gateway: Gateway, visit: PageRequest) -> PageResponse:
@@ -138,13 +216,44 @@ def _show_welcome(gateway: Gateway, visit: PageRequest) -> PageResponse:
     return PageResponse(_write_welcome_text(gateway, visit).encode(), "text/plain; charset=utf-8")
 
 
-OWN_PAGES: dict[str, Callable[[Gateway, PageRequest], PageResponse]] = {
+def _list_ollama_models(gateway: Gateway, visit: PageRequest) -> PageResponse:
+    return respond_json(ollama_pages.list_models(_list_visible(gateway, visit), _STARTED))
+
+
+def _list_ollama_running(gateway: Gateway, visit: PageRequest) -> PageResponse:
+    return respond_json(ollama_pages.list_running(_list_visible(gateway, visit), _STARTED))
+
+
+def _show_ollama_version(gateway: Gateway, visit: PageRequest) -> PageResponse:
+    return respond_json({"version": ollama_pages.VERSION})
+
+
+def _show_ollama_model(gateway: Gateway, visit: PageRequest, body: bytes) -> PageResponse:
+    try:
+        asked = msgspec.json.decode(body, type=dict[str, object])
+    except sse.UNREADABLE:
+        return respond_json({"error": "the request body is not valid"}, 400)
+    name = str(asked.get("model") or asked.get("name") or "")
+    route = gateway.find_route(name) or gateway.find_route(ollama_pages.find_name(name))
+    if route is None or not _may_use(route, visit):
+        return respond_json({"error": f"the model {name!r} is not served here"}, 404)
+    return respond_json(ollama_pages.show_model(route, _STARTED))
+
+
+OWN_PAGES: dict[str, Callable[[Gateway, PageRequest], PageAnswer]] = {
     "/": _show_welcome,
     "/health": _show_health,
+    "/ready": _show_ready,
     "/metrics": _show_metrics,
+    "/metrics/engines": _show_engine_metrics,
     "/models": _list_models,
     "/v1/models": _list_models,
+    "/api/tags": _list_ollama_models,
+    "/api/ps": _list_ollama_running,
+    "/api/version": _show_ollama_version,
 }
+OLLAMA_SHOW = "/api/show"
+"""The only page that is requested with POST."""
 
 
 def _may_use(route: Route, visit: PageRequest) -> bool:
@@ -285,15 +394,15 @@ print(answer.choices[0].message.content)</pre>
 """
 
 
-def _respond_json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> PageResponse:
+def respond_json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> PageResponse:
     return PageResponse(msgspec.json.encode(value), "application/json", headers or {}, status)
 
 
-def _respond_error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> PageResponse:
+def respond_error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> PageResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return PageResponse(sse.encode_error(message, kind, code), "application/json", headers or {}, status)
 
 
 def _reject_method(path: str, method: str, allowed: str) -> PageResponse:
     message = f"{path} does not accept {method}; use {allowed.replace(',', ' or ')}"
-    return _respond_error(405, message, "method_not_allowed", {"Allow": allowed})
+    return respond_error(405, message, "method_not_allowed", {"Allow": allowed})

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,8 +20,12 @@ from bedplate import store
 from bedplate.errors import ExternalFailure
 from bedplate.home import make_disk_failure
 from bedplate.run.gateway.tenants import KeyDigest
+from bedplate.usage_store import TenantRows, open_usage_store
 from bedplate.values.tenant import Tenant
 from bedplate.values.traffic import ServedRequest
+
+if TYPE_CHECKING:
+    from bedplate.run.gateway.shared_limits import SharedLimits
 
 WRITE_EVERY_S = 0.5
 MOST_PENDING = 50_000
@@ -44,8 +48,6 @@ class RequestContent(NamedTuple):
     """The body, or all events of a stream, as the client received them."""
 
 
-_Rows = tuple[tuple[Tenant, tuple[bytes, ...]], ...]
-"""Tenants, each with the digests of its keys."""
 Changed = Callable[[tuple[Tenant, ...], tuple[KeyDigest, ...]], None]
 
 
@@ -66,7 +68,7 @@ class RequestRecorder:
 
         With `content`, requests and answers are written to files in that folder, which only their owner can read.
         """
-        self.path = path or store.get_store_path()
+        self._usage = open_usage_store(path)
         self.content = content
         self.lost = 0
         """Requests that could not be written."""
@@ -78,25 +80,37 @@ class RequestRecorder:
         self._contents: deque[tuple[ServedRequest, RequestContent]] = deque()
         self._content_bytes = 0
         self._failing = False
+        self._writer = self._usage.make_writer()
+        """Used by the thread only."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._changed: Changed = lambda tenants, keys: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._seen: object = self._read_store_version()
-        self._rows = store.read_tenants_and_digests(self.path)
+        self._seen: object = self._usage.read_version()
+        self._rows = self._usage.read_tenants_and_digests()
         self.tenants, self.keys = _list_tenants(self._rows)
+        self._keys_existed = self._usage.have_keys_existed()
         self.salt = self._read_salt()
         if self.keys:  # they may have been added by a version that did not write the marker
             with contextlib.suppress(ExternalFailure):
-                store.mark_keys_exist(self.path)
+                self._usage.mark_keys_exist()
         if content is not None:
             _create_private_folder(content)
 
     @property
     def requires_key(self) -> bool:
         """Whether keys exist or have existed, so that a request without a valid one is rejected."""
-        return bool(self.keys) or store.have_keys_existed(self.path)
+        return bool(self.keys) or self._keys_existed
+
+    def make_shared_limits(self) -> SharedLimits | None:
+        """The limits that this gateway shares with others; `None`: it has its own."""
+        limits = self._usage.make_limits()
+        if limits is None:
+            return None
+        from bedplate.run.gateway.shared_limits import SharedLimits
+
+        return SharedLimits(limits, self._note)
 
     # called in the gateway's loop
 
@@ -137,8 +151,9 @@ class RequestRecorder:
             if time.monotonic() > fold_at:
                 fold_at = time.monotonic() + FOLD_EVERY_S
                 with contextlib.suppress(ExternalFailure):
-                    store.fold_requests(time.time() - KEEP_DAYS * 86_400, KEEP_REQUESTS, self.path)
+                    self._usage.fold_requests(time.time() - KEEP_DAYS * 86_400, KEEP_REQUESTS)
         self._write()
+        self._writer.close()
 
     def _write(self) -> None:
         batch = []
@@ -146,7 +161,7 @@ class RequestRecorder:
             batch.append(self._pending.popleft())
         if batch:
             try:
-                store.add_requests(batch, self.path)
+                self._writer.add(batch)
                 self.written += len(batch)
                 self._failing = False
             except ExternalFailure as error:
@@ -180,16 +195,18 @@ class RequestRecorder:
 
     def _check_for_changes(self) -> None:
         """Tells the gateway about changed tenants. While the store cannot be read, the last ones stay valid."""
-        mark = self._read_store_version()
-        if mark == self._seen:
-            return
+        # The files change before a write becomes visible, so the connection knows better if there is one.
         try:
-            rows = store.read_tenants_and_digests(self.path)
+            mark = self._writer.read_foreign_version() or self._usage.read_version()
+            if mark == self._seen:
+                return
+            rows = self._usage.read_tenants_and_digests()
+            self._keys_existed = self._keys_existed or self._usage.have_keys_existed()
         except ExternalFailure as error:
             self._note_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
             return
         self._seen = mark
-        if rows is self._rows:  # only requests were written
+        if rows is self._rows:
             return
         self._rows = rows
         tenants, keys = _list_tenants(rows)
@@ -198,20 +215,9 @@ class RequestRecorder:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._changed, tenants, keys)
 
-    def _read_store_version(self) -> object:
-        """A value that changes whenever a process writes to the store."""
-        marks = []
-        for name in (self.path, self.path.with_name(self.path.name + "-wal")):
-            try:
-                state = name.stat()
-                marks.append((state.st_mtime_ns, state.st_size, state.st_ino))
-            except OSError:
-                marks.append((0, 0, 0))
-        return tuple(marks)
-
     def _read_salt(self) -> bytes:
         try:
-            return store.get_salt(self.path)
+            return self._usage.get_salt()
         except ExternalFailure as error:
             if self.keys:
                 raise
@@ -224,7 +230,7 @@ class RequestRecorder:
             self._note(text)
 
 
-def _list_tenants(rows: _Rows) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
+def _list_tenants(rows: TenantRows) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
     keys = tuple(
         KeyDigest(digest, tenant.name, _to_seconds(key.expires_at))
         for tenant, digests in rows

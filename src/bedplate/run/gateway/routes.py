@@ -234,11 +234,6 @@ class Route:
             return Rejection(503, message, "held_full", RETRY_AFTER_S)
         return None
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a request can be accepted without further checks."""
-        return self.is_ready and self.held is None and not self.waiting.count
-
     def estimate_wait_s(self, line: TenantQueue[GatewayExchange]) -> float | None:
         """The expected wait of a new request of this tenant, from the durations of recent requests."""
         if not self.waiting:
@@ -277,7 +272,7 @@ class Route:
         else:
             self._answer_unavailable(exchange)
 
-    def has_untried_backend(self, tried: list[GatewayBackend]) -> bool:
+    def has_untried_backend(self, tried: Sequence[GatewayBackend]) -> bool:
         """Whether a backend has not been tried yet, or fewer times than its `attempts`."""
         return any(link.backend.takes_new and tried.count(link.backend) < link.backend.attempts for link in self.links)
 
@@ -308,10 +303,8 @@ class Route:
             self.end_prefill(exchange)
         self.waiting.settle_charge(exchange.line, exchange.cost_tokens, cost_tokens, exchange.sequences)
         if cost_tokens:
-            took_s = now - exchange.sent_at
-            self._service_s = (
-                took_s if not self._service_s else self._service_s + SMOOTHING * (took_s - self._service_s)
-            )
+            took_s, before_s = now - exchange.sent_at, self._service_s
+            self._service_s = before_s + SMOOTHING * (took_s - before_s) if before_s else took_s
         self._free_slots(link, exchange.sequences, now)
 
     def estimate_progress(self, took_s: float) -> float:
@@ -439,7 +432,8 @@ class Route:
         backend.sent += 1
         backend.in_flight += 1
         backend.last_used = now
-        backend.health.record_sent()
+        if backend.health.failures:
+            backend.health.record_sent()
         link.additional_sequences += exchange.sequences - 1
         self.waiting.charge_sent(exchange.line, exchange.cost_tokens, now, exchange.sequences)
         if exchange.streams:  # the end of an unstreamed request's prefill is not visible
@@ -525,11 +519,11 @@ class Route:
         prefix = exchange.affinity
         if prefix is None:
             return least
-        preferred = max(replicas, key=lambda link: _mix_bits(prefix ^ link.number))
+        preferred = max(replicas, key=lambda link: mix_bits(prefix ^ link.number))
         return preferred if preferred.backend.in_flight <= least.backend.in_flight + MUCH_MORE_LOADED else least
 
 
-def _mix_bits(number: int) -> int:
+def mix_bits(number: int) -> int:
     """Mixes all bits of a 64-bit number: the finalizer of SplitMix64."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ number >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

@@ -12,13 +12,17 @@ from time import monotonic, time
 from typing import TYPE_CHECKING
 
 from bedplate.errors import ExternalFailure, UsageError
+from bedplate.run.gateway.choosing import ChoosingRoute
 from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.counting import TokenCounting
 from bedplate.run.gateway.descriptors import DescriptorBudget
+from bedplate.run.gateway.engine_metrics import EngineMetricsPage
+from bedplate.run.gateway.exchange import GatewayExchange
 from bedplate.run.gateway.origins import OriginPolicy
-from bedplate.run.gateway.pages import Page
+from bedplate.run.gateway.pages import Action, Page
 from bedplate.run.gateway.routes import BackendLink, Route
 from bedplate.run.gateway.tenants import Tenants
+from bedplate.run.gateway.translate.front import answer_translated
 from bedplate.run.gateway.watch import GatewayMetrics
 from bedplate.values.traffic import Outcome, ServedRequest
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.recorder import RequestContent, RequestRecorder
     from bedplate.run.gateway.tenants import KeyDigest, TenantState
+    from bedplate.run.gateway.tracing import SpanExporter
+    from bedplate.values.intent import Routing
     from bedplate.values.tenant import Tenant
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
@@ -57,7 +63,8 @@ class Gateway:
         `keeper` loads the tenants from the store and writes the shape of each request to it. `origins` are the web
         pages that may use the endpoint, and the names of the endpoint.
         """
-        self.tenants = Tenants(api_key, keeper.salt if keeper is not None else None)
+        self._limits = keeper.make_shared_limits() if keeper is not None else None
+        self.tenants = Tenants(api_key, keeper.salt if keeper is not None else None, self._limits)
         self.keeper = keeper
         self.origins = origins or OriginPolicy()
         self.descriptors = DescriptorBudget(None, 0)
@@ -71,17 +78,27 @@ class Gateway:
         """Called when a request arrives for a registered model that has no engine, so that one is started."""
         self.starting = False
         """Whether models are still being registered; requests for unknown models then get 503 instead of 404."""
+        self.exchange_type: type[GatewayExchange] = GatewayExchange
+        self.spans: SpanExporter | None = None
+        """Exports a span for each request; `None`: there are no traces."""
         self.connections: set[ClientConnection] = set()
         self.arriving_bytes = 0
         """Bodies of requests that are incomplete, or wait behind another request of the same connection."""
         self._left = asyncio.Event()
         self.meters = GatewayMetrics()
         self.counting = TokenCounting()
+        self.engine_metrics = EngineMetricsPage()
+        self.answer_translated = answer_translated
+        """Answers requests of other APIs than OpenAI's."""
         self.url = ""
         self.date = _format_date_header()
         """The Date header, at most two seconds old."""
         self.handed: dict[str, Page] = {}
         """Registered pages by path; they take precedence over the gateway's own."""
+        self.actions: dict[str, Action] = {}
+        """What a POST to these paths does."""
+        self.routing: Routing | None = None
+        """How requests are divided where engines and endpoints elsewhere serve one model; set before they are added."""
         self._routes: dict[str, Route] = {}
         self._by_name: dict[str, Route] = {}
         self._allowed: dict[str, frozenset[str] | None] = {}
@@ -91,6 +108,13 @@ class Gateway:
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
+
+    def trace(self, spans: SpanExporter) -> None:
+        """Exports a span for each request from now on."""
+        from bedplate.run.gateway.tracing import TracedExchange
+
+        self.spans, self.exchange_type = spans, TracedExchange
+        spans.start()
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
@@ -112,6 +136,8 @@ class Gateway:
         self._sweeper = loop.create_task(self._sweep())
         if self.keeper is not None:
             self.keeper.start(self._update_tenants)
+        if self._limits is not None:
+            self._limits.start()
         return bound
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -135,6 +161,10 @@ class Gateway:
         for route in self._routes.values():
             for link in route.links:
                 link.pool.close()
+        if self.spans is not None:
+            await self.spans.stop()
+        if self._limits is not None:
+            await self._limits.stop()
         if self.keeper is not None:
             await self.keeper.stop()
 
@@ -290,7 +320,8 @@ class Gateway:
         return route
 
     def _add_route(self, model: str) -> Route:
-        route = self._routes[model] = Route(model, self.meters)
+        route = Route(model, self.meters) if self.routing is None else ChoosingRoute(model, self.meters, self.routing)
+        self._routes[model] = route
         route.allowed = self._allowed.get(model)
         route.by_slots = self.tenants.has_several
         route.max_wait_s = self.max_wait_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -26,13 +27,14 @@ _decode_speaker = msgspec.json.Decoder(_MessageRole).decode
 
 def hash_prefixes(text: bytes, salt: bytes) -> tuple[int, ...]:
     """One 63-bit hash for each block of the text's beginning; each covers the text up to the end of its block."""
-    blake2b, key = hashlib.blake2b, salt[:64]
     if len(text) <= PREFIX_BLOCK_BYTES:  # most prompts
-        return (int.from_bytes(blake2b(text, key=key, digest_size=8).digest(), "big") >> 1,) if text else ()
+        return (_hash_to_number(text, salt),) if text else ()
     hashes = []
     before = b""
     for at in range(0, min(len(text), PREFIX_BYTES), PREFIX_BLOCK_BYTES):
-        before = blake2b(before + text[at : at + PREFIX_BLOCK_BYTES], key=key, digest_size=8).digest()
+        hasher = _create_hasher(salt).copy()
+        hasher.update(before + text[at : at + PREFIX_BLOCK_BYTES])
+        before = hasher.digest()
         hashes.append(int.from_bytes(before, "big") >> 1)
     return tuple(hashes)
 
@@ -65,4 +67,12 @@ def _read_opening(messages: list[msgspec.Raw]) -> bytes:
 
 
 def _hash_to_number(data: bytes, salt: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, key=salt[:64], digest_size=8).digest(), "big") >> 1
+    hasher = _create_hasher(salt).copy()
+    hasher.update(data)
+    return int.from_bytes(hasher.digest(), "big") >> 1
+
+
+@functools.lru_cache(maxsize=4)
+def _create_hasher(salt: bytes) -> hashlib.blake2b:
+    """To be copied for each hash, which takes less time than a new one with a key."""
+    return hashlib.blake2b(key=salt[:64], digest_size=8)

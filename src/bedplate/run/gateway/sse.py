@@ -9,29 +9,50 @@ import msgspec
 
 from bedplate.run.gateway.request_checks import NOTHING, FeatureFields
 
-Api = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
+Api = Literal[
+    "chat", "completions", "responses", "messages", "embeddings", "rerank", "score", "classify", "other",
+]  # fmt: skip
 
 APIS: dict[bytes, Api] = {
     b"/v1/chat/completions": "chat",
     b"/v1/completions": "completions",
-    b"/v1/responses": "responses",
-    b"/v1/messages": "messages",
-    b"/v1/messages/count_tokens": "other",
     b"/v1/embeddings": "embeddings",
     b"/chat/completions": "chat",
     b"/completions": "completions",
     b"/embeddings": "embeddings",
+    b"/v1/rerank": "rerank",
+    b"/v2/rerank": "rerank",
+    b"/rerank": "rerank",
+    b"/v1/score": "score",
+    b"/score": "score",
+    b"/v1/classify": "classify",
+    b"/classify": "classify",
     b"/tokenize": "other",
     b"/detokenize": "other",
 }
+TRANSLATED: dict[bytes, Api] = {
+    b"/v1/responses": "responses",
+    b"/v1/messages": "messages",
+    b"/v1/messages/count_tokens": "other",
+    b"/api/chat": "chat",
+    b"/api/generate": "chat",
+    b"/api/embed": "embeddings",
+    b"/api/embeddings": "embeddings",
+}
+"""Other APIs, which are translated for engines that do not have them."""
 CHECKED_AS: dict[bytes, Api] = {b"/v1/messages/count_tokens": "messages"}
 """Paths that generate nothing and have the format of an API that does."""
 OPENAI_TARGETS = {
     b"/chat/completions": b"/v1/chat/completions",
     b"/completions": b"/v1/completions",
     b"/embeddings": b"/v1/embeddings",
+    b"/rerank": b"/v1/rerank",
+    b"/v2/rerank": b"/v1/rerank",
+    b"/v1/score": b"/score",
+    b"/v1/classify": b"/classify",
 }
-"""Without /v1 some engines have APIs of their own, whose answers do not report usage; these paths get OpenAI's."""
+"""Without /v1 some engines have APIs of their own, whose answers do not report usage; these paths get OpenAI's.
+Rerank, score and classify have the paths that most engines know."""
 
 # Each API marks the end of a complete stream; a stream without the mark was truncated, even if it was closed properly.
 # In addition to these types, `data: [DONE]` and an error end a stream of any API.
@@ -41,6 +62,8 @@ _LAST_TYPES: dict[Api, frozenset[str]] = {
     "messages": frozenset(["message_stop", "error"]),
     "responses": frozenset(["response.completed", "response.incomplete", "response.failed", "error"]),
 }
+_DONE = b"data: [DONE]\n\n"
+"""The last event of most streams."""
 _FINISH = re.compile(rb'"(?:finish|stop)_reason": ?"([a-z_]{1,32})"')
 _FINISH_REASONS = frozenset(["stop", "length", "tool_calls", "content_filter"])
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
@@ -108,8 +131,6 @@ class _UsageCounts(msgspec.Struct):
     cache_read_input_tokens: Any = None
 
     def find_cached_tokens(self) -> int | None:
-        if self.prompt_tokens_details is self.input_tokens_details is self.cache_read_input_tokens is None:
-            return None
         for details in (self.prompt_tokens_details, self.input_tokens_details):
             if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
                 return max(0, int(details["cached_tokens"]))
@@ -168,21 +189,26 @@ class TokenUsage(msgspec.Struct, gc=False):
         """Reads the counts of an event or an answer; returns whether it has any."""
         found = report.usage is not None
         if report.usage is not None:
-            self._take_counts(report.usage)
+            self.take_counts(report.usage)
         for holder in (report.message, report.response) if report.message or report.response else ():
             if holder is not None and holder.usage is not None:
                 found = True
-                self._take_counts(holder.usage)
+                self.take_counts(holder.usage)
         return found
 
-    def _take_counts(self, counts: _UsageCounts) -> None:
+    def take_counts(self, counts: _UsageCounts) -> None:
         self.reports += 1
         prompt = counts.prompt_tokens if counts.prompt_tokens is not None else counts.input_tokens
         completion = counts.completion_tokens if counts.completion_tokens is not None else counts.output_tokens
-        cached = counts.find_cached_tokens()
-        self.cached_tokens = cached if cached is not None else self.cached_tokens
-        self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
-        self.completion_tokens = completion if completion is not None else self.completion_tokens
+        if prompt is not None:
+            self.prompt_tokens = prompt
+        if completion is not None:
+            self.completion_tokens = completion
+        if (
+            not counts.prompt_tokens_details is counts.input_tokens_details is counts.cache_read_input_tokens is None
+            and (cached := counts.find_cached_tokens()) is not None
+        ):
+            self.cached_tokens = cached
 
 
 _decode_asked = msgspec.json.Decoder(RequestFields).decode
@@ -225,6 +251,15 @@ def set_model(body: bytes, name: str) -> bytes:
     return msgspec.json.encode({**_decode_fields(body), "model": msgspec.Raw(encoded)})
 
 
+def set_fields(body: bytes, fields: dict[str, Any]) -> bytes:
+    """Adds fields that the client did not send."""
+    return msgspec.json.encode({**fields, **_decode_fields(body)})
+
+
+def is_stream(content_type: bytes) -> bool:
+    return content_type[:17].lower() == b"text/event-stream"
+
+
 def measure_complete_events(data: bytes) -> int:
     """How many bytes of `data` are complete events; the rest must wait for more data."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
@@ -248,6 +283,12 @@ def read_usage(events: bytes, usage: TokenUsage, *, drop: bool, adds: bool = Fal
 
     With `adds`, each report is for another sequence; otherwise the last one is for all of them.
     """
+    if not adds and events.startswith(b"data:") and events.find(b"\n\n") == len(events) - 2:  # one event, as usual
+        try:
+            only = _decode_event(events[5:])
+        except UNREADABLE:
+            return events
+        return b"" if usage.take(only) and drop and only.choices == [] else events
     separator = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     kept = []
     for event in events.split(separator):
@@ -274,7 +315,10 @@ def read_body_usage(body: bytes, usage: TokenUsage) -> str | None:
         answer = _decode_whole(body)
     except UNREADABLE:
         return None
-    usage.take(answer)
+    if answer.usage is not None and answer.message is answer.response is None:
+        usage.take_counts(answer.usage)
+    else:
+        usage.take(answer)
     reason = answer.choices[-1].finish_reason if answer.choices else None
     return reason if type(reason) is str and reason in _FINISH_REASONS else None
 
@@ -293,6 +337,8 @@ def find_finish_reason(*events: bytes) -> str | None:
 
 def is_complete(api: Api, last_events: bytes) -> bool:
     """Whether a stream that ended with these events was complete, or reported an error."""
+    if last_events == _DONE or last_events.endswith(b"\n" + _DONE):
+        return True
     last_types = _LAST_TYPES.get(api)
     return last_types is None or any(_is_last(line, last_types) for line in reversed(last_events.splitlines()))
 

@@ -16,6 +16,7 @@ from bedplate.values.record import replace_fields
 from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, DeclaredTenant, Tenant, digest_key
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.shared_limits import SharedLimits
     from bedplate.run.gateway.watch import TenantMeter
 
 BYTES_PER_TOKEN = 4
@@ -77,22 +78,19 @@ ONE_SEQUENCE = Demand()
 class RateBucket:
     """A token bucket: `per_minute` units a minute, also in one burst. A later correction may overdraw it."""
 
-    __slots__ = ("_at", "_level", "_ms_per_unit", "_per_s", "per_minute")
+    __slots__ = ("_at", "_ms_per_unit", "_per_s", "level", "per_minute")
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
         self._per_s = per_minute / 60
         self._ms_per_unit = 60_000 / per_minute
-        self._level = float(per_minute)
+        self.level = float(per_minute)
+        """What was available at the last update. At least as much is available now, without looking at the clock."""
         self._at = time.monotonic()
 
     def read_level(self, now: float) -> float:
         self.take(0.0, now)
-        return self._level
-
-    def has_amount(self, amount: float) -> bool:
-        """Whether `amount` is certainly available. Needs no clock: the level has only risen since the last update."""
-        return amount <= self._level
+        return self.level
 
     def compute_wait_s(self, amount: float, now: float) -> float:
         """How long until `amount` is available; an amount larger than the bucket needs a full bucket."""
@@ -100,17 +98,23 @@ class RateBucket:
         return missing * 60 / self.per_minute if missing > 0 else 0.0
 
     def take(self, amount: float, now: float) -> None:
-        level = self._level
+        level = self.level
         if now > self._at:
             level += (now - self._at) * self._per_s
             if level > self.per_minute:
                 level = self.per_minute
             self._at = now
-        self._level = level - amount
+        self.level = level - amount
+
+    def restore(self, level: float, elapsed_s: float, now: float) -> None:
+        """Sets the level as it was `elapsed_s` ago."""
+        self.level, self._at = level, now
+        self.take(0.0, now + elapsed_s)
+        self._at = now
 
     def report_remaining(self) -> tuple[float, float]:
         """The available amount at the last update, and the milliseconds until the bucket is full, to be rounded off."""
-        level = self._level
+        level = self.level
         return level if level > 0 else 0, (self.per_minute - level) * self._ms_per_unit + 1
 
 
@@ -119,11 +123,13 @@ class TenantState:
 
     __slots__ = (
         "_limit_headers", "has_limits", "in_flight", "is_admin", "is_limited", "max_in_flight", "mean_output", "meter",
-        "name", "requests", "tokens", "weight",
+        "name", "requests", "shared", "tokens", "weight",
     )  # fmt: skip
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: Tenant, shared: SharedLimits | None = None) -> None:
         self.name = tenant.name
+        self.shared = shared
+        """The limits are those of all gateways together; the buckets here show what is left of them."""
         self.meter: TenantMeter | None = None
         """Set when its first request has ended."""
         self.in_flight = 0
@@ -148,9 +154,23 @@ class TenantState:
         self.is_admin = tenant.admin or tenant.name == DEFAULT_TENANT
         """Whether it may see other tenants' figures."""
 
+    def copy_limits(self) -> TenantState:
+        """The same limits, of which nothing is used."""
+        requests, tokens = self.requests, self.tokens
+        limits = Tenant(
+            name=self.name,
+            requests_per_minute=requests.per_minute if requests is not None else None,
+            tokens_per_minute=tokens.per_minute if tokens is not None else None,
+            in_flight=self.max_in_flight,
+        )
+        return TenantState(limits)
+
     def estimate_cost_tokens(self, body_bytes: int, max_tokens: int | None, demand: Demand = ONE_SEQUENCE) -> float:
         """The expected cost of a request, from its length, its `max_tokens` and this tenant's earlier answers."""
-        output = self.mean_output if max_tokens is None else min(float(max_tokens), 4 * self.mean_output)
+        output = self.mean_output
+        if max_tokens is not None:
+            most = 4 * output
+            output = max_tokens if max_tokens < most else most
         if demand is ONE_SEQUENCE:
             return body_bytes / BYTES_PER_TOKEN + output
         prompt = demand.prompt_tokens if demand.prompt_tokens is not None else body_bytes / BYTES_PER_TOKEN
@@ -170,14 +190,10 @@ class TenantState:
                 f"{tokens.per_minute:,} tokens per minute: send fewer in one request"
             )
             return Rejection(400, message, "too_many_sequences", 0)
-        if requests is not None and not requests.has_amount(1) and (wait_s := requests.compute_wait_s(1, now)):
+        if requests is not None and requests.level < 1 and (wait_s := requests.compute_wait_s(1, now)):
             message = f"the limit of {requests.per_minute:,} requests per minute is reached"
             return Rejection(429, message, "requests_per_minute", max(1, math.ceil(wait_s)))
-        if (
-            tokens is not None
-            and not tokens.has_amount(cost_tokens)
-            and (wait_s := tokens.compute_wait_s(cost_tokens, now))
-        ):
+        if tokens is not None and tokens.level < cost_tokens and (wait_s := tokens.compute_wait_s(cost_tokens, now)):
             message = (
                 f"the limit of {tokens.per_minute:,} tokens per minute is reached: "
                 f"this request needs about {cost_tokens:,.0f}"
@@ -196,24 +212,14 @@ class TenantState:
         if self.tokens is not None:
             self.tokens.take(cost_tokens, now)
 
-    def record_end(
-        self,
-        charged_tokens: float,
-        used_tokens: float | None,
-        output_tokens: int | None,
-        now: float,
-        sequences: int = 1,
-    ) -> None:
-        """Records the end of a request, and corrects its charge to `used_tokens`, where known."""
-        self.in_flight -= sequences
-        if used_tokens is not None:
-            self.correct_charge(charged_tokens, used_tokens, output_tokens, now, sequences)
-
     def correct_charge(
-        self, charged_tokens: float, used_tokens: float, output_tokens: int | None, now: float, sequences: int
+        self, charged_tokens: float, used_tokens: float, output_tokens: int | None, now: float, sequences: int = 1
     ) -> None:
+        """Corrects the charge of a request that has ended to the tokens that it used."""
         if self.tokens is not None:
             self.tokens.take(used_tokens - charged_tokens, now)
+            if self.shared is not None:
+                self.shared.correct(self.name, used_tokens - charged_tokens)
         if output_tokens is not None:
             self.mean_output += SMOOTHING * (output_tokens / sequences - self.mean_output)
 
@@ -229,7 +235,10 @@ class TenantState:
 class Tenants:
     """All tenants and keys. Without keys the endpoint is open, and all requests belong to the default tenant."""
 
-    def __init__(self, api_key: str | None = None, salt: bytes | None = None) -> None:
+    def __init__(
+        self, api_key: str | None = None, salt: bytes | None = None, shared: SharedLimits | None = None
+    ) -> None:
+        self._shared = shared
         self.salt = salt or secrets.token_bytes(32)
         self._own = digest_key(api_key.encode(), self.salt) if api_key is not None else None
         self._members: dict[str, TenantState] = {}
@@ -285,7 +294,7 @@ class Tenants:
         before, self._members = self._members, {}
         for name, tenant in known.items():
             allowed = apply_declared_limits(tenant, self._declared.get(name))
-            member = self._members[name] = before.get(name) or TenantState(allowed)
+            member = self._members[name] = before.get(name) or TenantState(allowed, self._shared)
             member.update(allowed)
         self.default = self._members[DEFAULT_TENANT]
         self._keys = {digest: key for digest, key in self._keys.items() if key.tenant in self._members}
@@ -304,25 +313,21 @@ class Tenants:
 class VerifiedKey:
     """A valid key, cached so that the next request on the connection needs no lookup."""
 
-    __slots__ = ("_given", "_turn", "expires_s", "member")
+    __slots__ = ("_given", "expires_s", "member", "turn")
 
     def __init__(self, given: bytes, member: TenantState, expires_s: float | None, turn: object) -> None:
         self._given = given
         self.member = member
         self.expires_s = expires_s
-        self._turn = turn
+        self.turn = turn
 
     @property
     def has_expired(self) -> bool:
         return self.expires_s is not None and time.time() >= self.expires_s
 
     def is_valid_for(self, given: bytes, turn: object) -> bool:
-        """Whether this is the same key, and still valid."""
-        return hmac.compare_digest(given, self._given) and self.is_current(turn)
-
-    def is_current(self, turn: object) -> bool:
-        """Whether the key has not expired, and no key has changed since it was verified."""
-        return turn is self._turn and (self.expires_s is None or not self.has_expired)
+        """Whether this is the same key, has not expired, and no key has changed since it was verified."""
+        return hmac.compare_digest(given, self._given) and turn is self.turn and not self.has_expired
 
 
 def reject_sequences(sequences: int, limit: int, what: str) -> Rejection:

@@ -9,13 +9,40 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
+from bedplate.run.gateway import sse
 from bedplate.run.gateway.heads import RepeatedHead, learn_head
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
+    from bedplate.run.gateway.exchange import GatewayExchange
+    from bedplate.run.gateway.model_name import Renaming
 
 CONNECT_TIMEOUT_S = 10.0
 _INVALID = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+KEPT_CHUNKS = 1024
+"""So many chunks of a stream are kept as they came, to count their tokens if the client disconnects. Of longer streams
+only the text is kept."""
+_MOST_RELAYED_BYTES = 4096
+"""Larger chunks are parsed."""
+_END_OF_EVENTS = b"\n\n\r\n"
+"""How a chunk ends that contains complete events only."""
+
+
+def _list_chunk_heads(most_bytes: int) -> list[bytes | tuple[()]]:
+    """The line with the size of a chunk, by the length of the whole chunk; `()`: it is too short for an event."""
+    heads: list[bytes | tuple[()]] = [()] * most_bytes
+    for size in range(2, most_bytes):
+        head = b"%x\r\n" % size
+        if (length := len(head) + size + 2) < most_bytes:
+            heads[length] = head
+    return heads
+
+
+_CHUNK_HEADS = _list_chunk_heads(_MOST_RELAYED_BYTES)
+
+
+def _discard(chunk: bytes) -> None:
+    """Where chunks of no stream would go."""
 
 
 class EngineExchange(Protocol):
@@ -26,8 +53,12 @@ class EngineExchange(Protocol):
     """Whether it must use a new connection instead of an idle one."""
 
     def send_to_engine(self, connection: EngineConnection) -> None: ...
+    def receive_whole(self, content_type: bytes, body: bytes) -> None: ...
     def receive_head(self, status: int, content_type: bytes) -> None: ...
     def receive_body(self, data: bytes) -> None: ...
+    def flush(self) -> None:
+        """Called when everything that has arrived was received."""
+
     def complete_answer(self) -> None: ...
     def handle_lost_engine(self, how: str, reused: bool) -> None: ...
     def handle_absent_engine(self) -> None: ...
@@ -37,14 +68,22 @@ class EngineConnection(asyncio.Protocol):
     """One keep-alive connection to the engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_ends_at_close", "_has_end", "_is_between_answers", "_num_begun", "_parser", "_repeated", "_status",
-        "_type", "address", "exchange", "is_paused", "pool", "transport", "used",
+        "_backend", "_ends_at_close", "_has_end", "_is_between_answers", "_is_chunk_complete", "_num_begun", "_parser",
+        "_relays", "_renaming", "_repeated", "_status", "_stream", "_type", "_write_chunk", "address", "exchange",
+        "is_paused", "pool", "transport", "used",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
         self.pool = pool
         self.address = address
+        self._backend = pool.backend
         self.exchange: EngineExchange | None = None
+        self._stream: GatewayExchange | None = None
+        """The exchange, once its client may get the chunks of the engine as they come."""
+        self._write_chunk: Callable[[bytes], None] = _discard
+        self._renaming: Renaming | None = None
+        self._relays = False
+        """Whether `_stream` is set and the next byte is the first one of a chunk and of an event."""
         self.transport: asyncio.Transport | None = None
         self.used = False
         self._parser = httptools.HttpResponseParser(self)
@@ -55,15 +94,28 @@ class EngineConnection(asyncio.Protocol):
         self._ends_at_close = False
         self.is_paused = False
         self._is_between_answers = True
+        self._is_chunk_complete = False
+        """Whether a chunk has ended and nothing of the body has arrived since then."""
         self._num_begun = 0
         """Answers that began in the data that is being read."""
         self._repeated: RepeatedHead | None = None
-        """Recognizes the head of the last answer, if that arrived in one piece; `_status` and `_type` are its."""
+        """Recognizes the head of the last answer, if that arrived in one piece and is no stream; `_type` is its."""
 
     def send(self, exchange: EngineExchange, request: bytes) -> None:
         self.exchange = exchange
         if self.transport is not None:
             self.transport.write(request)
+
+    def relay_chunks(self, stream: GatewayExchange, write: Callable[[bytes], None], renaming: Renaming | None) -> None:
+        """From now on, chunks of complete events without usage are written to the client with their framing."""
+        self._stream = stream
+        self._write_chunk = write
+        self._renaming = renaming
+
+    def _end_relay(self) -> None:
+        self._stream = None
+        self._relays = False
+        self._write_chunk = _discard  # nothing of the client is kept
 
     def pause(self) -> None:
         if self.transport is not None and not self.is_paused:
@@ -83,6 +135,7 @@ class EngineConnection(asyncio.Protocol):
     def drop(self) -> None:
         """Closes the connection, so that the engine cancels the request."""
         self.exchange = None
+        self._end_relay()
         self._set_paused(False)
         if self.transport is not None:
             self.transport.abort()
@@ -94,15 +147,37 @@ class EngineConnection(asyncio.Protocol):
         self.pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._backend.received += 1
+        if (
+            self._relays
+            and (stream := self._stream) is not None
+            and (length := len(data)) < _MOST_RELAYED_BYTES
+            and data.startswith(head := _CHUNK_HEADS[length])
+            and data.endswith(_END_OF_EVENTS)
+            and (data.find(b'"usage":') < 0 or not sse.may_have_usage(data))
+            and len(sent := stream.sent_on) < KEPT_CHUNKS - 1
+        ):
+            # The usual case: one chunk of complete events in the middle of a stream. The client gets the same chunk.
+            stream.last_events = data
+            if (renaming := self._renaming) is not None:
+                old, new = renaming
+                events = data[len(head) : -2].replace(old, new)
+                data = b"%x\r\n%b\r\n" % (len(events), events)
+            sent.append(data)
+            self._write_chunk(data)
+            return
         exchange = self.exchange
-        self.pool.backend.received += 1
         if exchange is None:
             self.drop()  # data without a request: the connection is out of sync
             return
         was_between = self._is_between_answers
         if was_between:
             if self._repeated is not None and (body := self._repeated.find_body(data)) is not None:
-                self._receive_whole(exchange, body)
+                self._release_exchange(reusable=True)
+                try:
+                    exchange.receive_whole(self._type, body)
+                except Exception as error:  # a bug must not leave the client without an answer
+                    self._handle_invalid_answer(exchange, error)
                 return
             self._repeated, self._num_begun = None, 0
         try:
@@ -110,8 +185,14 @@ class EngineConnection(asyncio.Protocol):
         except _INVALID as error:
             self._handle_invalid_answer(exchange, error)
             return
+        if self.exchange is not None:
+            self.exchange.flush()
+        # After a complete chunk there can only be the beginning of the next one, which does not end like this.
+        stream = self._stream
+        is_at_chunk = self._is_chunk_complete and data.endswith(_END_OF_EVENTS)
+        self._relays = is_at_chunk and stream is not None and not stream.held
         if was_between and self._num_begun == 1 and self._is_between_answers and self._status == 200:
-            self._repeated = learn_head(data)
+            self._repeated = learn_head(data) if not sse.is_stream(self._type) else None
 
     def connection_lost(self, exc: Exception | None) -> None:
         ended_well = self._ends_at_close and exc is None
@@ -150,7 +231,11 @@ class EngineConnection(asyncio.Protocol):
         if self.exchange is not None:
             self.exchange.receive_head(status, self._type)
 
+    def on_chunk_complete(self) -> None:
+        self._is_chunk_complete = True
+
     def on_body(self, body: bytes) -> None:
+        self._is_chunk_complete = False
         if self.exchange is not None:
             self.exchange.receive_body(body)
 
@@ -160,16 +245,6 @@ class EngineConnection(asyncio.Protocol):
         self._is_between_answers = keep_alive = self._parser.should_keep_alive()
         if exchange := self._release_exchange(reusable=keep_alive):
             exchange.complete_answer()
-
-    def _receive_whole(self, exchange: EngineExchange, body: bytes) -> None:
-        """Receives a complete answer with the same head as the last one."""
-        try:
-            exchange.receive_head(self._status, self._type)
-            exchange.receive_body(body)
-            if self._release_exchange(reusable=True) is not None:
-                exchange.complete_answer()
-        except Exception as error:  # a bug must not leave the client without an answer
-            self._handle_invalid_answer(exchange, error)
 
     def _handle_invalid_answer(self, exchange: EngineExchange, error: Exception) -> None:
         how = f"its answer is not valid HTTP ({error})"
@@ -192,6 +267,8 @@ class EngineConnection(asyncio.Protocol):
 
     def _release_exchange(self, *, reusable: bool) -> EngineExchange | None:
         exchange, self.exchange = self.exchange, None
+        if self._stream is not None:
+            self._end_relay()
         self.used = True
         self._ends_at_close = False
         self.pool.give_back(self, reusable=reusable, was_active=exchange is not None)
@@ -239,7 +316,8 @@ class EnginePool:
             if connection.transport is not None:
                 connection.transport.abort()
         if was_active:
-            self._release()
+            self.active -= 1
+            self.freed()
 
     def abandon(self, connection: EngineConnection) -> None:
         """Ends an exchange whose answer is no longer needed; the engine sees the connection close."""
@@ -265,10 +343,13 @@ class EnginePool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: EngineConnection(self, address), *address
+                    lambda: EngineConnection(self, address), *address, **self.backend.connect_options
                 )
         except (OSError, TimeoutError) as error:
             self._release()
+            if self.backend.address != address:  # it was stopped meanwhile, and may have another address now
+                exchange.handle_absent_engine()
+                return
             exchange.handle_lost_engine(f"it does not accept connections ({error})", False)
             return
         if exchange.over:

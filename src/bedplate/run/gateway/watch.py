@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,6 +38,8 @@ class GatewayMetrics:
         self._routes: list[Route] = []
         self._unlogged = 0
         self._reasons: dict[tuple[str, str], int] = defaultdict(int)
+        self._restarts: dict[tuple[str, str], int] = defaultdict(int)
+        self._restarts_seen: WeakKeyDictionary[GatewayBackend, int] = WeakKeyDictionary()
         self.registry.register(self)
 
     def get_meter(self, model: str, engine: str) -> EngineMeter:
@@ -135,7 +138,8 @@ class GatewayMetrics:
     def _collect_routes(self) -> Iterator[Metric]:
         """Replicas of one engine are summed."""
         up = GaugeMetricFamily("bedplate_engine_up", "Number of engines that are ready", labels=_LABELS)
-        restarts = GaugeMetricFamily("bedplate_engine_restarts", "Number of engine restarts", labels=_LABELS)
+        restarts = GaugeMetricFamily("bedplate_engine_restarts", "Restarts of the running engines", labels=_LABELS)
+        restarted = CounterMetricFamily("bedplate_engine_restarted", "Number of engine restarts", labels=_LABELS)
         waiting = GaugeMetricFamily("bedplate_requests_waiting", "Requests that wait for an engine", labels=("model",))
         for route in self._routes:
             waiting.add_metric((route.model,), len(route.waiting))
@@ -145,10 +149,23 @@ class GatewayMetrics:
             for engine, backends in by_engine.items():
                 up.add_metric((route.model, engine), sum(one.state == "ready" for one in backends))
                 restarts.add_metric((route.model, engine), sum(one.restarts for one in backends))
+                self._count_restarts((route.model, engine), backends)
+        for labels, count in self._restarts.items():
+            restarted.add_metric(labels, count)
         unlogged = GaugeMetricFamily(
             "bedplate_requests_unlogged", "Requests that could not be written to the store", value=self._unlogged
         )
-        yield from (up, restarts, waiting, unlogged)
+        lost = CounterMetricFamily(
+            "bedplate_requests_not_recorded", "Requests that could not be written to the store", value=self._unlogged
+        )
+        yield from (up, restarts, restarted, waiting, unlogged, lost)
+
+    def _count_restarts(self, labels: tuple[str, str], backends: list[GatewayBackend]) -> None:
+        """Adds the restarts since the last scrape. Unlike their sum, this never falls when an engine is removed."""
+        for one in backends:
+            before = self._restarts_seen.get(one, 0)
+            self._restarts[labels] += max(0, one.restarts - before)
+            self._restarts_seen[one] = one.restarts
 
 
 class _FixedCollector:
@@ -174,7 +191,8 @@ class TenantMeter:
     def record(self, outcome: str, usage: TokenUsage | None = None) -> None:
         self.ended[outcome] += 1
         if usage is not None:
-            self.add_tokens(usage)
+            self.prompt_tokens += usage.prompt_tokens or 0
+            self.completion_tokens += usage.completion_tokens or 0
 
     def add_tokens(self, usage: TokenUsage) -> None:
         self.prompt_tokens += usage.prompt_tokens or 0
@@ -232,7 +250,8 @@ class EngineMeter:
             self.ttft.observe(first - started)
             if usage.completion_tokens is not None and usage.completion_tokens > sequences:
                 self.token_time.observe((ended - first) / (usage.completion_tokens / sequences - 1))
-        self.add_tokens(usage)
+        self.prompt_tokens += usage.prompt_tokens or 0
+        self.completion_tokens += usage.completion_tokens or 0
 
     def add_tokens(self, usage: TokenUsage) -> None:
         self.prompt_tokens += usage.prompt_tokens or 0

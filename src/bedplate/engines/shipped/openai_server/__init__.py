@@ -6,7 +6,7 @@ Runs in an engine's environment with uvicorn and starlette (jinja2 and tokenizer
 One thread owns the engine and only computes; one event loop owns all connections. `EngineWorker` connects them.
 """
 
-from .backend import BackendError, EngineBackend, Finish, GenerationRequest, Piece, SequentialBackend, Text
+from .backend import BackendError, EngineBackend, Finish, GenerationRequest, Piece, SequentialBackend, Text, TokenPair
 from .serve import make_parser, serve
 from .text import ChatTemplate, HuggingFaceText, find_special_tokens, read_json, read_template
 
@@ -20,6 +20,7 @@ __all__ = [
     "Piece",
     "SequentialBackend",
     "Text",
+    "TokenPair",
     "find_special_tokens",
     "make_parser",
     "read_json",

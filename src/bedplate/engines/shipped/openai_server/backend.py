@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import argparse
+
+    from .tools import ToolFormat
 
 UNLIMITED_TOKENS = 1 << 30
 Finish = Literal["stop", "length"]
@@ -34,7 +38,6 @@ class GenerationRequest:
     text: str = ""
     """The prompt as text, after the chat template."""
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
     max_tokens: int = UNLIMITED_TOKENS
     temperature: float = 1.0
     """0: greedy."""
@@ -72,14 +75,29 @@ class Piece:
     cached_tokens: int | None = None
 
 
+class TokenPair(list[int]):
+    """The tokens of two texts that are read together, and which of the two each belongs to."""
+
+    def __init__(self, tokens: Sequence[int], types: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.types = types
+
+
 class Text:
     """A model's tokenizer and chat template."""
 
     max_token: int = (1 << 31) - 1
     """The largest token id. An engine may stop at a larger one."""
 
+    tool_format: ToolFormat | None = None
+    """How the model writes calls; `None`: tools are not supported."""
+
     def encode(self, text: str, special: bool) -> list[int]:
         """Token ids. Special tokens in the text are parsed; `special` adds the default ones around the text."""
+        raise NotImplementedError
+
+    def encode_pair(self, first: str, second: str) -> TokenPair:
+        """Two texts as one input, with the special tokens between them."""
         raise NotImplementedError
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -6,8 +6,10 @@ import asyncio
 import base64
 import hmac
 import json
+import math
 import struct
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from .backend import UNLIMITED_TOKENS, BackendError, EngineBackend, GenerationRequest, Text
 from .shapes import BodyFields, ChatFormat, CompletionFormat, ResponseFormat
+from .tools import decode_arguments, read_tools
 from .worker import AnswerStream, Delta, EngineWorker, TokenLogprob
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -145,6 +148,8 @@ class Endpoints:
                         ("/v1/completions", self.complete),
                         ("/v1/embeddings", self.embeddings),
                         ("/classify", self.classify),
+                        ("/v1/rerank", self.rerank),
+                        ("/score", self.score),
                         ("/tokenize", self.tokenize),
                         ("/detokenize", self.detokenize),
                     )
@@ -235,18 +240,21 @@ class Endpoints:
         body = await read_object(request)
         self._check_task("generate", request.scope["path"])
         fields = BodyFields(body)
-        messages = fields.read_messages()
-        if body.get("tools") and body.get("tool_choice") != "none":
-            raise BackendError(f"{self.backend.engine} does not support tools", "tools")
+        messages = decode_arguments(fields.read_messages())
+        tools = read_tools(body, self._get_text().tool_format, can_force="json_schema" in self.backend.structured)
         more = body.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise BackendError("chat_template_kwargs must be an object", "chat_template_kwargs")
-        text = self._get_text().chat(messages, None, more)
+        text = self._get_text().chat(messages, tools.tools if tools else None, more)
+        text += tools.opening if tools else ""
         # The template already contains the special tokens.
         tokens = await self._encode(text, special=False)
         logprobs = self._read_chat_logprobs(fields)
-        asked = self._make_request(fields, tokens, text, logprobs, messages=messages)
-        return await self._generate(request, asked, ChatFormat(self.name), fields)
+        schema = tools.make_schema() if tools else None
+        asked = self._make_request(fields, tokens, text, logprobs, messages=messages, schema=schema)
+        return await self._generate(
+            request, asked, ChatFormat(self.name, tools.make_parser() if tools else None), fields
+        )
 
     async def complete(self, request: HttpRequest) -> Response:
         body = await read_object(request)
@@ -292,6 +300,7 @@ class Endpoints:
         text: str,
         logprobs: int | None,
         messages: list[dict[str, Any]] | None = None,
+        schema: str | None = None,
     ) -> GenerationRequest:
         body = fields.body
         if logprobs is not None and not self.backend.logprobs:
@@ -331,7 +340,7 @@ class Endpoints:
             seed=fields.read_integer("seed", -(1 << 63)),
             stop=fields.read_stops(),
             logprobs=logprobs,
-            schema=self._read_schema(body.get("response_format")),
+            schema=schema or self._read_schema(body.get("response_format")),
             ignore_eos=fields.read_flag("ignore_eos"),
         )
 
@@ -432,7 +441,7 @@ class Endpoints:
         if form not in ("float", "base64"):
             raise BackendError("encoding_format must be float or base64", "encoding_format")
         inputs = await self._read_inputs(body)
-        vectors = await wait_unless_gone(request, self.worker.call(lambda: self.backend.embed(inputs)))
+        vectors = await wait_unless_gone(request, self.worker.compute("embed", inputs))
         if body.get("dimensions") is not None:
             vectors = [self._check_dimensions(vector, BodyFields(body)) for vector in vectors]
         data = [
@@ -453,7 +462,7 @@ class Endpoints:
         body = await read_object(request)
         self._check_task("classify", request.scope["path"])
         inputs = await self._read_inputs(body)
-        rows = await wait_unless_gone(request, self.worker.call(lambda: self.backend.classify(inputs)))
+        rows = await wait_unless_gone(request, self.worker.compute("classify", inputs))
         data = []
         for index, probabilities in enumerate(rows):
             best = max(range(len(probabilities)), key=probabilities.__getitem__)
@@ -462,6 +471,73 @@ class Endpoints:
         return make_json_response(
             {"object": "list", "data": data, "model": self.name, "usage": self._count_usage(inputs)}
         )
+
+    async def rerank(self, request: HttpRequest) -> Response:
+        """The documents in the order of their relevance to the query, as in the APIs of Cohere, Jina and vLLM."""
+        body = await read_object(request)
+        self._check_relevance(request.scope["path"])
+        query, documents = body.get("query"), body.get("documents")
+        if not isinstance(query, str):
+            raise BackendError("query must be a text", "query")
+        if not isinstance(documents, list) or not 0 < len(documents) <= MAX_INPUTS:
+            raise BackendError(f"documents must be a list of 1 to {MAX_INPUTS} texts", "documents")
+        found = [one.get("text") if isinstance(one, dict) else one for one in documents]
+        texts = [one for one in found if isinstance(one, str)]
+        if len(texts) < len(found):
+            raise BackendError("documents must be texts, or objects with a text", "documents")
+        most = BodyFields(body).read_integer("top_n", 1)
+        scores, usage = await self._relate(request, [(query, text) for text in texts])
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[:most]
+        shown = body.get("return_documents", True)
+        results = [
+            {"index": at, "relevance_score": scores[at], **({"document": {"text": texts[at]}} if shown else {})}
+            for at in order
+        ]
+        return make_json_response(
+            {"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": usage}
+        )
+
+    async def score(self, request: HttpRequest) -> Response:
+        """The relevance of texts to one text, or to one each, as in vLLM's API."""
+        body = await read_object(request)
+        self._check_relevance(request.scope["path"])
+        first, second = (self._read_texts(body, name) for name in ("text_1", "text_2"))
+        if len(first) not in (1, len(second)):
+            raise BackendError("text_1 must be one text, or as many as text_2", "text_1")
+        firsts = first * len(second) if len(first) == 1 else first
+        scores, usage = await self._relate(request, list(zip(firsts, second, strict=True)))
+        data = [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)]
+        return make_json_response({"object": "list", "model": self.name, "data": data, "usage": usage})
+
+    def _read_texts(self, body: dict[str, Any], name: str) -> list[str]:
+        value = body.get(name)
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not 0 < len(texts) <= MAX_INPUTS:
+            raise BackendError(f"{name} must be a text or a list of 1 to {MAX_INPUTS} texts", name)
+        if not all(isinstance(one, str) for one in texts):
+            raise BackendError(f"{name} must contain texts", name)
+        return texts
+
+    def _check_relevance(self, path: str) -> None:
+        """Rerankers read both texts together; of embedding models, the vectors are compared."""
+        self._check_task("embed" if "embed" in self.backend.tasks else "classify", path)
+        if "embed" not in self.backend.tasks and len(self.backend.labels) > 1:
+            message = f"{path} needs a reranker with one label; this classifier has {len(self.backend.labels)}"
+            raise BackendError(message, "model")
+
+    async def _relate(self, request: HttpRequest, pairs: list[tuple[str, str]]) -> tuple[list[float], dict[str, int]]:
+        if "embed" in self.backend.tasks:
+            places = {text: index for index, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+            inputs = [await self._encode(text, special=True) for text in places]
+            self._check_lengths(inputs, "documents")
+            vectors = await wait_unless_gone(request, self.worker.compute("embed", inputs))
+            found = [_compare(vectors[places[first]], vectors[places[second]]) for first, second in pairs]
+            return found, self._count_usage(inputs)
+        encode = self._get_text().encode_pair
+        joined: list[list[int]] = [await asyncio.to_thread(encode, *pair) for pair in pairs]
+        self._check_lengths(joined, "documents")
+        rows = await wait_unless_gone(request, self.worker.compute("classify", joined))
+        return [row[0] for row in rows], self._count_usage(joined)
 
     def _count_usage(self, inputs: list[list[int]]) -> dict[str, int]:
         read = sum(map(len, inputs))
@@ -478,18 +554,23 @@ class Endpoints:
         if len(value) > MAX_INPUTS:
             raise BackendError(f"input may contain at most {MAX_INPUTS} texts", "input")
         inputs = [await self._read_tokens(one, "input") for one in value]
+        self._check_lengths(inputs, "input")
+        return inputs
+
+    def _check_lengths(self, inputs: list[list[int]], name: str) -> None:
         for place, tokens in enumerate(inputs):
             if self.backend.context_tokens is not None and len(tokens) > self.backend.context_tokens:
-                message = f"input[{place}] has {len(tokens)} tokens; the maximum is {self.backend.context_tokens}"
-                raise BackendError(message, "input", code="context_length_exceeded")
-        return inputs
+                message = f"{name}[{place}] has {len(tokens)} tokens; the maximum is {self.backend.context_tokens}"
+                raise BackendError(message, name, code="context_length_exceeded")
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await read_object(request)
         self._check_task(next(iter(self.backend.tasks)), request.scope["path"])
         if "messages" in body:
             special = False
-            text: Any = self._get_text().chat(BodyFields(body).read_messages(), None, {})
+            tools = read_tools(body, self._get_text().tool_format, can_force=True)
+            messages = decode_arguments(BodyFields(body).read_messages())
+            text: Any = self._get_text().chat(messages, tools.tools if tools else None, {})
         else:
             text = body.get("content", body.get("prompt"))
             special = BodyFields(body).read_flag("add_special") or BodyFields(body).read_flag("add_special_tokens")
@@ -534,6 +615,12 @@ async def _answer_nobody(_: HttpRequest, __: Exception) -> Response:
 async def _answer_failed(_: HttpRequest, error: Exception) -> Response:
     """Respond to an internal error, whose traceback the server logs."""
     return make_error_response(BackendError(f"the server failed: {type(error).__name__}", status=500))
+
+
+def _compare(first: list[float], second: list[float]) -> float:
+    """The cosine of the angle between two vectors."""
+    lengths = math.sqrt(math.fsum(a * a for a in first) * math.fsum(b * b for b in second))
+    return math.fsum(a * b for a, b in zip(first, second, strict=True)) / max(lengths, 1e-12)
 
 
 def _encode_base64(vector: list[float]) -> str:

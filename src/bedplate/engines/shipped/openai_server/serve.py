@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import errno
 import os
@@ -13,9 +11,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .backend import EngineBackend
+
+if TYPE_CHECKING:
+    import argparse
 
 KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 SUPERVISED_VARIABLE = "BEDPLATE_ENGINE_SUPERVISED"
@@ -26,6 +27,8 @@ KEEP_ALIVE_S = 24 * 3600
 
 
 def make_parser(backend: type[EngineBackend]) -> argparse.ArgumentParser:
+    import argparse
+
     parser = argparse.ArgumentParser(
         description=f"An OpenAI-compatible server for {backend.engine}. "
         f"If {KEY_VARIABLE} is set, clients must send its value as API key, except for /health and /metrics.",
@@ -50,6 +53,8 @@ def serve(backend: EngineBackend, arguments: Sequence[str] | None = None) -> Non
     # Threads that are computing would delay a normal exit.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
+    import asyncio
+
     try:
         import starlette
         import uvicorn
@@ -67,8 +72,11 @@ def serve(backend: EngineBackend, arguments: Sequence[str] | None = None) -> Non
 
 
 async def _serve(backend: EngineBackend, options: argparse.Namespace, listening: socket.socket) -> None:
+    import asyncio
+
     import uvicorn
 
+    from .connections import HttpProtocol
     from .endpoints import Endpoints
     from .worker import EngineWorker
 
@@ -87,7 +95,7 @@ async def _serve(backend: EngineBackend, options: argparse.Namespace, listening:
     )
     config = uvicorn.Config(
         endpoints,
-        http="h11",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -7,6 +7,7 @@ import uuid
 from typing import Any, ClassVar
 
 from .backend import BackendError, Finish
+from .tools import FunctionCall, ToolCallParser
 from .worker import TokenLogprob
 
 MAX_STOPS = 16
@@ -129,9 +130,29 @@ class ChatFormat(ResponseFormat):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(self, model: str, calls: ToolCallParser | None = None) -> None:
+        super().__init__(model)
+        self.calls = calls
+
     def make_choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
-        return {"index": 0, "message": message, "logprobs": self._format_logprobs(logprobs), "finish_reason": finish}
+        content, calls = self._separate(text, finish)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [call.to_json() for call in calls]
+        reason = self._name_finish(finish)
+        return {"index": 0, "message": message, "logprobs": self._format_logprobs(logprobs), "finish_reason": reason}
+
+    def _separate(self, text: str, finish: Finish | None) -> tuple[str, list[FunctionCall]]:
+        if self.calls is None:
+            return text, []
+        content, calls = self.calls.feed(text)
+        if finish is not None:
+            rest, last = self.calls.flush()
+            content, calls = content + rest, calls + last
+        return content, calls
+
+    def _name_finish(self, finish: Finish | None) -> str | None:
+        return "tool_calls" if finish == "stop" and self.calls is not None and self.calls.count else finish
 
     def make_opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -140,14 +161,21 @@ class ChatFormat(ResponseFormat):
     def make_chunks(
         self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None
     ) -> list[dict[str, Any]]:
-        found = []
-        if text or logprobs:
-            entry = self._format_logprobs(logprobs)
-            found.append(
-                self.make_chunk({"index": 0, "delta": {"content": text}, "logprobs": entry, "finish_reason": None})
-            )
+        begin = self.calls.count if self.calls is not None else 0
+        content, calls = self._separate(text, finish)
+        deltas: list[tuple[dict[str, Any], Any]] = []
+        if content or logprobs:
+            deltas.append(({"content": content}, self._format_logprobs(logprobs)))
+        if calls:
+            listed = [{"index": index, **call.to_json()} for index, call in enumerate(calls, begin)]
+            deltas.append(({"tool_calls": listed}, None))
+        found = [
+            self.make_chunk({"index": 0, "delta": delta, "logprobs": entry, "finish_reason": None})
+            for delta, entry in deltas
+        ]
         if finish is not None:
-            found.append(self.make_chunk({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish}))
+            reason = self._name_finish(finish)
+            found.append(self.make_chunk({"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}))
         return found
 
     def _format_logprobs(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:

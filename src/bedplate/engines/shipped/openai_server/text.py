@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .backend import BackendError, Text
+from .backend import BackendError, Text, TokenPair
+from .tools import find_tool_format, with_tools
 
 
 class HuggingFaceText(Text):
@@ -28,9 +29,14 @@ class HuggingFaceText(Text):
         self.max_token = max(self.tokenizer.get_vocab().values(), default=0)
         self.config = read_json(self.folder / "tokenizer_config.json")
         self.template = ChatTemplate(read_template(self.folder, self.config), find_special_tokens(self.config))
+        self.tool_format = self.template.tool_format
 
     def encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode_pair(self, first: str, second: str) -> TokenPair:
+        found = self.tokenizer.encode(first, second)
+        return TokenPair(found.ids, found.type_ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -43,7 +49,8 @@ class ChatTemplate:
     """The chat template of a model, rendered as Transformers renders it."""
 
     def __init__(self, source: str | None, tokens: dict[str, str]) -> None:
-        self.source = source
+        self.source = with_tools(source) or source
+        self.tool_format = find_tool_format(self.source)
         self.tokens = tokens
         self._compiled: Any = None
 

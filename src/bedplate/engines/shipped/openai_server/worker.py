@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -118,6 +119,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._queue: deque[AnswerStream] = deque()
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._batches: dict[str, list[tuple[list[list[int]], asyncio.Future[Any]]]] = {}
         self._active: dict[GenerationRequest, AnswerStream] = {}
 
     def start(self) -> None:
@@ -146,6 +148,34 @@ class EngineWorker:
             self._changed.notify()
         return future
 
+    def compute(self, task: str, inputs: list[list[int]]) -> asyncio.Future[Any]:
+        """Embed or classify texts, in one batch with those of the other requests that wait for it."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        with self._changed:
+            self._batches.setdefault(task, []).append((inputs, future))
+            self._changed.notify()
+        return future
+
+    def _run_batches(self) -> None:
+        with self._changed:
+            batches, self._batches = self._batches, {}
+        for task, waiting in batches.items():
+            asked = [one for one in waiting if not one[1].done()]
+            method = getattr(self.backend, task)
+            texts = [text for inputs, _ in asked for text in inputs]
+            try:
+                rows = method(texts) if texts else []
+            except Exception:
+                # One request may have caused it: each is computed alone, and only that one fails.
+                for inputs, future in asked:
+                    self._run_call(functools.partial(method, inputs), future)
+                continue
+            begin = 0
+            for inputs, future in asked:
+                found = rows[begin : begin + len(inputs)]
+                begin += len(inputs)
+                self._call_in_loop(_settle, future, found, None)
+
     def _run(self) -> None:
         try:
             self.backend.load(self._options, self._report_progress)
@@ -169,9 +199,10 @@ class EngineWorker:
 
     def _run_step(self) -> None:
         with self._changed:
-            while not (self._queue or self._calls or self._active):
+            while not (self._queue or self._calls or self._batches or self._active):
                 self._changed.wait()
             calls, self._calls = self._calls, deque()
+        self._run_batches()
         for what, future in calls:
             self._run_call(what, future)
         for answer in [answer for answer in self._active.values() if answer.cancelled]:
@@ -244,7 +275,7 @@ class EngineWorker:
         error = BackendError("the engine failed and is being restarted", status=500)
         for answer in [*self._active.values(), *self._queue]:
             answer.put(Delta(error=error))
-        for _, future in self._calls:
+        for _, future in (*self._calls, *(one for waiting in self._batches.values() for one in waiting)):
             _settle(future, None, error)
         # Time to send these last responses.
         self._loop.call_later(0.2, os._exit, 1)

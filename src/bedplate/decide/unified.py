@@ -1,0 +1,24 @@
+"""Memory that a GPU shares with the CPU: the system limits the GPU's part, and a setting raises that limit."""
+
+from __future__ import annotations
+
+from bedplate.values import Hardware, replace_fields
+
+SYSTEM_BYTES = 4 << 30
+SYSTEM_SHARE = 0.1
+"""Memory that stays with the system and other programs: at least this much, or this share."""
+MEBIBYTE = 1 << 20
+
+
+def raise_limit(hardware: Hardware) -> Hardware | None:
+    """The machine after the setting is changed; `None` if it has no such limit, or one that is high enough."""
+    cards, total = hardware.accelerators, hardware.memory.total_bytes
+    if len(cards) != 1 or not cards[0].unified_memory or cards[0].vendor not in ("apple", "amd"):
+        return None
+    most = (total - max(SYSTEM_BYTES, round(total * SYSTEM_SHARE))) // MEBIBYTE * MEBIBYTE
+    limit = cards[0].wired_limit_bytes
+    if limit is None or most <= limit.value:
+        return None
+    raised = replace_fields(limit, value=float(most), low=float(most), high=float(most))
+    card = replace_fields(cards[0], free_bytes=most, wired_limit_bytes=raised)
+    return replace_fields(hardware, accelerators=(card,))

@@ -1,0 +1,182 @@
+"""Endpoints elsewhere of a host: they are added to the gateway, and checked regularly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bedplate.errors import UsageError
+from bedplate.run.gateway.choosing import ChoosingRoute
+from bedplate.run.gateway.elsewhere import RemoteAddress, RemoteBackend, read_key
+from bedplate.values.service import RemoteEndpointStatus
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from bedplate.run.gateway import Gateway
+    from bedplate.run.ready import PreparedModel
+    from bedplate.values.service import EndpointOrder, Order
+
+CHECK_S = 5.0
+CHECK_TIMEOUT_S = 5.0
+LOST_AFTER = 3
+"""After so many failed checks in a row the endpoint gets no requests, and its running ones are sent elsewhere."""
+ANSWERS_WITHOUT_LIST = (404, 405, 501)
+"""Statuses of endpoints that work and do not list their models."""
+
+
+def make_endpoints(order: Order, made: Sequence[PreparedModel]) -> list[RemoteBackend]:
+    """The backends of an order, with the names of the local models that they join. Raises `UsageError`."""
+    local = {
+        alias.lower(): one for one in made for alias in (one.name, one.plan.model.name, *one.plan.model.files)
+    }  # fmt: skip
+    found = [_make_endpoint(one, order, made, local) for one in order.endpoints]
+    for endpoint, backend in zip(order.endpoints, found, strict=True):
+        same = [one.tenants for one, other in zip(order.endpoints, found, strict=True) if other.model == backend.model]
+        if any(set(tenants) != set(endpoint.tenants) for tenants in same):
+            raise UsageError(f"the endpoints of {backend.model} have different tenants", hint="give all the same ones")
+    return found
+
+
+def check_endpoints(order: Order) -> None:
+    """Checks addresses and keys before anything is installed."""
+    for one in order.endpoints:
+        read_key(one.key_env, _parse_address(one, order))
+    if order.endpoints and order.bundle is not None:
+        raise UsageError("--bundle and endpoints elsewhere cannot be combined: a bundle uses no network")
+    if order.routing is not None and not order.endpoints:
+        raise UsageError("routing: there are no endpoints elsewhere to choose from", hint="services: [{url: …}]")
+
+
+def _parse_address(one: EndpointOrder, order: Order) -> RemoteAddress:
+    address = RemoteAddress.from_url(one.url, "url")
+    if address.is_loopback and address.port == order.port:
+        raise UsageError(f"url: {one.url} is the address of this endpoint itself")
+    return address
+
+
+def _make_endpoint(
+    one: EndpointOrder, order: Order, made: Sequence[PreparedModel], local: Mapping[str, PreparedModel]
+) -> RemoteBackend:
+    address = _parse_address(one, order)
+    name = one.name or one.model or (made[0].name if made else None)
+    if name is None:
+        raise UsageError(f"{one.url}: the model is not named", hint="model: NAME, as the endpoint lists it")
+    joined = local.get(name.lower())
+    if joined is not None and joined.decided.wanted.is_on_demand:
+        raise UsageError(f"{joined.name}: ttl cannot be combined with an endpoint elsewhere of the same name")
+    if joined is not None and one.tenants and set(one.tenants) != set(joined.decided.wanted.tenants):
+        raise UsageError(f"{joined.name}: an endpoint elsewhere must have the tenants of the model that it joins")
+    model = joined.name if joined is not None else name
+    backend = RemoteBackend(model, address, read_key(one.key_env, address), sent_name=one.model or model)
+    backend.share, backend.price, backend.rank = one.share, one.price_per_million_tokens, one.rank
+    return backend
+
+
+class EndpointWatch:
+    """Checks the endpoints of one host and sets their state."""
+
+    def __init__(self, backends: Sequence[RemoteBackend], say: Callable[[str], None]) -> None:
+        self.backends = backends
+        self._say = say
+        self._failures = dict.fromkeys(backends, 0)
+        self.checked = asyncio.Event()
+        """Set when each endpoint was checked once."""
+
+    async def run(self) -> None:
+        import aiohttp
+
+        # Neither a proxy nor a .netrc of the environment: the key goes to the endpoint alone.
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while True:
+                await asyncio.gather(*(self._check(backend, session) for backend in self.backends))
+                self.checked.set()
+                await asyncio.sleep(CHECK_S)
+
+    async def _check(self, backend: RemoteBackend, session: aiohttp.ClientSession) -> None:
+        failure = await _find_failure(backend, session)
+        if failure is None:
+            self._failures[backend] = 0
+            if backend.state != "ready":
+                self._say(f"the endpoint {backend.engine} answers, for {backend.model}")
+                backend.reason = None
+                backend.state = "ready"
+            return
+        self._failures[backend] += 1
+        if backend.state == "ready" and self._failures[backend] < LOST_AFTER:
+            return
+        was_ready, known = backend.state == "ready", backend.reason == failure
+        backend.reason = failure
+        if not known:
+            self._say(f"the endpoint {backend.engine} cannot be used for {backend.model}: {failure}")
+        if was_ready or backend.state == "loading":
+            backend.state = "restarting"
+        if was_ready and backend.drop_requests is not None:
+            backend.drop_requests()
+
+
+async def _find_failure(backend: RemoteBackend, session: aiohttp.ClientSession) -> str | None:
+    """Why the endpoint cannot be used; `None`: it can."""
+    import aiohttp
+
+    if backend.remote is None:
+        raise RuntimeError("not an endpoint elsewhere")
+    headers = {"Authorization": f"Bearer {backend.engine_key}"} if backend.engine_key else {}
+    options = {"ssl": backend.connect_options["ssl"]} if backend.connect_options else {}
+    try:
+        async with session.get(
+            f"{backend.remote.url}/v1/models", headers=headers, allow_redirects=False, **options
+        ) as answer:
+            status = answer.status
+            with contextlib.suppress(ValueError, aiohttp.ClientPayloadError):
+                listed = await answer.json(content_type=None)
+                names = [row.get("id") for row in listed["data"]] if status == 200 else []
+                if names and backend.sent_name.lower() not in (str(name).lower() for name in names):
+                    return f"it does not list the model {backend.sent_name!r}"
+    except (LookupError, TypeError, AttributeError):
+        return None  # it answers, in a format of its own
+    except TimeoutError:
+        return f"no answer within {CHECK_TIMEOUT_S:g} s"
+    except aiohttp.ClientConnectorCertificateError:
+        return "its TLS certificate is not valid"
+    except (aiohttp.ClientError, OSError) as error:
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        return f"it cannot be reached ({cause})"
+    if status < 300 or status in ANSWERS_WITHOUT_LIST:
+        return None
+    if status in (401, 403):
+        return "it rejects the API key" if backend.engine_key else "it requires an API key: set key_env"
+    if status < 400:
+        return "it answers with a redirect, which is not followed"
+    return f"it answers with status {status}"
+
+
+def describe_endpoints(gateway: Gateway, backends: Sequence[RemoteBackend]) -> tuple[RemoteEndpointStatus, ...]:
+    latencies = {
+        link.backend: latency.ttft_s
+        for route in gateway.routes
+        if isinstance(route, ChoosingRoute)
+        for link, latency in route.latencies.items()
+    }
+    found = []
+    for one in backends:
+        ttft_s = latencies.get(one)
+        found.append(
+            RemoteEndpointStatus(
+                url=f"{one.remote.url}/v1" if one.remote is not None else "",
+                model=one.model,
+                remote_model=one.sent_name,
+                state=one.state,
+                reason=one.reason if one.state != "ready" else None,
+                ejected=not one.health.is_healthy,
+                share=one.share,
+                price_per_million_tokens=one.price,
+                in_flight=one.in_flight,
+                sent=one.sent,
+                ttft_ms=ttft_s * 1000 if ttft_s is not None else None,
+            )
+        )
+    return tuple(found)

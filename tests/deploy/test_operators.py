@@ -1,0 +1,121 @@
+"""Rules of the operators' admission webhooks and the versions that the files need, for every emitted object."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cluster.operators import list_violations
+from tests.deploy.intents import WITH_RAY, emit_files, make_platform
+from tests.deploy.test_emitted_walk import ON_A_CLUSTER
+from tests.deploy.walk import iterate_pods, read_manifests
+
+from bedplate.decide.portfolio import make_pool_machine
+from bedplate.deploy.emit import emit_target
+from bedplate.deploy.images import RAY_VERSION
+from bedplate.deploy.service_containers import make_node_selector
+from bedplate.engines import get_engine
+from bedplate.errors import UsageError
+from bedplate.facts.chips import find_accelerator_chip
+from bedplate.values.intent import NodePool
+
+TESTS = Path(__file__).parents[1]
+MI300X = {"name": "amd", "accelerator": "MI300X", "count": 8, "gpus_per_node": 8}
+
+
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_operators_admit_every_object(name: str, target: str) -> None:
+    assert not list_violations(read_manifests(emit_files(name, target)))
+
+
+def test_violations_are_detected() -> None:
+    (service,) = (tree for tree in read_manifests(emit_files("tenants-alone", "ray")) if tree["kind"] == "RayService")
+    del service["metadata"]["annotations"]
+    service["spec"]["serviceUnhealthySecondThreshold"] = 900
+    found = " ".join(list_violations([service]))
+    assert "only as an elastic job" in found and "deprecated" in found
+
+
+class TestKueue:
+    @pytest.mark.parametrize("target", ["kubernetes", "dynamo", "ray"])
+    def test_files_state_the_version_and_the_configuration(self, target: str) -> None:
+        files = emit_files("platform", target)
+        version = "0.18" if target == "ray" else "0.16"
+        assert f"Kueue {version} or newer" in files["kustomization.yaml"]
+        lines = [line[2:] for line in files["queues.yaml"].splitlines() if line.startswith("#   ")]
+        frameworks = yaml.safe_load("\n".join(lines))["integrations"]["frameworks"]
+        assert {"batch/job", "deployment", "pod"} <= set(frameworks)
+        assert ("ray.io/rayservice" in frameworks) == (target == "ray")
+
+    def test_pods_accept_the_label_of_their_flavor(self) -> None:
+        """Kueue adds the flavor's label to the pod's selector: both must hold on one node."""
+        trees = read_manifests(emit_files("platform", "kubernetes"))
+        flavors = [tree["spec"]["nodeLabels"] for tree in trees if tree["kind"] == "ResourceFlavor"]
+        assert {"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"} in flavors
+        for tree in trees:
+            for labels, pod in iterate_pods(tree):
+                if labels.get("app.kubernetes.io/component") in ("engine", "model"):
+                    assert any(accepts(pod, flavor) for flavor in flavors), tree["metadata"]["name"]
+
+
+def accepts(pod: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a node with just these labels satisfies a pod's selector and affinity."""
+    if any(labels.get(name) != value for name, value in pod.get("nodeSelector", {}).items()):
+        return False
+    affinity = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
+    terms = affinity["nodeSelectorTerms"][0]["matchExpressions"] if affinity else []
+    return all(
+        (term["key"] not in labels) if term["operator"] == "DoesNotExist" else labels.get(term["key"]) in term["values"]
+        for term in terms
+    )
+
+
+@pytest.mark.parametrize("chip", ["RX 7900 XTX", "MI250X", "MI300X", "H100 SXM", "A100 SXM 80GB", "T4"])
+def test_label_values_are_valid(chip: str) -> None:
+    node = make_pool_machine(NodePool(name="one", accelerator=chip), 1)
+    values = make_node_selector(node, find_accelerator_chip(node.accelerators[0])).values
+    assert values and all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", value) for value in values)
+
+
+def test_label_of_a_pool_selects_its_nodes() -> None:
+    described: dict[str, Any] = {
+        "pools": [{**MI300X, "node_label": "example.com/cards=mi300x"}],
+        "tenants": [{"name": "all"}],
+        "services": [{"name": "code", "model": "Qwen/Qwen3-32B"}],
+    }
+    for tree in read_manifests(emit_target(make_platform(described), "kubernetes")):
+        if tree["kind"] == "ResourceFlavor":
+            assert tree["spec"]["nodeLabels"] == {"example.com/cards": "mi300x"}
+        for labels, pod in iterate_pods(tree):
+            if labels.get("app.kubernetes.io/component") in ("engine", "model"):
+                assert pod["nodeSelector"] == {"example.com/cards": "mi300x"}
+    described["pools"][0]["node_label"] = "no label"
+    with pytest.raises(UsageError, match="not a node label"):
+        emit_target(make_platform(described), "kubernetes")
+
+
+class TestRay:
+    def test_engine_is_the_version_that_ray_requires(self) -> None:
+        lines = (TESTS / "captures" / "ray" / "METADATA").read_text().splitlines()
+        ray = get_engine("vllm").ray
+        assert ray is not None and f"Version: {RAY_VERSION}" in lines
+        assert f'Requires-Dist: vllm[audio]=={ray.version}; extra == "llm"' in lines
+
+    def test_engine_options_are_known_to_older_and_newer_versions(self) -> None:
+        """Ray's vLLM is between the two versions whose options were captured."""
+        folder = TESTS / "engines" / "options"
+        for file in ("vllm-0.26.0.json", "vllm.json"):
+            options = json.loads((folder / file).read_text())["options"]
+            known = {name.removeprefix("--").replace("-", "_"): one for one in options for name in one["names"]}
+            for name in sorted(WITH_RAY):
+                for path, text in emit_files(name, "ray").items():
+                    if path.startswith("serve/"):
+                        kwargs = yaml.safe_load(text)["applications"][0]["args"]["llm_configs"][0]["engine_kwargs"]
+                        for option, value in kwargs.items():
+                            assert option in known, (file, option)
+                            choices = known[option].get("choices")
+                            assert choices is None or value in choices, (file, option, value)

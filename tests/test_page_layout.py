@@ -1,0 +1,103 @@
+"""What people read in a terminal of 80 columns: one table in `ps`, this machine first, commands that can be pasted."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from typing import cast
+
+import pytest
+from tests.commands import invoke
+
+from bedplate.cli import terminal
+from bedplate.cli.terminal import SafeConsole
+from bedplate.decide.questions import Offer, list_purchasable, procure
+from bedplate.run.models import find_known_model
+from bedplate.show.columns import Column, FittingTable
+from bedplate.show.procure import list_worthwhile
+from bedplate.show.serving import render_ready
+from bedplate.values import Endpoint, Workload
+from bedplate.values.intent import Operations
+
+
+def render(what: object, width: int) -> str:
+    out = SafeConsole(file=io.StringIO(), width=width, highlight=False)
+    out.print(what)
+    return cast(io.StringIO, out.file).getvalue()
+
+
+def make_table() -> FittingTable:
+    cells = {
+        "name": "smollm2-135m-instruct", "state": "ready", "url": "http://127.0.0.1:8080/v1",
+        "models": "smollm2-135m-instruct", "engines": "llama.cpp", "memory": "353 MiB", "process": "12345",
+    }  # fmt: skip
+    columns = tuple(Column.from_cells(name, [cell], comfortable=48) for name, cell in cells.items())
+    return FittingTable(columns, ("process", "models", "memory", "engines"))
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(200, set()), (100, {"process"}), (80, {"process", "models"}), (60, {"process", "models"})]
+)
+def test_a_narrow_terminal_leaves_columns_out_and_keeps_one_table(width: int, left_out: set[str]) -> None:
+    shown = render(make_table(), width)
+    header = shown.splitlines()[0].split()
+    assert {"process", "models"} - set(header) == left_out
+    assert header[:2] == ["name", "state"] and len(shown.splitlines()) == 2
+    assert "http://127.0.0.1:8080/v1" in shown and "smollm2-135m-instruct" in shown  # whole words
+
+
+def test_engines_begins_with_this_machine() -> None:
+    shown = invoke("engines").out
+    first, second, third = (shown.index(title) for title in ("This machine", "Recommended by hardware", "Features"))
+    assert first < second < third
+
+
+def test_ready_names_the_live_page() -> None:
+    endpoint = Endpoint(
+        url="http://127.0.0.1:8080/v1", model="m", engine="llama.cpp", engine_version="1", pid=1, log="/x"
+    )
+    assert "live page  http://127.0.0.1:8080/\n" in render(render_ready(endpoint), 80)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "pytorch"])
+def test_the_launch_command_of_a_plan_can_be_pasted(engine: str) -> None:
+    arguments = ("plan", "meta-llama/Meta-Llama-3.1-70B", "--hardware", "8x H100 SXM", "--engine", engine)
+    shown = invoke(*arguments).out.partition(" Launch\n")[2]
+    words = shlex.split(shown.replace("\\\n", " "))
+    launch = json.loads(invoke(*arguments, "--json").out)["launch"]
+    assert words == [*(f"{name}={value}" for name, value in launch["env"].items()), *launch["argv"]]
+
+
+def test_procurement_leaves_out_what_another_chip_beats() -> None:
+    model = find_known_model("meta-llama/Llama-3.1-8B-Instruct")
+    chips = [chip for chip in list_purchasable() if chip.vendor == "nvidia"][:12]
+    offers = [one for _, one in procure(model, Workload(), Operations(), chips) if one is not None]
+    shown = list_worthwhile(offers)
+    assert 0 < len(shown) < len(offers)
+    assert [one.count for one in shown] == sorted(one.count for one in shown)
+    for one in offers:
+        if one not in shown:
+            assert any(is_as_good(other, one) for other in shown), one.accelerator
+
+
+def is_as_good(one: Offer, other: Offer) -> bool:
+    rates = [offer.decision.estimate.output_tok_s for offer in (one, other)]
+    speeds = [rate.value if rate is not None else 0.0 for rate in rates]
+    assert one.watts is not None and other.watts is not None
+    return one.count <= other.count and one.watts <= other.watts and speeds[0] >= speeds[1]
+
+
+@pytest.mark.parametrize(
+    "words", [("models", "--search", "qwen3", "--limit", "4"), ("inspect", "llama3.1:8b"), ("plan", "qwen3:8b")]
+)
+def test_no_word_breaks_at_80_columns(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of models may break after a hyphen."""
+    machine = () if words[0] == "inspect" else ("--hardware", "RTX 4090")
+    shown = {}
+    for width in (80, 2000):
+        monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
+        shown[width] = invoke(*words, *machine).out
+    whole = set(re.findall(r"[^\s/-]+", shown[2000]))
+    assert [word for word in re.findall(r"[^\s/-]+", shown[80]) if word not in whole] == []

@@ -1,0 +1,168 @@
+"""`runs export`, `runs verify`, `runs import`, and `report DIR`, with files of bedplate and of other tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import lzma
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.browser import open_browser
+from tests.commands import invoke
+from tests.contract.documents import check_document
+
+from bedplate import store
+
+CAPTURES = Path(__file__).parent / "captures" / "runs"
+RUN_ID = "20261116-064003-7056"
+OTHERS = ("llama-bench.json", "vllm-bench-serve-summary.json", "guidellm-real.json", "aiperf.json",
+          "aiperf-records.jsonl", "inferencex.json")  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with one real run."""
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "run.json"
+    path.write_bytes(lzma.decompress((CAPTURES / "two-cores-arm-llama.json.xz").read_bytes()))
+    assert invoke("runs", "import", str(path)).code == 0
+    return tmp_path
+
+
+def export_signed(folder: Path, name: str = "result.json") -> Path:
+    path = folder / name
+    done = invoke("runs", "export", RUN_ID, "--sign", "-o", str(path))
+    assert done.code == 0 and "signed" in done.err
+    return path
+
+
+def test_an_exported_run_is_verified_and_imported_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = export_signed(home)
+    before = store.find_run(RUN_ID)
+    document = check_document("signed-result", path.read_text())
+    assert document["run"]["id"] == RUN_ID and document["run"]["cells"][0]["repeats"][0]["samples"]
+    valid = invoke("runs", "verify", str(path))
+    assert valid.code == 0 and valid.out.startswith(f"valid: run {RUN_ID}")
+    key = check_document("verified-result", invoke("runs", "verify", str(path), "--json").out)["public_key"]
+    assert invoke("runs", "verify", str(path), "--public-key", key).code == 0
+    assert invoke("runs", "verify", str(path), "--public-key", "x").code == 1
+    monkeypatch.setenv("BEDPLATE_HOME", str(home / "elsewhere"))
+    (found,) = check_document("imported-runs", invoke("runs", "import", str(path), "--json").out)["runs"]
+    assert (found["run"], found["is_verified"], found["cells"]) == (RUN_ID, True, 4)
+    assert store.find_run(RUN_ID).cells == before.cells
+    assert invoke("compare", str(path), f"{RUN_ID}").code == 2, "a cell is not compared with itself"
+
+
+def test_an_export_without_a_signature_is_not_valid(home: Path) -> None:
+    done = invoke("runs", "export", RUN_ID)
+    assert done.code == 0 and check_document("signed-result", done.out)["signature"] is None
+    path = home / "plain.json"
+    path.write_text(done.out)
+    assert invoke("runs", "verify", str(path)).out == "not valid: it has no signature\n"
+    assert invoke("runs", "export", RUN_ID, "--key", "key.pem").code == 2
+    assert invoke("runs", "export", "nothing").code == 2
+    assert invoke("runs", "verify", str(home / "none.json")).code == 2
+
+
+def test_a_changed_result_is_refused(home: Path) -> None:
+    path = export_signed(home)
+    path.write_text(path.read_text().replace("Neoverse", "Faster"))
+    assert invoke("runs", "verify", str(path)).code == 1
+    done = invoke("runs", "import", str(path))
+    assert done.code == 1 and "was changed after it was signed" in done.err
+    for words in (("compare", str(path), RUN_ID), ("report", str(path), "--md"), ("gate", str(path))):
+        refused = invoke(*words)
+        assert refused.code == 1 and "was changed after it was signed" in refused.err, words
+
+
+def test_results_of_other_tools_are_imported_with_their_gaps(home: Path) -> None:
+    done = invoke("runs", "import", *(str(CAPTURES / name) for name in OTHERS))
+    assert done.code == 0
+    for name in OTHERS:
+        part = done.out.partition(f"{name}: ")[2]
+        assert "not signed" in part.splitlines()[0] and "the file does not contain: " in part
+    rows = json.loads(invoke("runs", "list", "--json").out)["runs"]
+    assert [row["kind"] for row in rows].count("import") == len(OTHERS) + 1
+    assert all(row["effects"] == [] for row in rows), "imported runs never change plans"
+    assert invoke("runs", "import", str(home / "none.json")).code == 2
+
+
+# report DIR
+
+
+@pytest.fixture
+def folder(home: Path) -> Path:
+    """Signed, changed, unsigned and foreign results, and a file that is none."""
+    made = home / "results"
+    made.mkdir()
+    signed = export_signed(made, "signed.json")
+    (made / "changed.json").write_text(signed.read_text().replace('"agreement": 1.0', '"agreement": 0.5'))
+    assert (made / "changed.json").read_text() != signed.read_text()
+    for name in OTHERS:
+        shutil.copy(CAPTURES / name, made)
+    (made / "other.json").write_text("{}")
+    (made / "notes.txt").write_text("not read")
+    return made
+
+
+def test_only_verified_clean_rows_are_ranked(folder: Path) -> None:
+    done = invoke("report", str(folder), "--md")
+    assert done.code == 0, done.err
+    rows = [line.strip("| ").split(" | ") for line in done.out.splitlines() if re.match(r"\| (\d+ )?", line)][2:]
+    ranked = {row[-1] for row in rows if row[0].isdigit()}
+    assert ranked == {"signed.json"} and len(rows) == 4 + 4 + 2 + len(OTHERS) - 1
+    assert "other.json is not a supported run file" in done.out and "notes.txt" not in done.out
+    assert all("the file does not contain" in row[-2] for row in rows if row[-1] in OTHERS)
+
+
+def test_the_page_is_one_file_that_loads_nothing(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "all.html"
+    done = invoke("report", str(folder), "-o", str(page))
+    assert done.code == 0 and "4 verified and clean ones are ranked" in done.out and "other.json" in done.err
+    text = page.read_text()
+    assert not re.search(r'(src|href)="|url\(|@import', text) and text.count('<tr class="ranked">') == 4
+    assert re.findall(r"<button type=\"button\">(\w+)</button>", text) == ["hardware", "model", "engine"]
+
+
+def test_texts_of_files_are_escaped(home: Path) -> None:
+    made = home / "hostile"
+    made.mkdir()
+    document = json.loads((CAPTURES / "inferencex.json").read_text())
+    (made / "x.json").write_text(json.dumps(document | {"model": "<script>alert(1)</script>|x"}))
+    page = home / "page.html"
+    assert invoke("report", str(made), "-o", str(page)).code == 0
+    assert "<script>alert" not in page.read_text()
+    assert "<script>alert" not in invoke("report", str(made), "--md").out
+
+
+def test_wrong_folders_are_usage_errors(home: Path, folder: Path) -> None:
+    empty = home / "empty"
+    empty.mkdir()
+    assert "has no result files" in invoke("report", str(empty)).err
+    assert invoke("report", str(folder), RUN_ID).code == 2
+    assert invoke("report", str(folder), "--slo", "ttft_ms=1").code == 2
+    assert invoke("report", str(folder), "--price-per-hour", "1").code == 2
+
+
+@pytest.mark.browser
+def test_the_table_is_sorted_by_hardware_model_and_engine(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "all.html"
+    assert invoke("report", str(folder), "-o", str(page)).code == 0
+
+    async def sort_columns() -> None:
+        async with open_browser(tmp_path / "profile") as tab:
+            await tab.open(page, 1200, "light")
+            for number, column in enumerate((1, 2, 3)):
+                read = f"[...document.querySelectorAll('tbody tr')].map(row => row.cells[{column}].textContent)"
+                await tab.evaluate(f"document.querySelectorAll('th button')[{number}].click()")
+                up = await tab.evaluate(read)
+                assert up == sorted(up, key=str.lower) and len(set(up)) > 1
+                await tab.evaluate(f"document.querySelectorAll('th button')[{number}].click()")
+                assert await tab.evaluate(read) == up[::-1]
+            assert await tab.evaluate("document.querySelector('th[aria-sort]').textContent") == "engine"
+            assert not tab.complaints and {url.partition(":")[0] for url in tab.requested} == {"file"}
+
+    asyncio.run(sort_columns())

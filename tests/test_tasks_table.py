@@ -1,0 +1,53 @@
+"""The table of tasks by engine: it lists every engine, agrees with their tasks, and each tested cell has a test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bedplate.engines import load_engines
+
+ROOT = Path(__file__).parents[1]
+FILES = ("test_tasks_real.py", "test_images_real.py")
+REAL = "".join((ROOT / "tests" / "e2e" / name).read_text(encoding="utf-8") for name in FILES)
+TESTED = {
+    ("llama.cpp", "embeddings"): ("test_embeddings_agree", "gguf-embedder"),
+    ("llama.cpp", "rerank"): ("test_rerank_agrees", "gguf-reranker"),
+    ("llama.cpp", "images"): ("test_images_reach_the_model", "tiny-vlm"),
+    ("onnxruntime", "embeddings"): ("test_embeddings_agree", "onnx-embedder"),
+    ("onnxruntime", "rerank"): ("test_rerank_agrees", "onnx-reranker"),
+    ("onnxruntime", "score"): ("test_score_of", "onnx-reranker"),
+    ("onnxruntime", "classify"): ("test_classify_agrees", "onnx-classifier"),
+}
+TASKS = {"embeddings": "embed", "rerank": "classify", "score": "classify", "classify": "classify"}
+
+
+def read_table() -> dict[tuple[str, str], str]:
+    lines = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8").split("## Tasks by engine")[1].splitlines()
+    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in lines if line.startswith("|")]
+    head, _, *body = rows
+    return {(row[0], name): cell for row in body for name, cell in zip(head[1:], row[1:], strict=True)}
+
+
+def test_table_lists_every_engine() -> None:
+    assert {engine for engine, _ in read_table()} == set(load_engines())
+
+
+def test_cells_agree_with_the_tasks_of_the_engines() -> None:
+    for (engine, api), cell in read_table().items():
+        assert cell in ("tested", "forwarded", "–")
+        one = load_engines()[engine]
+        if api == "images":
+            sees = one.reads_projectors or (one.server_features is not None and one.server_features.vision)
+            assert sees == (cell != "–"), engine
+            continue
+        has_task = TASKS[api] in one.tasks
+        assert has_task or cell == "–", f"{engine} has no task for {api}"
+        if api == "embeddings":
+            assert has_task == (cell != "–"), f"{engine} embeds, and the table does not say so"
+
+
+def test_each_tested_cell_has_a_test() -> None:
+    assert {place for place, cell in read_table().items() if cell == "tested"} == set(TESTED)
+    for test, model in TESTED.values():
+        assert f"def {test}" in REAL and model in REAL
