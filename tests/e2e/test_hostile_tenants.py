@@ -105,9 +105,10 @@ def test_aborted_streams_are_recorded_as_the_engine_counts_them(shared: SharedEn
                 events += answer.readline().startswith(b"data: ")
     wait_for(lambda: count_recorded("bob") - recorded >= streams * (ABORTED_AFTER - 1), "the tokens of aborted streams")
     # The engine leaves the last token of an aborted stream out of its metrics. How many it generates before it sees the
-    # disconnect depends on the machine.
+    # disconnect depends on the machine, from none to more than the gateway assumes.
+    uncertain = streams * (1 + get_engine("llama.cpp").requests.unsent_tokens)
     wait_for(
-        lambda: count_recorded("bob") - recorded <= shared.count_generated() - before + streams,
+        lambda: count_recorded("bob") - recorded <= shared.count_generated() - before + uncertain,
         "no more tokens recorded than generated",
     )
 
