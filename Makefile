@@ -45,7 +45,7 @@ test: style
 	@$(MAKE) --no-print-directory -j 2 types quick
 
 quick: $(READY_DEV)
-	$(PYTEST) -n 4 --dist worksteal -m "$(QUICK)" $(ARGS)
+	$(PYTEST) -p tests.forking --forks 4 -m "$(QUICK)" $(ARGS)
 
 # Without what `make test` runs. Measuring tests run alone, after all others.
 test-rest: $(READY_DEV)

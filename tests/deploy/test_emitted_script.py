@@ -270,7 +270,9 @@ def test_servers_of_one_node_start_together_and_end_together(tmp_path: Path) -> 
     facts = find_intended_model(intent.model)
     decision = decide(resolve_hardware(intent), facts, intent.workload, "vllm")
     assert len(decision.node_launches) == 4
-    (tmp_path / "serve.sh").write_text(write_script(plan(decision, facts, intent.workload), decision))
+    text = write_script(plan(decision, facts, intent.workload), decision)
+    assert text.index("    trap ") < text.index(" &\n"), "a server that starts before would outlive the script"
+    (tmp_path / "serve.sh").write_text(text)
     programs = tmp_path / "env" / "bin"
     programs.mkdir(parents=True)
     os.mkfifo(tmp_path / "started")
@@ -281,10 +283,11 @@ def test_servers_of_one_node_start_together_and_end_together(tmp_path: Path) -> 
     (tmp_path / "env" / ".installed-0").touch()
     env = {"PATH": os.environ["PATH"], "ENGINE_ENV": str(tmp_path / "env"), "STARTED": str(tmp_path / "started")}
     command = ["bash", str(tmp_path / "serve.sh")]
-    with subprocess.Popen(command, env=env, cwd=tmp_path) as script, (tmp_path / "started").open() as started:
-        lines = [started.readline().split() for _ in range(4)]
-        script.terminate()
-        # The pipe ends when the last of the servers does.
-        assert started.read() == "" and script.wait(HANG_S) == 143
+    for number in (1, 4):  # stopped while it starts them, and afterwards
+        with subprocess.Popen(command, env=env, cwd=tmp_path) as script, (tmp_path / "started").open() as started:
+            lines = [started.readline().split() for _ in range(number)]
+            script.terminate()
+            others = started.read()  # the pipe ends when the last of the servers does
+            assert script.wait(HANG_S) == 143 and (number == 1 or not others)
     assert sorted(line[0] for line in lines) == ["0", "1", "2", "3"]
     assert sorted(line[line.index("--port") + 1] for line in lines) == ["8080", "8081", "8082", "8083"]

@@ -54,12 +54,11 @@ rm -f {folder}/*/lock
 """
 ADDRESS = re.compile(r"(NODE_\d+_ADDRESS)((?::\d+)?)")
 """The address of a node in the commands of a plan for several nodes, with or without a port."""
-SERVERS_END = """\
-    # All servers of this node end together.
-    trap 'kill "${servers[@]}" 2> /dev/null || true' EXIT
+END_TOGETHER = """\
+    # All servers of this node end together, also those of a script that is stopped while it starts them.
+    trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
     trap 'exit 143' TERM
-    trap 'exit 130' INT
-    wait -n\
+    trap 'exit 130' INT\
 """
 LOOPBACK = "127.0.0.1"
 HUB_CLIENT = ("uvx", "--from", HUB_PACKAGE)
@@ -144,11 +143,11 @@ def _write_node_launches(launches: Sequence[NodeLaunch], shared: Mapping[str, st
         if len(here) == 1:
             lines += [f"    exec {_wrap(here[0].argv, _quote_node_word)}", "    ;;"]
             continue
-        lines.append("    servers=()")
+        lines.append(END_TOGETHER)
         for one in here:
             own = "".join(f"{name}={quote_shell(text)} " for name, text in one.env.items() if shared.get(name) != text)
-            lines += [f"    {own}{_wrap(one.argv, _quote_node_word)} &", "    servers+=($!)"]
-        lines += [SERVERS_END, "    ;;"]
+            lines.append(f"    {own}{_wrap(one.argv, _quote_node_word)} &")
+        lines += ["    wait -n", "    ;;"]
     unknown = f"NODE_RANK is $NODE_RANK, but the plan has nodes 0 to {max(one.node for one in launches)}"
     return "\n".join([*lines, "*)", f'    echo "{unknown}" >&2', "    exit 2", "    ;;", "esac"])
 
