@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,9 +18,16 @@ from tests.conftest import post_json, wait_for
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(sys.platform == "win32", reason="the script is for bash")]
 
 
+def pick_port() -> int:
+    """A port that the system gives to no other program while the script installs: it gives them from 32768 on."""
+    for port in random.sample(range(20_000, 32_000), 1_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port from 20000 to 32000 is free")
+
+
 def test_script_installs_what_it_needs_and_answers(builtin_gguf: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = pick_port()
     printed = run("plan", str(builtin_gguf), "--engine", "llama.cpp", "--emit", "command")
     assert printed.code == 0 and len(printed.out.splitlines()) < 80, printed.err
     (tmp_path / "serve.sh").write_text(printed.out.replace("--port 8080", f"--port {port}"))
