@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +30,16 @@ REQUESTS = 2_000
 COUNTED = (50, 150)
 """Instructions are counted for both numbers of requests; the difference leaves out the start of Python."""
 CHUNKS = 64
-KINDS = ("plain", "stream")
+KINDS = ("plain", "stream", "tenants")
+"""tenants: a plain answer, with two tenants that have limits and share the engine, and a record of each request."""
 
 
-def make_request(stream: bool, number: int) -> bytes:
+def make_request(stream: bool, number: int, key: str) -> bytes:
     asked: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": f"Question {number}?"}]}
     asked |= {"max_tokens": CHUNKS, "temperature": 0.7} | ({"stream": True} if stream else {})
     body = json.dumps(asked).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nuser-agent: bench\r\n"
+    head += f"authorization: Bearer {key}\r\n" if key else ""
     return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -83,22 +86,30 @@ class Wire(asyncio.Transport):
         return 0
 
 
-def make_exchange(stream: bool) -> Callable[[], None]:
+def make_exchange(kind: str, folder: Path) -> Callable[[], None]:
     """A function that sends one request through a gateway and its answer back."""
+    from bedplate_gateway import two_tenants
+
     from bedplate.run.gateway import Gateway, GatewayBackend
     from bedplate.run.gateway.client import ClientConnection
+    from bedplate.run.gateway.recorder import RequestRecorder
     from bedplate.run.gateway.upstream import EngineConnection
 
+    stream, key, keeper = kind == "stream", "", None
+    if kind == "tenants":
+        key = "sk-" + "0123456789abcdef" * 4
+        two_tenants(folder / "store.sqlite", key)
+        keeper = RequestRecorder(folder / "store.sqlite")
     backend = GatewayBackend("small", "llama.cpp", "1")
     backend.address, backend.slots, backend.state = ("127.0.0.1", 1), 4096, "ready"
-    gateway = Gateway([backend])
+    gateway = Gateway([backend], keeper=keeper)
     client, to_client, to_engine = ClientConnection(gateway), Wire(), Wire()
     client.connection_made(to_client)
     ((link,),) = (route.links for route in gateway.routes)
     engine = EngineConnection(link.pool, ("127.0.0.1", 1))
     engine.connection_made(to_engine)
     link.pool.give_back(engine, reusable=True, was_active=False)
-    requests, answer = [make_request(stream, number) for number in range(50)], make_answer(stream)
+    requests, answer = [make_request(stream, number, key) for number in range(50)], make_answer(stream)
     count = 0
 
     def exchange() -> None:
@@ -131,8 +142,8 @@ def count_bytecodes(exchange: Callable[[], None], requests: int = 20) -> float:
     return executed / requests
 
 
-async def run_child(kind: str, requests: int, bytecodes: bool) -> dict[str, float]:
-    exchange = make_exchange(kind == "stream")
+async def run_child(kind: str, requests: int, bytecodes: bool, folder: Path) -> dict[str, float]:
+    exchange = make_exchange(kind, folder)
     for _ in range(20):
         exchange()
     if bytecodes:
@@ -168,7 +179,7 @@ def compare(checkouts: dict[str, Path], rounds: int, instructions: bool) -> dict
         times: dict[str, list[float]] = {name: [] for name in checkouts}
         for turn in range(rounds):
             for name in list(checkouts) if turn % 2 else list(checkouts)[::-1]:
-                requests = REQUESTS if kind == "plain" else REQUESTS // 10
+                requests = REQUESTS // 10 if kind == "stream" else REQUESTS
                 times[name].append(ask_child(checkouts[name], kind, requests)[0]["cpu_us"])
         for name, checkout in checkouts.items():
             one = found[kind][name]
@@ -193,7 +204,8 @@ def main() -> None:
     parser.add_argument("--bytecodes", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(asyncio.run(run_child(given.child, given.requests, given.bytecodes))))
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(asyncio.run(run_child(given.child, given.requests, given.bytecodes, Path(folder)))))
         return
     if given.instructions and shutil.which("valgrind") is None:
         sys.exit("--instructions needs valgrind")
