@@ -121,7 +121,7 @@ def _refuse_unknown_name(name: str) -> None:
 
     if written := [one.name for one in DOCUMENTS if one.command.split()[0] == name and not one.is_input]:
         hint = f"bedplate {name} writes {' or '.join(written)}"
-    elif near := difflib.get_close_matches(name, [document.name for document in DOCUMENTS], 3):
+    elif near := difflib.get_close_matches(name, [document.name for document in DOCUMENTS], 3, cutoff=0.65):
         hint = f"did you mean {' or '.join(near)}?"
     else:
         hint = "bedplate schema lists the documents"
