@@ -95,7 +95,7 @@ def schema(
         typer.Argument(metavar="NAME", help="The document. Default: list all of them.", show_default=False),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a document that bedplate writes or reads.
+    """Print the JSON Schema of a document of bedplate.
 
     Every --json option writes one of these documents. `intent` is the file that -f reads.
     """
