@@ -33,6 +33,16 @@ def test_the_four_questions_in_a_terminal(tmp_path: Path) -> None:
     assert intent.operations.machinery == "kubernetes"
 
 
+def test_leaving_a_question_writes_nothing(tmp_path: Path) -> None:
+    """By Ctrl-D, which waits in the terminal until it is read; Ctrl-C takes the same way."""
+    path = tmp_path / "bedplate.yaml"
+    with Terminal("init", "-o", str(path)) as terminal:
+        terminal.read_until(r"Which hardware\?.*\[this\]: ")
+        terminal.type("\x04")
+        assert terminal.wait() == 130 and "Aborted" not in terminal.shown
+    assert not path.exists()
+
+
 def test_options_answer_without_a_terminal_and_the_rest_is_default(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     answer = invoke("init", "llama3.1:8b", "--users", "20", "--latency", "fast", "-o", str(path))

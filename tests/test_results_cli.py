@@ -124,7 +124,9 @@ def test_the_page_is_one_file_that_loads_nothing(folder: Path, tmp_path: Path) -
     assert done.code == 0 and "4 verified and clean ones are ranked" in done.out and "other.json" in done.err
     text = page.read_text()
     assert not re.search(r'(src|href)="|url\(|@import', text) and text.count('<tr class="ranked">') == 4
-    assert re.findall(r"<button type=\"button\">(\w+)</button>", text) == ["hardware", "model", "engine"]
+    assert re.findall(r"<button type=\"button\">(\w+)</button>", text) == [
+        "rank", "hardware", "model", "engine", "weights", "load", "quality", "signature",
+    ]  # fmt: skip
 
 
 def test_texts_of_files_are_escaped(home: Path) -> None:
@@ -155,14 +157,38 @@ def test_the_table_is_sorted_by_hardware_model_and_engine(folder: Path, tmp_path
     async def sort_columns() -> None:
         async with open_browser(tmp_path / "profile") as tab:
             await tab.open(page, 1200, "light")
-            for number, column in enumerate((1, 2, 3)):
+            for column in (1, 2, 3):
                 read = f"[...document.querySelectorAll('tbody tr')].map(row => row.cells[{column}].textContent)"
-                await tab.evaluate(f"document.querySelectorAll('th button')[{number}].click()")
+                await tab.evaluate(f"document.querySelectorAll('th button')[{column}].click()")
                 up = await tab.evaluate(read)
                 assert up == sorted(up, key=str.lower) and len(set(up)) > 1
-                await tab.evaluate(f"document.querySelectorAll('th button')[{number}].click()")
+                await tab.evaluate(f"document.querySelectorAll('th button')[{column}].click()")
                 assert await tab.evaluate(read) == up[::-1]
             assert await tab.evaluate("document.querySelector('th[aria-sort]').textContent") == "engine"
+            # Figures are sorted by value, in both directions with the unknown ones last.
+            rates = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[6].dataset.value)"
+            for reverse in (False, True):
+                await tab.evaluate("document.querySelectorAll('th button')[6].click()")
+                found = await tab.evaluate(rates)
+                known = [float(one) for one in found if one]
+                assert known == sorted(known, reverse=reverse) and len(known) > 5
+                assert found.index("") == len(known)
             assert not tab.complaints and {url.partition(":")[0] for url in tab.requested} == {"file"}
 
     asyncio.run(sort_columns())
+
+
+@pytest.mark.browser
+def test_the_table_fits_two_widths_and_has_no_serious_fault(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "all.html"
+    assert invoke("report", str(folder), "-o", str(page)).code == 0
+
+    async def look() -> None:
+        async with open_browser(tmp_path / "profile") as tab:
+            for width, theme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
+                await tab.open(page, width, theme)
+                ends = "[...document.querySelectorAll('td')].map(one => one.getBoundingClientRect().right)"
+                assert max(await tab.evaluate(ends)) <= width
+                assert await tab.find_faults() == []
+
+    asyncio.run(look())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.commands import all_commands, invoke, run
 
@@ -21,6 +23,9 @@ from tests.commands import all_commands, invoke, run
         ("plan --users", "--users needs a value", "bedplate plan --help"),
         ("plan m --hardware 8 H100 SXM", "unexpected argument 'H100 SXM'", '--hardware "8 H100 SXM"'),
         ("serve --prot 3", "bedplate serve has no option --prot", "did you mean --port"),
+        ("plan --slo x", "bedplate plan has no option --slo", "--set ttft_ms=500"),
+        ("plan --sol x", "bedplate plan has no option --sol", "bedplate plan --help lists the options"),
+        ("plan m --hardware H999", "unknown chip “H999”", "docs/chips.md lists the known chips"),
         ("--foo", "bedplate has no option --foo", "bedplate --help"),
         ("stop a b", "bedplate stop: unexpected argument 'b'", "usage: bedplate stop [OPTIONS] [NAME]"),
         ("rm", "bedplate rm needs MODEL...", "usage: bedplate rm [OPTIONS] MODEL..."),
@@ -38,6 +43,16 @@ def test_a_wrong_command_line_gets_a_hint(line: str, message: str, hint: str) ->
 
 def test_hardware_in_the_place_of_the_model_gets_a_hint() -> None:
     assert '--hardware "8 H100 SXM"' in invoke("plan", "8 H100 SXM").err
+
+
+def test_a_file_or_folder_without_a_model_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a slash, which names of known models do not have either."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("hello")
+    Path("folder").mkdir()
+    for name, message in (("notes.txt", "is not a model file"), ("folder", "contains no model")):
+        answer = invoke("plan", name)
+        assert answer.code == 2 and message in answer.err and "expected: a .gguf file" in answer.err
 
 
 def test_errors_have_one_style() -> None:

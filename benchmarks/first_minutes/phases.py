@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import tempfile
@@ -80,7 +81,10 @@ def serve(label: str, clone: Path, env: dict[str, str]) -> Rows:
     rows: Rows = []
 
     def note(lines: Any) -> None:
+        # Notes are indented by one space; the lines of the decision below its first one are not.
         for line in lines:
+            if not re.match(r" \S", line):
+                continue
             rows.append((f"  {label}: {line.strip()[:60]}", time.monotonic() - began, count_cpu_s(process.pid)))
 
     reader = threading.Thread(target=note, args=(process.stderr,), daemon=True)

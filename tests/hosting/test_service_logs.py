@@ -89,7 +89,7 @@ def test_follow_starts_with_last_lines_and_includes_new_files(tmp_path: Path) ->
 
 def test_chooses_logs_by_service_name(own_home: Path) -> None:
     folder = own_home / "logs"
-    for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "other.log"):
+    for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "detached.log", "other.log"):
         (folder / name).write_text("x\n")
     assert [path.name for path in logs.choose_files("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
     with pytest.raises(NotPossible, match="no log of a service named cha") as caught:

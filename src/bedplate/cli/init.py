@@ -121,6 +121,8 @@ def _settle(given: str | None, question: str, default: str, parse: Callable[[str
     while True:
         try:
             return parse(typer.prompt(question, default=default, err=True))
+        except typer.Abort:
+            raise KeyboardInterrupt from None  # as everywhere else: exit code 130, and no "Aborted!"
         except BedplateError as error:
             show_error(error)
 

@@ -52,7 +52,7 @@ def reference(
     force: Annotated[bool, typer.Option("--force", help="Compute it again.")] = False,
     json: Json = False,
 ) -> None:
-    """Compute the reference of a model, which answers are compared with.
+    """Compute the reference that answers of a model are compared to.
 
     By PyTorch in float32; layer by layer from disk if the model exceeds the memory; otherwise from the engine with the
     most faithful weights. It is cached by the content of the weights.

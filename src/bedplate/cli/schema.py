@@ -95,7 +95,7 @@ def schema(
         typer.Argument(metavar="NAME", help="The document. Default: list all of them.", show_default=False),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a document that bedplate writes or reads.
+    """Print the JSON Schema of a document of bedplate.
 
     Every --json option writes one of these documents. `intent` is the file that -f reads.
     """
@@ -121,7 +121,7 @@ def _refuse_unknown_name(name: str) -> None:
 
     if written := [one.name for one in DOCUMENTS if one.command.split()[0] == name and not one.is_input]:
         hint = f"bedplate {name} writes {' or '.join(written)}"
-    elif near := difflib.get_close_matches(name, [document.name for document in DOCUMENTS], 3):
+    elif near := difflib.get_close_matches(name, [document.name for document in DOCUMENTS], 3, cutoff=0.65):
         hint = f"did you mean {' or '.join(near)}?"
     else:
         hint = "bedplate schema lists the documents"

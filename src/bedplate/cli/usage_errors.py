@@ -106,7 +106,13 @@ def _suggest_option(error: click.NoSuchOption, path: str) -> str:
         for param in (error.ctx.command.params if error.ctx is not None else ())
         for name in (*param.opts, *param.secondary_opts)
     ]
-    near = difflib.get_close_matches(error.option_name, [name for name in known if name.startswith("--")], 2)
+    wanted = error.option_name.removeprefix("--")
+    if wanted == "slo" and "--set" in known:
+        return "latency targets are fields of the workload: --set ttft_ms=500 --set tpot_ms=50"
+    # Without the dashes, which all names have in common.
+    near = [
+        f"--{name}" for name in difflib.get_close_matches(wanted, [one[2:] for one in known if one.startswith("--")], 2)
+    ]
     return f"did you mean {' or '.join(near)}?" if near else f"{path} --help lists the options"
 
 

@@ -575,6 +575,6 @@ def _find_nearest_names(text: str, index: _ChipIndex) -> tuple[str, ...]:
         if make is not None and (at := chip.name.lower().find(make[0])) >= 0
     }
     found = [alike[name] for name in difflib.get_close_matches(text, alike, n=5, cutoff=0.6)]
-    near = difflib.get_close_matches("".join(_split_words(text)), index.aliases, n=6, cutoff=0.6)
+    near = difflib.get_close_matches("".join(_split_words(text)), index.aliases, n=6, cutoff=0.65)
     names = dict.fromkeys(found or (chip.name for alias in near for chip in index.aliases[alias]))
     return tuple(names)[:5]

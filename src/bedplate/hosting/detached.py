@@ -18,14 +18,13 @@ import msgspec
 from bedplate.errors import ExternalFailure
 from bedplate.home import ensure_writable, get_logs_dir, open_private
 from bedplate.hosting.control import ErrorReport
+from bedplate.hosting.logs import EARLY_LOG
 from bedplate.progress import Progress
 from bedplate.values import Decision, Endpoint, Hardware, Model
 from bedplate.values.record import Record
 from bedplate.values.service import ModelOrder, Order
 
 STOP_S = 30.0
-EARLY_LOG = "detached.log"
-"""Output of the background process before the service has a name."""
 MOST_EARLY_BYTES = 1_000_000
 SHOWN_LINES = 5
 

@@ -15,6 +15,9 @@ from bedplate.run.log_text import clean_line
 from bedplate.run.supervisor import LOGS_KEPT
 from bedplate.values.service import ServiceRecord
 
+EARLY_LOG = "detached.log"
+"""Output of background processes before their service has a name."""
+
 LOOK_S = 0.2
 BLOCK = 65536
 
@@ -46,7 +49,8 @@ def choose_files(name: str | None) -> Callable[[], list[Path]]:
     if running := next((one for one in records.list_running() if one.name == name), None):
         return lambda: list_current_files(running)
     if not list_files(name):
-        known = sorted({re.split(r"[@]|\.log", path.name)[0] for path in get_logs_dir().glob("*.log")})
+        files = (path.name for path in get_logs_dir().glob("*.log") if path.name != EARLY_LOG)
+        known = sorted({re.split(r"[@]|\.log", file)[0] for file in files})
         raise NotPossible(f"no log of a service named {name}", hint=f"services with logs: {', '.join(known) or 'none'}")
     return lambda: list_files(name)
 

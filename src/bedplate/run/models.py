@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bedplate.decide.intent import names_hardware
@@ -19,10 +20,9 @@ from bedplate.values import Model, PublishedWeights, replace_fields
 from bedplate.values.intent import ModelNamed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bedplate.run.hub import HubChoice
 
+EXPECTED_FILES = "expected: a .gguf file, or a folder with config.json and .safetensors or ONNX files"
 BUILTIN_NAMES = frozenset(["builtin", "built-in", builtin.NAME.lower(), "smollm2:135m"])
 
 
@@ -69,6 +69,11 @@ def find_known_model(text: str | None = None) -> Model:
     """The facts of a model on this machine, or of one whose facts come with bedplate. Raises an error for others."""
     model = find_local_model(text) or _look_up(text or "")
     if model is None:
+        path = Path(text or "").expanduser()
+        if path.is_dir():
+            raise UsageError(f"the folder {text} contains no model", hint=EXPECTED_FILES)
+        if path.is_file():
+            raise UsageError(f"{text} is not a model file", hint=EXPECTED_FILES)
         raise UsageError(
             f"{text} is not on this machine, and bedplate has no facts about it", hint=_suggest_alternatives(str(text))
         )
