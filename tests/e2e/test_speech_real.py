@@ -94,14 +94,16 @@ def test_transcriptions_agree_with_transformers_and_are_counted(
     sound = make_wave(2)
     (tmp_path / "a.wav").write_bytes(sound)
     texts = []
-    for more in ({"language": "en"}, {"language": "de"}, {"language": "en", "prompt": "Cats."}):
-        known = json.loads(run_speech(pytorch, "transcribe", str(whisper), str(tmp_path / "a.wav"), *more.values()))
+    orders = [("en", ""), ("de", ""), ("en", "Cats.")]
+    known = json.loads(run_speech(pytorch, "transcribe", str(whisper), str(tmp_path / "a.wav"), json.dumps(orders)))
+    for (language, prompt), expected in zip(orders, known, strict=True):
+        more: dict[str, Any] = {"language": language, **({"prompt": prompt} if prompt else {})}
         before = count_tokens(speech, "prompt"), count_tokens(speech, "completion")
         found: Any = client.audio.transcriptions.create(model=MODEL, file=("a.wav", sound), **more)
-        assert found.text == known["text"].strip() and found.text
+        assert found.text == expected["text"].strip() and found.text
         assert found.usage.input_token_details.audio_tokens == 100
         assert found.usage.input_tokens == count_tokens(speech, "prompt") - before[0]
-        assert found.usage.output_tokens == len(known["ids"]) == count_tokens(speech, "completion") - before[1]
+        assert found.usage.output_tokens == len(expected["ids"]) == count_tokens(speech, "completion") - before[1]
         texts.append(found.text)
     assert len(set(texts)) > 1, "language or prompt changes the text"
     # Two channels with the same sound are that sound.

@@ -1,7 +1,7 @@
 """Makes a tiny Whisper of random weights, and transcribes with transformers. Runs in PyTorch's environment.
 
 python speech.py make FOLDER
-python speech.py transcribe FOLDER AUDIO [LANGUAGE [PROMPT]]    prints the text and its token ids as JSON
+python speech.py transcribe FOLDER AUDIO ORDERS    prints texts and their token ids; each order: [language, prompt]
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def make(folder: Path) -> None:
     WhisperProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(folder)
 
 
-def transcribe(folder: Path, audio: Path, language: str = "en", prompt: str = "") -> dict[str, Any]:
+def transcribe(folder: Path, audio: Path, orders: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """A file of 16 kHz, at most 30 seconds, with transformers alone."""
     import soundfile
     import torch
@@ -78,10 +78,13 @@ def transcribe(folder: Path, audio: Path, language: str = "en", prompt: str = ""
     processor = AutoProcessor.from_pretrained(folder)
     wave, rate = soundfile.read(audio, dtype="float32")
     inputs = processor(wave, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
-    more = {"prompt_ids": processor.get_prompt_ids(prompt, return_tensors="pt")} if prompt else {}
-    with torch.no_grad():
-        made = model.generate(**inputs, language=language, task="transcribe", do_sample=False, **more)
-    return {"text": processor.decode(made[0], skip_special_tokens=True), "ids": made[0].tolist()}
+    found = []
+    for language, prompt in orders:
+        more = {"prompt_ids": processor.get_prompt_ids(prompt, return_tensors="pt")} if prompt else {}
+        with torch.no_grad():
+            made = model.generate(**inputs, language=language, task="transcribe", do_sample=False, **more)
+        found.append({"text": processor.decode(made[0], skip_special_tokens=True), "ids": made[0].tolist()})
+    return found
 
 
 if __name__ == "__main__":
@@ -89,4 +92,4 @@ if __name__ == "__main__":
     if verb == "make":
         make(Path(folder))
     else:
-        print(json.dumps(transcribe(Path(folder), Path(rest[0]), *rest[1:])))
+        print(json.dumps(transcribe(Path(folder), Path(rest[0]), json.loads(rest[1]))))
