@@ -45,7 +45,7 @@ def make(folder: Path) -> None:
     torch.manual_seed(1)
     config = WhisperConfig(
         vocab_size=len(ids), d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=128, decoder_ffn_dim=128, init_std=0.3, max_target_positions=128,
+        decoder_attention_heads=2, encoder_ffn_dim=128, decoder_ffn_dim=128, init_std=0.3,
         bos_token_id=ids[MARKS[0]], eos_token_id=ids[MARKS[0]], pad_token_id=ids[MARKS[0]],
         decoder_start_token_id=ids[MARKS[1]],
     )  # fmt: skip
