@@ -8,7 +8,7 @@ from pathlib import Path
 from bedplate.engines import load_engines
 
 ROOT = Path(__file__).parents[1]
-FILES = ("test_tasks_real.py", "test_images_real.py")
+FILES = ("test_tasks_real.py", "test_images_real.py", "test_speech_real.py")
 REAL = "".join((ROOT / "tests" / "e2e" / name).read_text(encoding="utf-8") for name in FILES)
 TESTED = {
     ("llama.cpp", "embeddings"): ("test_embeddings_agree", "gguf-embedder"),
@@ -18,12 +18,17 @@ TESTED = {
     ("onnxruntime", "rerank"): ("test_rerank_agrees", "onnx-reranker"),
     ("onnxruntime", "score"): ("test_score_of", "onnx-reranker"),
     ("onnxruntime", "classify"): ("test_classify_agrees", "onnx-classifier"),
+    ("pytorch", "transcriptions"): ("test_transcriptions_agree", "tiny-whisper"),
 }
-TASKS = {"embeddings": "embed", "rerank": "classify", "score": "classify", "classify": "classify"}
+TASKS = {
+    "embeddings": "embed", "rerank": "classify", "score": "classify", "classify": "classify",
+    "transcriptions": "transcribe",
+}  # fmt: skip
 
 
 def read_table() -> dict[tuple[str, str], str]:
-    lines = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8").split("## Tasks by engine")[1].splitlines()
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines = page.split("## Tasks by engine")[1].split("\n## ")[0].splitlines()
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in lines if line.startswith("|")]
     head, _, *body = rows
     return {(row[0], name): cell for row in body for name, cell in zip(head[1:], row[1:], strict=True)}
@@ -43,8 +48,8 @@ def test_cells_agree_with_the_tasks_of_the_engines() -> None:
             continue
         has_task = TASKS[api] in one.tasks
         assert has_task or cell == "–", f"{engine} has no task for {api}"
-        if api == "embeddings":
-            assert has_task == (cell != "–"), f"{engine} embeds, and the table does not say so"
+        if api in ("embeddings", "transcriptions"):
+            assert has_task == (cell != "–"), f"{engine} has {api}, and the table does not say so"
 
 
 def test_each_tested_cell_has_a_test() -> None:

@@ -100,7 +100,7 @@ def test_whisper_keeps_thirty_seconds_of_sound_for_each_sequence() -> None:
     model = read(WHISPER)
     assert model.kv_bytes_window == 32 * 1500 * 1280 * 2 * 2
     assert model.compute_kv_bytes(448) == 32 * (1500 + 448) * 1280 * 2 * 2
-    assert (model.task, model.max_context) == ("other", 448)
+    assert (model.task, model.max_context) == ("transcribe", 448)
 
 
 def test_generation_reads_only_the_decoder() -> None:

@@ -478,7 +478,7 @@ def _check_names(field: str, names: list[str | None], place: _FieldLocations) ->
 def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
     """Use the model's own task unless the workload specifies one."""
     task = model.get("task") if isinstance(model, dict) else None
-    if task in ("embed", "classify", "other") and "task" not in (raw or {}):
+    if task in ("embed", "classify", "transcribe", "other") and "task" not in (raw or {}):
         return msgspec.structs.replace(work, task=task)
     return work
 

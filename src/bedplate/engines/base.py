@@ -809,6 +809,7 @@ class Engine:
         return Capabilities(
             generation=task == "generate",
             embeddings=task == "embed",
+            transcriptions=task == "transcribe",
             tools=self.find_tool_support(plan),
             json_schema=features.json_schema,
             json_object=features.json_object,

@@ -108,9 +108,17 @@ class PyTorch(Engine):
             "gguf==0.19.0",
             # Imported by llama.cpp's converter for every vocabulary.
             "sentencepiece==0.2.2",
+            # Uploaded audio files are parsed, decoded and resampled with these three.
+            "python-multipart==0.0.33",
+            "soundfile==0.14.0",
+            "soxr==1.1.0",
             "bitsandbytes==0.50.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ),
-        programs=(("transformers-server", "transformers_server.py"), ("gguf-to-folder", "gguf_to_folder.py")),
+        programs=(
+            ("transformers-server", "transformers_server.py"),
+            ("transformers_speech.py", "transformers_speech.py"),
+            ("gguf-to-folder", "gguf_to_folder.py"),
+        ),
         download_bytes=330_000_000,
         disk_bytes=1_200_000_000,
         check="import torch, transformers.cli.serve; assert torch.ones(3).sum() == 3",
@@ -124,6 +132,7 @@ class PyTorch(Engine):
     capability = (7, 5)
     # Whole layers, one card after the other, with one card active at a time (accelerate's device_map).
     ways = ("pipeline",)
+    tasks = ("generate", "transcribe")
     effort = 1
     reuses_prefixes = False
     # transformers 5.22.2: cli/serve.py and cli/serving/ do not mention adapters.
@@ -172,6 +181,10 @@ class PyTorch(Engine):
         if target is not None and not self.list_weights(target, model, workload):
             why = f"does not load {model.quantization} weights on this device"
             return self.make_refusal("impossible", why, "the same model in BF16")
+        lacking = [one for one in ("soundfile", "soxr", "python-multipart") if not self.has_package(one)]
+        if workload.task == "transcribe" and lacking:
+            why = f"its environment lacks {', '.join(lacking)}, which decode audio"
+            return self.make_refusal("impossible", why, f"uv pip install {' '.join(lacking)} there")
         return None
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
@@ -203,6 +216,9 @@ class PyTorch(Engine):
         settled = replace_fields(
             super().settle(hardware, model, workload), context_tokens=choose_context(model, workload)
         )
+        if workload.task == "transcribe":
+            # Its continuous batching does not compute encoder-decoder models.
+            settled = replace_fields(settled, slots=1)
         return replace_fields(settled, threads=threads) if settled.device == "cpu" else settled
 
     def get_cache_bits(self, model: Model) -> int:

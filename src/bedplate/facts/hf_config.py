@@ -549,7 +549,7 @@ def find_task(architecture: str | None, model_type: str) -> Task:
     if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return "classify"
     if model_type == "whisper" or name.endswith("ForSpeechSeq2Seq"):
-        return "other"
+        return "transcribe" if model_type == "whisper" else "other"
     if model_type in ENCODERS or name.endswith("EncoderModel"):
         return "embed"
     return "embed" if name.endswith("Model") and not name.endswith("LMHeadModel") else "generate"

@@ -345,8 +345,9 @@ def _make_from_facts(given: Config) -> Model:
     if billions is None or not 0 < billions <= 1e5:
         raise InvalidConfig("params_b, the parameters in billions, is missing or out of range")
     task, form = _get_or_default(given, "task", "generate"), _get_or_default(given, "format", "facts")
-    if task not in ("generate", "embed", "classify", "other"):
-        raise InvalidConfig(f"task is {escape_value(task)}; it must be generate, embed, classify or other")
+    if task not in ("generate", "embed", "classify", "transcribe", "other"):
+        known = "generate, embed, classify, transcribe or other"
+        raise InvalidConfig(f"task is {escape_value(task)}; it must be {known}")
     if not isinstance(form, str) or form not in _FORMAT_BITS:
         raise InvalidConfig(f"format is {escape_value(form)}; it must be one of {', '.join(_FORMAT_BITS)}")
     active = given.get_number("active_params_b")

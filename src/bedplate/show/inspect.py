@@ -12,7 +12,10 @@ from bedplate.values import Hardware, Model
 from bedplate.values.model import Projector
 from bedplate.values.units import format_memory, format_size
 
-TASKS = {"generate": "text generation", "embed": "embeddings", "classify": "reranking or classification", "other": ""}
+TASKS = {
+    "generate": "text generation", "embed": "embeddings", "classify": "reranking or classification",
+    "transcribe": "transcription", "other": "",
+}  # fmt: skip
 CONTEXTS = (8_192, 32_768, 131_072)
 BASES = {"reported": "reported", "spec": "published configuration", "estimate": "estimate", "measured": "measured"}
 PART_WORDS = {

@@ -32,6 +32,8 @@ class Capabilities(Record, frozen=True, kw_only=True):
     generation: bool = True
     """Whether it generates text."""
     embeddings: bool = False
+    transcriptions: bool = False
+    """Whether it transcribes audio."""
     tools: ToolSupport = "forced"
     json_schema: bool = True
     json_object: bool = True
@@ -74,6 +76,7 @@ def _merge_two(a: Capabilities, b: Capabilities) -> Capabilities:
     return Capabilities(
         generation=a.generation or b.generation,
         embeddings=a.embeddings or b.embeddings,
+        transcriptions=a.transcriptions or b.transcriptions,
         tools=max(a.tools, b.tools, key=_TOOL_LEVELS.index),
         json_schema=a.json_schema or b.json_schema,
         json_object=a.json_object or b.json_object,

@@ -9,7 +9,7 @@ from typing import Literal
 from bedplate.values.quoting import is_safe
 from bedplate.values.record import Basis, Record
 
-Task = Literal["generate", "embed", "classify", "other"]
+Task = Literal["generate", "embed", "classify", "transcribe", "other"]
 LayerKind = Literal[
     "full attention",
     "latent attention",

@@ -152,8 +152,10 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def usual_tokens(self) -> int:
-        """Usual length of a request when it ends. Embedding and classification generate no tokens."""
-        return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
+        """Usual length of a request when it ends. Embedding and classification generate no tokens. Audio takes no
+        tokens of the context: it has a cache of its own."""
+        prompt = 0 if self.task == "transcribe" else self.prompt_tokens
+        return prompt + (0 if self.task in ("embed", "classify") else self.output_tokens)
 
     @property
     def states_load(self) -> bool:

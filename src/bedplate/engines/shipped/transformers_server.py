@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """`transformers` with its own options; as a server it accepts any model name for its one model.
 
-The original server rejects requests without the model's path, and its streams lack the final `[DONE]` event. Runs in
-the engine's environment and depends only on transformers.
+The original server rejects requests without the model's path, and its streams lack the final `[DONE]` event.
+Transcriptions are in transformers_speech.py. Runs in the engine's environment and depends only on transformers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -26,10 +27,14 @@ def wrap_response(response: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
+    # An isolated Python does not add the folder of the script.
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     from huggingface_hub.constants import HF_HUB_CACHE
     from transformers.cli.serving import chat_completion, completion
+    from transformers.cli.serving.transcription import TranscriptionHandler
     from transformers.cli.serving.utils import BaseHandler
     from transformers.cli.transformers import app
+    from transformers_speech import handle_transcription
 
     resolve = BaseHandler._resolve_model
 
@@ -40,6 +45,7 @@ def main() -> None:
     BaseHandler._resolve_model = resolve_one_model
     for module in (chat_completion, completion):
         module.StreamingResponse = wrap_response(module.StreamingResponse)
+    TranscriptionHandler.handle_request = handle_transcription
     # Its list of models fails if the hub cache does not exist.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     app()

@@ -22,6 +22,7 @@ from bedplate.run.gateway.pages import PageResponse, PendingPage, show_page
 from bedplate.run.gateway.request_checks import RequestMistake, check_request
 from bedplate.run.gateway.tasks import TASK_APIS, read_task
 from bedplate.run.gateway.tenants import ONE_SEQUENCE, Rejection
+from bedplate.run.gateway.transcriptions import read_transcription
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
@@ -466,12 +467,23 @@ class ClientConnection(asyncio.Protocol):
             self._show_page(request)
             return
         member = request.member or gateway.tenants.default
+        audio = None
+        body = request.body
         try:
-            asked = sse.read_request_fields(request.body)
+            if api == "transcriptions":
+                audio = read_transcription(head.content_type, body)
+                asked, body = audio.asked, audio.body
+            else:
+                asked = sse.read_request_fields(body)
         except sse.UNREADABLE as error:
             message = f"the request body is not valid: {error}"
             self._gateway.record_rejection(None, member, api, None, size, 400, "bad_body", "refused")
             self.respond(400, encode_error(api, 400, message, "invalid_request_error", "bad_body"))
+            return
+        except RequestMistake as mistake:
+            self._gateway.record_rejection(None, member, api, None, size, 400, mistake.code, "refused")
+            kind = "invalid_request_error"
+            self.respond(400, encode_error(api, 400, mistake.message, kind, mistake.code, mistake.param))
             return
         route = gateway.find_route(asked.model)
         if route is None or (route.allowed is not None and not route.may_be_used_by(member)):
@@ -488,7 +500,9 @@ class ClientConnection(asyncio.Protocol):
             return
         now = monotonic()
         demand = ONE_SEQUENCE
-        if not (is_simple and api == "chat") and (api in TASK_APIS or not is_plain(api, asked)):
+        if audio is not None:
+            demand = audio.demand
+        elif not (is_simple and api == "chat") and (api in TASK_APIS or not is_plain(api, asked)):
             if api in TASK_APIS:
                 read = read_task(api, request.body, route.capabilities)
             else:
@@ -515,7 +529,7 @@ class ClientConnection(asyncio.Protocol):
         self._current = exchange = gateway.exchange_type(
             self, request, api, asked, gateway, route, member, line, cost_tokens, max_tokens, demand, sequences,
             route.links[0].meter if route.links else route.get_meter_without_engine(), now, now, now, features, size,
-            request.body, bool(asked.stream), gateway.keeps_content,
+            body, bool(asked.stream), gateway.keeps_content and audio is None,
         )  # fmt: skip
         exchange.start()
 

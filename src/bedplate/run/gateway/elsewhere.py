@@ -91,7 +91,7 @@ class RemoteAddress(msgspec.Struct, frozen=True):
         """The head of a request, up to the value of Content-Length."""
         lines = [
             b"POST %b%b HTTP/1.1\r\nhost: %b\r\n" % (self.prefix.encode(), head.target, self.authority.encode()),
-            b"content-type: application/json\r\n",
+            b"content-type: %b\r\n" % head.content_type,
         ]
         if key:
             lines.append(b"authorization: Bearer %b\r\n" % key.encode())

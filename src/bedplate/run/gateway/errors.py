@@ -99,7 +99,7 @@ def read_engine_error(
         return EngineError(shown, mistake.message, mistake.code, param, kind, mistake.code, by_client=True)
     if status in UNKNOWN_API and error.message.lower() in _UNKNOWN_PATHS:
         message = f"this model is served by an engine without {path.decode('latin-1')}"
-        if sse.APIS.get(path) not in ("embeddings", "rerank", "score", "classify"):
+        if sse.APIS.get(path) not in ("embeddings", "rerank", "score", "classify", "transcriptions"):
             message += "; try /v1/chat/completions"
         kind, code = "invalid_request_error", "unsupported_api"
         return EngineError(404, message, code, None, kind, code, by_client=False)

@@ -16,6 +16,7 @@ from bedplate.run.gateway.demand import list_prompts
 from bedplate.run.gateway.errors import encode_error, read_engine_error
 from bedplate.run.gateway.recorder import RequestContent
 from bedplate.run.gateway.shapes import PREFIX_BYTES, hash_conversation, hash_prefixes
+from bedplate.run.gateway.transcriptions import format_answer, set_form_model
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -245,7 +246,10 @@ class GatewayExchange(msgspec.Struct, eq=False):
         self._connection = connection
         body, backend = self._body, connection.pool.backend
         if backend.wants_name and self._asked.model != backend.sent_name:
-            body = backend.address_body(body)
+            if self._api == "transcriptions":
+                body = set_form_model(self._request.head.content_type, body, backend.sent_name)
+            else:
+                body = backend.address_body(body)
         if self.sequences > 1:
             traits = backend.requests
             self._usage_adds = traits is not None and traits.usage_per_sequence
@@ -478,7 +482,10 @@ class GatewayExchange(msgspec.Struct, eq=False):
                 backend.health.record_success()
             if (renaming := self._route.served_name.find_renaming(body)) is not None:
                 body = body.replace(*renaming)
-            self._finish_reason = sse.read_body_usage(body, self._usage)
+            if self._api == "transcriptions":
+                body, self._type = format_answer(body, self._asked.response_format, self._usage) or (body, self._type)
+            else:
+                self._finish_reason = sse.read_body_usage(body, self._usage)
             self.last_events = body
         if self._keeps_content:
             self.sent_on.append(body)

@@ -21,8 +21,7 @@ _NOT_FORWARDED = frozenset(
     b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
     b" content-type origin".split()
 )
-_SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-"""The body was parsed as JSON. Some engines reject other content types, such as curl's default."""
+_SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?=\r\n)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
@@ -51,6 +50,13 @@ class RequestHead(msgspec.Struct):
     _engine_head: EngineHead | None = None
     """For the engine that got the last request with this head."""
 
+    @property
+    def content_type(self) -> bytes:
+        """JSON, except of forms: some engines reject other types for a JSON body, such as curl's default."""
+        if self.api != "transcriptions":
+            return b"application/json"
+        return next((value for name, value in self.headers if name == b"content-type"), b"")
+
     def format_request(self, backend: GatewayBackend, body: bytes) -> bytes:
         """The request as the engine gets it."""
         cached = self._engine_head
@@ -71,7 +77,7 @@ class RequestHead(msgspec.Struct):
         for name, value in self.headers:
             if name == b"connection":  # the headers that it names are for one hop only
                 dropped |= {word.strip().lower() for word in value.split(b",")}
-        lines = [b"POST ", self.target, _SENT_HEAD]
+        lines = [b"POST ", self.target, _SENT_HEAD, self.content_type, b"\r\n"]
         if key := backend.engine_key:
             lines += (b"authorization: Bearer ", key.encode(), b"\r\n")
         for name, value in self.headers:

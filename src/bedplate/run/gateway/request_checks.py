@@ -139,8 +139,16 @@ def check_request(
 
     `known` is `None` if the capabilities are not known. `is_simple` is `asked.is_simple()`, if the caller needs it too.
     """
+    if api == "transcriptions":
+        if known is not None and not known.transcriptions:
+            message = "this model does not transcribe audio; serve a Whisper model"
+            raise RequestMistake(message, "unsupported_transcriptions", "model")
+        return NO_FEATURES
     if known is not None and api in _WRITES and not known.generation:
-        message = "this model does not generate text; its embeddings are at /v1/embeddings"
+        where = "embeddings are at /v1/embeddings"
+        if known.transcriptions:
+            where = "transcriptions are at /v1/audio/transcriptions"
+        message = f"this model does not generate text; its {where}"
         raise RequestMistake(message, "unsupported_generation", "model")
     has_media = False
     if api == "chat" or api == "messages":

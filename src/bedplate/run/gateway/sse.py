@@ -10,7 +10,8 @@ import msgspec
 from bedplate.run.gateway.request_checks import NOTHING, FeatureFields
 
 Api = Literal[
-    "chat", "completions", "responses", "messages", "embeddings", "rerank", "score", "classify", "other",
+    "chat", "completions", "responses", "messages", "embeddings", "rerank", "score", "classify", "transcriptions",
+    "other",
 ]  # fmt: skip
 
 APIS: dict[bytes, Api] = {
@@ -27,6 +28,8 @@ APIS: dict[bytes, Api] = {
     b"/score": "score",
     b"/v1/classify": "classify",
     b"/classify": "classify",
+    b"/v1/audio/transcriptions": "transcriptions",
+    b"/audio/transcriptions": "transcriptions",
     b"/tokenize": "other",
     b"/detokenize": "other",
 }
@@ -48,6 +51,7 @@ OPENAI_TARGETS = {
     b"/embeddings": b"/v1/embeddings",
     b"/rerank": b"/v1/rerank",
     b"/v2/rerank": b"/v1/rerank",
+    b"/audio/transcriptions": b"/v1/audio/transcriptions",
     b"/v1/score": b"/score",
     b"/v1/classify": b"/classify",
 }
