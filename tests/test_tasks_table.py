@@ -8,8 +8,8 @@ from pathlib import Path
 from bedplate.engines import load_engines
 
 ROOT = Path(__file__).parents[1]
-FILES = ("test_tasks_real.py", "test_images_real.py", "test_speech_real.py")
-REAL = "".join((ROOT / "tests" / "e2e" / name).read_text(encoding="utf-8") for name in FILES)
+FILES = ("e2e/test_tasks_real.py", "e2e/test_images_real.py", "fleet/test_speech_real.py")
+REAL = "".join((ROOT / "tests" / name).read_text(encoding="utf-8") for name in FILES)
 TESTED = {
     ("llama.cpp", "embeddings"): ("test_embeddings_agree", "gguf-embedder"),
     ("llama.cpp", "rerank"): ("test_rerank_agrees", "gguf-reranker"),

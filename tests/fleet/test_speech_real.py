@@ -1,6 +1,6 @@
 """Transcriptions through the gateway with PyTorch's server, held against transformers itself.
 
-The package index has no Whisper model for transformers, so the test makes a tiny one of random weights. Its text means
+No Whisper model was found on the package index, so the test makes a tiny one of random weights. Its text means
 nothing, but it must be the text that transformers computes.
 """
 
@@ -27,7 +27,7 @@ from bedplate.engines import get_engine
 from bedplate.run.environments import EngineEnvironment, make_environment
 
 pytestmark = pytest.mark.engine
-PROGRAM = Path(__file__).parents[1] / "fleet" / "speech.py"
+PROGRAM = Path(__file__).parent / "speech.py"
 MODEL = "tiny-whisper"
 
 
