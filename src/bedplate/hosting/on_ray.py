@@ -31,6 +31,7 @@ from bedplate.run.trials import PATIENT
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan, replace_fields
 from bedplate.values.endpoint import EndpointOrchestrator
+from bedplate.values.service import LastExit
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
@@ -46,6 +47,7 @@ HEAD_BYTES, NODE_BYTES = 1_200_000_000, 500_000_000
 """Memory of Ray's own processes."""
 HEAD, FURTHER = ProcessRole("head node"), ProcessRole("node", routed=False)
 LOOK_S = 0.1
+REPLACED = "its replica or the replica's engine exited, and Ray Serve replaced it"
 _LOST = re.compile(r"subprocesses exited unexpectedly:\s*\n.*?(\w+) \[(exit code=-?\d+)\]")
 """The message of `ray start --block` before it exits."""
 RECIPE = EnvironmentRecipe(
@@ -200,6 +202,8 @@ class RayOrchestration:
         self.needs: Sequence[Need] = one.needs
         self.config = folder / "bedplate.json"
         self.above = describe_orchestrator(one.plan, len(one.needs))
+        self.starts = [folder / f"starts-{number}" for number in range(len(one.needs))]
+        self._replaced: dict[Path, int] = {}
         port, client_port = find_free_port(), find_free_port()
         config: dict[str, Any] = {
             "address": f"{LOOPBACK}:{port}",
@@ -208,7 +212,7 @@ class RayOrchestration:
             "node": build_worker_options(folder, port),
             "replicas": len(one.needs),
             "ongoing": compute_max_ongoing(one.plan),
-            "engine": _describe_engine(one, logs, folder),
+            "engine": {**_describe_engine(one, logs, folder), "starts": [str(path) for path in self.starts]},
         }
         self.config.touch(0o600)
         self.config.write_text(json.dumps(config))
@@ -229,17 +233,36 @@ class RayOrchestration:
         lost = None
         while True:
             process = head.supervisor.process
-            if process is not None and process is not lost:
-                await process.ended.wait()
+            if process is not None and process is not lost and process.ended.is_set():
                 lost = process
                 for engine in engines:
                     other = engine.supervisor.process
                     if engine is not head and other is not None and not other.ended.is_set():
                         other.kill()
+            self._count_restarts(engines)
             await asyncio.sleep(LOOK_S)
+
+    def _count_restarts(self, engines: Sequence[HostedEngine]) -> None:
+        """Add the replicas that Serve has replaced. Restarts of nodes are counted by their supervisors."""
+        for engine, starts in zip(engines, self.starts, strict=True):
+            replaced = count_replaced(starts)
+            added = replaced - self._replaced.get(starts, 0)
+            if added > 0:
+                self._replaced[starts] = replaced
+                engine.backend.restarts += added
+                engine.backend.last_exit = LastExit(cause="exited", text=REPLACED)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def count_replaced(starts: Path) -> int:
+    """Count the replicas that were started again on a node that kept running: all but the first of each run."""
+    try:
+        runs = starts.read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return len(runs) - len(set(runs))
 
 
 def _describe_engine(one: PreparedModel, logs: Sequence[Path], folder: Path) -> dict[str, Any]:

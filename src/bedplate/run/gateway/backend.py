@@ -159,6 +159,11 @@ class GatewayBackend:
         return self._state == "ready" and self._share > 0
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it is unavailable until a request has it started."""
+        return False
+
+    @property
     def has_hung(self) -> bool:
         """Whether it is unavailable because it hung."""
         return self._state != "ready" and self.last_exit is not None and self.last_exit.cause == "hung"
@@ -166,6 +171,9 @@ class GatewayBackend:
     def supports(self, features: tuple[Feature, ...]) -> bool:
         known = self.capabilities
         return known is None or all(known.supports(one) for one in features)
+
+    def mark_unreachable(self, reason: str) -> None:
+        """Called when it does not accept connections."""
 
     def translate_error(self, error: EngineError) -> EngineError:
         """The error as the client gets it."""

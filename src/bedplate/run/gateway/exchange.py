@@ -352,8 +352,15 @@ class GatewayExchange(msgspec.Struct, eq=False):
         if self.over:
             return
         backend = self._backend
-        if not self._retry_elsewhere(backend):
+        if self._retry_elsewhere(backend):
+            return
+        if not backend.is_asleep:
             self._fail_stopped(backend)
+            return
+        self._leave_engine()
+        self._forget_answer()
+        self.tried = ()
+        self._route.wait_for_endpoint(self)
 
     def _fail_stopped(self, backend: GatewayBackend) -> None:
         """Answers with 503: the engine was stopped, and the client may try again."""
