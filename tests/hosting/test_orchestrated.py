@@ -351,7 +351,13 @@ class TestRay:
         folder.mkdir()
         one = make_stub_readied("alpha", stub, replicas=2)
         found = on_ray.RayOrchestration(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
-        engines: Any = [SimpleNamespace(backend=SimpleNamespace(restarts=number)) for number in (0, 5)]
+        engines: Any = [
+            SimpleNamespace(
+                backend=SimpleNamespace(restarts=restarts),
+                supervisor=SimpleNamespace(engine=on_ray.RayNode(tmp_path, "llama.cpp", "t", number)),
+            )
+            for number, restarts in ((0, 0), (1, 5))
+        ]
 
         def restart(node: int, *runs: str) -> list[int]:
             with found.starts[node].open("a") as starts:

@@ -7,6 +7,7 @@ Everything listens on loopback. Options and variables are those of Ray 2.60.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -70,6 +71,8 @@ VARIABLES = {
     "RAY_health_check_failure_threshold": "5",
     # The proxy would prefer the replica on its own node until it is full, but all nodes are on this machine.
     "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
+    # The proxy would be replaced if it took five seconds to start; on a busy machine it takes longer.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "50",
     # Ray starts its workers with its own scripts, which must not import the user's packages.
     "PYTHONPATH": "",
 }
@@ -233,18 +236,26 @@ class RayOrchestration:
         lost = None
         while True:
             process = head.supervisor.process
-            if process is not None and process is not lost and process.ended.is_set():
+            if process is None or process is lost:
+                await asyncio.sleep(LOOK_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await process.ended.wait()
                 lost = process
                 for engine in engines:
                     other = engine.supervisor.process
                     if engine is not head and other is not None and not other.ended.is_set():
                         other.kill()
             self._count_restarts(engines)
-            await asyncio.sleep(LOOK_S)
 
     def _count_restarts(self, engines: Sequence[HostedEngine]) -> None:
         """Add the replicas that Serve has replaced. Restarts of nodes are counted by their supervisors."""
-        for engine, starts in zip(engines, self.starts, strict=True):
+        for engine in engines:
+            node = engine.supervisor.engine
+            if not isinstance(node, RayNode):
+                continue
+            starts = self.starts[node.number]
             replaced = count_replaced(starts)
             added = replaced - self._replaced.get(starts, 0)
             if added > 0:
