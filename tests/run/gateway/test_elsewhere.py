@@ -245,6 +245,18 @@ async def test_requests_wait_for_an_endpoint_that_is_started_on_demand() -> None
         assert len(engine.seen) == 3
 
 
+async def test_request_waits_for_an_endpoint_that_is_still_loading() -> None:
+    """It listens, or a service mesh answers for it, before it can answer."""
+    async with start(number=1, wait_s=[600.0]) as engines:
+        (engine,), (backend,), gateway = engines, get_backends(engines), get_setup(engines).gateway
+        gateway.hold_while_unreachable("small", 600.0)
+        engine.answer(make_answer(b'{"error": {"message": "loading"}}', "503 Service Unavailable"))
+        asked = asyncio.ensure_future(ask(engines))
+        await wait_until(lambda: gateway.count_waiting("small") == 1, "the request to wait")
+        backend.state = "ready"
+        assert (await wait_within(asked)).status == 200 and len(engine.seen) == 2
+
+
 async def test_request_that_waits_too_long_is_rejected() -> None:
     async with start(number=1, wait_s=[0.01]) as engines:
         gateway = get_setup(engines).gateway

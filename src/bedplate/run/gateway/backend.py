@@ -173,7 +173,7 @@ class GatewayBackend:
         return known is None or all(known.supports(one) for one in features)
 
     def mark_unreachable(self, reason: str) -> None:
-        """Called when it does not accept connections."""
+        """Called when it does not accept connections, or answers with 503: it did not begin with the request."""
 
     def translate_error(self, error: EngineError) -> EngineError:
         """The error as the client gets it."""

@@ -465,6 +465,11 @@ class GatewayExchange(msgspec.Struct, eq=False):
         backend = link.backend
         backend.worked = True
         outcome: Outcome = "ok"
+        if self._status == 503:
+            backend.mark_unreachable("it answers with status 503")
+            if backend.is_asleep:
+                self.handle_absent_engine()
+                return
         if self._status >= 500 and (link.removed or backend.state != "ready"):
             # An engine that is being stopped answers its last requests with 500. That is not the request's failure.
             if not self._retry_elsewhere(backend):

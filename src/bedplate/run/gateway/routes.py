@@ -275,8 +275,8 @@ class Route:
             self._answer_unavailable(exchange)
 
     def wait_for_endpoint(self, exchange: GatewayExchange) -> None:
-        """Keeps a request whose endpoint could not be reached until one can."""
-        self._wait(exchange, first=True)
+        """Keeps a request whose endpoint could not be reached until one can. Its time to wait began when it arrived."""
+        self._join(exchange, first=True)
         self.await_engine()
 
     def has_untried_backend(self, tried: Sequence[GatewayBackend]) -> bool:
