@@ -353,10 +353,11 @@ class TestRay:
         found = on_ray.RayOrchestration(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
         engines: Any = [
             SimpleNamespace(
-                backend=SimpleNamespace(restarts=restarts),
+                backend=SimpleNamespace(restarts=restarts, restarts_behind=0),
                 supervisor=SimpleNamespace(engine=on_ray.RayNode(tmp_path, "llama.cpp", "t", number)),
+                part=part,
             )
-            for number, restarts in ((0, 0), (1, 5))
+            for number, (restarts, part) in enumerate(((0, on_ray.HEAD), (5, on_ray.FURTHER)))
         ]
 
         def restart(node: int, *runs: str) -> list[int]:
@@ -371,6 +372,7 @@ class TestRay:
         assert restart(1, "c") == [0, 6], "the supervisor counts restarts of the node"
         assert restart(0, "a", "a") == [2, 6]
         assert "Ray Serve replaced it" in engines[0].backend.last_exit.text
+        assert [engine.backend.restarts_behind for engine in engines] == [1, 0], "for the metrics of the gateway"
         found.close()
 
     def test_text_names_nodes_and_engine(self, stub: EngineEnvironment) -> None:

@@ -251,6 +251,7 @@ class RayOrchestration:
 
     def _count_restarts(self, engines: Sequence[HostedEngine]) -> None:
         """Add the replicas that Serve has replaced. Restarts of nodes are counted by their supervisors."""
+        head = next((engine for engine in engines if engine.part.routed), None)
         for engine in engines:
             node = engine.supervisor.engine
             if not isinstance(node, RayNode):
@@ -261,6 +262,9 @@ class RayOrchestration:
             if added > 0:
                 self._replaced[starts] = replaced
                 engine.backend.restarts += added
+                if head is not None and engine is not head:
+                    # The gateway, and so its metrics, knows the head node only.
+                    head.backend.restarts_behind += added
                 engine.backend.last_exit = LastExit(cause="exited", text=REPLACED)
 
     def close(self) -> None:

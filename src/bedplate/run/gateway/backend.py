@@ -84,6 +84,8 @@ class GatewayBackend:
         """Why the engine is not ready."""
         self.retry_after_s = 1
         self.restarts = 0
+        self.restarts_behind = 0
+        """Restarts of replicas that an orchestrator has in other processes than this one."""
         self.last_exit: LastExit | None = None
         """Why the last process of the engine ended."""
         self.worked = False
