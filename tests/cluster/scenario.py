@@ -98,7 +98,16 @@ class Deployed:
         return [tree["metadata"]["name"] for tree in self.trees if tree["kind"] == kind]
 
     def scale(self) -> Iterator[str]:
-        """Scale each workload to its maximum and back, one after the other: services of a pool share what is free."""
+        """Scale each workload to its maximum and back, one after the other: services of a pool share what is free.
+
+        Workloads that may be scaled to zero are so first.
+        """
+        idle = [tree["spec"]["scaleTargetRef"]["name"] for tree in self.trees
+                if tree["kind"] == "ScaledObject" and tree["spec"]["minReplicaCount"] == 0]  # fmt: skip
+        for name in idle:
+            self._set_replicas(name, 0)
+            yield name
+            self._set_replicas(name, 1)
         most = {tree["spec"]["scaleTargetRef"]["name"]: tree["spec"]["maxReplicaCount"]
                 for tree in self.trees if tree["kind"] == "ScaledObject"}  # fmt: skip
         most |= {tree["metadata"]["name"]: tree["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"]

@@ -131,6 +131,12 @@ INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
          "deploy": {"endpoint": True, "namespace": "serving", "registry": "registry.example.com"}},
         None,
     ),
+    "idle": (
+        {**PLATFORM, "tenants": TEAMS, "deploy": {"endpoint": True, "namespace": "idle"},
+         "services": [{**SERVICES[0], "ttl": "30m"}, {**SERVICES[1], "tenants": ["sales", "support"], "ttl": 900},
+                      {**SERVICES[3], "ttl": "1h"}]},
+        None,
+    ),
     "one-box": (
         {
             "hardware": {"accelerator": "L40S", "count": 4},
@@ -154,8 +160,9 @@ INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
 }  # fmt: skip
 TARGETS = ("compose", "kubernetes", "dynamo", "ray")
 SEVERAL_NODES = frozenset(
-    ["two-nodes-405b", "two-nodes-sglang", "fleet-prompts", "fleet-apart", "fleet-together", "platform", "teams"]
-)
+    ["two-nodes-405b", "two-nodes-sglang", "fleet-prompts", "fleet-apart", "fleet-together", "platform", "teams",
+     "idle"]
+)  # fmt: skip
 WITH_RAY = frozenset(
     ["h100-chat", "a100-chat", "two-nodes-405b", "fleet-prompts", "fleet-together", "gateway", "tenants-alone",
      "platform", "teams", "one-pool", "one-box"]

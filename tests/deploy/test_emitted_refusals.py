@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from tests.commands import invoke
-from tests.deploy.intents import FEW, H100, LLAMA, PLATFORM, WORK, make_platform
+from tests.deploy.intents import FEW, H100, LLAMA, PLATFORM, SERVICES, WORK, make_platform
 
+from bedplate.decide.intent import read_intent
 from bedplate.deploy.emit import emit_target, join_manifests
 from bedplate.errors import NotPossible, UsageError
+from bedplate.hosting.ordering import make_order
 
 WIDE = {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8}
 SHORT = {**WORK, "prompt_tokens": 512, "precision_sensitive": True}
@@ -180,3 +182,40 @@ def test_adapters_are_downloaded_with_the_model_and_loaded_from_the_volume(targe
     assert "get('acme/sql', local_dir='/models/sql')" in text.replace("''", "'")
     assert "sql=/models/sql" in text and "support=/models/support" in text
     assert "--lora-modules=sql" not in text, "an option with several values is not joined with the first"
+
+
+IDLE: dict[str, Any] = {**PLATFORM, "services": [{**SERVICES[1], "ttl": "30m", "tenants": []}]}
+
+
+class TestScaleToZero:
+    """`services[].ttl`: who stops the engines, and who starts them again."""
+
+    def test_refused_without_the_gateway_that_wakes_the_service(self) -> None:
+        found = catch_refusal(IDLE, "kubernetes")
+        assert "drafts has a ttl" in found.message and "deploy.endpoint: true" in (found.hint or "")
+
+    @pytest.mark.parametrize("target", ["compose", "dynamo", "ray"])
+    def test_refused_where_engines_keep_running(self, target: str) -> None:
+        found = catch_refusal({**IDLE, "deploy": {"endpoint": True}}, target)
+        assert f"the files for {target} keep every engine running" in found.message and found.hint
+
+    def test_gateway_holds_requests_and_its_metrics_start_the_engine(self) -> None:
+        files = emit_target(make_platform({**IDLE, "deploy": {"endpoint": True}}), "kubernetes")
+        spec = yaml.safe_load(files["scaling.yaml"])["spec"]
+        assert spec["minReplicaCount"] == 0 and spec["cooldownPeriod"] == 1800
+        queries = {one["name"]: one["metadata"]["query"] for one in spec["triggers"]}
+        of = r'{namespace="inference",model=~"qwen/qwen3\\-8b|drafts"}'
+        assert queries["gateway"] == f"sum(bedplate_requests_in_flight{of})" and of in queries["recent"]
+        (config,) = (
+            tree["data"]["gateway.yaml"] for tree in yaml.safe_load_all(files["endpoint.yaml"])
+            if tree["kind"] == "ConfigMap"
+        )  # fmt: skip
+        (order,) = make_order(read_intent(config)).endpoints
+        assert order.model == "qwen/qwen3-8b" and order.wait_s is not None and order.wait_s > 60
+
+    def test_engines_stay_without_ttl(self) -> None:
+        kept = [{name: value for name, value in IDLE["services"][0].items() if name != "ttl"}]
+        described = {**IDLE, "services": kept, "deploy": {"endpoint": True}}
+        files = emit_target(make_platform(described), "kubernetes")
+        assert yaml.safe_load(files["scaling.yaml"])["spec"]["minReplicaCount"] == 1
+        assert "wait:" not in files["endpoint.yaml"] and "bedplate_requests_in_flight" not in files["scaling.yaml"]

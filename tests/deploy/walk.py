@@ -160,7 +160,9 @@ def _check_scaling(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tre
             yield f"no component makes the adapter {target['name']}"
     elif (target["kind"], target["name"]) not in named:
         yield f"no {target['kind']} {target['name']}"
-    if not 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]:
+    # At zero, the engine has no metrics: something else must start it.
+    least = 0 if any(one["name"] == "gateway" for one in spec["triggers"]) else 1
+    if not least <= spec["minReplicaCount"] < spec["maxReplicaCount"]:
         yield "cannot scale"
 
 

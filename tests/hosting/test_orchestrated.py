@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -285,7 +286,7 @@ class TestRay:
         told = {
             "ready": str(tmp_path / "ready"), "envs": [{}], "key_variable": "ENGINE_KEY", "cwd": str(tmp_path),
             "argv": [sys.executable, "-c", KEYED_ENGINE, "{port}"], "logs": [str(tmp_path / "log")],
-            "health": "/health", "limit_s": 600.0,
+            "health": "/health", "limit_s": 600.0, "starts": [str(tmp_path / "starts")],
         }  # fmt: skip
         replica = ray_serve.EngineReplica(told, "secret")
 
@@ -311,6 +312,68 @@ class TestRay:
         finally:
             replica._process.kill()
             replica._process.communicate()
+
+    def test_replica_holds_requests_of_a_lost_engine_until_it_exits(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A replica that answers at once looks idle to Serve, which then sends it all retries."""
+        monkeypatch.setattr(ray_serve, "_keep_replica_on_loopback", lambda: None)
+        exited = threading.Event()
+        monkeypatch.setattr("bedplate.engines.shipped.ray_serve.os._exit", lambda code: exited.set())
+        monkeypatch.setattr(ray_serve.EngineReplica, "_keep_log", lambda *_: None)
+        told = {
+            "ready": str(tmp_path / "ready"), "envs": [{}], "key_variable": "ENGINE_KEY", "cwd": str(tmp_path),
+            "argv": [sys.executable, "-c", KEYED_ENGINE, "{port}"], "logs": [str(tmp_path / "log")],
+            "health": "/health", "limit_s": 600.0, "starts": [str(tmp_path / "starts")],
+        }  # fmt: skip
+        replica = ray_serve.EngineReplica(told, "secret")
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def run() -> None:
+            headers = [(b"authorization", b"Bearer secret")]
+            scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": headers}
+            request = Request({**scope, "server": ("127.0.0.1", 1), "scheme": "http"}, receive)
+            replica._process.kill()
+            asked = asyncio.create_task(replica(request))
+            await until(exited.is_set, "the replica to exit")
+            assert not asked.done()
+            asked.cancel()
+            assert replica._session is not None
+            await replica._session.close()
+
+        asyncio.run(run())
+        replica._process.communicate()
+
+    def test_replicas_that_serve_replaced_are_counted(self, stub: EngineEnvironment, tmp_path: Path) -> None:
+        folder = tmp_path / "on"
+        folder.mkdir()
+        one = make_stub_readied("alpha", stub, replicas=2)
+        found = on_ray.RayOrchestration(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
+        engines: Any = [
+            SimpleNamespace(
+                backend=SimpleNamespace(restarts=restarts, restarts_behind=0),
+                supervisor=SimpleNamespace(engine=on_ray.RayNode(tmp_path, "llama.cpp", "t", number)),
+                part=part,
+            )
+            for number, (restarts, part) in enumerate(((0, on_ray.HEAD), (5, on_ray.FURTHER)))
+        ]
+
+        def restart(node: int, *runs: str) -> list[int]:
+            with found.starts[node].open("a") as starts:
+                starts.writelines(f"{run}\n" for run in runs)
+            for _ in range(2):
+                found._count_restarts(engines)
+            return [engine.backend.restarts for engine in engines]
+
+        assert restart(0, "a") == [0, 5], "the first start"
+        assert restart(1, "b", "b") == [0, 6]
+        assert restart(1, "c") == [0, 6], "the supervisor counts restarts of the node"
+        assert restart(0, "a", "a") == [2, 6]
+        assert "Ray Serve replaced it" in engines[0].backend.last_exit.text
+        assert [engine.backend.restarts_behind for engine in engines] == [1, 0], "for the metrics of the gateway"
+        found.close()
 
     def test_text_names_nodes_and_engine(self, stub: EngineEnvironment) -> None:
         found = on_ray.describe_orchestrator(make_stub_readied("alpha", stub).plan, 2)
@@ -346,9 +409,10 @@ class TestRay:
                 SimpleNamespace(part=part, supervisor=SimpleNamespace(process=Process()))
                 for part in (on_ray.HEAD, on_ray.FURTHER)
             ]
+            one: Any = SimpleNamespace(_count_restarts=lambda engines: None)
             head, node = (one.supervisor for one in engines)
             first = node.process
-            keeping = asyncio.create_task(on_ray.RayOrchestration.keep(SimpleNamespace(), engines))  # type: ignore[arg-type]
+            keeping = asyncio.create_task(on_ray.RayOrchestration.keep(one, engines))
             await asyncio.sleep(0)
             assert not first.killed
             head.process.ended.set()

@@ -30,7 +30,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": NodePool, "services": Service, "tenants": PlatformTenant}
 ITEMS: dict[str, type[msgspec.Struct]] = {"lora_adapters": LoraAdapter}
 """Lists inside of a section."""
-_REMOTE_FIELDS = ("key_env", "share", "price_per_million_tokens")
+_REMOTE_FIELDS = ("key_env", "share", "price_per_million_tokens", "wait")
 _LOCAL_FIELDS: dict[str, object] = {
     "workload": {"origin": "default"}, "operations": None, "pool": None, "engine": None, "replicas": 1, "ttl": None,
     "preload": False,
@@ -404,7 +404,8 @@ def _check_contradictions(intent: Intent, given: dict[str, Any], place: _FieldLo
         path, raw = f"services[{index}]", given["services"][index]
         _check_endpoint(path, raw, place)
         _check_work(f"{path}.workload", service.workload, raw.get("workload", {}), service.model, place)
-        _check_ttl(f"{path}.ttl", service.ttl, place)
+        for field in ("ttl", "wait"):
+            _check_duration(f"{path}.{field}", getattr(service, field), place)
         _check_reference(f"{path}.pool", service.pool, [pool.name for pool in intent.pools], place)
         for at, tenant in enumerate(service.tenants):
             _check_reference(f"{path}.tenants[{at}]", tenant, [tenant.name for tenant in intent.tenants], place)
@@ -442,14 +443,15 @@ def _check_endpoint(path: str, raw: dict[str, Any], place: _FieldLocations) -> N
         raise place.make_error(f"{path}.{field}", "cannot be combined with url: the model runs elsewhere")
 
 
-def _check_ttl(path: str, ttl: str | float | None, place: _FieldLocations) -> None:
-    if isinstance(ttl, str):
+def _check_duration(path: str, given: str | float | None, place: _FieldLocations) -> None:
+    if isinstance(given, str):
         try:
-            found = parse_duration(ttl)
+            found = parse_duration(given)
         except UsageError as error:
-            raise place.make_error(path, f"{ttl!r} is not a duration", hint=error.hint) from error
+            raise place.make_error(path, f"{given!r} is not a duration", hint=error.hint) from error
         if found <= 0:
-            raise place.make_error(path, "must be more than 0", hint="leave it out to keep the model loaded")
+            otherwise = "keep the model loaded" if path.endswith("ttl") else "reject requests"
+            raise place.make_error(path, "must be more than 0", hint=f"leave it out to {otherwise}")
 
 
 def _check_pool(path: str, pool: NodePool, place: _FieldLocations) -> None:

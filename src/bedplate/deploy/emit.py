@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from bedplate.deploy.air_gap import check_revisions, list_models, mirror_images, use_mirror_as_registry
 from bedplate.deploy.compose import write_compose
 from bedplate.deploy.dynamo import write_dynamo
 from bedplate.deploy.kubernetes import Files, write_kubernetes
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.ray import write_ray
+from bedplate.deploy.service_containers import describe_containers
 from bedplate.errors import NotPossible, UsageError
 from bedplate.values.quoting import write_comment
 
@@ -35,7 +38,33 @@ def emit_target(platform: Platform, target: str) -> Files:
             f"{with_adapters} has LoRA adapters, which the files for {target} do not load",
             hint="--emit command, compose or kubernetes",
         )
-    return TARGETS[target](platform)
+    _check_scale_to_zero(platform, target)
+    platform = replace(platform, deploy=use_mirror_as_registry(platform.deploy))
+    deploy = platform.deploy
+    files = TARGETS[target](platform)
+    if deploy.models == "copy" or deploy.revisions:
+        units = [describe_containers(placed, deploy) for placed in platform.services]
+        check_revisions(units, deploy)
+        files = files | list_models(units, deploy)
+    return mirror_images(files, deploy)
+
+
+def _check_scale_to_zero(platform: Platform, target: str) -> None:
+    """Refuse a `ttl` that the files could not follow: nothing would stop the engines, or start them again."""
+    asked = next((one.name for one in platform.services if one.ttl_s is not None), None)
+    if asked is None:
+        return
+    if target == "kubernetes":
+        if not platform.deploy.endpoint:
+            raise NotPossible(
+                f"{asked} has a ttl, and nothing would start it again when it is scaled to zero",
+                hint="set deploy.endpoint: true, whose gateway keeps requests until a replica runs, or leave ttl out",
+            )
+        return
+    hint = "bedplate serve -f FILE unloads idle models" if target == "compose" else "--emit kubernetes"
+    raise NotPossible(
+        f"{asked} has a ttl, but the files for {target} keep every engine running", hint=f"{hint}; or leave ttl out"
+    )
 
 
 def join_manifests(files: Files) -> str:

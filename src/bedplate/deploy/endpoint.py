@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from bedplate._version import __version__
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import KEY, Tree, write_container_security, write_metadata
-from bedplate.deploy.scaling import find_metrics_namespace, make_monitor_labels
+from bedplate.deploy.scaling import compute_wake_s, find_metrics_namespace, make_monitor_labels
 from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers
 from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines.traits import ANY_USER
@@ -101,6 +101,7 @@ def _describe_intent(
                     "name": name if name != model else None,
                     "key_env": ENGINE_KEY if _checks_key(unit, plain) else None,
                     "tenants": list(unit.placed.tenants) or None,
+                    "wait": f"{compute_wake_s(unit)}s" if unit.placed.ttl_s is not None else None,
                 }
             )
     limits = ("share", "requests_per_minute", "tokens_per_minute", "in_flight")

@@ -400,7 +400,7 @@ def write_kustomization(platform: Platform, units: Sequence[ServiceContainers], 
         head.append(f"The cluster needs {', '.join(needs)}.")
     head.append(f"Secrets are not included. For gated models: {_write_secret_command('hf-token', 'token')}")
     images = [
-        {"name": unit.image.name.partition(":")[0], "newTag": unit.image.name.rpartition(":")[2]}
+        {"name": unit.image.name.rpartition(":")[0], "newTag": unit.image.name.rpartition(":")[2]}
         for unit in units
         if unit.image.dockerfile is not None
     ]

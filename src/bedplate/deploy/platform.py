@@ -11,8 +11,9 @@ from bedplate.decide.portfolio import make_pool_machine
 from bedplate.errors import NotPossible
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values import Decision, Hardware, Model, Plan, Workload
-from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant
+from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant, Service
 from bedplate.values.portfolio import Portfolio
+from bedplate.values.units import parse_duration
 
 NO_NETWORK = ("none", "no", "")
 
@@ -32,6 +33,8 @@ class PlacedService:
     tenants: tuple[str, ...] = ()
     copies: int = 1
     """Instances of the whole plan, each with the plan's own replicas."""
+    ttl_s: float | None = None
+    """Scaled to zero after this long without a request; `None`: it keeps running."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,18 @@ def place_services(
         plan = plan_decision(placement.decision, model, asked.workload)
         if alone is not None and hardware is not None:
             services.append(
-                PlacedService(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
-            )
+                PlacedService(
+                    name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas),
+                    _read_ttl(asked),
+                )
+            )  # fmt: skip
             continue
         pool = pools[str(placement.pool)]
         node = make_pool_machine(pool, pool.count)
         spare, copies = found.free[pool.name], max(1, asked.replicas)
-        services.append(PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies))
+        services.append(
+            PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies, _read_ttl(asked))
+        )
     return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
 
 
@@ -138,6 +146,10 @@ def _describe_pool(intent: Intent, hardware: Hardware) -> NodePool:
         cores=hardware.cpu.logical_cores,
         os=hardware.os,
     )
+
+
+def _read_ttl(service: Service) -> float | None:
+    return parse_duration(service.ttl) if isinstance(service.ttl, str) else service.ttl
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from bedplate.deploy.pods import Tree, make_selector, write_metadata
-from bedplate.deploy.service_containers import MOST_TIMES, ServiceContainers
+from bedplate.deploy.service_containers import MOST_TIMES, PATIENCE, ServiceContainers
 from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import quote_promql
@@ -18,7 +20,8 @@ PROMETHEUS = f"http://prometheus-operated.{MONITORING}.svc:9090"
 FULL = 0.8
 """Target load as a share of a replica's capacity; the rest absorbs requests while the next replica starts."""
 QUIET_S = 600
-
+WAKE_S = 60
+"""Until a waiting request starts a replica: Prometheus reads the gateway every 15 s, and so does KEDA Prometheus."""
 
 RELEASE = "kube-prometheus-stack"
 
@@ -63,7 +66,7 @@ def write_scaled_object(unit: ServiceContainers, deploy: DeployTarget) -> Tree |
             "scaleTargetRef": {"apiVersion": kind[0], "kind": kind[1], "name": unit.name},
             **write_replica_bounds(unit),
             "pollingInterval": 15,
-            "cooldownPeriod": QUIET_S,
+            "cooldownPeriod": write_idle_time(unit),
             "fallback": write_fallback(unit),
             "advanced": write_behavior(unit),
             "triggers": triggers,
@@ -72,13 +75,28 @@ def write_scaled_object(unit: ServiceContainers, deploy: DeployTarget) -> Tree |
 
 
 def compute_bounds(unit: ServiceContainers) -> tuple[int, int]:
-    return max(1, unit.replicas // 2), unit.most_replicas
+    least = max(1, unit.replicas // 2) if unit.placed.ttl_s is None else 0
+    return least, unit.most_replicas
+
+
+def write_idle_time(unit: ServiceContainers) -> object:
+    """Return the seconds without a request after which the last replica stops, if it may."""
+    if unit.placed.ttl_s is None:
+        return QUIET_S
+    return annotate(math.ceil(unit.placed.ttl_s), "ttl: the last replica stops after this time without a request")
+
+
+def compute_wake_s(unit: ServiceContainers) -> int:
+    """Return how long a request may wait for a service that is scaled to zero."""
+    return math.ceil(WAKE_S + PATIENCE * unit.load_s)
 
 
 def write_replica_bounds(unit: ServiceContainers) -> Tree:
     least, most = compute_bounds(unit)
     planned = f"{unit.placed.decision.in_flight:,} concurrent requests need {unit.replicas} replicas"
     floor = f"half of them stay when idle, because a new replica takes up to {format_seconds(unit.load_s)} to start"
+    if unit.placed.ttl_s is not None:
+        floor = f"none when idle (ttl); the first request then waits about {format_seconds(WAKE_S + unit.load_s)}"
     return {
         "minReplicaCount": annotate(least, f"{planned}; {floor}"),
         "maxReplicaCount": annotate(most, explain_maximum(unit)),
@@ -113,9 +131,11 @@ def write_behavior(unit: ServiceContainers) -> Tree:
 
 def _write_triggers(unit: ServiceContainers, deploy: DeployTarget) -> Iterator[Tree]:
     metrics = unit.metrics
+    namespace = quote_promql(write_metadata("", deploy)["namespace"])
+    if unit.placed.ttl_s is not None:
+        yield from _write_wake_triggers(unit, deploy, namespace)
     if metrics is None:
         return
-    namespace = quote_promql(write_metadata("", deploy)["namespace"])
     of = f"{{namespace={namespace},app_kubernetes_io_instance={quote_promql(unit.name)}}}"
     if metrics.waiting is not None and metrics.running is not None:
         each = max(1, round(FULL * unit.request_capacity))
@@ -124,7 +144,26 @@ def _write_triggers(unit: ServiceContainers, deploy: DeployTarget) -> Iterator[T
         yield _write_trigger("requests", query, str(each), words, deploy)
     if metrics.kv_use is not None:
         words = "KV cache usage; above it the engine preempts requests and recomputes them"
-        yield _write_trigger("kv-use", f"sum({metrics.kv_use}{of})", str(FULL), words, deploy)
+        trigger = _write_trigger("kv-use", f"sum({metrics.kv_use}{of})", str(FULL), words, deploy)
+        if unit.placed.ttl_s is not None:
+            trigger["metadata"]["activationThreshold"] = annotate(str(FULL), "cached prefixes keep no replica running")
+        yield trigger
+
+
+def _write_wake_triggers(unit: ServiceContainers, deploy: DeployTarget, namespace: str) -> Iterator[Tree]:
+    """Yield requests at bedplate's gateway, which has metrics also while no replica runs.
+
+    A model that several services have is named by the service there.
+    """
+    adapters = (one.served_name for one in unit.plan.workload.adapters)
+    names = dict.fromkeys([unit.plan.model.served_name, unit.name, *adapters])
+    of = f"{{namespace={namespace},model=~{quote_promql('|'.join(map(re.escape, names)))}}}"
+    each = max(1, round(FULL * unit.request_capacity))
+    words = "requests at the gateway, where they wait while no replica runs"
+    yield _write_trigger("gateway", f"sum(bedplate_requests_in_flight{of})", str(each), words, deploy)
+    query = f"clamp_max(sum(increase(bedplate_requests_total{of}[1m])), 1)"
+    words = "1 while requests end, also those that are too short to be seen in flight"
+    yield _write_trigger("recent", query, "1", words, deploy)
 
 
 def _write_trigger(name: str, query: str, threshold: str, words: str, deploy: DeployTarget) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -35,6 +35,7 @@ NODE_SHARE = 0.9
 SLOW_HUB_BYTES_S = 0.1e9
 """Bandwidth that is assumed for the download from the model hub: about 1 Gbit/s."""
 PATIENCE = 1.5
+INSTALL = "pip install"
 """A start may take this many times as long as estimated."""
 MOST_TIMES = 4
 """Upper bound of autoscaling, as a multiple of the planned replicas, even if the pool has more free GPUs."""
@@ -55,6 +56,32 @@ class VolumeStep:
     note: str
     cards: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    sources: tuple[HubSource, ...] = ()
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Files of a model hub, and where they are on the volume."""
+
+    repository: str
+    path: str
+    revision: str | None = None
+    """A commit or a branch; `None`: the newest."""
+    patterns: tuple[str, ...] = ()
+    """The files; empty: all."""
+
+    @property
+    def marker(self) -> str:
+        """The file that says that all were copied. Files of another revision are on another volume."""
+        path = self.path if self.path != MODELS else f"{MODELS}/files"
+        return f"{path}.{self.revision}.copied" if self.revision is not None else f"{path}.copied"
+
+    def write_download(self) -> str:
+        """Write the call of the hub client's `snapshot_download`, as `get`."""
+        wanted = f"local_dir={self.path!r}"
+        wanted += f", revision={self.revision!r}" if self.revision is not None else ""
+        wanted += f", allow_patterns={list(self.patterns)!r}" if self.patterns else ""
+        return f"get({self.repository!r}, {wanted})"
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,10 @@ class ServiceContainers:
     steps: tuple[VolumeStep, ...]
     selector: NodeSelector
     storage_class: str | None = None
+
+    @property
+    def sources(self) -> tuple[HubSource, ...]:
+        return tuple(source for step in self.steps for source in step.sources)
 
     @property
     def name(self) -> str:
@@ -259,7 +290,7 @@ def describe_containers(
         storage_class=deploy.storage_class,
         selector=make_node_selector(placed.node, chip, placed.pool.node_label, on_cpu=device == "cpu"),
     )  # fmt: skip
-    return _add_steps(result)
+    return replace(result, steps=tuple(_list_steps(result, deploy)))
 
 
 def find_engines(supports: Callable[[Engine], object]) -> list[Engine]:
@@ -389,55 +420,61 @@ def _write_launch(engine: Engine, plan: Plan, image: Image) -> Launch:
     return replace_fields(launch, argv=tuple(argv), env=env)
 
 
-def _add_steps(unit: ServiceContainers) -> ServiceContainers:
-    return replace(unit, steps=tuple(_list_steps(unit)))
-
-
-def _list_steps(unit: ServiceContainers) -> Iterator[VolumeStep]:
+def _list_steps(unit: ServiceContainers, deploy: DeployTarget) -> Iterator[VolumeStep]:
     """Yield the steps that put the model onto the volume: download or manual copy, then conversion if planned."""
     placed, plan = unit.placed, unit.plan
     if placed.plan.source is not None:
         raise _make_refusal(placed, "its weights must first be dequantized from a GGUF file")
-    yield from _write_fetch_step(unit)
+    yield _write_fetch_step(unit, deploy)
     if stored := unit.engine.plan_store_step(plan):
         note = f"import {plan.model.name} into the engine's store as {stored.model}"
         yield VolumeStep("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
     elif plan.weights.made == "converted":
-        yield _write_convert_step(unit)
+        step = _write_convert_step(unit)
+        if deploy.models == "copy" and INSTALL in step.command[-1]:
+            raise _make_refusal(placed, "its weights are converted with packages from an index, which deploy.models "
+                                        "copy excludes; use a checkpoint in this format")  # fmt: skip
+        yield step
 
 
-def _write_fetch_step(unit: ServiceContainers) -> Iterator[VolumeStep]:
+def _write_fetch_step(unit: ServiceContainers, deploy: DeployTarget) -> VolumeStep:
     origin, target = unit.placed.plan.model, unit.plan.model_path
     folder = target if not target.endswith(".gguf") else MODELS
     published = unit.plan.weights.published if not origin.files else None
     if published is None and (origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name):
         where = origin.files[0] if origin.files else origin.name
-        yield VolumeStep(
-            "wait",
-            PYTHON,
-            ("sh", "-c", f"until [ -e {quote_posix_shell(f'{target}.copied')} ]; do sleep 10; done"),
+        return _write_wait_step(
+            [f"{target}.copied"],
             f"{where} is not on a model hub: while this container waits, copy it to {target} with kubectl cp -c wait, "
             f"then create the file {target}.copied",
         )
-        return
-    name, size = origin.name, origin.weight_bytes
-    wanted = f"local_dir={folder!r}"
+    first, size = HubSource(origin.name, folder), origin.weight_bytes
     if published is not None:
-        name, size = published.repository, published.size_bytes
-        wanted = f"local_dir={make_volume_path(published.folder)!r}"
-        wanted += f", revision={published.revision!r}" if published.revision is not None else ""
-        wanted += f", allow_patterns={list(list_part_names(published.file))!r}" if published.file is not None else ""
-    code = f"from huggingface_hub import snapshot_download as get; get({name!r}, {wanted})"
-    for one, moved in zip(unit.placed.plan.workload.adapters, unit.plan.workload.adapters, strict=True):
-        code += f"; get({one.path!r}, local_dir={moved.path!r})" if one.is_on_hub else ""
+        size = published.size_bytes
+        patterns = tuple(list_part_names(published.file)) if published.file is not None else ()
+        path = make_volume_path(published.folder)
+        first = HubSource(published.repository, path, published.revision, patterns)
+    adapters = zip(unit.placed.plan.workload.adapters, unit.plan.workload.adapters, strict=True)
+    found = (first, *(HubSource(one.path, moved.path) for one, moved in adapters if one.is_on_hub))
+    pinned = deploy.revisions
+    sources = tuple(replace(one, revision=pinned.get(one.repository, one.revision)) for one in found)
+    if deploy.models == "copy":
+        words = f"{format_size(size)} are copied by hand (models.txt): kubectl cp -c wait, then the marker"
+        return replace(_write_wait_step([one.marker for one in sources], words), sources=sources)
+    calls = "; ".join(one.write_download() for one in sources)
+    code = f"from huggingface_hub import snapshot_download as get; {calls}"
     command: tuple[str, ...] = ("python3", "-c", code)
     if not unit.image.python:
         command = ("uvx", "--from", HUB_PACKAGE, "python", "-c", code)
     note = f"downloads {format_size(size)}; skipped if the files are already on the volume"
     # The engine's image has the hub client; using it here also pulls the image onto the node.
-    yield VolumeStep(
-        "fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"}
-    )
+    image = unit.image.name if unit.image.python else PYTHON
+    return VolumeStep("fetch", image, command, note, env={"HF_HOME": "/cache"}, sources=sources)
+
+
+def _write_wait_step(markers: Sequence[str], note: str) -> VolumeStep:
+    are_there = " && ".join(f"[ -e {quote_posix_shell(one)} ]" for one in markers)
+    return VolumeStep("wait", PYTHON, ("sh", "-c", f"until {are_there}; do sleep 10; done"), note)
 
 
 def _write_convert_step(unit: ServiceContainers) -> VolumeStep:
@@ -450,7 +487,7 @@ def _write_convert_step(unit: ServiceContainers) -> VolumeStep:
         return VolumeStep("convert", image, ("sh", "-c", _make_atomic(made, own.command)), note, cards=cards)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
         script = steps[-1].argv[2].replace(repr(get_converted_path(plan)), repr(f"{made}.part"))
-        command = f"pip install --quiet --user {COMPRESSOR} && {join_posix_shell(['python3', '-c', script])}"
+        command = f"{INSTALL} --quiet --user {COMPRESSOR} && {join_posix_shell(['python3', '-c', script])}"
         return VolumeStep("convert", unit.image.name, ("sh", "-c", _make_atomic(made, command)), note, cards=unit.cards)
     if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
         command = " && ".join(_write_command(step, plan, made) for step in steps)

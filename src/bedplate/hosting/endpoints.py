@@ -72,6 +72,7 @@ def _make_endpoint(
     model = joined.name if joined is not None else name
     backend = RemoteBackend(model, address, read_key(one.key_env, address), sent_name=one.model or model)
     backend.share, backend.price, backend.rank = one.share, one.price_per_million_tokens, one.rank
+    backend.wait_s = one.wait_s
     return backend
 
 

@@ -364,6 +364,8 @@ class Host:
                 self.gateway.allow(backend.model, allowed)
             backend.begun = self._report_request
             self.gateway.add(backend)
+            if backend.wait_s is not None:
+                self.gateway.hold_while_unreachable(backend.model, backend.wait_s)
         watch = EndpointWatch(self.endpoints, self.say)
         self._run_later(watch.run())
         return watch

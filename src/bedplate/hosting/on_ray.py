@@ -7,6 +7,7 @@ Everything listens on loopback. Options and variables are those of Ray 2.60.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from bedplate.run.trials import PATIENT
 from bedplate.run.warden import wrap_with_warden
 from bedplate.values import Launch, Plan, replace_fields
 from bedplate.values.endpoint import EndpointOrchestrator
+from bedplate.values.service import LastExit
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
@@ -46,6 +48,7 @@ HEAD_BYTES, NODE_BYTES = 1_200_000_000, 500_000_000
 """Memory of Ray's own processes."""
 HEAD, FURTHER = ProcessRole("head node"), ProcessRole("node", routed=False)
 LOOK_S = 0.1
+REPLACED = "its replica or the replica's engine exited, and Ray Serve replaced it"
 _LOST = re.compile(r"subprocesses exited unexpectedly:\s*\n.*?(\w+) \[(exit code=-?\d+)\]")
 """The message of `ray start --block` before it exits."""
 RECIPE = EnvironmentRecipe(
@@ -68,6 +71,8 @@ VARIABLES = {
     "RAY_health_check_failure_threshold": "5",
     # The proxy would prefer the replica on its own node until it is full, but all nodes are on this machine.
     "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
+    # The proxy would be replaced if it took five seconds to start; on a busy machine it takes longer.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "50",
     # Ray starts its workers with its own scripts, which must not import the user's packages.
     "PYTHONPATH": "",
 }
@@ -200,6 +205,8 @@ class RayOrchestration:
         self.needs: Sequence[Need] = one.needs
         self.config = folder / "bedplate.json"
         self.above = describe_orchestrator(one.plan, len(one.needs))
+        self.starts = [folder / f"starts-{number}" for number in range(len(one.needs))]
+        self._replaced: dict[Path, int] = {}
         port, client_port = find_free_port(), find_free_port()
         config: dict[str, Any] = {
             "address": f"{LOOPBACK}:{port}",
@@ -208,7 +215,7 @@ class RayOrchestration:
             "node": build_worker_options(folder, port),
             "replicas": len(one.needs),
             "ongoing": compute_max_ongoing(one.plan),
-            "engine": _describe_engine(one, logs, folder),
+            "engine": {**_describe_engine(one, logs, folder), "starts": [str(path) for path in self.starts]},
         }
         self.config.touch(0o600)
         self.config.write_text(json.dumps(config))
@@ -229,17 +236,48 @@ class RayOrchestration:
         lost = None
         while True:
             process = head.supervisor.process
-            if process is not None and process is not lost:
-                await process.ended.wait()
+            if process is None or process is lost:
+                await asyncio.sleep(LOOK_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await process.ended.wait()
                 lost = process
                 for engine in engines:
                     other = engine.supervisor.process
                     if engine is not head and other is not None and not other.ended.is_set():
                         other.kill()
-            await asyncio.sleep(LOOK_S)
+            self._count_restarts(engines)
+
+    def _count_restarts(self, engines: Sequence[HostedEngine]) -> None:
+        """Add the replicas that Serve has replaced. Restarts of nodes are counted by their supervisors."""
+        head = next((engine for engine in engines if engine.part.routed), None)
+        for engine in engines:
+            node = engine.supervisor.engine
+            if not isinstance(node, RayNode):
+                continue
+            starts = self.starts[node.number]
+            replaced = count_replaced(starts)
+            added = replaced - self._replaced.get(starts, 0)
+            if added > 0:
+                self._replaced[starts] = replaced
+                engine.backend.restarts += added
+                if head is not None and engine is not head:
+                    # The gateway, and so its metrics, knows the head node only.
+                    head.backend.restarts_behind += added
+                engine.backend.last_exit = LastExit(cause="exited", text=REPLACED)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def count_replaced(starts: Path) -> int:
+    """Count the replicas that were started again on a node that kept running: all but the first of each run."""
+    try:
+        runs = starts.read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return len(runs) - len(set(runs))
 
 
 def _describe_engine(one: PreparedModel, logs: Sequence[Path], folder: Path) -> dict[str, Any]:

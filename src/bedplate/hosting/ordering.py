@@ -92,6 +92,7 @@ def _to_endpoint(service: Service, index: int) -> EndpointOrder:
         price_per_million_tokens=service.price_per_million_tokens or 0.0,
         rank=index,
         tenants=service.tenants,
+        wait_s=parse_ttl(service.wait, f"services[{index}].wait"),
     )
 
 

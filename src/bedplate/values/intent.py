@@ -168,8 +168,8 @@ class Service(Record, frozen=True, kw_only=True):
     replicas: Count = 1
     """Engine processes side by side, each with its part of the machine."""
     ttl: Name | Positive | None = None
-    """Load the model at its first request, and unload it after this long without one: 10m, or seconds. Default: it
-    stays loaded."""
+    """Load the model at its first request, and unload it after this long without one: 10m, or seconds. On Kubernetes,
+    scale it to zero. Default: it stays loaded."""
     preload: bool = False
     """With `ttl`: load the model at the start all the same."""
     url: Name | None = None
@@ -181,6 +181,9 @@ class Service(Record, frozen=True, kw_only=True):
     """With `url`: its share of the requests, relative to 1 for a local engine. Default: 1."""
     price_per_million_tokens: NotNegative | None = None
     """With `url`: what a million tokens cost there, for `routing: price`. A local engine costs 0."""
+    wait: Name | Positive | None = None
+    """With `url`: how long a request waits while the endpoint cannot be reached, because it is started on demand: 10m,
+    or seconds. Default: the request is rejected."""
 
 
 class PlatformTenant(Record, frozen=True, kw_only=True):
@@ -228,6 +231,14 @@ class DeployTarget(Record, frozen=True, kw_only=True):
     """The registry that images built from the files are pushed to."""
     rdma: Name | None = None
     """The resource name of a node's RDMA adapters: rdma/ib."""
+    mirror: Name | None = None
+    """The registry that every image is pulled from, and a path in it: registry.example.com/mirror. An image keeps its
+    full name there: registry.example.com/mirror/docker.io/vllm/vllm-openai:v0.32.0."""
+    models: Literal["download", "copy"] = "download"
+    """How models reach their volumes. copy: nothing is downloaded in the cluster; the Jobs wait until the files were
+    copied."""
+    revisions: dict[Name, Name] = msgspec.field(default_factory=dict)
+    """The commit of each repository of the model hub that is downloaded. Default: the newest."""
 
 
 class Intent(Record, frozen=True, kw_only=True):

@@ -61,6 +61,8 @@ class EndpointOrder(Record, frozen=True, kw_only=True):
     price_per_million_tokens: NotNegative = 0.0
     rank: int = 0
     tenants: tuple[Name, ...] = ()
+    wait_s: Positive | None = None
+    """How long a request waits while it cannot be reached; `None`: the request is rejected."""
 
 
 class Order(Record, frozen=True, kw_only=True):

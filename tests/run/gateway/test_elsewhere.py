@@ -226,6 +226,55 @@ async def test_order_uses_the_first_and_price_the_cheapest() -> None:
         assert count(engines) == [0, 0, 6]
 
 
+async def test_requests_wait_for_an_endpoint_that_is_started_on_demand() -> None:
+    """The first one finds out that it cannot be reached; the second one comes while that is known."""
+    async with start(number=1, wait_s=[600.0]) as engines:
+        (engine,), (backend,), gateway = engines, get_backends(engines), get_setup(engines).gateway
+        gateway.hold_while_unreachable("small", 600.0)
+        assert (await ask(engines)).status == 200
+        await engine.stop()
+        asked = [asyncio.ensure_future(ask(engines, "first"))]
+        await wait_until(lambda: gateway.count_waiting("small") == 1, "the first request to wait")
+        assert backend.state == "restarting" and "does not accept connections" in (backend.reason or "")
+        asked.append(asyncio.ensure_future(ask(engines, "second")))
+        await wait_until(lambda: gateway.count_waiting("small") == 2, "the second request to wait")
+        engine.lines.clear()
+        await engine.start()
+        backend.state = "ready"  # as its next check finds
+        assert [(await wait_within(one)).status for one in asked] == [200, 200]
+        assert len(engine.seen) == 3
+
+
+async def test_request_waits_for_an_endpoint_that_is_still_loading() -> None:
+    """It listens, or a service mesh answers for it, before it can answer."""
+    async with start(number=1, wait_s=[600.0]) as engines:
+        (engine,), (backend,), gateway = engines, get_backends(engines), get_setup(engines).gateway
+        gateway.hold_while_unreachable("small", 600.0)
+        engine.answer(make_answer(b'{"error": {"message": "loading"}}', "503 Service Unavailable"))
+        asked = asyncio.ensure_future(ask(engines))
+        await wait_until(lambda: gateway.count_waiting("small") == 1, "the request to wait")
+        backend.state = "ready"
+        assert (await wait_within(asked)).status == 200 and len(engine.seen) == 2
+
+
+async def test_request_that_waits_too_long_is_rejected() -> None:
+    async with start(number=1, wait_s=[0.01]) as engines:
+        gateway = get_setup(engines).gateway
+        gateway.hold_while_unreachable("small", 0.01)
+        await engines[0].stop()
+        answer = await wait_within(ask(engines))
+        assert answer.status == 503 and b"held_too_long" in answer.body
+
+
+async def test_endpoint_that_dies_with_a_request_does_not_get_it_again() -> None:
+    """The request may be the cause."""
+    async with start(number=1, wait_s=[600.0]) as engines:
+        get_setup(engines).gateway.hold_while_unreachable("small", 600.0)
+        engines[0].answer(End.CLOSE)
+        answer = await wait_within(ask(engines))
+        assert answer.status == 502 and len(engines[0].seen) == 1
+
+
 async def test_order_leaves_an_engine_whose_slots_are_busy() -> None:
     async with start("order", rank=[0, 1], slots=[1, None]) as engines:
         gate = asyncio.Event()

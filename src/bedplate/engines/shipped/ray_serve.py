@@ -11,6 +11,7 @@ head node the key that requests must carry.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import hmac
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 READY = "/bedplate/ready"
 APPLICATION = "bedplate"
 NODE = "BEDPLATE_RAY_NODE"
+RUN = "BEDPLATE_RAY_RUN"
+"""Identifies one run of a node: replicas that start again in the same run were replaced by Serve."""
 KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 RESOURCE = "bedplate_replica"
 LOG_BYTES, LOGS_KEPT = 10_000_000, 4
@@ -48,6 +51,8 @@ HANG_S, CHECK_EVERY_S, CHECK_LIMIT_S = 40.0, 5.0, 5.0
 """An engine that does not answer its health check and uses no CPU for the first of these times hangs."""
 BUSY_SHARE = 0.02
 """Of a core."""
+EXIT_LIMIT_S = 60.0
+"""How long a request waits for this process to exit with its engine."""
 NOT_FORWARDED = frozenset(
     ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive", "authorization"]
 )
@@ -61,10 +66,12 @@ class EngineReplica:
         _keep_replica_on_loopback()
         self._accepted = f"Bearer {key}".encode()
         node = int(os.environ.get(NODE, "0"))
+        with Path(engine["starts"][node]).open("a") as starts:
+            starts.write(f"{os.environ.get(RUN, '')}\n")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+        self._port, self._url = port, f"http://127.0.0.1:{port}"
         self._ready = Path(engine["ready"])
         env = dict(engine["envs"][node])
         self._key = secrets.token_urlsafe(32) if engine["key_variable"] else None
@@ -140,17 +147,41 @@ class EngineReplica:
             return PlainTextResponse(
                 "ready" if self._ready.exists() else "starting", 200 if self._ready.exists() else 503
             )
+        import aiohttp
+
         try:
             answer = await self._forward(request)
-        except OSError as error:
+            kind = answer.headers.get("content-type", "application/json")
+            if kind.startswith("text/event-stream"):
+                # An engine that is lost before its first event is an error with a status, which can be retried.
+                first = await _read_first_event(answer)
+                return StreamingResponse(_stream_events(first, answer), answer.status, media_type=kind)
+            # Read completely before the response starts: a truncated body could look complete.
+            async with answer:
+                return Response(await answer.read(), answer.status, media_type=kind)
+        except (OSError, aiohttp.ClientError) as error:
+            await self._wait_for_exit()
             message = f"the engine of this replica cannot be reached: {error}"
             return JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)
-        kind = answer.headers.get("content-type", "application/json")
-        if kind.startswith("text/event-stream"):
-            return StreamingResponse(_stream_events(answer), answer.status, media_type=kind)
-        # Read completely before the response starts: a truncated body could look complete.
-        async with answer:
-            return Response(await answer.read(), answer.status, media_type=kind)
+
+    async def _wait_for_exit(self) -> None:
+        """Keep a request whose engine was lost until this process exits with the engine.
+
+        Answered at once, the replica would look idle, and Serve would send it the next requests and their retries. A
+        request of a replica that has exited fails too, but Serve sends its retry to another replica.
+        """
+        until = time.monotonic() + EXIT_LIMIT_S
+        while not await self._is_engine_answering() and time.monotonic() < until:  # noqa: ASYNC110 - a thread exits
+            await asyncio.sleep(LOOK_S)
+
+    async def _is_engine_answering(self) -> bool:
+        """Whether the engine accepts connections; if so, only one connection was lost."""
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def _forward(self, request: Request) -> aiohttp.ClientResponse:
         import aiohttp
@@ -198,9 +229,18 @@ def measure_cpu_seconds(pid: int) -> float:
     return sum(ticks.get(one, 0) for one in found) / os.sysconf("SC_CLK_TCK")
 
 
-async def _stream_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _read_first_event(answer: aiohttp.ClientResponse) -> bytes:
+    try:
+        return await answer.content.readany()
+    except BaseException:  # also if the client disconnects
+        answer.close()
+        raise
+
+
+async def _stream_events(first: bytes, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Forward events as they arrive. If the client disconnects, so does the engine's connection, which then stops."""
     try:
+        yield first
         async for data in answer.content.iter_any():
             yield data
     finally:
@@ -216,6 +256,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     asked = parser.parse_args()
     config = json.loads(asked.config.read_text())
+    os.environ[RUN] = secrets.token_hex(8)
     start = [sys.executable, "-I", __file__, "start"]
     up, ready = Path(config["up"]), Path(config["engine"]["ready"])
     if asked.role == "node":

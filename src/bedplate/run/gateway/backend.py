@@ -84,6 +84,8 @@ class GatewayBackend:
         """Why the engine is not ready."""
         self.retry_after_s = 1
         self.restarts = 0
+        self.restarts_behind = 0
+        """Restarts of replicas that an orchestrator has in other processes than this one."""
         self.last_exit: LastExit | None = None
         """Why the last process of the engine ended."""
         self.worked = False
@@ -159,6 +161,11 @@ class GatewayBackend:
         return self._state == "ready" and self._share > 0
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it is unavailable until a request has it started."""
+        return False
+
+    @property
     def has_hung(self) -> bool:
         """Whether it is unavailable because it hung."""
         return self._state != "ready" and self.last_exit is not None and self.last_exit.cause == "hung"
@@ -166,6 +173,9 @@ class GatewayBackend:
     def supports(self, features: tuple[Feature, ...]) -> bool:
         known = self.capabilities
         return known is None or all(known.supports(one) for one in features)
+
+    def mark_unreachable(self, reason: str) -> None:
+        """Called when it does not accept connections, or answers with 503: it did not begin with the request."""
 
     def translate_error(self, error: EngineError) -> EngineError:
         """The error as the client gets it."""

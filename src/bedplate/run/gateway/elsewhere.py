@@ -140,6 +140,18 @@ class RemoteBackend(GatewayBackend):
         self.sent_name = sent_name or model
         self.connect_options = make_connect_options(address)
         self.retry_after_s = 5
+        self.wait_s: float | None = None
+        """How long requests wait while it cannot be reached, because it is started on demand."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.wait_s is not None and self.state == "restarting"
+
+    def mark_unreachable(self, reason: str) -> None:
+        """Gets no requests until its next check, if requests wait for it: they need not find out one by one."""
+        if self.wait_s is not None and self.state == "ready":
+            self.reason = reason
+            self.state = "restarting"
 
     def explain_unavailable(self) -> str:
         if self.state == "stopped":

@@ -356,8 +356,15 @@ class GatewayExchange(msgspec.Struct, eq=False):
         if self.over:
             return
         backend = self._backend
-        if not self._retry_elsewhere(backend):
+        if self._retry_elsewhere(backend):
+            return
+        if not backend.is_asleep:
             self._fail_stopped(backend)
+            return
+        self._leave_engine()
+        self._forget_answer()
+        self.tried = ()
+        self._route.wait_for_endpoint(self)
 
     def _fail_stopped(self, backend: GatewayBackend) -> None:
         """Answers with 503: the engine was stopped, and the client may try again."""
@@ -462,6 +469,11 @@ class GatewayExchange(msgspec.Struct, eq=False):
         backend = link.backend
         backend.worked = True
         outcome: Outcome = "ok"
+        if self._status == 503:
+            backend.mark_unreachable("it answers with status 503")
+            if backend.is_asleep:
+                self.handle_absent_engine()
+                return
         if self._status >= 500 and (link.removed or backend.state != "ready"):
             # An engine that is being stopped answers its last requests with 500. That is not the request's failure.
             if not self._retry_elsewhere(backend):

@@ -107,6 +107,8 @@ class Route:
         """The tenants that may use it; `None`: all of them."""
         self.on_demand = False
         """Whether a request for the model starts an engine."""
+        self.held_s = HELD_S
+        """How long a request waits for that engine."""
         self.wanted = False
         """Whether `want` has been called for the engine that requests wait for."""
         self.want: Callable[[], None] = lambda: None
@@ -183,7 +185,7 @@ class Route:
     def check_admission(self, line: TenantQueue[GatewayExchange], num_bytes: int) -> Rejection | None:
         """Why a request cannot be accepted now; `None` where it can."""
         if not self.is_ready and self.on_demand and self.held is None:
-            self.hold(MOST_HELD, HELD_S, until_ready=True)
+            self.hold(MOST_HELD, self.held_s, until_ready=True)
         if self.held is not None or not self.is_ready:
             return self._check_hold()
         if self.waiting_bytes + num_bytes > MAX_WAITING_BYTES:
@@ -272,6 +274,11 @@ class Route:
         else:
             self._answer_unavailable(exchange)
 
+    def wait_for_endpoint(self, exchange: GatewayExchange) -> None:
+        """Keeps a request whose endpoint could not be reached until one can. Its time to wait began when it arrived."""
+        self._join(exchange, first=True)
+        self.await_engine()
+
     def has_untried_backend(self, tried: Sequence[GatewayBackend]) -> bool:
         """Whether a backend has not been tried yet, or fewer times than its `attempts`."""
         return any(link.backend.takes_new and tried.count(link.backend) < link.backend.attempts for link in self.links)
@@ -327,7 +334,7 @@ class Route:
     def await_engine(self) -> None:
         """Holds requests until the engine is ready, and has it started."""
         if self.held is None:
-            self.hold(MOST_HELD, HELD_S, until_ready=True)
+            self.hold(MOST_HELD, self.held_s, until_ready=True)
         if self.held is not None and self.held.until_ready and not self.wanted:
             self.wanted = True
             self.want()

@@ -229,6 +229,12 @@ class Gateway:
             route.names |= names
         self._index_routes()
 
+    def hold_while_unreachable(self, model: str, wait_s: float) -> None:
+        """Requests for the model wait, each for at most `wait_s`, while no endpoint of it can be reached."""
+        route = self._get_route(model)
+        route.on_demand = True
+        route.held_s = wait_s
+
     def allow(self, model: str, tenants: Iterable[str]) -> None:
         """Restricts the model to these tenants and admins; with no tenants given, everybody may use it."""
         self._allowed[model] = frozenset(tenants) or None

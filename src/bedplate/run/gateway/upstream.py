@@ -347,7 +347,9 @@ class EnginePool:
                 )
         except (OSError, TimeoutError) as error:
             self._release()
-            if self.backend.address != address:  # it was stopped meanwhile, and may have another address now
+            self.backend.mark_unreachable(f"it does not accept connections ({error})")
+            # It was stopped meanwhile, and may have another address now; or it is started on demand.
+            if self.backend.address != address or self.backend.is_asleep:
                 exchange.handle_absent_engine()
                 return
             exchange.handle_lost_engine(f"it does not accept connections ({error})", False)

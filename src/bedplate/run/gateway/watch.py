@@ -148,7 +148,7 @@ class GatewayMetrics:
                 by_engine.setdefault(backend.engine, []).append(backend)
             for engine, backends in by_engine.items():
                 up.add_metric((route.model, engine), sum(one.state == "ready" for one in backends))
-                restarts.add_metric((route.model, engine), sum(one.restarts for one in backends))
+                restarts.add_metric((route.model, engine), sum(map(_count_all_restarts, backends)))
                 self._count_restarts((route.model, engine), backends)
         for labels, count in self._restarts.items():
             restarted.add_metric(labels, count)
@@ -163,9 +163,13 @@ class GatewayMetrics:
     def _count_restarts(self, labels: tuple[str, str], backends: list[GatewayBackend]) -> None:
         """Adds the restarts since the last scrape. Unlike their sum, this never falls when an engine is removed."""
         for one in backends:
-            before = self._restarts_seen.get(one, 0)
-            self._restarts[labels] += max(0, one.restarts - before)
-            self._restarts_seen[one] = one.restarts
+            before, now = self._restarts_seen.get(one, 0), _count_all_restarts(one)
+            self._restarts[labels] += max(0, now - before)
+            self._restarts_seen[one] = now
+
+
+def _count_all_restarts(backend: GatewayBackend) -> int:
+    return backend.restarts + backend.restarts_behind
 
 
 class _FixedCollector:
