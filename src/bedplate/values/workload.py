@@ -109,6 +109,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """Answers must follow a grammar or a JSON schema."""
     precision_sensitive: bool = False
     """Excludes 4-bit weights."""
+    batch: bool = False
+    """Nobody waits for the answers: throughput matters, and without stated targets latency does not."""
     task: Task = "generate"
     """What the model is used for. Default: the model's own task."""
     volume: Literal["normal", "extreme"] = "normal"
@@ -154,6 +156,11 @@ class Workload(Record, frozen=True, kw_only=True):
     def usual_tokens(self) -> int:
         """Usual length of a request when it ends. Embedding and classification generate no tokens."""
         return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether someone reads the text while it is generated."""
+        return self.task == "generate" and not self.batch
 
     @property
     def states_load(self) -> bool:
