@@ -228,6 +228,23 @@ class TestReasons:
         small = decide_for("Qwen/Qwen3-8B", "V100 SXM 32GB", 4, concurrency=12)
         assert small.engine == "llama.cpp" and "lmdeploy" in {one.engine for one in small.challengers}
 
+    @pytest.mark.parametrize(("batch", "concurrency"), [(False, 256), (True, 64)])
+    def test_simplest_engine_is_not_chosen_if_another_is_several_times_as_fast(
+        self, batch: bool, concurrency: int
+    ) -> None:
+        """Neither meets the targets of a chat with 256 requests; for a batch there are none."""
+        asked: dict[str, Any] = {
+            "batch": batch,
+            "concurrency": concurrency,
+            "prompt_tokens": 2000,
+            "output_tokens": 500,
+        }
+        found = decide_for("Qwen/Qwen3-30B-A3B", "V100 SXM 32GB", 8, **asked)
+        simplest = decide_for("Qwen/Qwen3-30B-A3B", "V100 SXM 32GB", 8, "llama.cpp", **asked)
+        assert found.engine == "lmdeploy" and "is expected to be faster" in found.reasons[0].text
+        rates = [one.estimate.output_tok_s for one in (found, simplest)]
+        assert rates[0] is not None and rates[1] is not None and rates[0].value > 2 * rates[1].value
+
     def test_four_bit_version_is_suggested_if_servers_need_it(self) -> None:
         found = decide_for("deepseek-ai/DeepSeek-V3.1-Terminus", "H100 SXM", 8, users=50)
         assert found.engine == "llama.cpp"

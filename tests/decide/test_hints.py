@@ -352,6 +352,31 @@ class TestMemory:
         found = decide(machine, find_model("mistralai/Mistral-Small-24B-Instruct-2501"), Workload())
         assert found.engine is None and "sudo sysctl iogpu.wired_limit_mb=12288" in found.hints[0]
 
+    def test_the_limit_leaves_less_for_other_programs_if_the_model_does_not_run_otherwise(self) -> None:
+        machine = make_simulated_hardware({"accelerator": "Mac mini M4 16GB"})
+        found = decide(machine, find_model("openai/gpt-oss-20b"), Workload())
+        (hint,) = pick(found, "memory-limit")
+        assert found.engine is None and hint.raised_bytes == 13 << 30
+        card = replace_fields(machine.accelerators[0], free_bytes=hint.raised_bytes, wired_limit_bytes=None)
+        raised = decide(replace_fields(machine, accelerators=(card,)), find_model("openai/gpt-oss-20b"), Workload())
+        assert hint.engines == (raised.engine,) and hint.quantization == raised.quantization
+        assert f"{hint.quantization} in {raised.engine} would fit" in found.hints[0]
+
+
+class TestBatchWork:
+    def test_targets_of_a_chat_do_not_apply(self) -> None:
+        machine, model = make_simulated_hardware({"cpu": "EPYC 9654", "ram_gb": 384}), find_model(EIGHT_B)
+        chat, batch = (decide(machine, model, Workload(concurrency=64, batch=one)) for one in (False, True))
+        assert pick(chat, "missed-target") and not pick(batch, "missed-target") and not pick(batch, "unusable-speed")
+        asked = Workload(concurrency=64, batch=True, latency=LatencyTarget(tpot_ms=20))
+        assert pick(decide(machine, model, asked), "missed-target")
+
+    def test_many_requests_are_assumed(self) -> None:
+        machine = make_simulated_hardware({"accelerator": "H100 SXM", "count": 2})
+        found = decide(machine, find_model(EIGHT_B), Workload(batch=True))
+        assert found.in_flight == 128 and found.parallelism.data == 2
+        assert decide(machine, find_model(EIGHT_B), Workload(batch=True, concurrency=4)).in_flight == 4
+
 
 class TestIgnoredFields:
     def test_link_and_network_of_one_card(self) -> None:

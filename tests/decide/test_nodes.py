@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from bedplate.decide import decide
-from bedplate.decide.layouts import can_distribute
 from bedplate.decide.placement import ServiceAsk, divide_machine
 from bedplate.engines import load_engines
 from bedplate.facts.hypothetical import make_simulated_hardware
@@ -18,6 +17,7 @@ from bedplate.values import Decision, Hardware, NodeLaunch, Workload
 
 R1, DENSE = "deepseek-ai/DeepSeek-R1", "meta-llama/Meta-Llama-3.1-70B"
 WORK = Workload(users=200)
+KIMI = find_model("moonshotai/Kimi-K2-Instruct")
 
 
 @functools.cache
@@ -77,17 +77,17 @@ def test_one_node_has_no_list() -> None:
 @pytest.mark.parametrize("engine", sorted(load_engines()))
 def test_engine_without_a_launch_for_several_nodes_says_so(engine: str) -> None:
     """DeepSeek-R1 as published needs more than one node of eight H100."""
-    decision = decide(make_nodes(16), find_model("moonshotai/Kimi-K2-Instruct"), WORK, engine)
+    decision = decide(make_nodes(16), KIMI, WORK, engine)
     if decision.engine is not None:
         layout = decision.parallelism
-        assert can_distribute(load_engines()[engine]) or layout.tensor * layout.pipeline <= 8
+        assert load_engines()[engine].can_distribute(KIMI) or layout.tensor * layout.pipeline <= 8
         return
     refusal = next(one for one in decision.refused if one.engine == engine)
     if refusal.shortage is None:
         return
-    assert (refusal.cause == "several-nodes") == (not can_distribute(load_engines()[engine]))
+    assert (refusal.cause == "several-nodes") == (not load_engines()[engine].can_distribute(KIMI))
     if refusal.cause is not None:
-        assert "has no launch for several nodes" in refusal.why and "vllm" in (refusal.hint or "")
+        assert load_engines()[engine].not_distributed in refusal.why and "vllm" in (refusal.hint or "")
 
 
 def test_page_has_one_command_for_nodes_that_differ_in_values() -> None:
@@ -190,3 +190,43 @@ def test_attention_replicas_over_nodes_are_not_left_to_ray() -> None:
     found = decide(make_nodes(16), facts, work)
     assert found.parallelism.attention_data == 16 and found.orchestrator == "kubernetes"
     assert decide_on(16, R1).orchestrator == "ray"
+
+
+@functools.cache
+def decide_on_b200(model: str, engine: str) -> Decision:
+    machine = make_simulated_hardware({"accelerator": "B200 SXM", "count": 8, "ram_gb": 1024})
+    return decide(machine, find_model(model), Workload(concurrency=1024, prompt_tokens=1024), engine)
+
+
+def test_replicas_of_tensorrt_llm_are_separate_servers() -> None:
+    """trtllm-serve has no option for replicas; without them, a small model would leave most cards idle."""
+    decision = decide_on_b200("meta-llama/Meta-Llama-3.1-8B", "tensorrt-llm")
+    launches, layout = decision.node_launches, decision.parallelism
+    assert layout.tensor * layout.data == 8 and len(launches) == layout.data > 1
+    assert len({one.env["CUDA_VISIBLE_DEVICES"] for one in launches}) == layout.data
+    assert [get_value(one, "--port") for one in launches] == [str(8080 + number) for number in range(layout.data)]
+    assert all(one.argv[:2] == ("trtllm-serve", "serve") for one in launches)
+
+
+def test_turbomind_has_a_command_on_each_node() -> None:
+    """turbomind/turbomind.py of LMDeploy 0.18.0: --nnodes, --node-rank and --dist-init-addr."""
+    launches = decide_on(16, "meta-llama/Meta-Llama-3.1-405B", "lmdeploy").node_launches
+    assert [one.serves for one in launches] == [True, False]
+    assert [get_value(one, "--node-rank") for one in launches] == ["0", "1"]
+    assert {get_value(one, "--dist-init-addr") for one in launches} == {"NODE_0_ADDRESS:20000"}
+    assert {get_value(one, "--tp") for one in launches} == {"16"}
+
+
+def test_pytorch_engine_of_lmdeploy_is_refused_on_several_nodes() -> None:
+    decision = decide(make_nodes(16), KIMI, WORK, "lmdeploy")
+    refusal = next(one for one in decision.refused if one.engine == "lmdeploy")
+    assert decision.engine is None and refusal.cause == "several-nodes" and "Ray cluster" in refusal.why
+
+
+def test_orchestrator_starts_the_chosen_engine() -> None:
+    """Files for Ray start only vLLM, and on Kubernetes nothing starts the ranks of TensorRT-LLM."""
+    found = {engine: decide_on(16, R1, engine) for engine in ("vllm", "sglang", "tensorrt-llm")}
+    assert {engine: one.orchestrator for engine, one in found.items()} == {
+        "vllm": "ray", "sglang": "kubernetes", "tensorrt-llm": "dynamo",
+    }  # fmt: skip
+    assert any("files for Ray do not" in one.text for one in found["sglang"].reasons)

@@ -49,6 +49,11 @@ class TestLaunch:
         assert [step.kind for step in launch.prepare] == ["install", "build"]
         assert not any(word.startswith("trtllm-build") for step in launch.prepare for word in step.argv)
 
+    @pytest.mark.parametrize(("chip", "backend"), [("H100 SXM", "TRITON"), ("B200 SXM", "TRTLLM"), ("RTX 5090", None)])
+    def test_mxfp4_experts_have_the_kernels_of_the_generation(self, chip: str, backend: str | None) -> None:
+        chosen = plan(TRT, machine(chip, 1), model("openai/gpt-oss-20b"))
+        assert yaml.safe_load(options_file(chosen)).get("moe_config", {}).get("backend") == backend
+
     def test_the_options_file_is_written_by_its_step(self, tmp_path: Path) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         work = Workload(concurrency=100, structured_output=True)

@@ -11,6 +11,7 @@ from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.tgi import IMAGE, Tgi
+from bedplate.facts.known_models import apply_label
 from bedplate.values import Accelerator, Parallelism, Plan, Workload, replace_fields
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "tgi"
@@ -57,6 +58,25 @@ class TestLaunch:
         said = parse_launch(argv)
         assert said["--num-shard"] == 4 and said["--quantize"] == "fp8"
         assert f"{IMAGE}-rocm" in argv and "/dev/kfd" in argv and "--gpus" not in argv
+
+    def test_awq_has_the_kernels_of_gptq_on_amd(self) -> None:
+        """layers/gptq/__init__.py of v3.3.7 raises an error for AWQ's own kernels on ROCm."""
+        packed = apply_label(model(LLAMA), "AWQ-INT4")
+        for chip, word in (("MI300X", "gptq"), ("H100 SXM", "awq")):
+            chosen = plan(TGI, machine(chip, 1), packed)
+            assert parse_launch(TGI.launch(chosen, 8000).argv)["--quantize"] == word
+
+    @pytest.mark.parametrize(
+        ("chip", "label", "runs"),
+        [
+            ("T4", "INT4", False), ("A100 80GB SXM", "INT4", True), ("MI300X", "INT4", False), ("T4", "FP8", False),
+            ("MI300X", "FP8", True), ("A100 80GB SXM", "FP8", True), ("T4", "AWQ-INT4", True),
+        ],
+    )  # fmt: skip
+    def test_compressed_tensors_need_marlin_kernels(self, chip: str, label: str, runs: bool) -> None:
+        target = TGI.find_target(machine(chip, 1))
+        assert target is not None
+        assert bool(TGI.list_weights(target, apply_label(model(LLAMA), label), Workload())) == runs
 
     @pytest.mark.parametrize(("label", "word"), [("INT8", "eetq"), ("NF4", "bitsandbytes-nf4")])
     def test_quantized_while_loading(self, label: str, word: str) -> None:

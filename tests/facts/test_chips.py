@@ -310,9 +310,20 @@ def test_a_stated_memory_size_is_kept() -> None:
     assert find_chip("M4 Max 40-core").memory_bytes is None
 
 
+@pytest.mark.parametrize("text", ["RTX PRO 6000 Blackwell", "4x RTX PRO 6000", "rtx pro 6000 96GB"])
+def test_the_server_form_of_rtx_pro_6000_is_assumed_and_noted(text: str) -> None:
+    """All forms have the same memory and bandwidth."""
+    found = find_chip(text)
+    assert found.chip.name == "NVIDIA RTX PRO 6000 Blackwell Server"
+    for other in ("Workstation", "Max-Q"):
+        name = f"NVIDIA RTX PRO 6000 Blackwell {other}"
+        assert name in (found.note or "") and find_chip(name).chip.name == name
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
+        ("rtx pro 5000", ["NVIDIA RTX PRO 5000 Blackwell 48GB", "NVIDIA RTX PRO 5000 Blackwell 72GB"]),
         ("rtx 6000", ["NVIDIA RTX 6000 Ada", "NVIDIA Quadro RTX 6000"]),
         ("rtx 3080", ["NVIDIA GeForce RTX 3080 10GB", "NVIDIA GeForce RTX 3080 12GB"]),
         ("4060 ti", ["NVIDIA GeForce RTX 4060 Ti 16GB", "NVIDIA GeForce RTX 4060 Ti 8GB"]),

@@ -12,7 +12,7 @@ from bedplate.decide.case import MANY, DecisionCase, with_model_task
 from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import MachineEvidence
-from bedplate.decide.layouts import can_distribute, list_layouts
+from bedplate.decide.layouts import list_layouts
 from bedplate.decide.memory import MemoryDemand, fit, get_free_bytes, get_weight_bytes_on_device
 from bedplate.decide.targets import compute_shortfall, is_limited_by_cache
 from bedplate.decide.verify import PlanFault, find_first_fault
@@ -167,12 +167,14 @@ def refuse_unfitting(engine: Engine, candidates: Sequence[EngineCandidate], case
     least = min(one.model.weight_bytes for one in candidates)
     smallest = [one for one in candidates if one.model.weight_bytes == least]
     refusal = refuse_too_large(engine, find_nearest(smallest), case.workload)
-    if not can_distribute(engine) and find_cards(case.hardware, engine.vendors) and case.hardware.nodes > 1:
-        able = [one.id for one in load_engines().values() if can_distribute(one) and case.vendor in one.vendors]
+    if not engine.can_distribute(case.model) and find_cards(case.hardware, engine.vendors) and case.hardware.nodes > 1:
+        able = [
+            one.id for one in load_engines().values() if one.can_distribute(case.model) and case.vendor in one.vendors
+        ]
         refusal = replace_fields(
             refusal,
             cause="several-nodes",
-            why=f"has no launch for several nodes, and on one node it {refusal.why}",
+            why=f"{engine.not_distributed}, and on one node it {refusal.why}",
             hint=join_alternatives((*able, *((refusal.hint,) if refusal.hint is not None else ()))),
         )
     if _has_memory_to_convert(engine, case):

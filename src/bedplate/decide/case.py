@@ -32,6 +32,8 @@ CHAT_TARGET = LatencyTarget(ttft_ms=2000, tpot_ms=100)
 CHAT_SLACK = 1.1
 """Nobody asked for the targets of a chat: they count as met up to this factor, so that a few milliseconds cost no
 fidelity."""
+BATCH_REQUESTS = 64
+"""Concurrent requests for each accelerator, or on a CPU, that batch work is planned for if the workload states none."""
 MACHINERY = ("none", "container", "kubernetes", "cluster")
 
 
@@ -138,6 +140,13 @@ class DecisionCase:
     def allows(self, machinery: str) -> bool:
         """Whether the team runs at least this infrastructure; containers if the intent does not specify it."""
         return MACHINERY.index(self.operations.machinery or "container") >= MACHINERY.index(machinery)
+
+
+def with_batch_load(hardware: Hardware, workload: Workload) -> Workload:
+    """The workload with the concurrent requests of batch work if it does not say how many there are."""
+    if not workload.batch or workload.states_load:
+        return workload
+    return replace_fields(workload, concurrency=BATCH_REQUESTS * max(1, len(hardware.accelerators)))
 
 
 def with_model_task(model: Model, workload: Workload) -> Workload:

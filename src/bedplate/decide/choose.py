@@ -24,7 +24,7 @@ from bedplate.decide.candidates import (
     refuse_unfitting,
     verify_candidate,
 )
-from bedplate.decide.case import CHAT_TARGET, STORED_BITS, DecisionCase, with_model_task
+from bedplate.decide.case import CHAT_TARGET, STORED_BITS, DecisionCase, with_batch_load, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
 from bedplate.decide.explain import estimate_candidate, list_reasons
 from bedplate.decide.hints import add_hints
@@ -32,6 +32,7 @@ from bedplate.decide.load import get_request_s, solve_candidate_load
 from bedplate.decide.nodes import count_host_cards, list_node_launches
 from bedplate.decide.order import (
     MARGIN,
+    Standing,
     choose_verified,
     classify_fidelity,
     estimate_speed,
@@ -52,7 +53,7 @@ from bedplate.decide.rules import (
     Doubt,
     Pick,
 )
-from bedplate.decide.unified import raise_limit
+from bedplate.decide.unified import list_raised_limits
 from bedplate.engines import Engine, get_registered_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import ComputeTarget, RegisteredEngine, plan_helper_installation
@@ -67,7 +68,6 @@ from bedplate.values import (
     Hardware,
     Hint,
     Model,
-    Parallelism,
     Preparation,
     Reason,
     Refusal,
@@ -83,6 +83,8 @@ from bedplate.values.tuning import TuningRun
 from bedplate.values.units import format_figure, format_seconds
 from bedplate.values.verdict import Verdict
 
+CLEARLY_FASTER = 2.0
+"""Beyond the errors of both estimates."""
 ROUNDS = 4
 """How often the engine and its layout are chosen again because their latency changed the number in flight."""
 
@@ -94,7 +96,7 @@ INCUMBENT = "operations.incumbent"
 """The rule that keeps the engine in service."""
 IDLE_GPU = "build.cpu"
 """The rule about builds that compute on the CPU beside an idle GPU."""
-KUBERNETES = "kubernetes"
+RAY, DYNAMO, KUBERNETES = "ray", "dynamo", "kubernetes"
 UNPACK_START_S = 15.0
 UNPACK_WEIGHTS_S = 15e6
 
@@ -123,7 +125,7 @@ def decide(
     """
     engines = adapt_engines(_find_engines(registered or {}, wanted), hardware, installable)
     asked = engines[wanted.partition("@")[0]] if wanted is not None else None
-    workload = with_model_task(model, workload)
+    workload = with_batch_load(hardware, with_model_task(model, workload))
     folder = make_dequantized(model) if asked is not None and _needs_dequantization(asked) else None
     case = DecisionCase(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
@@ -327,7 +329,7 @@ class EngineSearch:
         exceptions = list_exceptions(alternatives, chosen)
         tuned = with_tuning(chosen, case, self.evidence)
         chosen = tuned if tuned is chosen or verify_candidate(tuned, case) is None else chosen
-        orchestrator, above = self._choose_orchestrator(_count_nodes(chosen), chosen.layout)
+        orchestrator, above = self._choose_orchestrator(chosen)
         estimate = estimate_candidate(chosen, case)
         decision = Decision(
             engine=chosen.engine.id,
@@ -420,7 +422,8 @@ class EngineSearch:
             if picked is not None and found is not None:
                 text = f"{picked.text}{self._describe_skipped(picked, found)}"
                 named = (found, Reason(rule=rule.id, text=text, source=rule.citation))
-                return self._find_better(found) or self._find_timely(found, rule.id) or named
+                timely = self._find_better(found) or self._find_timely(found, rule.id)
+                return timely or self._find_faster(found, rule.id) or named
         return None, None
 
     def _find_timely(self, chosen: EngineCandidate, rule_id: str) -> tuple[EngineCandidate, Reason] | None:
@@ -428,8 +431,7 @@ class EngineSearch:
 
         Other engines that the rules name for this case are considered and, if the workload states the targets or most
         servers have no kernels for the cards, the challengers; without stated targets, the whole band of the estimate
-        must miss them. What the intent states about operations takes precedence. A less precise cache is no reason for
-        another engine than the rules name.
+        must miss them. What the intent states about operations takes precedence.
         """
         missed = get_standing(chosen, self.case).missed
         if rule_id.startswith("operations.") or chosen.expected is None or missed <= 1:
@@ -442,13 +444,39 @@ class EngineSearch:
             if isinstance(found := self.get_candidate(engine), EngineCandidate)
             and found.expected is not None
             and get_standing(found, self.case).missed == 0
-            and found.settings.kv_type in ("16-bit", chosen.settings.kv_type)
         ]
         if not timely:
             return None
         best = min(timely, key=lambda one: (get_standing(one, self.case).group, -estimate_speed(one)))
         text = f"{best.engine.name} meets the latency targets; {chosen.engine.name}, the choice of {rule_id}, "
         text += explain_loss(chosen, best, self.case)
+        return best, Reason(rule=TIMELY[0], text=text, source=TIMELY[1])
+
+    def _find_faster(self, chosen: EngineCandidate, rule_id: str) -> tuple[EngineCandidate, Reason] | None:
+        """Another engine for many requests that is expected to be clearly faster, if no rule names one for them.
+
+        An engine that meets the targets stays, except for batch work.
+        """
+        own, speed = get_standing(chosen, self.case), estimate_speed(chosen)
+        if rule_id != LAST_RESORT or not self.case.has_many_requests or chosen.expected is None:
+            return None
+        if own.shortfall <= 1 and not self.case.workload.batch:
+            return None
+        faster = [
+            found
+            for engine in self._list_suitable(chosen)
+            if isinstance(found := self.get_candidate(engine), EngineCandidate)
+            and found.expected is not None
+            and estimate_speed(found) >= CLEARLY_FASTER * speed
+            and _is_no_worse(get_standing(found, self.case), own)
+            and found.max_concurrency >= min(self.case.in_flight, chosen.max_concurrency)
+        ]
+        if not faster:
+            return None
+        best = max(faster, key=estimate_speed)
+        rates = f"{format_figure(estimate_speed(best))} tok/s instead of {format_figure(speed)}"
+        text = f"no rule names an engine for this workload here, and {best.engine.name} is expected to be faster: "
+        text += f"{rates} with {chosen.engine.name}"
         return best, Reason(rule=TIMELY[0], text=text, source=TIMELY[1])
 
     def _list_suitable(self, chosen: EngineCandidate) -> list[Engine]:
@@ -626,28 +654,25 @@ class EngineSearch:
             why += f": {rates}, but {explain_loss(found, chosen, case)}"
         return engine.make_refusal("outranked", why, engine.strength)
 
-    def _choose_orchestrator(self, nodes: int, layout: Parallelism) -> tuple[str | None, tuple[Reason, ...]]:
+    def _choose_orchestrator(self, chosen: EngineCandidate) -> tuple[str | None, tuple[Reason, ...]]:
+        nodes = _count_nodes(chosen)
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
-                if picked.engines == ("ray",) and layout.attention_data > 1:
-                    return KUBERNETES, (self._explain_ranks(nodes),)
-                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
+                name, text = picked.engines[0], picked.text
+                if name == RAY and (other := _replace_ray(chosen)) is not None:
+                    name, text = other[0], f"{nodes} nodes: {other[1]}"
+                    rule = next(rule for rule in ORCHESTRATION if rule.id == f"orchestrate.{name}")
+                return name, (Reason(rule=rule.id, text=text, source=rule.citation),)
         return None, ()
 
-    def _explain_ranks(self, nodes: int) -> Reason:
-        rule = next(rule for rule in ORCHESTRATION if rule.id == f"orchestrate.{KUBERNETES}")
-        text = f"{nodes} nodes: a LeaderWorkerSet starts the ranks of attention replicas, which files for Ray do not"
-        return Reason(rule=rule.id, text=text, source=rule.citation)
-
     def _find_raised_limit(self, chosen: EngineCandidate | None) -> tuple[Hint, ...]:
-        """The limit on shared memory with which more faithful weights would be chosen, of the same engine or of any."""
-        machine = raise_limit(self.case.hardware)
-        if machine is None or (chosen is not None and chosen.nominal_bits >= PRECISE_BITS):
+        """The limit on shared memory with which more faithful weights would be chosen, or any if nothing fits."""
+        if chosen is not None and chosen.nominal_bits >= PRECISE_BITS:
             return ()
-        search = EngineSearch(replace(self.case, hardware=machine), self.evidence, self.installable, self.engines)
-        for engine in (chosen.engine,) if chosen is not None else self.engines.values():
-            found = search.get_candidate(engine)
-            if isinstance(found, Refusal) or not found.hardware.accelerators:
+        for machine in list_raised_limits(self.case.hardware)[: None if chosen is None else 1]:
+            search = EngineSearch(replace(self.case, hardware=machine), self.evidence, self.installable, self.engines)
+            found = search.get_candidate(chosen.engine) if chosen is not None else search.find_chosen(self._wanted)
+            if not isinstance(found, EngineCandidate) or not found.hardware.accelerators:
                 continue
             if chosen is None or classify_fidelity(found, search.case) < classify_fidelity(chosen, self.case):
                 before, after = (one.accelerators[0].wired_limit_bytes for one in (self.case.hardware, machine))
@@ -655,6 +680,7 @@ class EngineSearch:
                     Hint(
                         kind="memory-limit",
                         device=machine.accelerators[0].vendor,
+                        engines=(found.engine.id,) if chosen is None else (),
                         quantization=found.quantization,
                         limit_bytes=round(before.value) if before is not None else None,
                         raised_bytes=round(after.value) if after is not None else None,
@@ -684,6 +710,22 @@ def _count_nodes(chosen: EngineCandidate) -> int:
     if not chosen.hardware.accelerators:
         return 1
     return -(-chosen.cards // count_host_cards(chosen.hardware, chosen.engine))
+
+
+def _is_no_worse(one: Standing, other: Standing) -> bool:
+    """Whether it is closer to the targets, or as close with weights and a cache that are as faithful."""
+    return one.beats(other) or (one.shortfall <= other.shortfall and one.fidelity <= other.fidelity)
+
+
+def _replace_ray(chosen: EngineCandidate) -> tuple[str, str] | None:
+    """The orchestrator for a plan that files for Ray do not start, and the reason; `None`: they do."""
+    engine, layout = chosen.engine, chosen.layout
+    is_wide = layout.tensor * layout.pipeline > count_host_cards(chosen.hardware, engine)
+    if is_wide and engine.node_starter is not None and engine.dynamo is not None:
+        return DYNAMO, f"its operator starts the ranks of {engine.name}, which files for Ray and Kubernetes do not"
+    if layout.attention_data > 1:
+        return KUBERNETES, "a LeaderWorkerSet starts the ranks of attention replicas, which files for Ray do not"
+    return None if engine.ray is not None else (KUBERNETES, f"files for Ray do not start {engine.name}")
 
 
 def _can_install(engine: Engine, hardware: Hardware) -> bool:

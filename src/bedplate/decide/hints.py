@@ -164,7 +164,7 @@ def _find_missed_targets(decision: Decision, workload: Workload) -> Iterator[Hin
         ("ttft_ms", expected.ttft_ms, asked.ttft_ms, CHAT_TARGET.ttft_ms),
         ("tpot_ms", expected.tpot_ms, asked.tpot_ms, CHAT_TARGET.tpot_ms),
     ):
-        if workload.task != "generate" and (wanted is None or metric == "tpot_ms"):
+        if not workload.is_chat and (wanted is None or (metric == "tpot_ms" and workload.task != "generate")):
             continue
         target, slack = (wanted, 1.0) if wanted is not None else (usual, CHAT_SLACK)
         if took is None and wanted is not None:
@@ -178,7 +178,7 @@ def _find_missed_targets(decision: Decision, workload: Workload) -> Iterator[Hin
 
 def _find_unusable_speed(decision: Decision, workload: Workload) -> Iterator[Hint]:
     ttft, tpot = decision.estimate.ttft_ms, decision.estimate.tpot_ms
-    if workload.task != "generate" or ttft is None or tpot is None:
+    if not workload.is_chat or ttft is None or tpot is None:
         return
     if ttft.value > UNUSABLE_TTFT_MS or tpot.value > UNUSABLE_TPOT_MS:
         yield Hint(

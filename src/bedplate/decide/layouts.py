@@ -38,8 +38,8 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
         ways = [
             (expert, attention)
             for expert, attention in _list_expert_ways(engine, model, tensor, node, cards)
-            # One attention replica is in one node; only the experts may be distributed over several.
-            if tensor // attention <= node and can_divide(model, tensor // attention)
+            # One attention replica is in one node; only the experts, or the stages of a pipeline, may be distributed.
+            if (tensor // attention <= node or "pipeline" not in engine.ways) and can_divide(model, tensor // attention)
         ]
         for pipeline in _list_stages(engine, model, tensor, node, cards, fast) if ways else ():
             most = cards // (tensor * pipeline) if "data" in engine.ways else 1
@@ -52,13 +52,8 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
                     )
                     # Replicas are started separately; one of them may need several hosts.
                     hosts = -(-tensor * pipeline // each_host)
-                    if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or can_distribute(engine)):
+                    if engine.accepts_layout(model, layout, hosts) and (hosts == 1 or engine.can_distribute(model)):
                         yield layout
-
-
-def can_distribute(engine: Engine) -> bool:
-    """Whether it has a launch for a model on several nodes."""
-    return type(engine).launch_on_node is not Engine.launch_on_node
 
 
 def can_divide(model: Model, tensor: int) -> bool:
@@ -131,4 +126,4 @@ def _list_expert_ways(engine: Engine, model: Model, tensor: int, node: int, card
 
 def count_fast_cards(hardware: Hardware) -> int:
     """The number of cards with a link to the first card that is faster than PCIe, including the first."""
-    return 1 + sum(link.kind in FAST_LINKS and link.a == "0" and link.b != "host" for link in hardware.links)
+    return 1 + len([one for one in hardware.links if one.kind in FAST_LINKS and one.a == "0" and one.b != "host"])

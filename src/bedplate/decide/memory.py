@@ -218,8 +218,10 @@ def _fit_on_cards(
     cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: MemoryDemand
 ) -> Fit:
     """All cards hold the same amount, so the one with the least free memory decides."""
-    smallest = min(cards, key=lambda card: get_free_bytes(card) or 0)
-    free, use = get_free_bytes(smallest), engine.uses
+    # Called for every layout on all of its cards: comprehensions, which make no call for each card.
+    sizes = [card.free_bytes if card.free_bytes is not None else card.memory_bytes for card in cards]
+    known, use = [size for size in sizes if size is not None], engine.uses
+    free = min(known) if len(known) == len(sizes) else None
     usable = round(free * use.share) if free is not None else None
     weights = get_weight_bytes_on_device(model, layout, engine)
     bits = engine.get_stored_cache_bits(asked.kv_type)
@@ -257,7 +259,7 @@ def _fit_on_cards(
 
 def name_cards(cards: Sequence[Accelerator]) -> str:
     """The kinds of cards: those of one machine may differ."""
-    return " or ".join(dict.fromkeys(card.name for card in cards))
+    return " or ".join({card.name: None for card in cards})
 
 
 def _fit_on_host(hardware: Hardware, model: Model, engine: Engine, asked: MemoryDemand) -> Fit:

@@ -25,7 +25,7 @@ def list_node_launches(plan: Plan, engine: Engine, hardware: Hardware, port: int
     """The commands of all nodes; empty if one command is enough. Every command has an endpoint of its own."""
     layout, each = plan.parallelism, count_host_cards(hardware, engine)
     wide = layout.tensor * layout.pipeline
-    is_separate = engine.shares_experts and bool(plan.model.num_experts) and layout.data > 1
+    is_separate = layout.data > 1 and not engine.starts_replicas(plan.model)
     if plan.settings.device == "cpu" or (wide * layout.data <= each and not is_separate):
         return ()
     if wide > each:

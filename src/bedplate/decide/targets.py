@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def get_target(case: DecisionCase) -> LatencyTarget | None:
-    """The latency targets of the workload, or those of a chat."""
-    return case.workload.latency or (CHAT_TARGET if case.workload.task == "generate" else None)
+    """The latency targets of the workload, or those of a chat; none for other work."""
+    return case.workload.latency or (CHAT_TARGET if case.workload.is_chat else None)
 
 
 def get_slack(case: DecisionCase) -> float:

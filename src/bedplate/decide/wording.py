@@ -95,8 +95,9 @@ def _describe_memory_limit(hint: Hint) -> str:
     command = f"sudo sysctl iogpu.wired_limit_mb={raised >> 20} sets it until the next restart"
     if hint.device != "apple":
         command = f"the kernel parameter ttm.pages_limit={raised // PAGE_BYTES} sets it"
+    within = f" in {' or '.join(hint.engines)}" if hint.engines else ""
     return (
-        f"{hint.quantization} would fit if the GPU might use {format_memory(raised)} of the memory instead of "
+        f"{hint.quantization}{within} would fit if the GPU might use {format_memory(raised)} of the memory instead of "
         f"{format_memory(limit)}: {command}"
     )
 

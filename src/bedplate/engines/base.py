@@ -407,8 +407,8 @@ class Engine:
     """Whether it loads the vision encoder that is a file beside a GGUF model."""
     no_adapters: ClassVar[str] = "serves no LoRA adapters"
     """Why there are none, if `adapters` is `None`."""
-    shares_experts: ClassVar[bool] = False
-    """Whether the replicas that one command starts would share the experts of a model; each then gets a command."""
+    not_distributed: ClassVar[str] = "has no launch for several nodes"
+    """Why a model is on one node, if the engine cannot distribute it."""
     node_starter: ClassVar[str | None] = None
     """The launcher that starts its ranks on several nodes, if its own command does not."""
 
@@ -612,11 +612,19 @@ class Engine:
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         """The accelerators that the command line asks for; `None` if it does not say."""
         names = self.launch_options.cards
-        return math.prod(launch.get_count(name) for name in names) if names else None
+        if not names:
+            return None
+        # If every replica has a server of its own, the command is that of one of them.
+        replicas = 1 if self.starts_replicas(launch.model) else launch.plan.parallelism.data
+        return replicas * math.prod(launch.get_count(name) for name in names)
 
     def count_largest_stage(self, layers: int, stages: int) -> int:
         """The most layers that one of several pipeline stages gets."""
         return -(-layers // stages)
+
+    def starts_replicas(self, model: Model) -> bool:
+        """Whether one command starts several replicas of this model; otherwise each has a server of its own."""
+        return True
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         """Whether it has this layout for this architecture; `hosts` are those of one replica."""
@@ -691,6 +699,10 @@ class Engine:
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch | None:
         """The command on one of several nodes; `None`: it does not distribute a model over nodes."""
         return None
+
+    def can_distribute(self, model: Model) -> bool:
+        """Whether it has a launch of this model on several nodes."""
+        return type(self).launch_on_node is not Engine.launch_on_node
 
     def get_advice_flags(self, device: str | None) -> AdviceFlags:
         """The options for this device, if their names differ by device."""

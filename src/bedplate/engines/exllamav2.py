@@ -83,7 +83,7 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 )
 
 
-QUANTIZATIONS = make_rows("ext.py of 0.3.2: make_q_matrix", "cuda", ["exl2", "gptq"])
+QUANTIZATIONS = make_rows("exllamav2/ext.py of 0.3.2: make_q_matrix", "cuda", ["exl2", "gptq"])
 
 
 class ExLlamaV2(BedplateServedEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -842,7 +843,7 @@ def divide_layers(layers: int, placed: int, sizes: Sequence[float]) -> tuple[int
         so_far += size
         ends.append(so_far / total)
     for number in range(placed):
-        card = next((index for index, end in enumerate(ends) if number / placed < end), len(sizes) - 1)
+        card = min(bisect_right(ends, number / placed), len(sizes) - 1)
         # The output follows the last layer.
         counts[card] += layers + 1 - placed + number < layers
     return tuple(counts)

@@ -72,6 +72,7 @@ from bedplate.values.record import make_estimate
 
 # From the files of the package lmdeploy 0.18.0 (2026-09-28), unless another version is named.
 PREFILL_TOKENS = 8192
+DIST_PORT = 20000
 TURBOMIND = frozenset([
     "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "internvl_chat",
     "internvl", "interns1", "llama", "internlm2", "internlm3", "glm4_moe_lite", "gpt_oss", "mixtral",
@@ -236,7 +237,7 @@ class LmDeploy(Engine):
         quantization="AWQ, GPTQ, MXFP4, FP8 in blocks and 4-bit compressed-tensors as stored; converts to AWQ",
         hardware="NVIDIA from Volta on; other vendors with separate builds",
         structured_output="JSON schema, regular expressions (xgrammar)",
-        multi_node="yes: tensor, data and expert parallel behind a proxy",
+        multi_node="yes: TurboMind with a command on each node, the PyTorch engine on a Ray cluster",
         server="its own",
         maintained="active",
         source="LMDeploy 0.18.0 (2026-09-28): cli/utils.py, messages.py, turbomind/, metrics/loggers.py",
@@ -274,7 +275,8 @@ class LmDeploy(Engine):
     default_slots = 128
     private_port = PrivatePort(
         key_checked_by="wrapper",
-        other_ports="with several GPUs PyTorch's rendezvous port and NCCL's ports, without a key; not checked",
+        other_ports="with several GPUs PyTorch's rendezvous port and NCCL's ports, on several nodes also port 20000, "
+        "without a key; not checked",
         source="cli/utils.py of 0.18.0: --api-keys would be readable in the list of processes; "
         "serve/openai/api_server.py runs uvicorn",
     )
@@ -300,6 +302,7 @@ class LmDeploy(Engine):
         kv_use="lmdeploy:gpu_cache_usage_perc",
     )
     container = ContainerTraits(joins_values=True)
+    not_distributed = "has no launch of this model for several nodes, except on a Ray cluster"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -358,6 +361,18 @@ class LmDeploy(Engine):
         parsers = find_parsers(plan.model, PARSERS)
         argv += join_options([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         return Launch(argv=tuple(argv), env=get_hub_variables(plan), prepare=self._prepare(plan))
+
+    def can_distribute(self, model: Model) -> bool:
+        # The PyTorch engine needs a Ray cluster, which is started first (docs/en/advance/pytorch_multinodes.md).
+        return model.architecture not in PYTORCH
+
+    def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch | None:
+        """The command on one of several nodes (turbomind/turbomind.py of 0.18.0); the first node serves requests."""
+        if _choose_backend(plan) != "turbomind":
+            return None
+        launch = self.launch(plan, port)
+        argv = (*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank))
+        return replace_fields(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
 
     def find_published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device != "cuda":

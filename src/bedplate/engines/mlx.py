@@ -86,8 +86,9 @@ deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2 joyai_llm_flash mimo_v2_flash minim
 mistral3 mistral4
 """
 FP8_ARCHITECTURES = frozenset(_FP8_TYPES.split())
-# Quantizations of other tools, repacked while loading: utils.load_model of mlx-lm 0.32.2.
-REPACKED = ("MXFP4", "NVFP4", "INT4", "AWQ-INT4", "GPTQ-INT4")
+# Quantizations of other tools, repacked while loading: utils.load_model of mlx-lm 0.32.2. It refuses g_idx, which the
+# checkpoints of GPTQ have.
+REPACKED = ("MXFP4", "NVFP4", "INT4", "AWQ-INT4")
 
 _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
     (
@@ -140,7 +141,7 @@ RULE_SOURCES = {"adapters.loaded": "mlx_lm/server.py of 0.32.2: --adapter-path"}
 LAUNCH_RULES = (LaunchRule("mlx.architecture", "mlx_lm/models of 0.32.2", check_architecture),)
 
 
-_PACKED = ("awq", "compressed-tensors", "gptq", "mxfp4", "mxfp4 experts, fp8", "nvfp4")
+_PACKED = ("awq", "compressed-tensors", "mxfp4", "mxfp4 experts, fp8", "nvfp4")
 QUANTIZATIONS = (
     *make_rows("mlx/backend/metal/kernels/quantized.metal of 0.32.2; mlx_lm/convert.py", "metal", ["mlx"]),
     *make_rows("mlx_lm/utils.py of 0.32.2: load_model", "metal", _PACKED),

@@ -130,7 +130,9 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
 
 
 QUANTIZATIONS = tuple(
-    row for device in ("cpu", "cuda") for row in make_rows("models/builder.py of 0.18.0: precision", device, ["onnx"])
+    row
+    for device in ("cpu", "cuda")
+    for row in make_rows("src/python/py/models/builder.py of 0.18.0: precision", device, ["onnx"])
 )
 
 

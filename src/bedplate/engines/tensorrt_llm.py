@@ -161,9 +161,9 @@ QUANTIZATIONS = (
     *make_rows(_MATRIX, "cuda", ["fp8"], least=_ADA),
     *make_rows(_MATRIX, "cuda", ["fp8 in blocks"], least=_HOPPER, below=(12, 0)),
     *make_rows(_MATRIX, "cuda", ["nvfp4", "mixed"], least=_BLACKWELL),
-    # The matrix lists only Blackwell.
-    *make_rows("docs/source/deployment-guide/deployment-guide-for-gpt-oss-on-trtllm.md (2026): Triton kernels", "cuda",
-               ["mxfp4"], least=_HOPPER),
+    # The matrix lists only Blackwell; the guide has Triton kernels for Hopper.
+    *make_rows("docs/source/deployment-guide/deployment-guide-for-gpt-oss-on-trtllm.md (2026): MoE backends",
+               "cuda", ["mxfp4"], least=_HOPPER),
     *make_rows(_MATRIX, "cuda", ["awq", "gptq"], least=_AMPERE, below=_BLACKWELL),
 )  # fmt: skip
 EIGHT_BIT_CACHE = EightBitCache(
@@ -226,8 +226,7 @@ class TensorRtLlm(Engine):
     vendors = ("nvidia",)
     # docs/source/supported-hardware.md: Ampere (A100), Ada Lovelace, Hopper, Blackwell.
     capability = _AMPERE
-    # Replicas are separate processes: its server has no option for them.
-    ways = ("tensor", "pipeline", "expert", "attention_data")
+    ways = ("tensor", "pipeline", "data", "expert", "attention_data")
     paged = True
     built_for = ("cuda",)
     effort = 5
@@ -329,7 +328,12 @@ class TensorRtLlm(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
-        return replace_fields(settings, batch_tokens=8192)
+        settings = replace_fields(settings, batch_tokens=8192)
+        target = self.find_target(hardware)
+        if target is None or target.capability is None or identify_quantization(model)[1] != "mxfp4":
+            return settings
+        # The kernels for its experts depend on the generation.
+        return replace_fields(settings, compute_capability=".".join(map(str, target.capability)))
 
     def find_tool_support(self, plan: Plan) -> ToolSupport:
         # Without a parser for the model's format, calls stay in the text.
@@ -340,6 +344,10 @@ class TensorRtLlm(Engine):
         if found is None or plan.workload.structured_output:
             return found
         return replace_fields(found, json_schema=False, json_object=False)
+
+    def starts_replicas(self, model: Model) -> bool:
+        # trtllm-serve has no option for replicas.
+        return False
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         # enable_attention_dp has no size: every rank is an attention replica.
@@ -449,6 +457,8 @@ def write_options(plan: Plan) -> str:
         lines.append("enable_attention_dp: true")
     if plan.settings.kv_type == "fp8":
         lines += ["kv_cache_config:", "  dtype: fp8"]
+    if (backend := _choose_expert_backend(plan)) is not None:
+        lines += ["moe_config:", f"  backend: {backend}"]
     if plan.workload.structured_output:
         lines.append("guided_decoding_backend: xgrammar")
     if count := len(plan.workload.adapters):
@@ -458,6 +468,14 @@ def write_options(plan: Plan) -> str:
         lines += [f"  max_lora_rank: {ENGINE.choose_adapter_rank(plan.workload)}"]
         lines += [f"  max_loras: {ENGINE.count_resident_adapters(plan.workload)}", f"  max_cpu_loras: {count}"]
     return "\n".join([*lines, ""])
+
+
+def _choose_expert_backend(plan: Plan) -> str | None:
+    """The kernels for MXFP4 experts, which the gpt-oss guide names for each generation; `None`: its default."""
+    capability = plan.settings.compute_capability
+    if capability is None or identify_quantization(plan.model)[1] != "mxfp4":
+        return None
+    return {9: "TRITON", 10: "TRTLLM"}.get(int(capability.partition(".")[0]))
 
 
 def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:

@@ -123,13 +123,18 @@ LAUNCH_RULES = (
 
 
 QUANTIZATIONS = (
-    *make_rows("launcher/src/main.rs of v3.3.7: Quantization", "cuda", ["awq", "gptq", "compressed-tensors"]),
+    *make_rows("server/text_generation_server/utils/quantization.py of v3.3.7: get_loader", "cuda", ["awq", "gptq"]),
+    *make_rows("server/text_generation_server/layers/compressed_tensors of v3.3.7; layers/marlin/util.py", "cuda",
+               ["compressed-tensors"], least=(8, 0)),
     # Without FP8 units, Marlin kernels dequantize it.
     *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["fp8"], least=(8, 0)),
     *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["FP8 while loading"], units="fp8"),
     *make_rows("server/text_generation_server/layers/eetq.py, bnb.py of v3.3.7", "cuda",
                ["INT8 while loading", "NF4 while loading"]),
-    *make_rows("launcher/src/main.rs of v3.3.7: Quantization", "rocm", ["awq", "gptq", "compressed-tensors"]),
+    *make_rows("server/text_generation_server/layers/gptq/__init__.py of v3.3.7: GPTQWeight, AWQ as gptq", "rocm",
+               ["awq", "gptq"]),
+    *make_rows("server/text_generation_server/layers/compressed_tensors/w8an_fp.py of v3.3.7, FP8 only", "rocm",
+               ["compressed-tensors"], units="fp8"),
     *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "rocm", ["fp8", "FP8 while loading"],
                units="fp8"),
 )  # fmt: skip
@@ -211,11 +216,8 @@ class Tgi(Engine):
 
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
-        old = target.capability is not None and target.capability < (8, 0)
         if method != "16-bit":
-            runs = method in QUANTIZE_VALUES and (
-                method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
-            )
+            runs = method in QUANTIZE_VALUES and _has_kernels(label, method, target)
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
         found = [choose_plain_weights(label, target)]
         if "fp8" in target.features:
@@ -313,10 +315,19 @@ def _mount_adapters(plan: Plan) -> tuple[list[str], list[str]]:
     return names, mounts
 
 
+def _has_kernels(label: str, method: str, target: ComputeTarget) -> bool:
+    if method in ("awq", "gptq") or (label == "FP8" and "fp8" in target.features):
+        return True
+    # Marlin kernels: only for NVIDIA, from compute capability 8.0 on.
+    return target.device == "cuda" and (target.capability is None or target.capability >= (8, 0))
+
+
 def _get_quantize_value(plan: Plan) -> str | None:
     if plan.weights.made == "while loading":
         return {"FP8": "fp8", "INT8": "eetq", "NF4": "bitsandbytes-nf4"}.get(plan.weights.label)
-    return QUANTIZE_VALUES.get(identify_quantization(plan.model)[1])
+    method = identify_quantization(plan.model)[1]
+    # AWQ's own kernels are not built for ROCm; those for GPTQ load the same weights (layers/gptq/__init__.py).
+    return "gptq" if method == "awq" and plan.settings.device == "rocm" else QUANTIZE_VALUES.get(method)
 
 
 ENGINE = Tgi()

@@ -597,7 +597,6 @@ class Vllm(Engine):
     tasks: ClassVar[tuple[str, ...]] = ("generate", "embed", "classify")
     ways: ClassVar[tuple[ParallelismKind, ...]] = ("tensor", "pipeline", "data", "expert", "attention_data")
     # model_executor/layers/fused_moe/config.py: flatten_tp_across_dp_and_pcp.
-    shares_experts = True
     paged = True
     built_for = ("cpu", "cuda")
     # envs.py of 0.32.0: by default, VLLM_CPU_OMP_THREADS_BIND binds the threads of a rank to one NUMA node.
@@ -769,9 +768,11 @@ class Vllm(Engine):
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         if launch.device == "tt":
             return count_tenstorrent_devices(launch.options["--tt-device"])
-        named = super().count_launch_cards(launch)
-        # The command of a model with experts is that of one replica.
-        return named * launch.plan.parallelism.data if named is not None and launch.model.num_experts else named
+        return super().count_launch_cards(launch)
+
+    def starts_replicas(self, model: Model) -> bool:
+        # Its data-parallel ranks would share the experts.
+        return not model.num_experts
 
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.

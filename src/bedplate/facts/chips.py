@@ -533,9 +533,12 @@ def _are_interchangeable(candidates: Sequence[Chip]) -> bool:
 def _assume_form(candidates: Sequence[Chip]) -> Chip | None:
     """The form of one data-centre chip to assume: of those with the least memory, the most common.
 
-    What fits the smallest fits all of them.
+    What fits the smallest fits all of them. A workstation card may be one of the forms if all have the same memory.
     """
-    if any(chip.kind != "datacenter" for chip in candidates) or len({chip.capability for chip in candidates}) > 1:
+    if len({chip.capability for chip in candidates}) > 1 or candidates[0].kind != "datacenter":
+        return None
+    others = {chip.kind for chip in candidates} - {"datacenter"}
+    if others and (others != {"workstation"} or len({chip.memory_gib for chip in candidates}) > 1):
         return None
     return min(candidates, key=lambda chip: chip.memory_gib or 0.0)
 

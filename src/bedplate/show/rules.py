@@ -124,7 +124,7 @@ def _list_fixed_rows() -> list[tuple[str, ...]]:
         ),
         (
             f"`{TIMELY[0]}`",
-            "If the engine that the rules choose misses the latency targets by more than ten percent, another one that the rules name for this case and that meets them is chosen; if the targets are asked for, also one that is worth measuring. Rules about operations take precedence.",
+            "If the engine that the rules choose misses the latency targets by more than ten percent, another one that the rules name for this case and that meets them is chosen; if the targets are asked for, also one that is worth measuring. Rules about operations take precedence. If no rule names an engine for many requests, and the simplest misses the targets or the work is a batch, one that is expected to be at least twice as fast is chosen, too.",
             TIMELY[1],
         ),
     ]

@@ -187,7 +187,7 @@ class Settings(Record, frozen=True, kw_only=True):
     memory_share: float | None = None
     """Share of each accelerator's memory that the engine may use; `None`: as much as it needs."""
     compute_capability: str | None = None
-    """CUDA compute capability, if it decides which package of the engine is installed."""
+    """CUDA compute capability, if the package that is installed or the options depend on it."""
     board: str | None = None
     """The accelerator board, if it decides what is started: n300."""
     turned: TunedSettings | None = None

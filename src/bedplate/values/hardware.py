@@ -174,7 +174,8 @@ class Hardware(Record, frozen=True, kw_only=True):
     @property
     def cards_per_node(self) -> int:
         """Accelerators in one node; all of them if no network connects them."""
-        network = next((link for link in self.links if link.kind == "network"), None)
+        # The links of a network come after those within its nodes.
+        network = next((link for link in reversed(self.links) if link.kind == "network"), None)
         return int(network.b) - int(network.a) if network is not None else len(self.accelerators)
 
     @property

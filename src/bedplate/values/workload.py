@@ -109,6 +109,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """Answers must follow a grammar or a JSON schema."""
     precision_sensitive: bool = False
     """Excludes 4-bit weights."""
+    batch: bool = False
+    """Nobody waits for the answers: throughput matters, and without stated targets latency does not."""
     task: Task = "generate"
     """What the model is used for. Default: the model's own task."""
     volume: Literal["normal", "extreme"] = "normal"
@@ -156,6 +158,11 @@ class Workload(Record, frozen=True, kw_only=True):
         tokens of the context: it has a cache of its own."""
         prompt = 0 if self.task == "transcribe" else self.prompt_tokens
         return prompt + (0 if self.task in ("embed", "classify") else self.output_tokens)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether someone reads the text while it is generated."""
+        return self.task == "generate" and not self.batch
 
     @property
     def states_load(self) -> bool:

@@ -279,9 +279,10 @@ def _find_overflow(
 ) -> str | None:
     """The first card that lacks memory; `needs` has one entry for each pipeline stage."""
     layout = launch.plan.parallelism
-    each = layout.tensor * layout.pipeline
+    tensor = max(1, layout.tensor)
+    each = tensor * layout.pipeline
     for index, (card, limit) in enumerate(zip(launch.cards, limits, strict=True)):
-        need = needs[index % each // max(1, layout.tensor)]
+        need = needs[index % each // tensor]
         if limit is not None and need > limit:
             return (
                 f"card {card.index} needs {format_memory(need)} {when}, but only {format_memory(limit)} of it is usable"
