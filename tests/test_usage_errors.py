@@ -55,6 +55,12 @@ def test_a_file_or_folder_without_a_model_is_named_as_such(tmp_path: Path, monke
         assert answer.code == 2 and message in answer.err and "expected: a .gguf file" in answer.err
 
 
+def test_an_intent_file_in_the_place_of_the_model_gets_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "a platform.yaml").write_text("model: Qwen/Qwen3-8B")
+    answer = invoke("plan", str(tmp_path / "a platform.yaml"))
+    assert answer.code == 2 and "is not a model file" in answer.err and "--file '/" in answer.err.replace("\n", " ")
+
+
 def test_errors_have_one_style() -> None:
     """click's own would begin with a usage line."""
     answer = run("plan", "--users", "many")

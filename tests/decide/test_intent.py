@@ -159,7 +159,7 @@ def test_binary_file_is_a_usage_error(tmp_path: Path) -> None:
             "workload.lora_adapters[0].rank: must be at least 1, got 0",
         ),
         ("workload: {lora_adapters: [x/a, y/a]}", "workload.lora_adapters[0]: two adapters are named a"),
-        ("workload: {task: embedd}", "workload.task: must be generate, embed, classify or other, got embedd"),
+        ("workload: {task: em}", "workload.task: must be generate, embed, classify, transcribe or other, got em"),
         ("operations: {model_changes: oft}", "operations.model_changes: must be often or rarely, got oft"),
         ("operations: {portable: no}", 'operations.portable: must be true or false, got the text "no"'),
         ("workload: 3", "workload: must be a mapping of fields, got 3"),

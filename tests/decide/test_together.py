@@ -104,7 +104,7 @@ class TestCards:
 
 def test_earlier_service_leaves_cards_to_later_ones() -> None:
     """Alone, the large model is spread over all four cards."""
-    on, large, small = machine("L40S", 4), model("Qwen/Qwen3-32B"), model("Qwen/Qwen3-8B")
+    on, large, small = machine("A40", 4), model("Qwen/Qwen3-32B"), model("Qwen/Qwen3-8B")
     assert decide(on, large, Workload(concurrency=4)).parallelism.tensor == 4
     found = divide_machine(on, [make_ask(large, "vllm", users=4), make_ask(small, "vllm", replicas=2, users=4)])
     used = [index for part in found for group in part.cards for index in group]

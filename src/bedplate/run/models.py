@@ -18,6 +18,7 @@ from bedplate.progress import Progress
 from bedplate.run import builtin
 from bedplate.values import Model, PublishedWeights, replace_fields
 from bedplate.values.intent import ModelNamed
+from bedplate.values.quoting import quote_shell
 
 if TYPE_CHECKING:
     from bedplate.run.hub import HubChoice
@@ -62,6 +63,8 @@ def _read_located(found: LocatedModel) -> Model:
         return read_folder(path.parent)
     if ending in PICKLES:
         raise make_pickle_error(path.name)
+    if ending in (".yaml", ".yml"):
+        raise UsageError(f"{path.name} is not a model file", hint=f"for an intent file: --file {quote_shell(str(path))}")
     return read_gguf(path, name=None, origin=found.origin)
 
 
