@@ -64,7 +64,9 @@ def _read_located(found: LocatedModel) -> Model:
     if ending in PICKLES:
         raise make_pickle_error(path.name)
     if ending in (".yaml", ".yml"):
-        raise UsageError(f"{path.name} is not a model file", hint=f"for an intent file: --file {quote_shell(str(path))}")
+        raise UsageError(
+            f"{path.name} is not a model file", hint=f"for an intent file: --file {quote_shell(str(path))}"
+        )
     return read_gguf(path, name=None, origin=found.origin)
 
 
