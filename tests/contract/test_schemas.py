@@ -15,6 +15,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from tests.commands import all_commands, invoke
 from tests.contract.documents import BY_NAME, check_document, read_schema
+from tests.deploy.schemas import LOADER
 
 from bedplate.cli.schema import DOCUMENTS, FOLDER, Document
 from bedplate.cli.schema_files import find_version, format_schema
@@ -216,13 +217,13 @@ INTENT = Draft202012Validator(read_schema("intent"))
 def intents() -> Iterator[Any]:
     for folder in (TESTS / "scenarios", SCENARIOS):
         for path in sorted(folder.glob("*.yaml")):
-            data = yaml.safe_load(path.read_text())
+            data = yaml.load(path.read_text(), LOADER)
             if "error" not in data.get("expect", {}):
                 yield pytest.param(data["intent"], id=f"{folder.parent.name}-{path.stem}")
     for page in sorted((TESTS.parent / "docs").glob("*.md")):
         for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)):
             if re.search(r"^(hardware|model|workload|services|pools):", text, re.MULTILINE):
-                yield pytest.param(yaml.safe_load(text), id=f"{page.stem}-{number}")
+                yield pytest.param(yaml.load(text, LOADER), id=f"{page.stem}-{number}")
 
 
 @pytest.mark.parametrize("data", intents())

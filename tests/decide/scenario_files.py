@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.deploy.schemas import LOADER
 
 from bedplate.decide import decide
 from bedplate.decide.intent import resolve_hardware, to_intent
@@ -36,7 +37,7 @@ def make_shared_parameters() -> list[Any]:
 
 
 def read_scenario(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
+    loaded: dict[str, Any] = yaml.load(path.read_text(), LOADER)
     return loaded
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.deploy.intents import WRITTEN, build_platform, emit_files
+from tests.deploy.schemas import LOADER
 from tests.deploy.walk import read_manifests
 
 from bedplate.deploy.air_gap import complete_name
@@ -42,13 +43,13 @@ def list_bases(files: Files) -> list[str]:
 @pytest.mark.parametrize(("name", "target"), WRITTEN)
 def test_every_image_comes_from_the_mirror(name: str, target: str) -> None:
     files, plain = emit(name, target, mirror=MIRROR, registry=None), emit_files(name, target)
-    trees = [tree for path, text in files.items() if path.endswith(".yaml") for tree in yaml.safe_load_all(text)]
+    trees = [tree for path, text in files.items() if path.endswith(".yaml") for tree in yaml.load_all(text, LOADER)]
     used = {*list_images(trees), *list_bases(files)}
     assert used and all(one.startswith(f"{MIRROR}/") for one in used)
     pairs = dict(line.split() for line in files["images.txt"].splitlines() if not line.startswith("#"))
     built = {line.split()[-1] for line in files["images.txt"].splitlines() if line.startswith("# Build")}
     assert used == {*pairs.values(), *built}
-    before = [tree for path, text in plain.items() if path.endswith(".yaml") for tree in yaml.safe_load_all(text)]
+    before = [tree for path, text in plain.items() if path.endswith(".yaml") for tree in yaml.load_all(text, LOADER)]
     sources = {complete_name(one) for one in (*list_images(before), *list_bases(plain)) if "bedplate" not in one}
     assert set(pairs) == sources, "the list has the original names"
     assert all(target == f"{MIRROR}/{source}" for source, target in pairs.items())
@@ -58,7 +59,9 @@ def test_images_that_are_built_go_to_the_registry() -> None:
     files = emit("teams", "kubernetes", mirror=MIRROR, registry="own.example.com")
     assert "image: own.example.com/bedplate:" in files["endpoint.yaml"]
     assert "# Build it and push it: own.example.com/bedplate:" in files["images.txt"]
-    (one,) = yaml.safe_load(emit("teams", "kubernetes", mirror=MIRROR, registry=None)["kustomization.yaml"])["images"]
+    (one,) = yaml.load(emit("teams", "kubernetes", mirror=MIRROR, registry=None)["kustomization.yaml"], LOADER)[
+        "images"
+    ]
     assert one["name"] == f"{MIRROR}/bedplate", "the port of a registry is not a tag"
 
 
