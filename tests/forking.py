@@ -150,7 +150,8 @@ class _Workers:
             how = f"the process of this test ended with status {status}"
             report = pytest.TestReport(test.nodeid, test.location, {}, "failed", how, "call")
             self._config.hook.pytest_runtest_logreport(report=report)
-            self._parts.appendleft(list(worker.tests))
+            if worker.tests:
+                self._parts.appendleft(list(worker.tests))
             self._start(worker.number)
         elif status:
             raise RuntimeError(f"a worker ended with status {status}")

@@ -28,6 +28,9 @@ def test_crash():
 def test_after_the_crash(capfd):
     os.write(1, b"its own output")
     assert capfd.readouterr().out == "its own output"
+
+def test_crash_at_the_end():
+    os._exit(4)
 """
 
 
@@ -39,6 +42,6 @@ def test_forked_workers_run_every_test_and_report_each_failure(tmp_path: Path) -
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert re.search("=+ 2 failed, 50 passed in ", done.stdout), done.stdout
+    assert re.search("=+ 3 failed, 50 passed in ", done.stdout), done.stdout
     assert "FAILED test_forked.py::test_many[30] - " in done.stdout and "printed by 30" in done.stdout
     assert "FAILED test_forked.py::test_crash - the process of this test ended with status 3" in done.stdout
