@@ -238,7 +238,7 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     code += "except SystemExit: pass\nprint('LOADED', *sorted(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded = {name.split(".")[0] for name in out.rpartition("LOADED ")[2].split()}
-    assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client"}
+    assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client", "rich"}
 
 
 @pytest.mark.measures

@@ -357,7 +357,7 @@ def _finish(run: Run, form: Form | None, output: Path | None) -> None:
 
     text = write_run(run, form)
     if output is None:
-        from bedplate.cli.terminal import print_text
+        from bedplate.cli.printing import print_text
 
         print_text(text, end="")
     else:

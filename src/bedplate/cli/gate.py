@@ -158,7 +158,7 @@ def _choose_loads(concurrency: str | None, prompt_tokens: int | None, output_tok
 
 
 def _show(result: GateResult, *, json: bool, junit: Path | None, markdown: Path | None) -> None:
-    from bedplate.cli.terminal import print_text
+    from bedplate.cli.printing import print_text
     from bedplate.show.gate import write_junit, write_markdown
     from bedplate.values import to_json
 

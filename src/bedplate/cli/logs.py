@@ -54,7 +54,7 @@ class _LogPrinter:
     def show(self, path: Path, lines: list[str]) -> None:
         if not lines:
             return
-        from bedplate.cli.terminal import print_text
+        from bedplate.cli.printing import print_text
 
         if self._with_names and path != self._last:
             between = "\n" if self._last is not None else ""

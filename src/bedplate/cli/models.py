@@ -189,7 +189,7 @@ def _browse(
     import sys
 
     from bedplate.cli.browse_models import browse_models
-    from bedplate.cli.terminal import print_text
+    from bedplate.cli.printing import print_text
     from bedplate.show.model_browser import ModelBrowser
     from bedplate.show.probe import describe_hardware
     from bedplate.values import replace_fields

@@ -429,7 +429,7 @@ def _print_page(what: RenderableType) -> None:
 
 def _write_or_print(text: str, path: Path | None) -> None:
     if path is None:
-        from bedplate.cli.terminal import print_text
+        from bedplate.cli.printing import print_text
 
         print_text(text, end="" if text.endswith("\n") else "\n")
         return

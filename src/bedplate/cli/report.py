@@ -109,7 +109,7 @@ def _report_folder(runs: list[str], output: Path | None, md: bool, given: dict[s
         return
     path = output or DEFAULT_FILE
     write_file(path, to_markdown(page) if md or path.suffix == ".md" else to_html(page))
-    from bedplate.cli.terminal import print_text
+    from bedplate.cli.printing import print_text
 
     print_text(f" {page.headline}  {path}")
     for warning in page.unreadable:

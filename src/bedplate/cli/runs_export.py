@@ -127,7 +127,7 @@ def import_(
 
         print(to_json(ImportedRuns(runs=found)))  # noqa: T201
         return
-    from bedplate.cli.terminal import print_text
+    from bedplate.cli.printing import print_text
 
     for one in found:
         state = "verified" if one.is_verified else "not signed"

@@ -37,11 +37,6 @@ class SafeConsole(Console):
                 yield Segment(escape_controls(segment.text, keep="\n"), segment.style)
 
 
-def print_text(text: str, end: str = "\n") -> None:
-    """Print data, such as a table or a log, without its control characters."""
-    print(escape_controls(text, keep="\n\t"), end=end, flush=True)  # noqa: T201
-
-
 def make_console(stream: TextIO | None = None, kind: type[SafeConsole] = SafeConsole) -> Console:
     """A console that wraps at the terminal's width, or at a fixed width in a pipe."""
     file = stream if stream is not None else sys.stdout

@@ -50,7 +50,7 @@ def usage(
     from bedplate.show.tenants import render_usage, to_usage_csv
 
     if csv:
-        from bedplate.cli.terminal import print_text
+        from bedplate.cli.printing import print_text
 
         print_text(to_usage_csv(report), end="")
         return

@@ -17,6 +17,7 @@ _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "n
 """Words that some YAML parsers do not read as strings."""
 _YAML_PLAIN = re.compile(r"(?:--?)?[A-Za-z/_](?:[^\s#:\"'`\\]|:(?=\S)|(?<=\S) (?=\S)|(?<=[^\s])#)*")
 _YAML_QUANTITY = re.compile(r"(?:0|[1-9][0-9]*)(?:[KMGT]i|m|s|h)")
+_NOT_PLAIN = re.compile(r"[^ -~]")
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -29,7 +30,8 @@ def escape_controls(text: str, keep: str = "") -> str:
     """Replace characters that control a terminal, or end a line, by their escapes: a line stays one line."""
     if text.isprintable():
         return text
-    return "".join(letter if letter in keep or is_safe(letter) else _escape(letter) for letter in text)
+    # Most characters of a long text are in ASCII: looking at each one would take a tenth of the time of `plan --json`.
+    return _NOT_PLAIN.sub(lambda one: one[0] if one[0] in keep or is_safe(one[0]) else _escape(one[0]), text)
 
 
 def _escape(letter: str) -> str:
