@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
-from tests.conftest import HANG_S
+import psutil
+from tests.conftest import HANG_S, wait_for
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()=>].?|\r|\x07")
 CTRL_C, CTRL_D, ENTER, UP, DOWN = "\x03", "\x04", "\r", "\x1b[A", "\x1b[B"
@@ -50,6 +51,12 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
+
+    def interrupt_prompt(self) -> None:
+        """Press Ctrl-C once the prompt waits: Python's readline forgets one that comes between the two."""
+        waiting = psutil.Process(self.process.pid)
+        wait_for(lambda: waiting.status() == psutil.STATUS_SLEEPING, "a prompt that waits")
+        self.type(CTRL_C)
 
     def read_until(self, pattern: str) -> str:
         """The new output up to the first match, without escape sequences."""

@@ -66,7 +66,7 @@ def test_a_chat_streams_remembers_stops_and_ends(
         terminal.type("/colour\r")
         terminal.read_until("there is no command /colour; /help lists the commands")
         terminal.read_until(">>> ")
-        terminal.type(CTRL_C)
+        terminal.interrupt_prompt()
         terminal.read_until("Ctrl-D or /exit ends the chat")
         terminal.read_until(">>> ")  # before the prompt, the terminal itself takes Ctrl-D
         terminal.type(CTRL_D)
