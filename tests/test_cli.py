@@ -99,11 +99,16 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 PLAN = ("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090")
 
 
+PRINTED = [
+    (PLAN, ""),
+    ((*PLAN, "--json"), "1"),
+    *((words, mode) for words in (("--version",), ("--help",)) for mode in ("", "1")),
+]
+"""What rich prints, what is printed as it is, and what click prints, with and without a buffer."""
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    "arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",), ("models", "--search", "qwen3-8b")]
-)
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTED)
 def test_a_full_disk_is_an_external_failure(arguments: tuple[str, ...], unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -114,8 +119,7 @@ def test_a_full_disk_is_an_external_failure(arguments: tuple[str, ...], unbuffer
     assert "error: cannot write the output\ncaused by: No space left on device\nhint: " in done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",)])
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTED)
 def test_a_closed_pipe_prints_no_error(arguments: tuple[str, ...], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
