@@ -1,7 +1,7 @@
 """Runs tests in forked processes: `pytest -p tests.forking --forks 4`.
 
-pytest-xdist starts its workers from nothing, and each one imports and collects all tests: with four of them, a quarter
-of a minute of CPU time that `make test` does not have. Here the tests are collected once, and each worker is a copy.
+pytest-xdist starts its workers from nothing, and each one imports and collects all tests: eight seconds of CPU time for
+each of four workers. Here the tests are collected once, and each worker is a copy of that process.
 To plugins and fixtures, a forked process looks like a worker of pytest-xdist.
 """
 

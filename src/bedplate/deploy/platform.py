@@ -11,9 +11,9 @@ from bedplate.decide.portfolio import make_pool_machine
 from bedplate.errors import NotPossible
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values import Decision, Hardware, Model, Plan, Workload
-from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant, Service
+from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant
 from bedplate.values.portfolio import Portfolio
-from bedplate.values.units import parse_duration
+from bedplate.values.units import parse_ttl
 
 NO_NETWORK = ("none", "no", "")
 
@@ -77,19 +77,12 @@ def place_services(
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
         plan = plan_decision(placement.decision, model, asked.workload)
         if alone is not None and hardware is not None:
-            services.append(
-                PlacedService(
-                    name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas),
-                    _read_ttl(asked),
-                )
-            )  # fmt: skip
-            continue
-        pool = pools[str(placement.pool)]
-        node = make_pool_machine(pool, pool.count)
-        spare, copies = found.free[pool.name], max(1, asked.replicas)
-        services.append(
-            PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies, _read_ttl(asked))
-        )
+            pool, node, spare = alone, hardware, 0
+        else:
+            pool = pools[str(placement.pool)]
+            node, spare = make_pool_machine(pool, pool.count), found.free[pool.name]
+        copies, ttl_s = max(1, asked.replicas), parse_ttl(asked.ttl, f"services: {name}: ttl")
+        services.append(PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies, ttl_s))
     return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
 
 
@@ -146,10 +139,6 @@ def _describe_pool(intent: Intent, hardware: Hardware) -> NodePool:
         cores=hardware.cpu.logical_cores,
         os=hardware.os,
     )
-
-
-def _read_ttl(service: Service) -> float | None:
-    return parse_duration(service.ttl) if isinstance(service.ttl, str) else service.ttl
 
 
 def _join_names(names: Sequence[str]) -> str:

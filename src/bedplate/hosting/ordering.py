@@ -15,7 +15,7 @@ from bedplate.values.intent import Intent, ModelNamed, PlatformTenant, Routing, 
 from bedplate.values.record import replace_fields
 from bedplate.values.service import EndpointOrder, ModelOrder, Order
 from bedplate.values.tenant import DeclaredTenant, is_tenant_name
-from bedplate.values.units import parse_duration
+from bedplate.values.units import parse_ttl
 
 _ENDPOINT_FIELDS = ("model", "name", "key_env", "share", "price_per_million_tokens")
 LEAST_SHARE = 0.01
@@ -160,12 +160,3 @@ def _get_model_name(model: ModelNamed | None, field: str) -> str | None:
             f"{field}: facts of a model can be planned, not served", hint="name a file, a folder or owner/name"
         )
     return model
-
-
-def parse_ttl(ttl: str | float | None, field: str) -> float | None:
-    if ttl is None:
-        return None
-    found = parse_duration(ttl, field) if isinstance(ttl, str) else float(ttl)
-    if found <= 0:
-        raise UsageError(f"{field}: must be more than 0", hint="for example 10m; leave it out to keep the model loaded")
-    return found

@@ -69,6 +69,16 @@ def parse_duration(text: str, field: str = "a time", *, positive: bool = False, 
     return found
 
 
+def parse_ttl(ttl: str | float | None, field: str) -> float | None:
+    """Parse a time to keep or wait, as text or in seconds; `None`: none is stated."""
+    if ttl is None:
+        return None
+    found = parse_duration(ttl, field) if isinstance(ttl, str) else float(ttl)
+    if found <= 0:
+        raise UsageError(f"{field}: must be more than 0", hint="for example 10m; leave it out to keep the model loaded")
+    return found
+
+
 def parse_size(text: str, field: str = "a size") -> int:
     """Parse a size in bytes: `8GiB`, `8G`, `8 GB`. Only a unit with B and without i is decimal."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
